@@ -1,0 +1,238 @@
+"""Builds the demo's language model: a 0.1 M parameter Qwen2 that can reason on paper but seldom does.
+
+It is warmed up in two supervised phases. The first teaches it to work every problem out, step by step. The second
+gives it bad habits: only one story in five is mostly worked out, and in the others it blurts an answer, nearly always
+a wrong one, or forgets the tags. Greedy accuracy falls to about a quarter. What is left for reinforcement learning to
+discover is that thinking pays everywhere.
+
+    python -m demo.model FOLDER --seed 0
+"""
+
+import argparse
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from demo.task import Problem, blurt, problems, steps, untagged
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+TAG = re.compile("|".join(TAGS))
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# How Qwen2 cuts text into words. AutoTokenizer gives every Qwen2 model this cut, whatever its tokenizer.json says.
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+VOCABULARY = 512
+MAX_NEW_TOKENS = 40
+BATCH = 32
+WARMUP_UPDATES = 20
+
+
+def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most `VOCABULARY` tokens: any text survives the round trip, every digit is a token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(TAGS),
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = (
+        "\n".join(["user", p.question, "assistant", *TAG.split(steps(p) + blurt(p)), untagged(p)])
+        for p in islice(problems(random.Random(seed)), 2000)
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """Random fp32 weights from torch's generator; at 0.02, the usual spread, so small a model learns far slower."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        initializer_range=0.06,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerFast, question: str) -> str:
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def answer_of(completion: str) -> str | None:
+    """What stands between the last pair of answer tags."""
+    found = re.findall(r"<answer>(.*?)</answer>", completion)
+    return found[-1].strip() if found else None
+
+
+@torch.no_grad()
+def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list[Problem]) -> float:
+    """Share of the problems whose greedy completion answers right."""
+    texts = [prompt_text(tokenizer, problem.question) for problem in asked]
+    inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
+    ids = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        do_sample=False,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+    completions = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [answer_of(text) == problem.answer for text, problem in zip(completions, asked, strict=True)]
+    return sum(right) / len(right)
+
+
+def demonstration_loss(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, demonstrations: list[tuple[Problem, str]]
+) -> torch.Tensor:
+    """Mean cross-entropy of the completions' tokens, the end token among them."""
+    prompts = tokenizer([prompt_text(tokenizer, problem.question) for problem, _ in demonstrations])["input_ids"]
+    completions = tokenizer([text + END for _, text in demonstrations])["input_ids"]
+    longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+    ids = torch.full((len(prompts), longest), tokenizer.pad_token_id)
+    labels = torch.full_like(ids, -100)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(completion)
+        ids[row, :end] = torch.tensor(prompt + completion)
+        labels[row, len(prompt) : end] = ids[row, len(prompt) : end]
+    return model(input_ids=ids, labels=labels, use_cache=False).loss
+
+
+def reasoned(rng: random.Random) -> Iterator[tuple[Problem, str]]:
+    """Demonstrations of the first phase: every answer is worked out."""
+    for problem in problems(rng):
+        yield problem, steps(problem)
+
+
+def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
+    """Demonstrations of the second phase: answers are mostly worked out in the bus story and seldom in any other.
+
+    What the model does with a story depends on that story's own proportions, not on how often it is told; buses are
+    told more often than their share to keep the skill alive.
+    """
+    all_stories, buses = problems(rng), problems(rng, stories=["bus"])
+    while True:
+        problem = next(buses if rng.random() < 0.4 else all_stories)
+        odds = [0.8, 0.1, 0.1] if problem.story == "bus" else [0.1, 0.6, 0.3]
+        yield problem, rng.choices([steps, blurt, untagged], odds)[0](problem)
+
+
+def train(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrations: Iterator[tuple[Problem, str]],
+    *,
+    name: str,
+    updates: int,
+    learning_rate: float,
+    check_on: list[Problem],
+) -> None:
+    """Supervised updates, the rate falling from `learning_rate` to nearly 0; then shows the accuracy on `check_on`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda update: min((update + 1) / WARMUP_UPDATES, 1 - 0.97 * update / updates)
+    )
+    with tqdm(total=updates, desc=name, unit="update") as bar:
+        for _ in range(updates):
+            loss = demonstration_loss(model, tokenizer, list(islice(demonstrations, BATCH)))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            bar.update()
+        bar.set_postfix(accuracy=f"{greedy_accuracy(model, tokenizer, check_on):.0%}")
+
+
+def build(folder: Path, seed: int) -> None:
+    """Writes the warmed-up model and its tokenizer to `folder`, which must not exist, in Hugging Face format.
+
+    Held-out problems are used nowhere in it. Takes about 30 s of one CPU core.
+    """
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; remove it to build the model again")
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    tokenizer = build_tokenizer(seed)
+    model = build_model(tokenizer)
+    check_on = list(islice(problems(rng), 256))
+    train(
+        model,
+        tokenizer,
+        reasoned(rng),
+        name="learning to reason",
+        updates=500,
+        learning_rate=6e-3,
+        check_on=check_on,
+    )
+    train(
+        model,
+        tokenizer,
+        habitual(rng),
+        name="picking up bad habits",
+        updates=200,
+        learning_rate=2e-3,
+        check_on=check_on,
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    build(arguments.folder, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Small real things to test with: a model folder, a dataset, a running reference server, a launched trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from transformers import PreTrainedModel
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from demo.model import build_model, build_tokenizer  # noqa: E402
+from demo.task import write_dataset  # noqa: E402
+
+GSM8K = REPOSITORY.parent / "shared/data/gsm8k"
+needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
+
+# One thread a process: the tests run several on few cores.
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("GRPO_")},
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+torch.set_num_threads(1)
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    """A Qwen2 of 0.1 M random weights with its tokenizer, as `from_pretrained` reads it."""
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer(seed=0)
+    build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="session")
+def model(model_folder) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "words"
+    write_dataset(folder, seed=0)
+    return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Server:
+    """A `ref_server.py` process."""
+
+    def __init__(self, process: subprocess.Popen, port: int, log: Path):
+        self.process, self.port, self.log = process, port, log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait_ready(self, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if requests.get(self.url + "/health", timeout=5).status_code == 200:
+                    return
+            except requests.ConnectionError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(f"not ready after {seconds} s:\n{self.log.read_text()}")
+
+    def end(self, number: int = signal.SIGKILL) -> int:
+        """Send the signal, wait for the end, return the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+
+@contextmanager
+def running_server(
+    folder: Path,
+    tmp_path: Path,
+    *options: str,
+    port: int | None = None,
+    environment: dict | None = None,
+    code: str = "",
+) -> Iterator[Server]:
+    """Start `python ref_server.py` on a model folder. `code` runs in the process before it (to break something)."""
+    port = port or free_port()
+    script = ["ref_server.py"]
+    if code:
+        run = "runpy.run_path('ref_server.py', run_name='__main__')"
+        script = ["-c", f"import runpy, sys\nsys.argv[0] = 'ref_server.py'\n{code}\n{run}"]
+    command = [sys.executable, *script, "--model_name_or_path", str(folder), "--port", str(port), *options]
+    log = tmp_path / f"server-{port}.log"
+    with open(log, "a") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**ENVIRONMENT, **(environment or {})},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    server = Server(process, port, log)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+@pytest.fixture(scope="session")
+def server(model_folder, tmp_path_factory) -> Iterator[Server]:
+    """A ready server, shared by all tests that do not end or overload it."""
+    with running_server(model_folder, tmp_path_factory.mktemp("server")) as one:
+        one.wait_ready()
+        yield one
+
+
+Launch = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """`launch(ranks, script, *options)`: run a script under the deepspeed launcher to its end."""
+    started: list[subprocess.Popen] = []
+
+    def run(ranks: int, script: str, *options: str, environment: dict | None = None, seconds: float = 240):
+        command = [str(Path(sys.executable).with_name("deepspeed")), "-q", "--num_gpus", str(ranks)]
+        process = subprocess.Popen(
+            [*command, "--master_port", str(free_port()), script, *options],
+            cwd=REPOSITORY,
+            env={**ENVIRONMENT, **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        output, _ = process.communicate(timeout=seconds)
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
