@@ -1,0 +1,151 @@
+"""What the configuration refuses, what wins over what, and that one file serves both programs."""
+
+import pytest
+
+from grpo.arguments import parse_arguments
+from grpo.config import ConfigError, ServerConfig, TrainerConfig, write_config
+
+
+@pytest.fixture
+def refused(capsys):
+    """`refused(config class, *options)`: what the program printed before it exited with 2."""
+
+    def run(config_class, *options) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parse_arguments(config_class, "", list(options))
+        assert ended.value.code == 2
+        said = capsys.readouterr().err.strip()
+        assert len(said.splitlines()) == 1
+        return said
+
+    return run
+
+
+def trainer(*options) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", list(options))
+
+
+def test_the_defaults_are_the_documented_ones():
+    config = trainer()
+    assert config.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert config.dataset_name == "openai/gsm8k"
+    assert config.ref_servers == ["http://127.0.0.1:59875"]
+    assert (config.beta, config.epsilon, config.epsilon_high) == (0.04, 0.2, 0.2)
+    for ranks in (1, 2, 4, 7, 8):
+        config.check_ranks(ranks)
+
+
+IMPOSSIBLE = [
+    (["--num_generations", "1"], "num_generations=1: ", "use 2 or more"),
+    (["--temperature", "0"], "temperature=0.0: ", "above 0"),
+    (["--temperature", "nan"], "temperature=nan: ", "finite"),
+    (["--learning_rate", "-1"], "learning_rate=-1.0: ", "above 0"),
+    (["--learning_rate", "inf"], "learning_rate=inf: ", "finite"),
+    (["--beta", "-0.1"], "beta=-0.1: ", "0 or more"),
+    (["--epsilon", "1"], "epsilon=1.0: ", "below 1"),
+    (["--adam_beta2", "1"], "adam_beta2=1.0: ", "below 1"),
+    (["--max_completion_length", "0"], "max_completion_length=0: ", "above 0"),
+    (["--max_steps", "0"], "max_steps=0: ", "above 0"),
+    (["--seed", "-1"], "seed=-1: ", "0 or more"),
+    (["--port", "70000"], "port=70000: ", "0 to 65535"),
+    (["--port", "0"], "port=0: ", "name it"),
+    (["--token", "a b"], "token='(hidden)': ", "without spaces"),
+    (
+        ["--reward_weights", "1"],
+        "reward_weights=[1.0]: ",
+        "2 weights, one for each of correctness_reward format_reward",
+    ),
+    (["--reward_weights", "1", "nan"], "reward_weights=[1.0, nan]: ", "finite"),
+    (["--ref_servers", "localhost:59875"], "ref_servers='localhost:59875': ", "http://HOST:PORT"),
+    (["--report_to", "mlflow"], "report_to='mlflow': ", "tensorboard, wandb or none"),
+    (["--max_steps", "many"], "argument --max_steps", "invalid int value: 'many'"),
+    (["--dtype", "float16"], "argument --dtype", "'float16'"),
+    (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
+    (["--learn", "1"], "--learn: no such option", "see --help"),
+    (["--config", "nowhere.yaml"], "config='nowhere.yaml': No such file", "give the path"),
+]
+
+
+@pytest.mark.parametrize("options, field, remedy", IMPOSSIBLE, ids=[" ".join(case[0]) for case in IMPOSSIBLE])
+def test_the_trainer_refuses_in_one_sentence(refused, options, field, remedy):
+    said = refused(TrainerConfig, *options)
+    assert field in said and remedy in said
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        (["--host", "0.0.0.0"], "host='0.0.0.0': "),
+        (["--max_batch_tokens", "0"], "max_batch_tokens=0: "),
+        (["--max_length", "-5"], "max_length=-5: "),
+        (["--num_generations", "4"], "--num_generations: no such option"),
+    ],
+)
+def test_the_server_refuses_in_one_sentence(refused, options, field):
+    assert field in refused(ServerConfig, *options)
+
+
+def test_a_token_opens_other_addresses(monkeypatch):
+    assert parse_arguments(ServerConfig, "", ["--host", "0.0.0.0", "--token", "secret"]).token == "secret"
+    monkeypatch.setenv("GRPO_REF_TOKEN", "from-the-environment")
+    assert parse_arguments(ServerConfig, "", ["--host", "0.0.0.0"]).token == "from-the-environment"
+    assert trainer().token == "from-the-environment"
+
+
+@pytest.mark.parametrize("ranks, remedy", [(3, "use 54 or 57"), (5, "use 55 or 60"), (64, "use 64")])
+def test_a_batch_that_ranks_cannot_share_is_refused(ranks, remedy):
+    with pytest.raises(ConfigError, match=f"prompts_per_step=56: {ranks} ranks cannot share it equally: {remedy}"):
+        trainer().check_ranks(ranks)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "settings.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_the_file_beats_the_defaults_and_the_command_line_beats_the_file(file):
+    path = file("learning_rate: 1e-5\nbeta: 0\ngradient_checkpointing: no\nsystem_prompt: ''\nnum_generations: 4\n")
+    config = trainer("--config", path, "--num_generations", "6")
+    assert config.learning_rate == 1e-5  # YAML itself reads this as a string
+    assert (config.beta, config.gradient_checkpointing, config.system_prompt) == (0.0, False, "")
+    assert config.num_generations == 6
+
+
+def test_one_file_serves_both(file):
+    path = file("port: 4711\nmax_batch_tokens: 99\nnum_generations: 4\nreward_weights: [1, -2.5]\nmax_length: null\n")
+    assert parse_arguments(ServerConfig, "", ["--config", path]).max_batch_tokens == 99
+    config = trainer("--config", path)
+    assert config.ref_servers == ["http://127.0.0.1:4711"]
+    assert config.reward_weights == [1.0, -2.5]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("learning_rat: 1", "learning_rat=1: no such field; did you mean learning_rate?"),
+        ("max_batch_token: 1", "did you mean max_batch_tokens?"),
+        ("7: 1", "no such field"),
+        ("beta: {a: 1}", "beta={'a': 1}: give a single value"),
+        ("beta: [1, 2]", "beta=[1, 2]: give a single value"),
+        ("- beta", "write one 'field: value' a line"),
+        ("beta: [1", "not YAML"),
+        ("temperature: 0", "temperature=0.0: "),
+    ],
+)
+def test_a_file_is_checked_like_the_command_line(refused, file, text, said):
+    assert said in refused(TrainerConfig, "--config", file(text))
+
+
+def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_path):
+    config = trainer("--token", "very-secret", "--reward_weights", "1", "0.5", "--no_gradient_checkpointing")
+    write_config(config, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "very-secret" not in text
+    again = trainer("--config", str(tmp_path / "config.yaml"), "--token", "very-secret")
+    assert again == config
+    parse_arguments(ServerConfig, "", ["--config", str(tmp_path / "config.yaml")])
