@@ -1,0 +1,213 @@
+"""The bytes on the wire between trainer and reference server, version 1. docs/protocol.md describes them for others.
+
+Requests and answers are safetensors: named, typed, bounds-checked, no pickle. Sequences travel ragged (concatenated,
+with their lengths), never padded. Nothing here knows about HTTP libraries, and nothing here touches torch.
+
+    ProtocolError(status, code, message)      what a request did wrong, as it is sent back
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+VERSION = 1
+LOGPROBS_PATH = "/v1/logprobs"
+HEALTH_PATH = "/health"
+CONTENT_TYPE = "application/octet-stream"
+
+
+class ProtocolError(Exception):
+    """A request that cannot be answered: HTTP status, a code for programs, a sentence for people."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+
+    def to_json(self) -> bytes:
+        return json.dumps({"error": {"code": self.code, "message": self.message}}).encode()
+
+
+@dataclass(frozen=True)
+class LogprobsRequest:
+    """Sequences to score: each a prompt followed by its completion, all concatenated."""
+
+    input_ids: np.ndarray
+    """int32 [N], N = prompt_lengths.sum() + completion_lengths.sum()"""
+    prompt_lengths: np.ndarray
+    """int32 [S], each at least 1: the first completion token needs something to follow"""
+    completion_lengths: np.ndarray
+    """int32 [S], each at least 0"""
+    temperature: float = 1.0
+    request_id: str = ""
+
+    @classmethod
+    def of(cls, prompt_ids: list[int], completions: list[list[int]], temperature: float, request_id: str = ""):
+        """The completions of one prompt as a request."""
+        return cls(
+            np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions]),
+            np.full(len(completions), len(prompt_ids), np.int32),
+            np.asarray([len(completion) for completion in completions], np.int32),
+            temperature,
+            request_id,
+        )
+
+    def sequences(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(prompt ids, completion ids) of each sequence, in order."""
+        ends = np.cumsum(self.prompt_lengths.astype(np.int64) + self.completion_lengths)
+        whole = np.split(self.input_ids, ends[:-1])
+        return [(ids[:n], ids[n:]) for ids, n in zip(whole, self.prompt_lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class LogprobsAnswer:
+    logprobs: np.ndarray
+    """float32 [completion_lengths.sum()]: log p(token | all before it), in the order sent"""
+    model_fingerprint: str
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `GET /health` says. The trainer refuses a reference that does not fit its policy."""
+
+    status: str
+    """loading, ready, or draining"""
+    model: str = ""
+    model_fingerprint: str = ""
+    """of the configuration, the tokenizer and a sample of the weights: equal when the models are"""
+    tokenizer_fingerprint: str = ""
+    """of the vocabulary: equal when token ids mean the same"""
+    vocab_size: int = 0
+    max_length: int = 0
+    dtype: str = ""
+    device: str = ""
+    queue_depth: int = 0
+    """tokens waiting or being scored"""
+    version: int = VERSION
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Health:
+        """Raises ValueError where the body is not a version 1 health answer. Fields added later are passed over."""
+        said = json.loads(body)
+        if not isinstance(said, dict) or said.get("version") != VERSION:
+            raise ValueError(f"not a version {VERSION} reference server: {body[:200]!r}")
+        return cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
+
+
+def encode_request(request: LogprobsRequest) -> bytes:
+    tensors = {
+        "input_ids": request.input_ids,
+        "prompt_lengths": request.prompt_lengths,
+        "completion_lengths": request.completion_lengths,
+    }
+    return save(tensors, {"temperature": repr(float(request.temperature)), "request_id": request.request_id})
+
+
+def decode_request(body: bytes, vocab_size: int, max_length: int) -> LogprobsRequest:
+    """Bytes of a request -> what it asks, checked in full.
+
+    Raises ProtocolError: 400 for anything malformed, 422 for a sequence longer than `max_length` tokens.
+    """
+    tensors, metadata = _read(body)
+    ids, prompts, completions = (
+        _int32(tensors, name) for name in ("input_ids", "prompt_lengths", "completion_lengths")
+    )
+    if unknown := tensors.keys() - {"input_ids", "prompt_lengths", "completion_lengths"}:
+        raise _malformed(f"unknown tensor {min(unknown)!r}; version {VERSION} has no such thing")
+    if len(prompts) == 0:
+        raise _malformed("prompt_lengths is empty: send at least one sequence")
+    if len(prompts) != len(completions):
+        raise _malformed(
+            f"{len(prompts)} prompt_lengths but {len(completions)} completion_lengths: send one of each a sequence"
+        )
+    if prompts.min() < 1:
+        raise _malformed(f"a prompt length is {prompts.min()}: every prompt needs at least one token")
+    if completions.min() < 0:
+        raise _malformed(f"a completion length is {completions.min()}: lengths cannot be negative")
+    lengths = prompts.astype(np.int64) + completions
+    if lengths.sum() != len(ids):
+        raise _malformed(f"the lengths add up to {lengths.sum()} but input_ids has {len(ids)} tokens")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise _malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
+    if lengths.max() > max_length:
+        longest = int(lengths.argmax())
+        raise ProtocolError(
+            422,
+            "sequence_too_long",
+            f"sequence {longest} has {lengths[longest]} tokens: this model takes at most {max_length}",
+        )
+    text = metadata.get("temperature", "1.0")
+    try:
+        temperature = float(text)
+    except ValueError:
+        temperature = math.nan
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise _malformed(f"temperature {text[:40]!r}: send a number above 0, such as 1.0")
+    return LogprobsRequest(ids, prompts, completions, temperature, metadata.get("request_id", ""))
+
+
+def encode_answer(answer: LogprobsAnswer) -> bytes:
+    metadata = {"request_id": answer.request_id, "model_fingerprint": answer.model_fingerprint}
+    return save({"logprobs": answer.logprobs}, metadata)
+
+
+def decode_answer(body: bytes, tokens: int) -> LogprobsAnswer:
+    """Bytes of a 200 answer -> the log-probs of `tokens` completion tokens. Raises ProtocolError if it is not that."""
+    tensors, metadata = _read(body)
+    logprobs = tensors.get("logprobs")
+    if logprobs is None or logprobs.dtype != np.float32 or logprobs.shape != (tokens,):
+        found = "none" if logprobs is None else f"{logprobs.dtype} {list(logprobs.shape)}"
+        raise _malformed(f"the answer's logprobs should be float32 [{tokens}], found {found}")
+    if not np.isfinite(logprobs).all():
+        raise _malformed("the answer's logprobs hold NaN or infinity")
+    return LogprobsAnswer(logprobs, metadata.get("model_fingerprint", ""), metadata.get("request_id", ""))
+
+
+def fingerprint(*parts: object) -> str:
+    """16 hex digits that are equal when all parts (JSON-able values or bytes) are."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, default=str).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:16]
+
+
+_DTYPES = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4")}
+
+
+def _read(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    try:
+        entries = deserialize(body)
+    except SafetensorError as error:
+        raise _malformed(f"not safetensors: {error}") from error
+    tensors = {}
+    for name, entry in entries:
+        if entry["dtype"] not in _DTYPES:
+            raise _malformed(f"tensor {name!r} has dtype {entry['dtype']}: use {' or '.join(_DTYPES)}")
+        tensors[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    # deserialize checked this header already: eight bytes of length, then JSON; metadata is str -> str.
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+    return tensors, header.get("__metadata__") or {}
+
+
+def _int32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
+    if name not in tensors:
+        raise _malformed(f"tensor {name!r} is missing")
+    tensor = tensors[name]
+    if tensor.dtype != np.int32 or tensor.ndim != 1:
+        raise _malformed(f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}: send int32 in one dimension")
+    return tensor
+
+
+def _malformed(message: str) -> ProtocolError:
+    return ProtocolError(400, "malformed", message)
