@@ -1,0 +1,110 @@
+"""Tokenizer, policy and frozen reference, from the hub or a local folder."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.config import ConfigError, SharedConfig, TrainerConfig
+from grpo.logprobs import Head
+from grpo.protocol import Health, fingerprint
+
+_NO_LIMIT = 2**31 - 1
+
+
+def resolve_dtype(config: SharedConfig, device: torch.device) -> torch.dtype:
+    # bfloat16 on a CPU without bfloat16 units is 5 to 14 times slower than float32.
+    name = {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(config.dtype, config.dtype)
+    return getattr(torch, name)
+
+
+def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
+    """Raises ConfigError where there is none, or one without an end-of-sequence token."""
+    tokenizer = _load(AutoTokenizer, config)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: its tokenizer has no eos token, so no completion could "
+            "ever end: set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # safe: masks come from lengths
+    return tokenizer
+
+
+def load_model(config: SharedConfig, device: torch.device) -> PreTrainedModel:
+    """The causal language model in its dtype on `device`, without dropout, its head checked against ours.
+
+    Dropout would make the policy's log-probs those of another distribution than it sampled from.
+    """
+    settings = _load(AutoConfig, config)
+    for name, value in vars(settings).items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(settings, name, 0.0)
+    model = _load(AutoModelForCausalLM, config, config=settings, dtype=resolve_dtype(config, device)).to(device)
+    model.eval()
+    Head.check(model)
+    return model
+
+
+def load_reference(config: SharedConfig, device: torch.device) -> PreTrainedModel:
+    return load_model(config, device).requires_grad_(False)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass; not reentrant, for the reason given in grpo/logprobs.py."""
+    # Renamed in transformers 5.23; before, only the old name is there.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a completion: the tokenizer's eos and those of the model's generation config."""
+    also = model.generation_config.eos_token_id if model.generation_config else None
+    ids = also if isinstance(also, list) else [also]
+    return sorted({tokenizer.eos_token_id, *ids} - {None})
+
+
+def check_lengths(config: TrainerConfig, model: Health) -> None:
+    """Raises ConfigError where the longest sequence of a run does not fit the model."""
+    longest = config.max_prompt_length + config.max_completion_length
+    if longest > model.max_length:
+        raise ConfigError(
+            f"max_completion_length={config.max_completion_length}: with max_prompt_length={config.max_prompt_length} "
+            f"that makes {longest} tokens, and {model.model} takes at most {model.max_length}: lower one of them"
+        )
+
+
+def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Health:
+    """What identifies a model, on either side of the wire."""
+    tokens = fingerprint(tokenizer.get_vocab())
+    settings = model.config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures"):
+        settings.pop(volatile, None)
+    # 64 values of each parameter, rounded to bfloat16 so that the same weights loaded in another dtype agree.
+    samples = [
+        values[:: max(1, len(values) // 64)][:64].to(torch.bfloat16).float().cpu().numpy()
+        for values in (parameter.detach().flatten() for parameter in model.parameters())
+    ]
+    return Health(
+        status="ready",
+        model=name,
+        model_fingerprint=fingerprint(settings, tokens, np.concatenate(samples).tobytes()),
+        tokenizer_fingerprint=tokens,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+    )
+
+
+def _load(auto_class, shared: SharedConfig, **options):
+    name = shared.model_name_or_path
+    try:
+        return auto_class.from_pretrained(name, trust_remote_code=shared.trust_remote_code, **options)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model_name_or_path={name!r}: cannot be loaded ({reason}): give a local folder, or a hub "
+            "id that this machine can reach"
+        ) from error

@@ -1,0 +1,160 @@
+"""The log-probs against an independent float64 computation, over models whose heads differ."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from grpo import logprobs as module
+from grpo.batch import make_batch
+from grpo.logprobs import Head, token_logprobs
+from grpo.model import checkpoint_activations
+
+SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+# Sharp heads (a wide initial spread), so that a skipped softcap, scale or bias shows.
+CONFIGS = {
+    "qwen2": Qwen2Config(**SMALL, initializer_range=0.3),
+    "qwen3": Qwen3Config(**SMALL, initializer_range=0.3),
+    "llama": LlamaConfig(**SMALL, initializer_range=0.3),
+    "mistral, sliding window": MistralConfig(**SMALL, sliding_window=4, initializer_range=0.3),
+    "gemma2, softcapped": Gemma2Config(**SMALL, final_logit_softcapping=3.0, sliding_window=8, initializer_range=0.3),
+    "cohere, scaled": CohereConfig(**SMALL, logit_scale=0.25, initializer_range=0.3),
+    "granite, divided": GraniteConfig(**SMALL, logits_scaling=4.0, initializer_range=0.3),
+    "phi, bias": PhiConfig(**SMALL, initializer_range=0.3),
+    "gpt2, learned positions": GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    ),
+}
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+COMPLETIONS = [[20, 21, 2], [], [30, 31, 32, 33, 34, 35, 36, 37]]
+
+
+def build(config) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        torch.nn.init.normal_(model.get_output_embeddings().bias)
+    return model
+
+
+def by_hand(model: torch.nn.Module, prompts, completions, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence at a time, unpadded, the model's own logits, float64 log_softmax: shares no code with the module."""
+    logprobs, entropies = [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+        rows = torch.log_softmax(logits, dim=-1)
+        for place, token in enumerate(completion, start=len(prompt)):
+            logprobs.append(rows[place - 1, token])
+            entropies.append(-(rows[place - 1].exp() * rows[place - 1]).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_and_entropy_equal_float64_log_softmax(config, temperature):
+    model = build(config)
+    with torch.no_grad():
+        expected, entropies = by_hand(model, PROMPTS, COMPLETIONS, temperature)
+        batch = make_batch(PROMPTS, COMPLETIONS, 0, "cpu")
+        logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), entropies, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_head_check_passes_for_heads_it_knows(config):
+    Head.check(build(config))
+
+
+def test_the_head_check_refuses_a_head_it_does_not_know():
+    model = build(CONFIGS["llama"])
+    plain = model.forward
+
+    def sharpened(*arguments, **options):
+        output = plain(*arguments, **options)
+        output.logits = output.logits * 1.5
+        return output
+
+    model.forward = sharpened
+    with pytest.raises(ValueError, match="LlamaForCausalLM does something to its logits"):
+        Head.check(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_chunks_change_neither_values_nor_gradients(monkeypatch, checkpointing):
+    model = build(CONFIGS["gemma2, softcapped"])
+    weights = torch.linspace(-1, 1, sum(map(len, COMPLETIONS)))
+    if checkpointing:
+        checkpoint_activations(model)
+        model.train()
+
+    def values_and_gradients(logprobs):
+        model.zero_grad()
+        (logprobs.float() * weights).sum().backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        return logprobs.detach(), gradients
+
+    expected, expected_gradients = values_and_gradients(by_hand(model, PROMPTS, COMPLETIONS, 0.8)[0])
+    batch = make_batch(PROMPTS, COMPLETIONS, 0, "cpu")
+    for chunk in (1, 4, 512):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+        values, gradients = values_and_gradients(token_logprobs(model, batch, 0.8)[0])
+        torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected_gradients[name], atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_padding_and_neighbours_do_not_matter():
+    model = build(CONFIGS["qwen2"])
+    with torch.no_grad():
+        together, _ = token_logprobs(model, make_batch(PROMPTS, COMPLETIONS, 0, "cpu"), 1.0)
+        other_pad, _ = token_logprobs(model, make_batch(PROMPTS, COMPLETIONS, 63, "cpu"), 1.0)
+        alone = [
+            token_logprobs(model, make_batch([prompt], [completion], 0, "cpu"), 1.0)[0]
+            for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)
+            if completion
+        ]
+    assert torch.equal(together, other_pad)
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)
+
+
+def test_bfloat16_weights_still_give_float32_logits():
+    model = build(CONFIGS["llama"]).to(torch.bfloat16)
+    batch = make_batch(PROMPTS, COMPLETIONS, 0, "cpu")
+    hidden = model.base_model(input_ids=batch.input_ids).last_hidden_state.flatten(0, 1)[batch.predicts].detach()
+    rows = torch.log_softmax(hidden.double() @ model.lm_head.weight.double().t(), -1)
+    exact = rows.gather(-1, batch.targets[:, None]).squeeze(-1)
+    logprobs, _ = token_logprobs(model, batch, 1.0)
+    torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=0)
+    rounded = torch.log_softmax((hidden @ model.lm_head.weight.t()).double(), -1).gather(-1, batch.targets[:, None])
+    assert (rounded.squeeze(-1) - exact).abs().max() > 1e-3  # what rounding the logits would cost
+
+    logprobs.sum().backward()
+    gradient = model.lm_head.weight.grad.double()
+    probabilities = rows.exp()
+    slope = torch.nn.functional.one_hot(batch.targets, 64).double() - probabilities
+    expected = slope.t() @ hidden.double()
+    assert (gradient - expected).norm() / expected.norm() < 0.01  # bfloat16 gradients

@@ -1,0 +1,89 @@
+"""Loading, and what identifies a model."""
+
+import json
+
+import pytest
+import torch
+from conftest import write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+from grpo.config import ConfigError, SharedConfig
+from grpo.model import describe, eos_token_ids, load_model, load_reference, load_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def load(folder, **options):
+    config = SharedConfig(model_name_or_path=str(folder), **options)
+    return load_model(config, CPU), load_tokenizer(config)
+
+
+def test_a_reference_is_frozen_and_in_evaluation_mode(model_folder):
+    reference = load_reference(SharedConfig(model_name_or_path=str(model_folder)), CPU)
+    assert not reference.training
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+
+
+@pytest.mark.parametrize("dtype, expected", [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_dtypes(model_folder, dtype, expected):
+    assert load(model_folder, dtype=dtype)[0].dtype == expected
+
+
+def test_dropout_is_off_also_in_training(tmp_path, tokenizer):
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = load(tmp_path)[0].train()
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "nobody/no-such-model", "not a name!"])
+def test_a_model_that_is_not_there_is_named(monkeypatch, name):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ConfigError, match=r"model_name_or_path=.* cannot be loaded .*: give a local folder, or a hub id"
+    ):
+        load_tokenizer(SharedConfig(model_name_or_path=name))
+
+
+def test_a_missing_pad_token_is_the_eos(tmp_path, model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(SharedConfig(model_name_or_path=str(tmp_path)))
+    assert loaded.pad_token_id == loaded.eos_token_id
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path, model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no eos token"):
+        load_tokenizer(SharedConfig(model_name_or_path=str(tmp_path)))
+
+
+def test_every_id_that_ends_is_known(model_folder):
+    model, tokenizer = load(model_folder)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 7]
+    assert eos_token_ids(model, tokenizer) == sorted({tokenizer.eos_token_id, 7})
+    model.generation_config.eos_token_id = None
+    assert eos_token_ids(model, tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_fingerprints_follow_weights_and_tokenizer_not_names_and_dtypes(tmp_path, model_folder):
+    here = describe(*load(model_folder), "here")
+    copy = write_model(tmp_path / "copy", seed=0)
+    assert describe(*load(copy), "there").model_fingerprint == here.model_fingerprint
+    assert describe(*load(model_folder, dtype="bfloat16"), "x").model_fingerprint == here.model_fingerprint
+    other = describe(*load(write_model(tmp_path / "other", seed=1)), "other")
+    assert other.model_fingerprint != here.model_fingerprint
+    assert other.tokenizer_fingerprint == here.tokenizer_fingerprint
+    assert (here.vocab_size, here.max_length) == (load(model_folder)[0].config.vocab_size, 512)
+
+    words = json.loads((copy / "tokenizer.json").read_text())
+    first, second = list(words["model"]["vocab"])[50:52]
+    ids = words["model"]["vocab"]
+    ids[first], ids[second] = ids[second], ids[first]
+    (copy / "tokenizer.json").write_text(json.dumps(words))
+    assert describe(*load(copy), "x").tokenizer_fingerprint != here.tokenizer_fingerprint
