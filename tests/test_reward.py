@@ -1,0 +1,810 @@
+"""The reward functions in reward.py, and how grpo/rewards.py finds and calls them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import GSM8K, needs_gsm8k
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reward
+from grpo.config import ConfigError
+from grpo.rewards import RewardError, combine, compute_rewards, load_reward_funcs
+from reward import MathProcess, correctness_reward, format_reward, has_format, is_correct, to_number
+
+unhurried = settings(deadline=None)
+
+
+def correctness(text: str, gold: str) -> float:
+    return correctness_reward(["?"], [f"<answer>{text}</answer>"], answer=[gold])[0]
+
+
+def formatting(completion: str) -> float:
+    return format_reward(["?"], [completion])[0]
+
+
+# --- correctness: strings and numbers
+
+
+@pytest.mark.parametrize(
+    "text, gold", [("18", "18"), (" 18\n", "18"), ("18", "\t18 "), ("Paris", "Paris"), ("x^2", "x^2"), ("3/0", "3/0")]
+)
+def test_the_gold_itself_earns_2(text, gold):
+    assert correctness(text, gold) == 2.0
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("1080", "1,080"),
+        ("1,080", "1080"),
+        ("$1,080.00", "1080"),
+        ("1080.", "1080"),
+        ("1,234,567", "1234567"),
+        ("007", "7"),
+        ("-10.0", "-10"),
+        ("\N{MINUS SIGN}10", "-10"),
+        ("\N{EN DASH}10", "-10"),
+        ("- 10", "-10"),
+        ("-$10", "-10"),
+        ("$-10", "-10"),
+        ("-€ 10", "-10"),
+        ("+5", "5"),
+        (".5", "0.5"),
+        ("0.5", "1/2"),
+        ("0.75", "3/4"),
+        ("3 / 4", "0.75"),
+        ("-3/4", "-0.75"),
+        ("6/8", "3/4"),
+        ("1,000/4", "250"),
+        ("2 1/2", "2.5"),
+        ("-2 1/2", "-2.5"),
+        ("2 1/2 cups", "2.5"),
+        ("1e3", "1000"),
+        ("2.5E-1", "0.25"),
+        ("50%", "50"),
+        ("50 %", "50"),
+        ("50", "50%"),
+        ("50% of the class", "50"),
+        ("18 apples", "18"),
+        ("18 apples.", "18"),
+        ("5 km", "5"),
+        ("5km", "5"),
+        ("60 km/h", "60"),
+        ("$12/hour", "12"),
+        ("10 g", "10"),
+        ("12 dollars per hour", "12"),
+        ("20 cm\N{SUPERSCRIPT TWO}", "20"),
+        ("25 °C", "25"),
+        ("18 €", "18"),
+        ("18th", "18"),
+        ("18 = 18", "18"),
+        ("$18 = 18.00 dollars", "18"),
+        ("$18$", "18"),
+        (r"\$18", "18"),
+        (r"50\%", "50"),
+        ("1\N{NO-BREAK SPACE}1/2", "1.5"),
+    ],
+)
+def test_the_same_number_earns_1_5(text, gold):
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("10", "-10"),
+        ("-10", "10"),
+        ("--10", "10"),
+        ("+-10", "-10"),
+        ("-$-10", "10"),
+        ("18 or 20", "18"),
+        ("20 or 18", "18"),
+        ("18 or twenty", "18"),
+        ("18 and twenty", "18"),
+        ("18 18", "36"),
+        ("2 1", "3"),
+        ("18 = 20", "18"),
+        ("18 =", "18"),
+        ("7+3=10", "10"),
+        ("7+3", "10"),
+        ("10-4", "6"),
+        ("10-4", "10"),
+        ("3-4", "3"),
+        ("3\N{EN DASH}4", "3"),
+        ("4-4", "4"),
+        ("3*3", "3"),
+        ("2^2", "2"),
+        ("5!", "5"),
+        ("5\N{SUPERSCRIPT TWO}", "5"),
+        ("2x", "2"),
+        ("2 x", "2"),
+        ("2x\N{SUPERSCRIPT TWO}", "2"),
+        ("1\N{VULGAR FRACTION ONE HALF} cups", "1"),
+        ("1\N{VULGAR FRACTION ONE HALF}\N{VULGAR FRACTION ONE HALF}", "1"),
+        ("2i", "2"),
+        ("2\N{GREEK SMALL LETTER PI}", "2"),
+        ("2 pi", "2"),
+        ("2 million", "2"),
+        ("3 Quadrillion", "3"),
+        ("2 Dozen", "2"),
+        ("18 and a half", "18"),
+        ("2 thirds", "2"),
+        ("5k", "5"),
+        ("$5M", "5"),
+        ("$5m", "5"),
+        ("1,2,3", "123"),
+        ("1,2,3", "1"),
+        ("1,08", "108"),
+        ("10,80", "1080"),
+        ("1,0800", "10800"),
+        ("0,500", "500"),
+        ("1.080", "1080"),
+        ("1.080,50", "1080.50"),
+        ("1 080", "1080"),
+        ("1_080", "1080"),
+        ("12:30", "12"),
+        ("12:30", "30"),
+        ("2 1/2", "10.5"),
+        ("2 1/2", "1"),
+        ("2 1/2", "2"),
+        ("3/4/5", "3/4"),
+        ("3/x", "3"),
+        ("3/0", "3"),
+        ("3/0", "0"),
+        ("0/0", "1"),
+        ("3/4", "3"),
+        ("0.333", "1/3"),
+        ("0x10", "10"),
+        ("0x10", "16"),
+        ("inf", "1e999"),
+        ("nan", "nan?"),
+        ("\N{ARABIC-INDIC DIGIT ONE}\N{ARABIC-INDIC DIGIT EIGHT}", "18"),
+        ("not 18", "18"),
+        ("less than 18", "18"),
+        ("18 apples and 3 pears", "18"),
+        ("", "18"),
+        ("apples", "18"),
+        ("100000000000000000000000000000000000001", "100000000000000000000000000000000000000"),
+        ("0.1000000000000000000000000000000000001", "0.1"),
+    ],
+)
+def test_anything_else_earns_nothing(text, gold):
+    assert correctness(text, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, gold", [("2", "2xy"), ("seat", "east"), ("paris", "Paris"), ("5", ""), ("", ""), ("", " "), ("0", "3/0")]
+)
+def test_a_gold_that_is_no_number_wants_the_same_string(text, gold):
+    assert correctness(text, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion, gold, expected",
+    [
+        ("<think>10</think><answer>18</answer>", "18", 2.0),
+        ("<answer>7</answer> no, <answer>18</answer>", "18", 2.0),
+        ("<answer>18</answer> no, <answer>7</answer>", "18", 0.0),
+        ("<answer>18</answer> or <answer>7", "18", 2.0),
+        ("<answer>7 <answer>18</answer>", "18", 2.0),
+        ("<answer>7 <answer>18</answer> 20</answer>", "18", 2.0),
+        ("<answer>18</answer></answer>", "18", 2.0),
+        ("<answer>\n$18\n</answer><|im_end|>", "18", 1.5),
+        ("18", "18", 0.0),
+        ("<answer>18", "18", 0.0),
+        ("18</answer>", "18", 0.0),
+        ("</answer>18<answer>", "18", 0.0),
+        ("<ANSWER>18</ANSWER>", "18", 0.0),
+        ("<answer></answer>", "18", 0.0),
+        ("", "18", 0.0),
+    ],
+)
+def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expected):
+    assert correctness_reward(["?"], [completion], answer=[gold]) == [expected]
+    assert is_correct(completion, gold) is (expected > 0)
+
+
+def test_rewards_are_in_the_order_of_the_completions_and_other_columns_are_ignored():
+    completions = ["<answer>1</answer>", "<answer>$2</answer>", "<answer>4</answer>"]
+    assert correctness_reward(["?"] * 3, completions, answer=["1", "2", "3"], level=[1, 2, 3]) == [2.0, 1.5, 0.0]
+    assert format_reward(["?"] * 3, completions, answer=["1", "2", "3"]) == [0.4, 0.4, 0.4]
+
+
+def test_a_gold_for_each_completion_is_demanded():
+    with pytest.raises(ValueError):
+        correctness_reward(["?"], ["<answer>1</answer>"], answer=["1", "2"])
+
+
+INTEGERS = st.integers(-(10**30), 10**30)
+STYLES = ["{}", "{:,}", "${:,}", "{:,}.00", "{} %", "{:,} apples", " {}.", "{0} = {0:,}", "{}/1"]
+
+
+@unhurried
+@given(INTEGERS, st.sampled_from(STYLES), st.sampled_from(["{}", "{:,}", "${}", "{}%"]))
+def test_an_integer_matches_however_it_is_written(number, style, gold_style):
+    assert correctness(style.format(number), gold_style.format(number)) >= 1.5
+
+
+@unhurried
+@given(INTEGERS, INTEGERS, st.sampled_from(STYLES), st.sampled_from(STYLES))
+def test_a_different_integer_never_matches(number, other, style, other_style):
+    if number != other:
+        assert correctness(style.format(number), str(other)) == 0.0
+        assert correctness(f"{style.format(number)} or {other_style.format(other)}", str(number)) == 0.0
+
+
+@unhurried
+@given(st.integers(-(10**6), 10**6), st.integers(1, 10**6))
+def test_fractions_are_exact(top, bottom):
+    assert to_number(f"{top}/{bottom}") == Fraction(top, bottom)
+
+
+@unhurried
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=6))
+def test_decimals_are_exact(number):
+    assert to_number(f"{number:f}") == Fraction(number)
+
+
+@unhurried
+@given(st.lists(st.integers(0, 999), min_size=2, max_size=5))
+def test_a_list_is_no_number_unless_its_commas_are_thousands_separators(numbers):
+    text = ",".join(str(number) for number in numbers)
+    grouped = numbers[0] > 0 and all(number >= 100 for number in numbers[1:])
+    assert (to_number(text) is not None) == grouped
+
+
+@unhurried
+@given(
+    st.text() | st.text(alphabet="0123456789.,/-+=%$eE x\\", max_size=40),
+    st.sampled_from(["18", "-1,080", "3/4", "Paris", "", "3/0"]),
+)
+def test_no_text_crashes_the_rewards_or_leaves_their_values(text, gold):
+    assert correctness(text, gold) in {0.0, 1.5, 2.0}
+    assert formatting(text) in {0.0, 0.2, 0.4, 0.6, 0.8}
+    assert to_number(text, allow_unit=False) in {None, to_number(text)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 5000,
+        "9" * 1_000_000,
+        "1e999999999",
+        "1e1000",
+        "1e-999999999/1e999999999",
+        "1," * 100_000,
+        "1,111" * 199,
+        "1=" * 499 + "1",
+        "=" * 1000,
+        "- " * 100_000,
+        " " * 1_000_000 + "x",
+        "1 " + "a " * 490 + "9",
+        "1 " + "illi" * 240 + "9",
+        "1/" * 499,
+        "<answer>" * 100_000,
+        "</answer>" * 100_000,
+        "</answer>" + "<|im_end|> " * 50_000 + "x",
+        "<think>" * 100_000,
+    ],
+)
+def test_long_or_huge_text_neither_crashes_nor_hangs(text):
+    start = time.monotonic()
+    assert correctness(text, "18") == 0.0
+    assert formatting(text) < 0.8
+    assert time.monotonic() - start < 2
+
+
+def test_even_a_huge_gold_matches_itself():
+    assert correctness("9" * 5000, "9" * 5000) == 2.0
+    assert correctness("9" * 900, "9" * 900 + ".0") == 1.5
+
+
+@needs_gsm8k
+@pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
+def test_every_gold_of_gsm8k_earns_full_marks(split, size):
+    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    golds = [json.loads(line)["answer"].split("####")[1].strip() for line in lines]
+    assert len(golds) == size
+    for gold in golds:
+        bare = gold.replace(",", "")
+        assert correctness(gold, gold) == 2.0
+        assert correctness(f"{int(bare):,}.00", gold) == 1.5
+        assert correctness(bare, gold) == (2.0 if bare == gold else 1.5)
+        assert correctness(str(int(bare) + 1), gold) == correctness(str(-int(bare) or 1), gold) == 0.0
+
+
+# --- format
+
+
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("<think>2+2</think> <answer>4</answer>", 0.8),
+        ("<think>2+2</think>\n<answer>4</answer>\n \n", 0.8),
+        ("Well. <think></think> so <answer></answer>", 0.8),
+        ("<think>2+2</think> <answer>4</answer> Done!", 0.6),
+        ("<think>2+2 <answer>4</answer>", 0.6),
+        ("2+2</think> <answer>4</answer>", 0.6),
+        ("<think>2+2</think> <answer>4", 0.6),
+        ("<think><think>2+2</think> <answer>4</answer>", 0.6),
+        ("<think>2+2</think></think> <answer>4</answer>", 0.6),
+        ("<think>2+2</think> <answer>5 <answer>4</answer>", 0.6),
+        ("<think>2+2</think> <answer>4</answer></answer>", 0.6),
+        ("<think>2+2</think>", 0.4),
+        ("<answer>4</answer>", 0.4),
+        ("<answer>4</answer> <think>2+2</think>", 0.4),
+        ("</think>2+2<think> </answer>4<answer>", 0.4),
+        ("<think>2+2</think> <answer>4</answer> <think>2+2</think> <answer>4</answer>", 0.0),
+        ("</answer><answer></think><think>", 0.2),
+        ("<think>", 0.2),
+        ("4", 0.0),
+        ("", 0.0),
+        ("<THINK>2+2</THINK> <ANSWER>4</ANSWER>", 0.0),
+    ],
+)
+def test_format(completion, expected):
+    assert formatting(completion) == expected
+    assert has_format(completion) is (expected == 0.8)
+
+
+@pytest.mark.parametrize(
+    "ending, ends",
+    [
+        ("<|im_end|>", True),
+        ("\n<|im_end|>\n<|endoftext|><|endoftext|>", True),
+        ("</s>", True),
+        ("<|eot_id|>", True),
+        ("<end_of_turn>", True),
+        ("<|im_start|>", False),
+        ("<|im_end|>!", False),
+        (".", False),
+        ("<think>", False),
+    ],
+)
+def test_only_end_tokens_and_white_space_may_follow(ending, ends):
+    assert has_format("<think>2+2</think><answer>4</answer>" + ending) is ends
+
+
+PIECES = st.lists(st.sampled_from([*reward.TAGS, "4", " ", "<|im_end|>"]), max_size=8)
+
+
+@unhurried
+@given(PIECES)
+def test_the_full_format_is_the_four_tags_once_in_order_with_nothing_behind(pieces):
+    tags = tuple(piece for piece in pieces if piece in reward.TAGS)
+    behind = pieces[max((i for i, piece in enumerate(pieces) if piece in reward.TAGS), default=0) + 1 :]
+    assert has_format("".join(pieces)) is (tags == reward.TAGS and "4" not in behind)
+
+
+@unhurried
+@given(PIECES)
+def test_a_tag_repeated_or_absent_earns_nothing(pieces):
+    once = sum(pieces.count(tag) == 1 for tag in reward.TAGS)
+    assert formatting("".join(pieces)) <= round(0.2 * once, 1)
+
+
+# --- mathematics beyond numbers
+
+
+def fake_process(body: str, deadline: float = 1.0) -> MathProcess:
+    """A `MathProcess` whose process runs `body` for each [text, gold]; what it sets `reply` to is the answer."""
+    script = f"""
+import json, os, sys, time
+print("ready", flush=True)
+for line in sys.stdin:
+    text, gold = json.loads(line)
+    {body}
+    print(json.dumps(reply), flush=True)
+"""
+    return MathProcess([sys.executable, "-c", script], deadline)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_dead(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+def test_without_math_verify_expressions_are_compared_as_strings():
+    if reward.find_spec("math_verify"):
+        pytest.skip("math-verify is installed")
+    assert correctness(r"\frac{3}{4}", r"\frac{3}{4}") == 2.0
+    assert correctness("1+x^2", "x^2+1") == correctness("0.75", r"\frac{3}{4}") == 0.0
+    assert reward.math_process.process is None
+
+
+def test_the_process_starts_at_the_first_question_and_stays():
+    process = fake_process("reply = text == gold", deadline=10)
+    assert process.process is None
+    assert process.equal("x", "x") is True
+    pid = process.process.pid
+    assert process.equal("x", "y") is False
+    assert process.process.pid == pid
+    process.stop()
+    assert not is_alive(pid)
+
+
+def test_a_question_that_overruns_is_answered_no_and_its_process_killed():
+    process = fake_process("reply = text == 'easy' or time.sleep(60)")
+    assert process.equal("easy", "x")
+    pid = process.process.pid
+    start = time.monotonic()
+    assert process.equal("hard", "x") is False
+    assert 0.9 < time.monotonic() - start < 5
+    assert not is_alive(pid)
+    assert process.equal("easy", "x")
+    process.stop()
+
+
+@pytest.mark.parametrize("death", ["os._exit(1)", "os.abort()"])
+def test_a_question_that_ends_the_process_is_answered_no(death):
+    process = fake_process(f"reply = text == 'easy' or {death}", deadline=10)
+    assert process.equal("hard", "x") is False
+    assert process.equal("easy", "x") is True
+    process.stop()
+
+
+def test_a_process_killed_from_outside_is_started_again():
+    process = fake_process("reply = True", deadline=10)
+    assert process.equal("x", "x")
+    process.process.kill()
+    process.process.wait()
+    assert process.equal("x", "x")
+    process.stop()
+
+
+def test_a_process_that_cannot_start_stops_the_run():
+    process = MathProcess([sys.executable, "-c", "raise SystemExit(1)"], deadline=10)
+    with pytest.raises(RuntimeError, match="math-verify is installed but does not start"):
+        process.equal("x", "x")
+    assert process.process is None
+
+
+def test_an_interrupted_question_leaves_no_reply_to_the_next():
+    process = fake_process("time.sleep(1); reply = True", deadline=10)
+    assert process.equal("x", "x")
+    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.equal("x", "x")
+    timer.join()
+    assert process.process is None
+
+
+def test_threads_get_their_own_answers():
+    process = fake_process("reply = text == gold", deadline=10)
+    wrong = []
+
+    def ask(name):
+        wrong.extend(i for i in range(50) if process.equal(f"{name}{i}", f"{name}{i - i % 2}") is not (i % 2 == 0))
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    process.stop()
+    assert wrong == []
+
+
+@pytest.fixture
+def parent(tmp_path):
+    """A running script that has asked a process its first question, and has printed the pid of that process."""
+    script = tmp_path / "main.py"
+    script.write_text("""
+import sys, reward
+answer_yes = 'import sys; print("ready", flush=True); [print("true", flush=True) for line in sys.stdin]'
+process = reward.MathProcess([sys.executable, "-c", answer_yes], 10)
+process.equal("x", "x")
+try:
+    print(process.process.pid, flush=True)
+    sys.stdin.read()
+except KeyboardInterrupt:
+    print(process.equal("x", "x"), process.process.pid, flush=True)
+""")
+    environment = {**os.environ, "PYTHONPATH": str(Path(reward.__file__).parent)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script], env=environment, start_new_session=True, **pipes) as parent:
+        yield parent
+        parent.kill()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
+def test_the_process_ends_with_its_parent(parent, end):
+    pid = int(parent.stdout.readline())
+    assert is_alive(pid)
+    if end:
+        parent.send_signal(end)
+    else:
+        parent.stdin.close()
+    assert wait_until_dead(pid, 5)
+
+
+def test_the_process_leaves_ctrl_c_to_its_parent(parent):
+    pid = int(parent.stdout.readline())
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.stdout.readline() == f"True {pid}\n"
+
+
+@pytest.fixture
+def math_verify():
+    pytest.importorskip("math_verify")
+    yield reward.math_process
+    reward.math_process.stop()
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("0.75", r"\frac{3}{4}"),
+        ("3/4", r"\frac{3}{4}"),
+        (r"\frac{3}{4}", "0.75"),
+        (r"\dfrac{6}{8}", "3/4"),
+        (r"\boxed{18}", "18"),
+        (r"\(18\)", "18"),
+        (r"\[18\]", "18"),
+        (r"$\frac{36}{2}$", "18"),
+        ("1+x^2", "x^2+1"),
+        ("$x^2 + 1$", "x^2+1"),
+        (r"\sqrt{18}", r"3\sqrt{2}"),
+        ("2yx", "2xy"),
+        ("(1, 2)", "(1,2)"),
+        (r"\{2, 1\}", r"\{1,2\}"),
+        ("[0, 1)", "[0,1)"),
+    ],
+)
+def test_math_verify_finds_expressions_equal(math_verify, text, gold):
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("0.74", r"\frac{3}{4}"),
+        ("x^2-1", "x^2+1"),
+        ("(2,1)", "(1,2)"),
+        (r"18 \text{ or } 20", "18"),
+        (r"\{18, 20\}", "18"),
+        ("7+3=10", "10"),
+        (r"\frac{3}{", r"\frac{3}{4}"),
+        ("}{" * 100, r"\frac{3}{4}"),
+        ("\n", r"\frac{3}{4}"),
+        ("\ud800", r"\frac{3}{4}"),
+        ("seat", "east"),
+    ],
+)
+def test_math_verify_finds_expressions_different(math_verify, text, gold):
+    assert correctness(text, gold) == 0.0
+
+
+def test_math_verify_works_from_a_thread(math_verify):
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(correctness("1+x^2", "x^2+1")))
+    thread.start()
+    thread.join()
+    assert rewards == [1.5]
+
+
+def test_math_verify_is_cut_short_at_the_deadline(math_verify):
+    start = time.monotonic()
+    assert correctness("9^{9^{9^9}}", r"5^{3^2}+x") == 0.0
+    assert time.monotonic() - start < reward.math_process.deadline + 5
+    assert correctness("1+x^2", "x^2+1") == 1.5
+
+
+def test_math_verify_is_not_asked_about_numbers_and_words(math_verify):
+    assert correctness("18 apples", "18") == 1.5
+    assert correctness("18 or 20", "18") == correctness("seat", "east") == correctness("9" * 1001, "x+1") == 0.0
+    assert math_verify.process is None
+
+
+def test_math_verify_ends_with_its_parent_even_in_a_computation_and_never_runs_its_script(math_verify, tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import os, threading, time\n"
+        "print('started', flush=True)\n"
+        "from reward import math_process\n"
+        "assert math_process.equal('1+x', 'x+1')\n"
+        "print(math_process.process.pid, flush=True)\n"
+        "threading.Thread(target=math_process.equal, args=('9^{9^{9^9}}', '5^{3^2}+x')).start()\n"
+        "time.sleep(1)\n"
+        "os._exit(0)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(reward.__file__).parent)}
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment, timeout=60)
+    started, pid = done.stdout.split()
+    assert started == "started"
+    assert wait_until_dead(int(pid), 4 * reward.math_process.deadline)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(alphabet="0123x+-^{}\\frac()=, ", max_size=12), st.sampled_from([r"\frac{1}{2}", "x^2+1"]))
+def test_math_verify_survives_any_text(text, gold):
+    pytest.importorskip("math_verify")
+    assert correctness(text, gold) in {0.0, 1.5, 2.0}
+
+
+# --- finding the functions
+
+
+def test_functions_of_reward_py_load_in_the_order_of_their_names():
+    functions = load_reward_funcs(["format_reward", "correctness_reward"])
+    assert list(functions.items()) == [("format_reward", format_reward), ("correctness_reward", correctness_reward)]
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "LOADED = []\n"
+        "def length(completions, **columns): return [float(len(c)) for c in completions]\n"
+        "def other(prompts, completions, **columns): return [0.0 for _ in completions]\n"
+        "def format_reward(completions, **columns): return [0.0 for _ in completions]\n"
+        "def helper(text): return text\n"
+        "CONSTANT = 3\n"
+    )
+    return path
+
+
+def test_functions_of_another_file_are_keyed_by_function_name(user_file):
+    functions = load_reward_funcs([f"{user_file}:length", "correctness_reward", f"{user_file}:other"])
+    assert list(functions) == ["length", "correctness_reward", "other"]
+    assert functions["length"](completions=["abc"]) == [3.0]
+    assert functions["length"].__globals__ is functions["other"].__globals__
+
+
+@pytest.mark.parametrize("name", ["no_such_reward", "TAGS", "", "mine.py"])
+def test_an_unknown_function_of_reward_py_is_refused_with_those_it_has(name):
+    with pytest.raises(ConfigError) as caught:
+        load_reward_funcs([name])
+    message = str(caught.value)
+    assert message.startswith(f"reward_funcs names {name!r}, but reward.py has no such function")
+    assert "(correctness_reward, format_reward)" in message
+    assert message.count(". ") == 0
+
+
+@pytest.mark.parametrize("function", ["missing", "CONSTANT", ""])
+def test_an_unknown_function_of_another_file_is_refused_with_those_it_has(user_file, function):
+    with pytest.raises(ConfigError, match=r"^reward_funcs names .* has no such .*\(format_reward, length, other\)"):
+        load_reward_funcs([f"{user_file}:{function}"])
+
+
+@pytest.mark.parametrize("path", ["nowhere/mine.py", ".", "notes.txt"])
+def test_a_missing_file_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    with pytest.raises(ConfigError, match=f"^reward_funcs names '{path}:f', but {path} is not a Python file"):
+        load_reward_funcs([f"{path}:f"])
+
+
+def test_two_functions_of_one_name_are_refused(user_file):
+    for names in (["format_reward", "format_reward"], ["format_reward", f"{user_file}:format_reward"]):
+        with pytest.raises(ConfigError, match=r"^reward_funcs names 'format_reward' twice"):
+            load_reward_funcs(names)
+
+
+# --- calling them
+
+
+def test_rewards_are_a_row_for_each_function_with_nan_for_none():
+    def only_short(prompts, completions, **columns):
+        return [1 if len(completion) < 3 else None for completion in completions]
+
+    def by_column(prompts, completions, level, **columns):
+        return np.array(level) / 2
+
+    functions = {"only_short": only_short, "by_column": by_column}
+    rewards = compute_rewards(functions, ["p"] * 3, ["a", "long", "bc"], {"level": [1, 2, 3], "id": [7, 8, 9]})
+    assert rewards.dtype == np.float64
+    np.testing.assert_array_equal(rewards, [[1.0, np.nan, 1.0], [0.5, 1.0, 1.5]])
+
+
+def test_a_function_sees_the_whole_batch_once():
+    calls = []
+
+    def spy(prompts, completions, **columns):
+        calls.append((prompts, completions, columns))
+        return [0.0, 0.0]
+
+    compute_rewards({"spy": spy}, ["p", "q"], ["a", "b"], {"answer": ["1", "2"]})
+    assert calls == [(["p", "q"], ["a", "b"], {"answer": ["1", "2"]})]
+
+
+def test_no_functions_or_no_completions_give_an_empty_table():
+    assert compute_rewards({}, ["p"], ["a"], {}).shape == (0, 1)
+    assert compute_rewards({"format_reward": format_reward}, [], [], {}).shape == (1, 0)
+
+
+def test_the_completion_on_which_a_function_raises_is_named():
+    def fragile(prompts, completions, answer, **columns):
+        return [1.0 / len(completion) + float(gold) for completion, gold in zip(completions, answer, strict=True)]
+
+    with pytest.raises(RewardError, match="'fragile' failed on the completion 'bad one': ValueError") as caught:
+        compute_rewards({"fragile": fragile}, ["p"] * 3, ["a", "bad one", ""], {"answer": ["1", "x", "2"]})
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.__cause__.__traceback__.tb_next.tb_frame.f_code.co_name == "fragile"
+
+
+def test_a_failure_of_the_batch_alone_is_said_to_be_that():
+    def fragile(prompts, completions, **columns):
+        assert len(completions) < 2
+        return [0.0]
+
+    with pytest.raises(RewardError, match="on the batch of 3 completions, though on none of them alone: Assert"):
+        compute_rewards({"fragile": fragile}, ["p"] * 3, ["a", "b", "c"], {})
+
+
+def test_a_wrong_number_of_rewards_names_the_completion_that_got_none():
+    def drops(prompts, completions, **columns):
+        return [1.0 for completion in completions if "x" not in completion]
+
+    with pytest.raises(RewardError, match=r"'drops' failed on the completion 'xyz': .*returned 2 rewards for 3"):
+        compute_rewards({"drops": drops}, ["p"] * 3, ["a", "xyz", "c"], {})
+
+
+@pytest.mark.parametrize("returned", [None, 1.0])
+def test_a_return_that_is_no_list_is_refused(returned):
+    with pytest.raises(RewardError, match="'f' failed on the completion 'a': TypeError"):
+        compute_rewards({"f": lambda **_: returned}, ["p"], ["a"], {})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 1j, np.float32("nan")])
+def test_a_reward_that_is_no_finite_number_is_refused(bad):
+    with pytest.raises(RewardError, match=r"'f' returned .* for the completion 'b': a reward is a finite number"):
+        compute_rewards({"f": lambda **_: [1.0, bad]}, ["p"] * 2, ["a", "b"], {})
+
+
+@pytest.mark.parametrize("good", [2, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(3)])
+def test_any_real_number_is_a_reward(good):
+    assert compute_rewards({"f": lambda **_: [good]}, ["p"], ["a"], {}) == [[float(good)]]
+
+
+def test_a_long_completion_is_cut_in_the_message():
+    with pytest.raises(RewardError) as caught:
+        compute_rewards({"f": lambda **_: ["?"]}, ["p"], ["y" * 10_000], {})
+    assert "y" * 500 + "'..." in str(caught.value)
+    assert "y" * 501 not in str(caught.value)
+
+
+def test_an_interrupt_is_not_a_failure_of_the_function():
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compute_rewards({"f": interrupted}, ["p"], ["a"], {})
+
+
+def test_combine_weighs_the_functions_and_skips_what_does_not_apply():
+    rewards = np.array([[2.0, np.nan, 1.5], [0.8, 0.4, np.nan]])
+    np.testing.assert_allclose(combine(rewards, [1.0, 0.5]), [2.4, 0.2, 1.5])
+    np.testing.assert_array_equal(combine(np.full((2, 2), np.nan), [1.0, 1.0]), [0.0, 0.0])
+
+
+def test_combine_wants_a_weight_for_each_function():
+    with pytest.raises(ValueError):
+        combine(np.ones((2, 3)), [1.0])
+
+
+def test_neither_file_imports_torch():
+    script = "import sys, reward, grpo.rewards; sys.exit(bool({'torch', 'sympy', 'math_verify'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", script], cwd=Path(reward.__file__).parent, check=True)
