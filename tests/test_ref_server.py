@@ -1,0 +1,301 @@
+"""The real server process over real sockets: answers, every error, many clients, and how it ends."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import requests
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
+
+from grpo.protocol import Health, LogprobsRequest, decode_answer, encode_request
+
+
+def ask(server, prompt, completions, temperature=1.0, **options) -> requests.Response:
+    body = encode_request(LogprobsRequest.of(prompt, completions, temperature, "r"))
+    return requests.post(server.url + "/v1/logprobs", data=body, timeout=60, **options)
+
+
+def exact(model, prompt, completions, temperature=1.0) -> torch.Tensor:
+    """float64 log-softmax of the model's own logits, one unpadded sequence at a time."""
+    rows = []
+    for completion in completions:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+        picked = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(-1, torch.tensor(completion)[:, None])
+        rows.append(picked.squeeze(-1))
+    return torch.cat(rows)
+
+
+def test_health_tells_who_it_is(server, model, model_folder):
+    answer = requests.get(server.url + "/health", timeout=5)
+    health = Health.from_json(answer.content)
+    assert answer.status_code == 200 and answer.headers["Content-Type"] == "application/json"
+    assert (health.status, health.model, health.version) == ("ready", str(model_folder), 1)
+    assert (health.vocab_size, health.max_length) == (model.config.vocab_size, 512)
+    assert (health.dtype, health.device, health.queue_depth) == ("float32", "cpu", 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_over_http_are_exact(server, model, temperature):
+    prompt, completions = [5, 6, 7], [[8, 9], [10], [11, 12, 13, 14]]
+    answer = ask(server, prompt, completions, temperature)
+    decoded = decode_answer(answer.content, 7)
+    np.testing.assert_allclose(decoded.logprobs, exact(model, prompt, completions, temperature), atol=1e-5)
+    assert decoded.request_id == "r"
+    assert decoded.model_fingerprint == requests.get(server.url + "/health", timeout=5).json()["model_fingerprint"]
+
+
+def test_the_request_by_hand_in_the_docs_works(server, capsys):
+    text = (REPOSITORY / "docs/protocol.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    exec(code.replace("http://127.0.0.1:59875", server.url), {})
+    assert len(capsys.readouterr().out.strip("[]\n").split()) == 3
+
+
+def test_empty_completions_have_no_logprobs(server):
+    assert len(decode_answer(ask(server, [5], [[], [], []]).content, 0).logprobs) == 0
+    assert len(decode_answer(ask(server, [5], [[], [6], []]).content, 1).logprobs) == 1
+
+
+def refusal(answer: requests.Response) -> tuple[int, str, str]:
+    assert answer.headers["Content-Type"] == "application/json"
+    error = answer.json()["error"]
+    assert answer.json().keys() == {"error"} and error.keys() == {"code", "message"}
+    return answer.status_code, error["code"], error["message"]
+
+
+def test_400_for_what_is_malformed(server):
+    status, code, message = refusal(requests.post(server.url + "/v1/logprobs", data=b"hello", timeout=5))
+    assert (status, code) == (400, "malformed") and "safetensors" in message
+    status, code, message = refusal(ask(server, [5], [[10**6]]))
+    assert (status, code) == (400, "malformed") and "vocabulary" in message
+
+
+def test_404_and_405(server):
+    assert refusal(requests.get(server.url + "/nothing", timeout=5))[:2] == (404, "not_found")
+    answer = requests.get(server.url + "/v1/logprobs", timeout=5)
+    assert refusal(answer)[:2] == (405, "method_not_allowed") and answer.headers["Allow"] == "POST"
+    assert refusal(requests.post(server.url + "/health", timeout=5))[0] == 405
+
+
+def raw(server, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(request)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+        return received
+
+
+def test_411_without_a_length(server):
+    answer = raw(server, b"POST /v1/logprobs HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b" 411 " in answer.splitlines()[0] and b"length_required" in answer
+
+
+def test_http_nonsense_is_a_400_in_json(server):
+    answer = raw(server, b"POST /v1/logprobs HTTP/1.1\r\nContent-Length: many\r\n\r\n")
+    assert b" 400 " in answer.splitlines()[0] and json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"]
+
+
+def test_422_for_a_sequence_beyond_the_model(server):
+    assert ask(server, [5], [[6] * 511]).status_code == 200
+    status, code, message = refusal(ask(server, [5], [[6] * 512]))
+    assert (status, code) == (422, "sequence_too_long") and "513" in message and "512" in message
+
+
+TOKEN = {"Authorization": "Bearer s3cret"}
+
+
+@pytest.fixture(scope="module")
+def limited(model_folder, tmp_path_factory):
+    """A server with every limit set low, and a token."""
+    options = ["--max_request_mb", "1", "--max_queue_tokens", "1000", "--max_length", "501"]
+    environment = {"GRPO_REF_TOKEN": "s3cret"}
+    with running_server(model_folder, tmp_path_factory.mktemp("limited"), *options, environment=environment) as one:
+        one.wait_ready()
+        yield one
+
+
+def test_413_for_too_large_a_body(limited):
+    head = (
+        b"POST /v1/logprobs HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer s3cret\r\nContent-Length: %d\r\n\r\n"
+    )
+    at_the_limit = raw(limited, head % 2**20 + bytes(2**20))
+    assert b" 400 " in at_the_limit.splitlines()[0]  # read in full, and found to be no safetensors
+    above = raw(limited, head % (2**20 + 1))
+    assert b" 413 " in above.splitlines()[0] and b'"request_entity_too_large"' in above
+
+
+def test_413_for_too_many_tokens(limited):
+    assert ask(limited, [5], [[6] * 499, [6] * 499], headers=TOKEN).status_code == 200  # 1,000 tokens
+    refused = ask(limited, [5], [[6] * 499, [6] * 500], headers=TOKEN)
+    assert refusal(refused)[:2] == (413, "too_many_tokens")
+
+
+def test_422_beyond_a_max_length_set_lower(limited):
+    assert ask(limited, [5], [[6] * 500], headers=TOKEN).status_code == 200
+    assert refusal(ask(limited, [5], [[6] * 501], headers=TOKEN))[0] == 422
+
+
+@pytest.mark.parametrize("sent", [None, "Bearer wrong", "s3cret", "Bearer é"])
+def test_401_without_the_token(limited, sent):
+    headers = {} if sent is None else {"Authorization": sent.encode()}
+    assert refusal(ask(limited, [5], [[6]], headers=headers))[:2] == (401, "unauthorized")
+    assert requests.get(limited.url + "/health", headers=headers, timeout=5).json() == {"status": "ok"}
+
+
+def test_the_token_opens_and_is_in_no_log(limited):
+    assert requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()["vocab_size"] > 0
+    assert "s3cret" not in limited.log.read_text()
+
+
+def test_many_clients_each_get_their_own_answer(server, model):
+    generator = np.random.default_rng(0)
+
+    def client(number: int) -> None:
+        session = requests.Session()
+        for _ in range(5):
+            prompt = generator.integers(5, 300, size=3 + number).tolist()
+            completions = [generator.integers(5, 300, size=1 + row).tolist() for row in range(4)]
+            body = encode_request(LogprobsRequest.of(prompt, completions, 1.0))
+            answer = session.post(server.url + "/v1/logprobs", data=body, timeout=60)
+            answers.append((prompt, completions, decode_answer(answer.content, 10).logprobs))
+
+    answers: list = []
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(client, range(12)))
+    assert len(answers) == 60
+    for prompt, completions, logprobs in answers:
+        np.testing.assert_allclose(logprobs, exact(model, prompt, completions), atol=1e-5)
+
+
+SLOW = ([5], [[6] * 500] * 60)  # about a second of work
+SLOW_TOKENS = 60 * 501
+
+
+def ask_slowly(server, answers: list) -> threading.Thread:
+    thread = threading.Thread(target=lambda: answers.append(ask(server, *SLOW)))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while requests.get(server.url + "/health", timeout=5).json()["queue_depth"] == 0:
+        assert time.monotonic() < deadline and not answers
+        time.sleep(0.005)
+    return thread
+
+
+@pytest.mark.slow
+def test_503_while_the_queue_is_full(model_folder, tmp_path):
+    with running_server(model_folder, tmp_path, "--max_queue_tokens", str(SLOW_TOKENS)) as server:
+        server.wait_ready()
+        answers: list = []
+        thread = ask_slowly(server, answers)
+        busy = ask(server, [5], [[6]])
+        assert refusal(busy)[:2] == (503, "busy") and int(busy.headers["Retry-After"]) >= 1
+        thread.join()
+        assert answers[0].status_code == 200
+        assert ask(server, [5], [[6]]).status_code == 200
+
+
+@pytest.mark.slow
+def test_503_while_loading(model_folder, tmp_path):
+    hold = "import grpo.model, time; load = grpo.model.load_reference\n"
+    hold += "grpo.model.load_reference = lambda *a: (time.sleep(3), load(*a))[1]"
+    with running_server(model_folder, tmp_path, code=hold) as server:
+        while True:
+            try:
+                health = requests.get(server.url + "/health", timeout=5)
+                break
+            except requests.ConnectionError:
+                time.sleep(0.05)
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        loading = ask(server, [5], [[6]])
+        assert refusal(loading)[:2] == (503, "loading") and int(loading.headers["Retry-After"]) >= 1
+        server.wait_ready()
+        assert ask(server, [5], [[6]]).status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_lets_what_is_in_hand_finish(model_folder, tmp_path, number):
+    with running_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        answers: list = []
+        thread = ask_slowly(server, answers)
+        assert server.end(number) == 0
+        thread.join()
+        assert len(decode_answer(answers[0].content, 60 * 500).logprobs) == 60 * 500
+        assert "Traceback" not in server.log.read_text() and server.log.read_text().endswith("stopped\n")
+
+
+@pytest.mark.slow
+def test_a_signal_while_loading_ends_at_once(model_folder, tmp_path):
+    hold = "import grpo.model, time\ngrpo.model.load_reference = lambda *a: time.sleep(60)"
+    with running_server(model_folder, tmp_path, code=hold) as server:
+        while "loading" not in server.log.read_text():
+            time.sleep(0.05)
+        time.sleep(1)
+        assert server.end(signal.SIGTERM) == 0
+
+
+BREAK = """
+import grpo.scorer, torch
+score = grpo.scorer.token_logprobs
+def breaking(model, batch, *rest):
+    if 401 in batch.targets:
+        breaking.dead = True
+    if 400 in batch.targets:
+        raise RuntimeError("token 400 hurts")
+    if 402 in batch.targets:
+        raise torch.OutOfMemoryError("no room")
+    if breaking.dead:
+        raise RuntimeError("the device is gone")
+    return score(model, batch, *rest)
+breaking.dead = False
+grpo.scorer.token_logprobs = breaking
+"""
+
+
+def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(model_folder, tmp_path):
+    with running_server(model_folder, tmp_path, code=BREAK) as server:
+        server.wait_ready()
+        status, code, message = refusal(ask(server, [5], [[400]]))
+        assert (status, code) == (500, "internal") and "token 400 hurts" in message
+        status, code, message = refusal(ask(server, [5], [[402]]))
+        assert (status, code) == (507, "out_of_memory") and "--max_batch_tokens" in message
+        assert ask(server, [5], [[6]]).status_code == 200
+
+        assert refusal(ask(server, [5], [[401]]))[:2] == (503, "worker_died")
+        assert server.process.wait(timeout=30) == 1
+        *_, trace, last = server.log.read_text().splitlines()
+        assert trace == "RuntimeError: the device is gone" and "the worker died" in last
+
+
+@pytest.mark.slow
+def test_what_cannot_be_served_is_said_in_one_line(server, model_folder):
+    cases = {
+        ("--model_name_or_path", "/no/such/model", "--port", str(free_port())): "model_name_or_path='/no/such/model'",
+        ("--model_name_or_path", str(model_folder), "--port", str(server.port)): "another process listens there",
+        ("--host", "0.0.0.0"): "host='0.0.0.0'",
+        ("--host", "192.0.2.1", "--token", "x"): "choose another host",
+    }
+    for options, said in cases.items():
+        command = [sys.executable, "ref_server.py", *options]
+        ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2
+        assert said in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_two_servers_of_different_weights_differ_in_their_fingerprint(server, tmp_path):
+    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
+        other.wait_ready()
+        here, there = (requests.get(one.url + "/health", timeout=5).json() for one in (server, other))
+    assert here["model_fingerprint"] != there["model_fingerprint"]
+    assert here["tokenizer_fingerprint"] == there["tokenizer_fingerprint"]
