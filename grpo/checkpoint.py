@@ -1,0 +1,44 @@
+"""A run's folder and the models saved in it: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.config import ConfigError, TrainerConfig, write_config
+
+
+class SaveError(RuntimeError):
+    """A model could not be written. The message says where, why, and that nothing half-written was left."""
+
+
+def create_run(config: TrainerConfig) -> Path:
+    """Make the run's folder and write the resolved config into it. Raises ConfigError where a run is there already."""
+    folder = Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    if (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"output_dir='{folder}': it holds a run already: name another folder, or delete it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(config, folder / "config.yaml")
+    except OSError as error:
+        raise ConfigError(f"output_dir='{folder}': {error.strerror}: name a folder that can be written") from error
+    return folder
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write model and tokenizer as `from_pretrained` reads them. Raises SaveError; `folder` is then not there."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        os.replace(unfinished, folder)
+    # safetensors reports a full disk as an error of its own, and transformers as several: whatever it was, nothing half
+    # written may stay behind.
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise SaveError(f"the model could not be saved to {folder}: {error}: nothing was left there") from error

@@ -1,0 +1,56 @@
+"""ds_config.json holds DeepSpeed's engine knobs; sizes and rates come from Config and must not be said twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.config import REPOSITORY, ConfigError, TrainerConfig
+from grpo.model import resolve_dtype
+
+
+def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
+    """The file's settings with every "auto" filled. Raises ConfigError where file and Config contradict each other."""
+    path = Path(config.deepspeed)
+    if not path.is_absolute() and not path.exists():
+        path = REPOSITORY / path
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"deepspeed='{config.deepspeed}': {error.strerror}: give the path of a JSON file") from error
+    except ValueError as error:
+        raise ConfigError(f"deepspeed='{config.deepspeed}': not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"deepspeed='{config.deepspeed}': write a JSON object")
+
+    def fill(section: dict[str, Any], key: str, value: Any, source: str, prefix: str = "") -> None:
+        if section.get(key, "auto") not in ("auto", value):
+            raise ConfigError(
+                f"deepspeed='{path}': {prefix}{key} is {section[key]!r} but {source} makes it {value!r}: "
+                'write "auto" there'
+            )
+        section[key] = value
+
+    for key, instead in (("optimizer", "learning_rate, adam_* and weight_decay"), ("scheduler", "lr_scheduler_type")):
+        if key in settings:
+            raise ConfigError(f"deepspeed='{path}': {key} is set there, but {instead} decide it: take it out")
+    if settings.get("fp16", {}).get("enabled", False):
+        raise ConfigError(f"deepspeed='{path}': fp16.enabled is true: the dtypes are bfloat16 and float32: take it out")
+    zero = settings.setdefault("zero_optimization", {"stage": 2})
+    if zero.get("stage") != 2:
+        raise ConfigError(
+            f"deepspeed='{path}': zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the "
+            "whole weights that generation needs"
+        )
+    sequences = config.prompts_per_step * config.num_generations
+    source = "prompts_per_step x num_generations"
+    fill(settings, "train_batch_size", sequences, source)
+    fill(settings, "train_micro_batch_size_per_gpu", sequences // world_size, f"{source} / {world_size} ranks")
+    fill(settings, "gradient_accumulation_steps", 1, "the token-budget cutting into micro-batches")
+    fill(settings, "managed_gradient_accumulation", False, "the token-budget cutting into micro-batches")
+    fill(settings, "gradient_clipping", config.max_grad_norm, "max_grad_norm")
+    fill(settings.setdefault("bf16", {}), "enabled", resolve_dtype(config, device) == torch.bfloat16, "dtype", "bf16.")
+    return settings

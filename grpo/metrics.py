@@ -1,0 +1,157 @@
+"""Numbers of a run: gathered exactly over ranks, written to JSONL, TensorBoard and wandb. Names are TRL's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo.config import ConfigError, TrainerConfig
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Enough of a set of numbers to add it to other sets: a mean of means would weigh ranks, not numbers."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of(cls, values: Any) -> Stats:
+        """Of an array or tensor of any shape; NaN (a reward that does not apply) is left out."""
+        array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, np.float64).ravel()
+        array = array[~np.isnan(array)]
+        if array.size == 0:
+            return cls()
+        return cls(array.size, array.sum().item(), (array**2).sum().item(), array.min().item(), array.max().item())
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    @property
+    def std(self) -> float:
+        """With ddof 1, as torch.std."""
+        if self.count < 2:
+            return math.nan
+        return math.sqrt(max(0.0, self.squares - self.total * self.mean) / (self.count - 1))
+
+
+def add_stats(into: dict[str, Stats], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        into[name] = into.get(name, Stats()) + (value if isinstance(value, Stats) else Stats.of(value))
+
+
+def gather_stats(own: Mapping[str, Stats]) -> dict[str, Stats]:
+    """Every rank's stats, added up. All ranks must call it; all get the result."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(own))
+    together: dict[str, Stats] = {}
+    for one in everyone:
+        add_stats(together, one)
+    return together
+
+
+def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[str, float]:
+    """A step's stats over all ranks -> the metrics by TRL's names."""
+    length = stats["length"]
+    metrics = {"loss": stats["loss"].total if "loss" in stats else 0.0}
+    for name in ("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy"):
+        if name in stats:
+            metrics[name] = stats[name].mean
+    for name in reward_names:
+        metrics[f"rewards/{name}/mean"] = stats[f"rewards/{name}"].mean
+        metrics[f"rewards/{name}/std"] = stats[f"rewards/{name}"].std
+    metrics["completions/mean_length"] = length.mean
+    metrics["completions/min_length"] = length.low
+    metrics["completions/max_length"] = length.high
+    metrics["completions/mean_terminated_length"] = stats["terminated_length"].mean
+    metrics["completions/clipped_ratio"] = stats["clipped_ratio"].mean
+    for name in stats:
+        if name.startswith(("clip_ratio/", "time/")):
+            metrics[name] = stats[name].mean
+    return metrics
+
+
+class PhaseClock:
+    """Seconds by phase of one step, as `time/...`."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + time.perf_counter() - start
+
+    def total(self) -> float:
+        return time.perf_counter() - self.start
+
+
+class Recorder:
+    """The files of a run, written by rank 0: metrics.jsonl, completions.jsonl, and what `report_to` names."""
+
+    def __init__(self, config: TrainerConfig, folder: Path):
+        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._completions = open(folder / "completions.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._tensorboard = self._wandb = None
+        if "tensorboard" in config.report_to and importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        if "wandb" in config.report_to:
+            import wandb
+
+            self._wandb = wandb.init(project="grpo", dir=str(folder), config=vars(config) | {"token": None})
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """One line a step, appended. A number that does not exist (NaN) is null: JSON has no NaN."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(dict(values), step=step)
+
+    def completions(self, step: int, phase: str, samples: list[dict[str, Any]]) -> None:
+        for sample in samples:
+            self._completions.write(json.dumps({"step": step, "phase": phase, **sample}, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._completions.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def check_report_to(config: TrainerConfig) -> None:
+    """Raises ConfigError where `report_to` names wandb and it is not installed."""
+    if "wandb" in config.report_to and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("report_to='wandb': it is not installed: 'pip install wandb', or leave it out")

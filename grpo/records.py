@@ -1,0 +1,58 @@
+"""The typed records that pass between the stages of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem of a dataset, ready to be sampled from."""
+
+    index: int
+    """row in the dataset as loaded"""
+    prompt: str
+    """the text that was tokenised, chat template applied"""
+    prompt_ids: list[int]
+    columns: dict[str, Any]
+    """the dataset's other columns, handed to the reward functions; the gold answer is `answer`"""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
+
+    completion_ids: list[int]
+    """what the sampler drew, its eos included"""
+    finished: bool
+    """the sampler drew an eos (False: it was cut at max_completion_length)"""
+    text: str
+    """without special tokens"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt, which are compared with each other."""
+
+    id: int
+    """unique within a run: step x prompts_per_step + place in the step"""
+    example: Example
+    rollouts: list[Rollout]
+
+    @property
+    def completions(self) -> list[list[int]]:
+        return [rollout.completion_ids for rollout in self.rollouts]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One completion with all the loss needs."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    advantage: float
+    ref_logprobs: np.ndarray | None
+    """float32 [len(completion_ids)], or None where the loss has no KL term"""

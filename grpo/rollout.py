@@ -1,0 +1,64 @@
+"""Prompts -> sampled completions, by transformers' own `generate`. Left padding exists in here only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.records import Example, Rollout
+
+
+class Sampler:
+    """Draws completions from a model exactly as the loss assumes: softmax(logits / temperature), nothing cut off."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int], max_completion_length: int):
+        self._tokenizer, self._eos, self._max_new_tokens = tokenizer, eos_token_ids, max_completion_length
+
+    def sample(
+        self, model: PreTrainedModel, examples: Sequence[Example], copies: int, temperature: float, seed: int
+    ) -> list[list[Rollout]]:
+        """`copies` completions of each example, in order. The seed decides what is drawn, whatever was drawn before."""
+        settings = GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0)
+        torch.manual_seed(seed)
+        return self._generate(model, examples, copies, settings)
+
+    def greedy(self, model: PreTrainedModel, examples: Sequence[Example]) -> list[Rollout]:
+        """The most likely completion of each example, token by token."""
+        return [one for (one,) in self._generate(model, examples, 1, GenerationConfig(do_sample=False))]
+
+    @torch.no_grad()
+    def _generate(
+        self, model: PreTrainedModel, examples: Sequence[Example], copies: int, settings: GenerationConfig
+    ) -> list[list[Rollout]]:
+        settings.max_new_tokens = self._max_new_tokens
+        settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
+        prompts = [example.prompt_ids for example in examples for _ in range(copies)]
+        width = max(map(len, prompts))
+        input_ids = torch.full((len(prompts), width), self._tokenizer.pad_token_id, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            attention_mask[row, width - len(prompt) :] = 1
+        # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty),
+        # which would draw from another distribution than the loss scores. So it has none while we draw.
+        own, model.generation_config = model.generation_config, settings
+        was_training = model.training
+        model.eval()  # in training mode gradient checkpointing switches the KV cache off
+        try:
+            drawn = model.generate(
+                input_ids=input_ids.to(model.device),
+                attention_mask=attention_mask.to(model.device),
+                generation_config=settings,
+            )
+        finally:
+            model.generation_config = own
+            model.train(was_training)
+        rollouts = [self._rollout(ids) for ids in drawn[:, width:].tolist()]
+        return [rollouts[start : start + copies] for start in range(0, len(rollouts), copies)]
+
+    def _rollout(self, ids: list[int]) -> Rollout:
+        end = next((place for place, token in enumerate(ids) if token in self._eos), None)
+        kept = ids if end is None else ids[: end + 1]
+        return Rollout(kept, end is not None, self._tokenizer.decode(kept, skip_special_tokens=True))

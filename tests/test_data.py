@@ -1,0 +1,172 @@
+"""Loading from every kind of place, gold answers, prompts, and the order of training."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from grpo.arguments import parse_arguments
+from grpo.config import ConfigError, TrainerConfig
+from grpo.data import PromptStream, gold_answer, load_examples, render_prompt
+
+ROWS = [
+    {"question": "One and one?", "answer": "1+1=2\n#### 2", "level": 1},
+    {"question": "Two and two?", "answer": "2+2=4\n#### 4", "level": 2},
+]
+
+
+def config(name, *options) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", ["--dataset_name", str(name), "--system_prompt", "", *options])
+
+
+def write(path, rows=ROWS):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
+    first, second = load_examples(config(write(tmp_path / name)), "train", tokenizer, progress=False)
+    assert first.columns == {"answer": "2", "level": 1}
+    assert second.columns == {"answer": "4", "level": 2}
+    assert first.prompt == "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(first.prompt_ids) == first.prompt
+
+
+def test_a_local_folder_has_splits(tmp_path, tokenizer):
+    write(tmp_path / "train.jsonl")
+    write(tmp_path / "test.jsonl", ROWS[1:])
+    assert len(load_examples(config(tmp_path), "train", tokenizer, progress=False)) == 2
+    (only,) = load_examples(config(tmp_path), "test", tokenizer, progress=False)
+    assert only.columns["answer"] == "4"
+
+
+def test_other_datasets_name_their_columns(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"problem": "x?", "solution": 7, "hint": "seven"}])
+    options = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
+    (only,) = load_examples(config(path, *options), "train", tokenizer, progress=False)
+    assert only.columns == {"answer": "7", "hint": "seven"}
+    with pytest.raises(ConfigError, match=r"dataset_prompt_column='question': .*columns problem, solution, hint"):
+        load_examples(config(path), "train", tokenizer, progress=False)
+    with pytest.raises(ConfigError, match=r"dataset_answer_column='answer': .*name one of them"):
+        load_examples(config(path, *options[:2]), "train", tokenizer, progress=False)
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
+    rows = [*ROWS, {"question": "word " * 200, "answer": "1", "level": 3}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    kept = load_examples(config(path, "--max_prompt_length", "60"), "train", tokenizer, progress=False)
+    assert [example.index for example in kept] == [0, 1]
+    assert "1 of 3 prompts dropped, longer than max_prompt_length=60" in caplog.text
+    with pytest.raises(ConfigError, match="max_prompt_length=3: none of the 3 prompts"):
+        load_examples(config(path, "--max_prompt_length", "3"), "train", tokenizer, progress=False)
+
+
+def test_a_limit_takes_the_first(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", ROWS * 5)
+    assert [e.index for e in load_examples(config(path), "train", tokenizer, limit=3, progress=False)] == [0, 1, 2]
+
+
+def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train-00000-of-00002.parquet")
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[:1])
+    answers = [e.columns["answer"] for e in load_examples(config(tmp_path), "train", tokenizer, progress=False)]
+    assert answers == ["2", "4", "2"]
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
+        ("rows.csv", "needs files of one type, .json, .jsonl, .parquet; found rows.csv"),
+        ("broken.jsonl", "cannot be loaded"),
+        ("empty-folder", "split 'train' needs files .* found none"),
+        ("mixed-folder", "found train-0.jsonl, train-1.parquet"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, name, said):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    (tmp_path / "broken.jsonl").write_text('{"question": \n')
+    (tmp_path / "empty-folder").mkdir()
+    (tmp_path / "mixed-folder").mkdir()
+    write(tmp_path / "mixed-folder" / "train-0.jsonl")
+    write(tmp_path / "mixed-folder" / "train-1.parquet")
+    with pytest.raises(ConfigError, match=said):
+        load_examples(config(name), "train", tokenizer, progress=False)
+
+
+def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match="dataset_test_split='test': .*set eval_steps to 0"):
+        load_examples(config(write(tmp_path / "rows.jsonl")), "test", tokenizer, progress=False)
+
+
+@pytest.mark.parametrize(
+    "answer, gold",
+    [("He has 3.\n#### 1,080", "1,080"), ("#### -10", "-10"), ("42", "42"), (42, "42"), ("a #### b #### c ", "c")],
+)
+def test_gold_answers(answer, gold):
+    assert gold_answer(answer) == gold
+
+
+def test_a_system_prompt_comes_first_unless_the_data_has_one(tokenizer):
+    with_system = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert render_prompt(tokenizer, "Hi", "Be brief.") == with_system
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert render_prompt(tokenizer, messages, "Be long.") == with_system
+
+
+def test_a_tokenizer_without_a_chat_template_gets_plain_text(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert render_prompt(tokenizer, "Two and two?", "Be brief.") == "Be brief.\n\nTwo and two?\n\n"
+    assert render_prompt(tokenizer, "Two and two?", "") == "Two and two?\n\n"
+
+
+def test_a_template_without_system_messages_is_explained(tokenizer, monkeypatch):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ConfigError, match=r"system_prompt='Be brief.*no system role.*set system_prompt to ''"):
+        render_prompt(tokenizer, "Hi", "Be brief.")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_each_step_equally_and_without_overlap(world_size):
+    stream = PromptStream(size=50, prompts_per_step=8, seed=3)
+    for step in range(20):
+        shares = [stream.indices(step, rank, world_size) for rank in range(world_size)]
+        assert {len(share) for share in shares} == {8 // world_size}
+        whole = [index for share in shares for index in share]
+        assert len(set(whole)) == 8
+        assert whole == stream.indices(step)  # the same examples whatever the number of ranks
+
+
+def test_an_epoch_shows_no_example_twice_and_the_next_is_shuffled_anew():
+    stream = PromptStream(size=24, prompts_per_step=8, seed=0)
+    epochs = [[index for step in range(start, start + 3) for index in stream.indices(step)] for start in (0, 3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(24))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_the_order_is_the_seeds_and_the_step_is_the_whole_state():
+    one, same, other = (PromptStream(100, 10, seed) for seed in (1, 1, 2))
+    assert [one.indices(step) for step in range(30)] == [same.indices(step) for step in range(30)]
+    assert same.indices(17) == one.indices(17)  # asked out of order: as after a restart
+    assert one.indices(0) != other.indices(0)
+
+
+def test_too_small_a_dataset_is_refused():
+    with pytest.raises(ConfigError, match="prompts_per_step=8: the dataset has only 7 usable prompts"):
+        PromptStream(7, 8, 0)

@@ -1,0 +1,76 @@
+"""DeepSpeed's file: "auto" is filled from Config, contradictions are refused."""
+
+import json
+
+import pytest
+import torch
+
+from grpo.arguments import parse_arguments
+from grpo.config import REPOSITORY, ConfigError, TrainerConfig
+from grpo.ds_config import engine_config
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def config(*options) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", list(options))
+
+
+def test_the_shipped_file_is_filled():
+    filled = engine_config(config(), 7, GPU)
+    assert filled["zero_optimization"]["stage"] == 2
+    assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (56 * 8, 64)
+    assert (filled["gradient_accumulation_steps"], filled["managed_gradient_accumulation"]) == (1, False)
+    assert filled["gradient_clipping"] == 1.0 and filled["bf16"] == {"enabled": True}
+    assert "auto" not in json.dumps(filled)
+    assert engine_config(config(), 1, CPU)["bf16"] == {"enabled": False}
+    assert engine_config(config("--dtype", "bfloat16"), 1, CPU)["bf16"] == {"enabled": True}
+
+
+def test_the_shipped_file_says_no_size_and_no_rate():
+    file = json.loads((REPOSITORY / "ds_config.json").read_text())
+    assert file["train_batch_size"] == file["gradient_clipping"] == file["bf16"]["enabled"] == "auto"
+    assert "optimizer" not in file and "scheduler" not in file
+
+
+@pytest.fixture
+def with_file(tmp_path):
+    def fill(settings, *options) -> dict:
+        path = tmp_path / "ds.json"
+        path.write_text(settings if isinstance(settings, str) else json.dumps(settings))
+        return engine_config(config("--deepspeed", str(path), *options), 2, CPU)
+
+    return fill
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"train_batch_size": 8}, "train_batch_size is 8 but prompts_per_step x num_generations makes it 448"),
+        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu is 1 but .* / 2 ranks makes it 224"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4 but .* makes it 1"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but max_grad_norm makes it 1.0"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is True but dtype makes it False"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer is set there, but learning_rate"),
+        ({"scheduler": {}}, "scheduler is set there, but lr_scheduler_type"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3: use 2"),
+        ("{", "not JSON"),
+        ("[]", "write a JSON object"),
+    ],
+)
+def test_contradictions_are_refused(with_file, settings, said):
+    with pytest.raises(ConfigError, match=rf"deepspeed='.*ds.json': .*{said}"):
+        with_file(settings)
+
+
+def test_what_agrees_and_what_is_not_ours_is_kept(with_file):
+    filled = with_file(
+        {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5}}, "--max_grad_norm", "0.5"
+    )
+    assert filled["gradient_clipping"] == 0.5 and filled["zero_optimization"]["reduce_bucket_size"] == 5
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match="deepspeed='nowhere.json': No such file"):
+        engine_config(config("--deepspeed", "nowhere.json"), 1, CPU)

@@ -1,0 +1,127 @@
+"""Sampling draws from the very distribution that the loss scores, and cuts completions at their first eos."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from grpo.batch import make_batch
+from grpo.logprobs import token_logprobs
+from grpo.records import Example
+from grpo.rollout import Sampler
+
+
+def example(ids) -> Example:
+    return Example(0, "", list(ids), {"answer": ""})
+
+
+@pytest.fixture
+def examples(tokenizer) -> list[Example]:
+    return [example(tokenizer(text)["input_ids"]) for text in ("Tom has 3", "A bus carries 8 people and", "7")]
+
+
+def sampler(tokenizer, eos=None, length=12) -> Sampler:
+    return Sampler(tokenizer, [tokenizer.eos_token_id] if eos is None else eos, length)
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_does_not(model, tokenizer, examples):
+    draw = sampler(tokenizer).sample
+    one, same, other = (draw(model, examples, 4, 1.0, seed) for seed in (1, 1, 2))
+    assert one == same != other
+    assert [len(group) for group in one] == [4, 4, 4]
+
+
+def test_greedy_is_the_most_likely_token_each_time(model, tokenizer, examples):
+    for one, rollout in zip(examples, sampler(tokenizer).greedy(model, examples), strict=True):
+        ids = list(one.prompt_ids)
+        for token in rollout.completion_ids:
+            assert token == model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()
+            ids.append(token)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, temperature):
+    """The first token of 4,000 samples against softmax(logits / temperature), by a chi-square over the likeliest."""
+    one, count = example(tokenizer("Tom has 3")["input_ids"]), 4000
+    groups = sampler(tokenizer, length=1).sample(model, [one], count, temperature, seed=0)
+    drawn = torch.tensor([rollout.completion_ids[0] for rollout in groups[0]])
+    vocabulary = model.config.vocab_size
+    with torch.no_grad():
+        every = make_batch([one.prompt_ids] * vocabulary, [[token] for token in range(vocabulary)], 0, "cpu")
+        probabilities = token_logprobs(model, every, temperature)[0].exp().double()
+    assert probabilities.sum().item() == pytest.approx(1.0, abs=1e-4)
+    top = probabilities.topk(30).indices
+    expected = torch.cat([probabilities[top], 1 - probabilities[top].sum(0, keepdim=True)]) * count
+    observed = torch.bincount(drawn, minlength=vocabulary)[top].double()
+    observed = torch.cat([observed, count - observed.sum(0, keepdim=True)])
+    assert ((observed - expected) ** 2 / expected).sum() < 60  # 30 degrees of freedom: p below 0.001 beyond 59.7
+
+
+def test_the_models_own_generation_config_changes_nothing(model, tokenizer, examples, monkeypatch):
+    plain = sampler(tokenizer).sample(model, examples, 4, 1.0, seed=5)
+    own = GenerationConfig(
+        top_k=1,
+        top_p=0.1,
+        temperature=0.1,
+        repetition_penalty=5.0,
+        no_repeat_ngram_size=1,
+        suppress_tokens=list(range(200)),
+        min_new_tokens=9,
+        do_sample=True,
+    )
+    monkeypatch.setattr(model, "generation_config", own)
+    assert sampler(tokenizer).sample(model, examples, 4, 1.0, seed=5) == plain
+    assert model.generation_config is own  # and it is there again, to be saved with the model
+
+
+def first_tokens(model, tokenizer, examples) -> list[int]:
+    return [rollout.completion_ids[0] for rollout in sampler(tokenizer).greedy(model, examples)]
+
+
+def test_an_eos_that_comes_first_is_the_whole_completion(model, tokenizer, examples):
+    eos = first_tokens(model, tokenizer, examples)
+    for rollout, token in zip(sampler(tokenizer, eos).greedy(model, examples), eos, strict=True):
+        assert rollout.completion_ids == [token] and rollout.finished
+
+
+def drawn(model, tokenizer, examples) -> list[list[int]]:
+    """Sampled completions that never end, to choose an eos from."""
+    return [
+        group[0].completion_ids for group in sampler(tokenizer, eos=[10**6]).sample(model, examples, 1, 2.0, seed=3)
+    ]
+
+
+def test_an_eos_that_is_also_the_pad_is_kept_once(model, model_folder, examples):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    ends = [ids[place] for place, ids in enumerate(drawn(model, tokenizer, examples), start=2)]
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
+    assert tokenizer.pad_token_id == ends[0]
+    for (rollout,) in sampler(tokenizer, ends).sample(model, examples, 1, 2.0, seed=3):
+        assert rollout.finished and rollout.completion_ids[-1] in ends
+        assert not set(rollout.completion_ids[:-1]) & set(ends)
+
+
+def test_a_completion_without_eos_is_truncated_and_says_so(model, tokenizer, examples):
+    for rollout in sampler(tokenizer, eos=[10**6], length=5).greedy(model, examples):
+        assert len(rollout.completion_ids) == 5 and not rollout.finished
+
+
+def test_an_eos_at_the_last_place_is_finished(model, tokenizer, examples):
+    ids = drawn(model, tokenizer, examples[:1])[0]
+    assert ids[3] not in ids[:3]
+    ((rollout,),) = sampler(tokenizer, [ids[3]], length=4).sample(model, examples[:1], 1, 2.0, seed=3)
+    assert rollout.completion_ids == ids[:4] and rollout.finished
+
+
+def test_the_text_has_no_special_tokens_and_keeps_the_tags(model, tokenizer):
+    tags = "<think>1</think><answer>2</answer>"
+    ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
+    assert Sampler(tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids).text == tags
+
+
+def test_training_mode_is_kept(model, tokenizer, examples):
+    model.train()
+    try:
+        sampler(tokenizer).greedy(model, examples)
+        assert model.training
+    finally:
+        model.eval()
