@@ -1,0 +1,367 @@
+"""GRPO with the reference model in another process. Run it under the deepspeed launcher, ref_server.py beside it:
+
+    CUDA_VISIBLE_DEVICES=7 python ref_server.py
+    CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py
+    deepspeed --num_gpus 2 grpo_ref_split.py --config configs/demo_cpu.yaml      (no GPU: two CPU processes)
+
+Read it from the top: `train` sets up and then is THE loop, in phase order; `update` is one optimizer step. A step is
+one optimizer update: prompts_per_step prompts x num_generations completions over all ranks, each used once, right after
+it was drawn. So the probability ratio is 1 and the clipping idle; both are there for when a batch is used again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from datetime import timedelta
+
+from grpo.arguments import parse_arguments, say_once
+from grpo.config import ConfigError, TrainerConfig
+
+if __name__ == "__main__":
+    CONFIG = parse_arguments(TrainerConfig, __doc__)  # before the heavy imports: --help and mistakes answer at once
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import get_scheduler
+from transformers.utils.logging import disable_progress_bar
+
+import reward as reward_module
+from grpo.batch import cut_by_tokens, make_batch
+from grpo.checkpoint import SaveError, create_run, save_model
+from grpo.data import PromptStream, load_examples
+from grpo.ds_config import engine_config
+from grpo.evaluate import evaluate
+from grpo.logprobs import token_logprobs
+from grpo.loss import group_advantages, grpo_loss, token_weights
+from grpo.metrics import PhaseClock, Recorder, Stats, add_stats, check_report_to, gather_stats, step_metrics
+from grpo.model import check_lengths, checkpoint_activations, describe, eos_token_ids, load_model, load_tokenizer
+from grpo.plots import draw_curves
+from grpo.records import Group, Sequence
+from grpo.ref_client import RefClient, RefError, check_reference
+from grpo.rewards import RewardError, combine, compute_rewards, load_reward_funcs
+from grpo.rollout import Sampler
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
+import deepspeed
+
+log = logging.getLogger("grpo_ref_split")
+
+
+def train(config: TrainerConfig) -> None:
+    """Set up, then loop. Raises ConfigError before a model is loaded wherever the mistake can be seen by then."""
+    rank, world_size, device = join_ranks(config)
+    check_report_to(config)
+    reward_funcs = load_reward_funcs(config.reward_funcs)
+    ds_config = engine_config(config, world_size, device)
+
+    tokenizer = load_tokenizer(config)
+    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=rank == 0)
+    stream = PromptStream(len(examples), config.prompts_per_step, config.seed)
+    held_out = []
+    if config.eval_steps:
+        held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=rank == 0)
+
+    client = RefClient(config) if config.beta > 0 else None
+    if client is None and rank == 0:
+        log.info("beta is 0: no KL term, no reference server")
+    if client is not None:
+        # Every rank asks: each keeps the fingerprint that all later answers must bear.
+        reference = client.wait_ready(quiet=rank != 0)
+
+    model = load_model(config, device)
+    own = describe(model, tokenizer, config.model_name_or_path)
+    check_lengths(config, own)
+    if client is not None:
+        check_reference(config, own, reference)
+    sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
+    engine, schedule = start_engine(config, ds_config, model)
+
+    recorder = None
+    if rank == 0:
+        folder = create_run(config)
+        recorder = Recorder(config, folder)
+        log.info(
+            "%s: %d prompts, %d held out; %d x %s; run folder %s",
+            config.model_name_or_path,
+            len(examples),
+            len(held_out),
+            world_size,
+            device.type,
+            folder,
+        )
+
+    def evaluation(step: int) -> dict[str, float]:
+        numbers, samples = evaluate(
+            engine.module,
+            sampler,
+            held_out,
+            reward_module.is_correct,
+            reward_module.has_format,
+            config.sequences_per_generate,
+            rank,
+            world_size,
+        )
+        if recorder:
+            recorder.completions(step, "eval", samples)
+            tqdm.write(
+                f"step {step}: held-out accuracy {numbers['eval_accuracy']:.3f} ± {numbers['eval_accuracy_se']:.3f} "
+                f"(n={numbers['eval_n']}), format {numbers['eval_format']:.3f}",
+                file=sys.stderr,
+            )
+        return numbers
+
+    evaluated = evaluation(0) if held_out else {}
+    if recorder and evaluated:
+        recorder.metrics(0, evaluated)
+    share = config.prompts_per_step // world_size
+    groups_at_once = max(1, config.sequences_per_generate // config.num_generations)
+    seen_tokens = 0
+
+    bar = tqdm(range(1, config.max_steps + 1), desc="grpo", disable=rank != 0)
+    for step in bar:
+        clock = PhaseClock()
+        first_id = (step - 1) * config.prompts_per_step + rank * share
+        prompts = [examples[index] for index in stream.indices(step - 1, rank, world_size)]
+
+        # Sample, and ask for each group's reference log-probs the moment it exists.
+        groups: list[Group] = []
+        requests = {}
+        for start in range(0, share, groups_at_once):
+            some = prompts[start : start + groups_at_once]
+            with clock("generate"):
+                # The first group's id is in no other call's seed, on no rank and in no step.
+                sampled = sampler.sample(
+                    engine.module,
+                    some,
+                    config.num_generations,
+                    config.temperature,
+                    seed=config.seed * 1_000_003 + first_id + start,
+                )
+            for place, (example, rollouts) in enumerate(zip(some, sampled, strict=True), start):
+                groups.append(group := Group(first_id + place, example, rollouts))
+                if client is not None:
+                    requests[group.id] = client.submit(example.prompt_ids, group.completions, f"group {group.id}")
+
+        # Reward, and compare within each group, while the reference is at work.
+        with clock("reward"):
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            sources = [group.example for group in groups for _ in group.rollouts]
+            by_function = compute_rewards(
+                reward_funcs,
+                [example.prompt for example in sources],
+                [rollout.text for rollout in rollouts],
+                {name: [example.columns[name] for example in sources] for name in sources[0].columns},
+            )
+            rewards = torch.from_numpy(combine(by_function, config.reward_weights)).view(len(groups), -1)
+            advantages = group_advantages(rewards)
+
+        # Collect what the reference said.
+        with clock("wait_ref"):
+            references = {group_id: future.result() for group_id, future in requests.items()}
+
+        # Update.
+        with clock("update"):
+            learning_rate = schedule.get_last_lr()[0]
+            sequences = [
+                Sequence(
+                    group.example.prompt_ids,
+                    rollout.completion_ids,
+                    advantages[row, column].item(),
+                    references[group.id][column] if client is not None else None,
+                )
+                for row, group in enumerate(groups)
+                for column, rollout in enumerate(group.rollouts)
+            ]
+            stats = update(engine, sequences, config, tokenizer.pad_token_id)
+
+        # Log.
+        lengths = [len(rollout.completion_ids) for rollout in rollouts]
+        add_stats(
+            stats,
+            {
+                "reward": rewards,
+                "reward_std": rewards.std(dim=1),
+                "frac_reward_zero_std": rewards.amax(dim=1) == rewards.amin(dim=1),
+                **{f"rewards/{name}": row for name, row in zip(reward_funcs, by_function, strict=True)},
+                "length": lengths,
+                "terminated_length": [len(rollout.completion_ids) for rollout in rollouts if rollout.finished],
+                "clipped_ratio": [not rollout.finished for rollout in rollouts],
+                "tokens": [len(sequence.prompt_ids) + len(sequence.completion_ids) for sequence in sequences],
+                **clock.seconds,
+            },
+        )
+        everyone = gather_stats(stats)
+        seconds, tokens = clock.total(), everyone["tokens"].total
+        seen_tokens += int(tokens)
+        numbers = step_metrics(everyone, list(reward_funcs)) | {
+            "grad_norm": float(engine.get_global_grad_norm()),
+            "learning_rate": learning_rate,
+            "num_tokens": seen_tokens,
+            "step_time": seconds,
+            "tokens_per_second": tokens / seconds,
+        }
+        if not engine.was_step_applied():
+            log.warning("step %d was skipped: its gradient is not finite", step)
+
+        # Evaluate and save.
+        last = step == config.max_steps
+        if held_out and (last or step % config.eval_steps == 0):
+            numbers |= (evaluated := evaluation(step))
+        if recorder:
+            recorder.metrics(step, numbers)
+            recorder.completions(
+                step,
+                "train",
+                [
+                    {
+                        "prompt": groups[0].example.prompt,
+                        "completion": rollout.text,
+                        "answer": groups[0].example.columns["answer"],
+                        "reward": rewards[0, column].item(),
+                        "advantage": advantages[0, column].item(),
+                    }
+                    for column, rollout in enumerate(groups[0].rollouts)
+                ],
+            )
+            bar.set_postfix_str(
+                f"reward {numbers['reward']:.2f}, accuracy {evaluated.get('eval_accuracy', float('nan')):.2f}, "
+                f"kl {numbers.get('kl', 0.0):.3f}, {numbers['tokens_per_second']:.0f} tokens/s, "
+                f"reference {numbers['time/wait_ref']:.2f} s"
+            )
+            if last or (config.save_steps and step % config.save_steps == 0):
+                save_model(engine.module, tokenizer, folder / ("model" if last else f"checkpoint-{step}"))
+
+    dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
+    if client is not None:
+        client.close()
+    if recorder:
+        recorder.close()
+        log.info("done: model in %s, curves in %s", folder / "model", draw_curves(folder))
+    dist.destroy_process_group()
+
+
+def update(engine, sequences: list[Sequence], config: TrainerConfig, pad_token_id: int) -> dict[str, Stats]:
+    """One optimizer step from this rank's sequences; all ranks call it together. Returns this rank's stats by name.
+
+    The gradient is that of the loss over the whole step however it is cut into ranks and micro-batches: a token's
+    weight is fixed by the step's size, and ZeRO's mean over ranks is undone by the factor world_size.
+    """
+    device, world_size = engine.module.device, dist.get_world_size()
+    micro_batches = cut_by_tokens(
+        [len(s.prompt_ids) + len(s.completion_ids) for s in sequences], config.micro_batch_tokens
+    )
+    # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer goes through the same
+    # motions with one token of weight 0: every parameter must take part.
+    most = torch.tensor(len(micro_batches), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    filler = Sequence([0], [0], 0.0, np.zeros(1, np.float32))
+    stats: dict[str, Stats] = {}
+    for index in range(int(most)):
+        real = index < len(micro_batches)
+        rows = [sequences[row] for row in micro_batches[index]] if real else [filler]
+        if not any(s.completion_ids for s in rows):
+            real, rows = False, [filler]
+        batch = make_batch([s.prompt_ids for s in rows], [s.completion_ids for s in rows], pad_token_id, device)
+        lengths = torch.tensor([len(s.completion_ids) for s in rows], device=device)
+        weights = token_weights(lengths, config.prompts_per_step * config.num_generations)
+        logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
+        loss, metrics = grpo_loss(
+            logprobs,
+            logprobs.detach(),
+            torch.cat([torch.from_numpy(s.ref_logprobs) for s in rows]).to(device) if config.beta > 0 else None,
+            torch.tensor([s.advantage for s in rows], device=device).repeat_interleave(lengths),
+            weights if real else torch.zeros_like(weights),
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            beta=config.beta,
+        )
+        engine.backward(loss * world_size, scale_wrt_gas=False)
+        if real:
+            add_stats(stats, {**metrics, "entropy": entropy, "loss": loss.detach()})
+    engine.step()
+    return stats
+
+
+def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
+    """Meet the other ranks. Returns (rank, world size, device). Raises ConfigError if the step cannot be shared."""
+    if "RANK" not in os.environ:  # plain python instead of the deepspeed launcher: one rank
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    config.check_ranks(world_size)
+    if rank != 0:
+        disable_progress_bar()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+    else:
+        device = torch.device("cpu")
+        # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets none, and ranks would fight for the cores
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    # A rank may wait for the reference up to its deadline while the others wait for that rank.
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=1800 + config.ref_deadline))
+    return rank, world_size, device
+
+
+def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module):
+    """The DeepSpeed engine around the policy, and the learning-rate schedule that it steps."""
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
+    model.train()
+    # torch's own AdamW: DeepSpeed's would be compiled at the first start.
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+    )
+    schedule = get_scheduler(
+        config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.max_steps
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
+    return engine, schedule
+
+
+def main(config: TrainerConfig) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    level = logging.INFO if rank == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    try:
+        train(config)
+    except ConfigError as error:
+        say_once(str(error))
+        return 2
+    except RefError as error:
+        say_once(str(error))
+        return 1
+    except (RewardError, SaveError) as error:
+        print(f"grpo_ref_split.py: error: rank {rank}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        say_once("interrupted; what was saved is in the run's folder")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(CONFIG)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)  # threads that still wait for the reference must not keep a failed run alive

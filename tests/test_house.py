@@ -1,0 +1,92 @@
+"""The rules of the house: imports only go down, entries stay light, --help answers before anything heavy is loaded."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+
+# From the bottom up; a module may import from lower levels, and from its own where that makes no circle.
+LEVELS = [
+    {"config", "records", "loss"},
+    {"protocol", "logprobs", "batch", "arguments"},
+    {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"},
+    {"evaluate"},
+]
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+ENTRIES = {"ref_server": {"deepspeed", "datasets", "reward"}, "grpo_ref_split": {"bottle", "waitress"}}
+
+
+def imports(path) -> set[str]:
+    """Dotted names that a file imports anywhere in it, at its top or where they are used."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own(path) -> set[str]:
+    return {name.split(".")[1] for name in imports(path) if name.startswith("grpo.") and name.split(".")[1] in LEVEL}
+
+
+def outside(path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)} - {"grpo"}
+
+
+def reached(path) -> set[str]:
+    """The modules of ours that a file leads to."""
+    todo, seen = own(path), set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        todo |= own(REPOSITORY / f"grpo/{name}.py") - seen
+    return seen
+
+
+def test_every_module_has_a_level():
+    assert {path.stem for path in (REPOSITORY / "grpo").glob("*.py")} - {"__init__"} == set(LEVEL)
+
+
+@pytest.mark.parametrize("name", LEVEL)
+def test_imports_only_go_down(name):
+    path = REPOSITORY / f"grpo/{name}.py"
+    assert not [other for other in own(path) if LEVEL[other] > LEVEL[name]]
+    assert name not in reached(path), "a circle"
+    assert not outside(path) & {"ref_server", "grpo_ref_split", "reward", "demo", "deepspeed"}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_leads_to_nothing_it_should_not_need(entry):
+    path = REPOSITORY / f"{entry}.py"
+    everything = outside(path).union(*(outside(REPOSITORY / f"grpo/{name}.py") for name in reached(path)))
+    assert not everything & ENTRIES[entry]
+
+
+def test_the_wire_knows_no_http_library_and_no_torch():
+    assert not outside(REPOSITORY / "grpo/protocol.py") & {"bottle", "waitress", "requests", "torch"}
+
+
+def test_reward_py_needs_nothing_of_ours_and_no_torch():
+    assert not {name.split(".")[0] for name in imports(REPOSITORY / "reward.py")} & {"grpo", "torch", "numpy"}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_help_answers_before_anything_heavy_is_loaded(entry):
+    script = f"""
+import runpy, sys
+sys.argv = ["{entry}.py", "--help"]
+try:
+    runpy.run_path("{entry}.py", run_name="__main__")
+except SystemExit as ended:
+    print("exit", ended.code, sorted({{"torch", "deepspeed", "datasets", "matplotlib"}} & sys.modules.keys()))
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.splitlines()[-1] == "exit 0 []"
+    assert ("--model_name_or_path" in shown and f"python {entry}.py" in shown) or "deepspeed grpo_ref_split.py" in shown

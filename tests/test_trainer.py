@@ -1,0 +1,359 @@
+"""The trainer as a user runs it: real launcher, real server, few steps; what it records, and how it fails."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import reward
+from grpo.arguments import parse_arguments
+from grpo.batch import make_batch
+from grpo.config import TrainerConfig
+from grpo.data import load_examples
+from grpo.logprobs import token_logprobs
+from grpo.loss import grpo_loss
+from grpo.ref_client import RefClient
+from grpo.rollout import Sampler
+
+
+def options(model, data, output_dir, **changes) -> list[str]:
+    settings = {
+        "model_name_or_path": model,
+        "dataset_name": data,
+        "output_dir": output_dir,
+        "system_prompt": "",
+        "max_prompt_length": 96,
+        "max_completion_length": 24,
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_steps": 3,
+        "warmup_steps": 0,
+        "learning_rate": 1e-3,
+        "eval_steps": 2,
+        "eval_samples": 10,
+        "ref_startup_timeout": 20,
+        "micro_batch_tokens": 400,
+        "no_gradient_checkpointing": None,
+    } | changes
+    return [
+        w for name, value in settings.items() for w in ([f"--{name}={value}"] if value is not None else [f"--{name}"])
+    ]
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory) -> list[str]:
+    """A third reward function that even the text of random weights earns something from, so that weights move."""
+    path = tmp_path_factory.mktemp("rewards") / "own.py"
+    path.write_text(
+        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
+    )
+    return ["--reward_funcs", "correctness_reward", "format_reward", f"{path}:letters"]
+
+
+def plain_python(*arguments, seconds=120) -> subprocess.CompletedProcess:
+    """One rank without the launcher."""
+    return subprocess.run(
+        [sys.executable, "grpo_ref_split.py", *arguments],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+NAMES = [
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "step_time",
+    "tokens_per_second",
+    "rewards/correctness_reward/mean",
+    "rewards/correctness_reward/std",
+    "rewards/format_reward/mean",
+    "rewards/format_reward/std",
+    "rewards/letters/mean",
+    "rewards/letters/std",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/mean_terminated_length",
+    "completions/clipped_ratio",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "time/generate",
+    "time/reward",
+    "time/wait_ref",
+    "time/update",
+]
+
+
+def check_record(run, model, steps, evaluated, per_step) -> None:
+    """Every part of the record of a run is there, and its numbers agree with each other."""
+    rows = lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert [row["step"] for row in rows if "eval_accuracy" in row] == evaluated
+    for row in rows[1:]:
+        assert row.keys() >= set(NAMES)
+        assert all(value is None or math.isfinite(value) for value in row.values())
+        parts = [row[f"rewards/{name}/mean"] for name in ("correctness_reward", "format_reward", "letters")]
+        assert row["reward"] == pytest.approx(sum(parts))
+        assert row["completions/min_length"] <= row["completions/mean_length"] <= row["completions/max_length"]
+        phases = sum(value for name, value in row.items() if name.startswith("time/"))
+        assert phases <= row["step_time"] + 1e-3
+    for row in rows:
+        if "eval_accuracy" in row:
+            p, n = row["eval_accuracy"], row["eval_n"]
+            assert row["eval_accuracy_se"] == pytest.approx(math.sqrt(p * (1 - p) / n))
+    assert abs(rows[1]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-8  # the same weights at first, other ones later
+
+    samples = lines(run / "completions.jsonl")
+    for sample in samples:
+        assert sample["phase"] in ("train", "eval") and sample["prompt"] and sample["answer"]
+        if sample["phase"] == "train":
+            columns = dict(prompts=[sample["prompt"]], completions=[sample["completion"]])
+            correct = reward.correctness_reward(answer=[sample["answer"]], **columns)[0]
+            expected = correct + reward.format_reward(**columns)[0] + len(sample["completion"]) / 100
+            assert sample["reward"] == pytest.approx(expected)
+        else:
+            assert sample["correct"] == reward.is_correct(sample["completion"], sample["answer"])
+    trained = [sample["step"] for sample in samples if sample["phase"] == "train"]
+    assert trained == [step for step in range(1, steps + 1) for _ in range(per_step)]
+
+    assert {path.name for path in run.iterdir()} >= {"config.yaml", "curves.png", "tensorboard", "model"}
+    assert not list(run.glob("*.unfinished"))
+    before = AutoModelForCausalLM.from_pretrained(model)
+    after = AutoModelForCausalLM.from_pretrained(run / "model")
+    AutoTokenizer.from_pretrained(run / "model")
+    moved = [not torch.equal(one, other) for one, other in zip(before.parameters(), after.parameters(), strict=True)]
+    assert all(moved)
+
+
+def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, letters, tmp_path):
+    run = tmp_path / "run"
+    settings = options(model_folder, data_folder, run, ref_servers=server.url, save_steps=2, max_steps=3)
+    ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    assert ended.returncode == 0, ended.stdout
+    check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
+    assert AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").dtype == torch.float32
+    parse_arguments(TrainerConfig, "", ["--config", str(run / "config.yaml")])
+    rows = lines(run / "metrics.jsonl")
+    assert rows[0]["eval_n"] == 10
+
+
+def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tokenizer, data_folder, model_folder):
+    """On the same weights: HTTP against the policy's own against float64; and so no KL."""
+    config = parse_arguments(
+        TrainerConfig, "", [*options(model_folder, data_folder, "x", temperature=0.9), "--ref_servers", server.url]
+    )
+    examples = load_examples(config, "train", tokenizer, limit=8, progress=False)
+    groups = Sampler(tokenizer, [tokenizer.eos_token_id], 24).sample(model, examples, 4, config.temperature, seed=1)
+    client = RefClient(config)
+    futures = [
+        client.submit(example.prompt_ids, [rollout.completion_ids for rollout in group], "g")
+        for example, group in zip(examples, groups, strict=True)
+    ]
+    reference = torch.cat([torch.from_numpy(row) for future in futures for row in future.result()])
+    client.close()
+    prompts = [example.prompt_ids for example in examples for _ in range(4)]
+    completions = [rollout.completion_ids for group in groups for rollout in group]
+    own = token_logprobs(model, make_batch(prompts, completions, 0, "cpu"), config.temperature)[0].detach()
+    torch.testing.assert_close(reference, own, atol=1e-5, rtol=0)
+    ones = torch.ones_like(own)
+    _, metrics = grpo_loss(own, own, reference, ones, ones, epsilon=0.2, epsilon_high=0.2, beta=0.04)
+    assert metrics["kl"].mean().abs() < 1e-8
+
+    exact = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].detach().double() / config.temperature
+        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        exact.append(rows[range(len(completion)), completion])
+    torch.testing.assert_close(reference.double(), torch.cat(exact), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_run_and_beta_0_needs_no_reference(model_folder, data_folder, letters, tmp_path):
+    def run(name, seed):
+        settings = options(model_folder, data_folder, tmp_path / name, beta=0, seed=seed, max_steps=2)
+        ended = plain_python(*settings, *letters, "--report_to", "none")
+        assert ended.returncode == 0, ended.stdout
+        assert "beta is 0: no KL term, no reference server" in ended.stdout
+        rows = lines(tmp_path / name / "metrics.jsonl")
+        timeless = [
+            {key: value for key, value in row.items() if "time" not in key and key != "tokens_per_second"}
+            for row in rows
+        ]
+        return timeless, (tmp_path / name / "model/model.safetensors").read_bytes()
+
+    one, same, other = run("one", 1), run("same", 1), run("other", 2)
+    assert one == same
+    assert one[0] != other[0]
+    assert "kl" not in one[0][1] and not (tmp_path / "one" / "tensorboard").exists()
+
+
+@pytest.mark.slow
+def test_another_reference_has_a_kl_from_the_first_step(data_folder, model_folder, tmp_path):
+    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
+        other.wait_ready()
+        ended = plain_python(
+            *options(model_folder, data_folder, tmp_path / "run", ref_servers=other.url, max_steps=1, eval_steps=0)
+        )
+    assert ended.returncode == 0, ended.stdout
+    assert "is another model than the policy starts from" in ended.stdout
+    (row,) = lines(tmp_path / "run" / "metrics.jsonl")
+    assert row["kl"] > 1e-3
+
+
+@pytest.mark.slow
+@needs_gsm8k
+def test_three_steps_of_gsm8k(launch, server, model_folder, letters, tmp_path):
+    run = tmp_path / "run"
+    settings = options(
+        model_folder,
+        GSM8K,
+        run,
+        ref_servers=server.url,
+        max_prompt_length=460,
+        eval_samples=12,
+        system_prompt="Answer within <answer> tags.",
+    )
+    ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    assert ended.returncode == 0, ended.stdout
+    check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
+    sample = lines(run / "completions.jsonl")[0]
+    assert sample["prompt"].startswith(
+        "<|im_start|>system\nAnswer within <answer> tags.<|im_end|>\n<|im_start|>user\nJanet"
+    )
+    assert sample["answer"] == "18"
+
+
+def one_line(output: str) -> str:
+    """The program's own last word: one line, no traceback."""
+    assert "Traceback" not in output, output
+    said = [line for line in output.splitlines() if line.startswith("grpo_ref_split.py: error:")]
+    assert len(said) == 1, output
+    return said[0]
+
+
+@pytest.mark.slow
+def test_what_can_be_known_before_a_model_is_loaded_is_refused_in_one_line(model_folder, data_folder, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
+    broken = tmp_path / "ds.json"
+    broken.write_text('{"train_batch_size": 7}')
+    bad = tmp_path / "bad.py"
+    bad.write_text("def grade(prompts, completions, **columns):\n    return [1.0]\n")
+    cases = [
+        (dict(temperature=0), "temperature=0.0"),
+        (dict(model_name_or_path="/no/model"), "model_name_or_path='/no/model'"),
+        (dict(dataset_name="/no/data"), "dataset_name='/no/data'"),
+        (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
+        (dict(reward_funcs="brevity"), "brevity"),
+        (dict(deepspeed=broken), "train_batch_size is 7 but prompts_per_step x num_generations makes it 16"),
+        (dict(ref_servers=f"http://127.0.0.1:{free_port()}", ref_startup_timeout=1), "no reference server at"),
+        (dict(output_dir=tmp_path / "old", beta=0), "it holds a run already"),
+        (dict(output_dir="/proc/run", beta=0), "output_dir='/proc/run'"),
+        (dict(max_completion_length=500, beta=0), "max_completion_length=500"),
+        (dict(reward_funcs=f"{bad}:grade", beta=0, eval_steps=0), "grade"),
+    ]
+    for changes, said in cases:
+        ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", **changes))
+        assert ended.returncode in (1, 2), ended.stdout
+        assert said in one_line(ended.stdout)
+    assert "completion" in one_line(ended.stdout)  # the last: the offending completion is named
+
+
+@pytest.mark.slow
+def test_two_ranks_say_a_mistake_once(launch, model_folder, data_folder, tmp_path):
+    ended = launch(2, "grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", prompts_per_step=3))
+    assert ended.returncode != 0
+    assert "prompts_per_step=3: 2 ranks cannot share it equally: use 2 or 4" in one_line(ended.stdout)
+
+
+def start(*arguments) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "grpo_ref_split.py", *arguments],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_steps(process, run, count) -> None:
+    deadline = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or len(lines(run / "metrics.jsonl")) < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_reference_that_dies_in_the_middle_ends_the_run_at_its_deadline(model_folder, data_folder, tmp_path):
+    run = tmp_path / "run"
+    with running_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        process = start(
+            *options(
+                model_folder, data_folder, run, ref_servers=server.url, max_steps=10**6, ref_deadline=3, eval_steps=0
+            )
+        )
+        wait_for_steps(process, run, 2)
+        server.end(signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    said = one_line(output)
+    assert server.url in said and "after 3 s" in said and "ref_deadline" in said
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_in_one_line(model_folder, data_folder, tmp_path):
+    run = tmp_path / "run"
+    process = start(*options(model_folder, data_folder, run, beta=0, max_steps=10**6, eval_steps=0))
+    wait_for_steps(process, run, 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in one_line(output)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(model_folder, data_folder, tmp_path):
+    """A file-size limit stands in for the full disk: the record fits below it, the model does not."""
+    run = tmp_path / "run"
+    settings = options(model_folder, data_folder, run, beta=0, max_steps=1, eval_steps=0)
+    command = f"ulimit -f 200; exec {sys.executable} grpo_ref_split.py {' '.join(settings)} --report_to none"
+    ended = subprocess.run(
+        ["bash", "-c", f"trap '' XFSZ; {command}"],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        text=True,
+        timeout=120,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert ended.returncode == 1, ended.stdout
+    assert "the model could not be saved" in one_line(ended.stdout)
+    assert sorted(path.name for path in run.iterdir()) == ["completions.jsonl", "config.yaml", "metrics.jsonl"]
+    assert os.path.getsize(model_folder / "model.safetensors") > 200 * 1024
