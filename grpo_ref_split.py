@@ -67,12 +67,13 @@ def train(config: TrainerConfig) -> None:
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=rank == 0)
 
+    folder = create_run(config) if rank == 0 else None
     client = RefClient(config) if config.beta > 0 else None
-    if client is None and rank == 0:
+    if client is None:
         log.info("beta is 0: no KL term, no reference server")
-    if client is not None:
+    else:
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
-        reference = client.wait_ready(quiet=rank != 0)
+        reference = client.wait_ready()
 
     model = load_model(config, device)
     own = describe(model, tokenizer, config.model_name_or_path)
@@ -82,19 +83,10 @@ def train(config: TrainerConfig) -> None:
     sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     engine, schedule = start_engine(config, ds_config, model)
 
-    recorder = None
-    if rank == 0:
-        folder = create_run(config)
-        recorder = Recorder(config, folder)
-        log.info(
-            "%s: %d prompts, %d held out; %d x %s; run folder %s",
-            config.model_name_or_path,
-            len(examples),
-            len(held_out),
-            world_size,
-            device.type,
-            folder,
-        )
+    recorder = Recorder(config, folder) if folder else None
+    log.info(
+        "%d prompts, %d held out; %d x %s; run folder %s", len(examples), len(held_out), world_size, device, folder
+    )
 
     def evaluation(step: int) -> dict[str, float]:
         numbers, samples = evaluate(
@@ -194,17 +186,16 @@ def train(config: TrainerConfig) -> None:
                 "clipped_ratio": [not rollout.finished for rollout in rollouts],
                 "tokens": [len(sequence.prompt_ids) + len(sequence.completion_ids) for sequence in sequences],
                 **clock.seconds,
+                "step_time": clock.total(),
             },
         )
         everyone = gather_stats(stats)
-        seconds, tokens = clock.total(), everyone["tokens"].total
-        seen_tokens += int(tokens)
+        seen_tokens += int(everyone["tokens"].total)
         numbers = step_metrics(everyone, list(reward_funcs)) | {
             "grad_norm": float(engine.get_global_grad_norm()),
             "learning_rate": learning_rate,
             "num_tokens": seen_tokens,
-            "step_time": seconds,
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": everyone["tokens"].total / everyone["step_time"].mean,
         }
         if not engine.was_step_applied():
             log.warning("step %d was skipped: its gradient is not finite", step)
@@ -256,17 +247,16 @@ def update(engine, sequences: list[Sequence], config: TrainerConfig, pad_token_i
     micro_batches = cut_by_tokens(
         [len(s.prompt_ids) + len(s.completion_ids) for s in sequences], config.micro_batch_tokens
     )
-    # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer goes through the same
-    # motions with one token of weight 0: every parameter must take part.
+    # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
+    # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
     most = torch.tensor(len(micro_batches), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     filler = Sequence([0], [0], 0.0, np.zeros(1, np.float32))
     stats: dict[str, Stats] = {}
     for index in range(int(most)):
-        real = index < len(micro_batches)
-        rows = [sequences[row] for row in micro_batches[index]] if real else [filler]
-        if not any(s.completion_ids for s in rows):
-            real, rows = False, [filler]
+        rows = [sequences[row] for row in micro_batches[index]] if index < len(micro_batches) else []
+        real = any(s.completion_ids for s in rows)
+        rows = rows if real else [filler]
         batch = make_batch([s.prompt_ids for s in rows], [s.completion_ids for s in rows], pad_token_id, device)
         lengths = torch.tensor([len(s.completion_ids) for s in rows], device=device)
         weights = token_weights(lengths, config.prompts_per_step * config.num_generations)
@@ -276,7 +266,7 @@ def update(engine, sequences: list[Sequence], config: TrainerConfig, pad_token_i
             logprobs.detach(),
             torch.cat([torch.from_numpy(s.ref_logprobs) for s in rows]).to(device) if config.beta > 0 else None,
             torch.tensor([s.advantage for s in rows], device=device).repeat_interleave(lengths),
-            weights if real else torch.zeros_like(weights),
+            weights * real,
             epsilon=config.epsilon,
             epsilon_high=config.epsilon_high,
             beta=config.beta,
@@ -339,19 +329,20 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
 
 
 def main(config: TrainerConfig) -> int:
-    rank = int(os.environ.get("RANK", "0"))
-    level = logging.INFO if rank == 0 else logging.ERROR
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     try:
         train(config)
     except ConfigError as error:
         say_once(str(error))
         return 2
-    except RefError as error:
+    except (RefError, RewardError, SaveError) as error:
         say_once(str(error))
         return 1
-    except (RewardError, SaveError) as error:
-        print(f"grpo_ref_split.py: error: rank {rank}: {error}", file=sys.stderr)
+    except RuntimeError as error:
+        if "Connection closed by peer" not in str(error):
+            raise
+        print("grpo_ref_split.py: another rank has ended; what it said stands by itself", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         say_once("interrupted; what was saved is in the run's folder")

@@ -35,7 +35,8 @@ from grpo.protocol import Health, LogprobsAnswer, ProtocolError
 
 log = logging.getLogger("ref_server")
 
-THREADS = 64  # each waits for the worker on behalf of one request
+THREADS = 128  # each waits for the worker on behalf of one request
+IN_HAND = THREADS - 8  # the others keep /health and refusals quick
 DRAIN_SECONDS = 60
 
 
@@ -48,6 +49,7 @@ class Service:
         self.scorer = None
         self.death: Exception | None = None
         self.stop = threading.Event()
+        self.places = threading.BoundedSemaphore(IN_HAND)
 
     def load(self) -> None:
         """Load the model and begin to score. Raises ConfigError where there is no such model."""
@@ -74,7 +76,12 @@ class Service:
         if health.status != "ready":
             raise ProtocolError(503, health.status, f"the server is {health.status}", retry_after=2)
         request = protocol.decode_request(body, health.vocab_size, health.max_length)
-        logprobs = scorer.submit(request).result()
+        if not self.places.acquire(blocking=False):
+            raise ProtocolError(503, "busy", f"{IN_HAND} requests are waiting already: come back in 1 s", retry_after=1)
+        try:
+            logprobs = scorer.submit(request).result()
+        finally:
+            self.places.release()
         return protocol.encode_answer(LogprobsAnswer(logprobs, health.model_fingerprint, request.request_id))
 
     def current_health(self) -> Health:
@@ -164,7 +171,8 @@ def listen(config: ServerConfig, app: bottle.Bottle) -> BaseWSGIServer:
         sockets=[listener],
         threads=THREADS,
         max_request_body_size=(config.max_request_mb << 20) + 1,  # waitress refuses the very limit
-        asyncore_use_poll=True,  # select() ends at 1,024 connections
+        connection_limit=1000,  # beyond it a connection waits to be accepted, a /health too
+        asyncore_use_poll=True,  # select() would end at 1,024 open files
         ident=None,
     )
     server.channel_class = _Channel

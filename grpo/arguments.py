@@ -53,11 +53,16 @@ def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[s
 
 
 def say_once(message: str) -> None:
-    """Print what every rank has found, on rank 0. The first rank to end ends the others: they leave it the time."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    else:
+    """Print an error that several ranks may have met at the same time, once.
+
+    Rank 0 says it at once; its end is the end of the others, who wait for that. Whoever is still there after five
+    seconds was alone with it, and says it.
+    """
+    rank, line = os.environ.get("RANK", "0"), f"{Path(sys.argv[0]).name}: error: "
+    if rank != "0":
         time.sleep(5)
+        line = f"\n{line}rank {rank}: "  # rank 0's progress bar stands in the current line
+    print(line + message, file=sys.stderr, flush=True)
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):

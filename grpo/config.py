@@ -247,6 +247,7 @@ class TrainerConfig(
             "ref_startup_timeout",
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
+        _require(self.seed < 2**31, "seed", self.seed, "use a number below 2147483648")
         _require(self.epsilon < 1, "epsilon", self.epsilon, "use a number below 1, such as 0.2")
         for name in ("adam_beta1", "adam_beta2"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "use a number from 0 to below 1")

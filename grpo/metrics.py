@@ -90,7 +90,7 @@ def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[st
     metrics["completions/mean_terminated_length"] = stats["terminated_length"].mean
     metrics["completions/clipped_ratio"] = stats["clipped_ratio"].mean
     for name in stats:
-        if name.startswith(("clip_ratio/", "time/")):
+        if name.startswith(("clip_ratio/", "time/")) or name == "step_time":
             metrics[name] = stats[name].mean
     return metrics
 

@@ -87,14 +87,14 @@ class RefClient:
         self._per_thread = threading.local()
         self._closing = threading.Event()
 
-    def wait_ready(self, quiet: bool = False) -> Health:
+    def wait_ready(self) -> Health:
         """Wait until every server is ready and check that all serve the same model; return what they say of it.
 
-        Says every 15 seconds what it waits for, unless `quiet`.
+        Says every 15 seconds what it waits for.
 
         Raises RefUnavailable after `ref_startup_timeout` seconds, RefError for a refused token or differing models.
         """
-        first, *others = [self._wait_for(url, quiet) for url in self._config.ref_servers]
+        first, *others = [self._wait_for(url) for url in self._config.ref_servers]
         for url, other in zip(self._config.ref_servers[1:], others, strict=True):
             if other.model_fingerprint != first.model_fingerprint:
                 raise RefError(
@@ -165,7 +165,7 @@ class RefClient:
             )
         return decoded.logprobs, 0.0
 
-    def _wait_for(self, url: str, quiet: bool) -> Health:
+    def _wait_for(self, url: str) -> Health:
         deadline = _Deadline(self._config.ref_startup_timeout)
         next_word = time.monotonic() + 5.0
         while True:
@@ -182,8 +182,8 @@ class RefClient:
                     f"'python ref_server.py --model_name_or_path {self._config.model_name_or_path} --port "
                     f"{url.rsplit(':', 1)[-1]}', or set ref_servers to where it is, or beta to 0 to train without"
                 )
-            if not quiet and time.monotonic() >= next_word:
-                log.warning(
+            if time.monotonic() >= next_word:
+                log.info(
                     "waiting for the reference server (%.0f of %.0f s): %s %s",
                     deadline.seconds - deadline.left(),
                     deadline.seconds,

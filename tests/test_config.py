@@ -47,6 +47,7 @@ IMPOSSIBLE = [
     (["--max_completion_length", "0"], "max_completion_length=0: ", "above 0"),
     (["--max_steps", "0"], "max_steps=0: ", "above 0"),
     (["--seed", "-1"], "seed=-1: ", "0 or more"),
+    (["--seed", str(2**31)], "seed=2147483648: ", "below"),
     (["--port", "70000"], "port=70000: ", "0 to 65535"),
     (["--port", "0"], "port=0: ", "name it"),
     (["--token", "a b"], "token='(hidden)': ", "without spaces"),

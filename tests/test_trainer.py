@@ -24,10 +24,10 @@ from grpo.ref_client import RefClient
 from grpo.rollout import Sampler
 
 
-def options(model, data, output_dir, **changes) -> list[str]:
+def options(model_name_or_path, dataset_name, output_dir, **changes) -> list[str]:
     settings = {
-        "model_name_or_path": model,
-        "dataset_name": data,
+        "model_name_or_path": model_name_or_path,
+        "dataset_name": dataset_name,
         "output_dir": output_dir,
         "system_prompt": "",
         "max_prompt_length": 96,
@@ -256,31 +256,49 @@ def one_line(output: str) -> str:
 
 
 @pytest.mark.slow
-def test_what_can_be_known_before_a_model_is_loaded_is_refused_in_one_line(model_folder, data_folder, tmp_path):
+def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_folder, data_folder, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
-    broken = tmp_path / "ds.json"
-    broken.write_text('{"train_batch_size": 7}')
-    bad = tmp_path / "bad.py"
-    bad.write_text("def grade(prompts, completions, **columns):\n    return [1.0]\n")
+    contradiction = tmp_path / "ds.json"
+    contradiction.write_text('{"train_batch_size": 7}')
     cases = [
         (dict(temperature=0), "temperature=0.0"),
         (dict(model_name_or_path="/no/model"), "model_name_or_path='/no/model'"),
         (dict(dataset_name="/no/data"), "dataset_name='/no/data'"),
         (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
-        (dict(reward_funcs="brevity"), "brevity"),
-        (dict(deepspeed=broken), "train_batch_size is 7 but prompts_per_step x num_generations makes it 16"),
+        (dict(reward_funcs="brevity"), "reward_funcs names 'brevity'"),
+        (dict(deepspeed=contradiction), "train_batch_size is 7 but prompts_per_step x num_generations makes it 16"),
         (dict(ref_servers=f"http://127.0.0.1:{free_port()}", ref_startup_timeout=1), "no reference server at"),
-        (dict(output_dir=tmp_path / "old", beta=0), "it holds a run already"),
-        (dict(output_dir="/proc/run", beta=0), "output_dir='/proc/run'"),
-        (dict(max_completion_length=500, beta=0), "max_completion_length=500"),
-        (dict(reward_funcs=f"{bad}:grade", beta=0, eval_steps=0), "grade"),
+        (dict(output_dir=tmp_path / "old"), "it holds a run already"),
+        (dict(output_dir="/proc/run"), "output_dir='/proc/run'"),
     ]
     for changes, said in cases:
-        ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", **changes))
+        settings = {"model_name_or_path": model_folder, "dataset_name": data_folder, "output_dir": tmp_path / "run"}
+        ended = plain_python(*options(**(settings | changes)))
         assert ended.returncode in (1, 2), ended.stdout
-        assert said in one_line(ended.stdout)
-    assert "completion" in one_line(ended.stdout)  # the last: the offending completion is named
+        assert said in one_line(ended.stdout) and "Loading weights" not in ended.stdout
+
+
+@pytest.mark.slow
+def test_more_tokens_than_the_model_takes_are_refused(model_folder, data_folder, tmp_path):
+    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", max_completion_length=500, beta=0))
+    assert ended.returncode == 2
+    assert "max_completion_length=500" in one_line(ended.stdout) and "at most 512" in one_line(ended.stdout)
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_on_one_rank_only_is_still_said(launch, model_folder, data_folder, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os\ndef grade(prompts, completions, **columns):\n"
+        "    return [1.0] * (len(completions) - (os.environ['RANK'] == '1'))\n"
+    )
+    settings = options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:grade", beta=0, eval_steps=0)
+    ended = launch(2, "grpo_ref_split.py", *settings)
+    assert ended.returncode != 0
+    assert "Traceback" not in ended.stdout
+    said = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error: rank 1:")]
+    assert len(said) == 1 and "Reward function 'grade' failed on the completion" in said[0]
 
 
 @pytest.mark.slow
