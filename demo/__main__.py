@@ -1,0 +1,198 @@
+"""The demo, end to end: build a tiny model, serve it as the reference, train it with GRPO, show what it learned.
+
+    python -m demo               everything; exit code 0 only if the model learned
+    python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names
+
+Everything runs as a user would run it: `python ref_server.py`, then `deepspeed --num_gpus 2 grpo_ref_split.py`, on two
+CPU cores. What was built is used again the next time; the run itself is made anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import requests
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIG = "configs/demo_cpu.yaml"
+BEFORE, AFTER = (0.10, 0.40), 0.90  # held-out accuracy that the demo promises
+WIDTH = 58
+
+# One thread each for two trainer ranks and the server, on the CPU whatever the machine has.
+ENVIRONMENT = os.environ | {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+
+
+class DemoError(RuntimeError):
+    """The demo did not do what it promises."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the training (default: 0)")
+    parser.add_argument("--folder", type=Path, help="for all that is made (default: runs/demo/seedN)")
+    parser.add_argument("--prepare", action="store_true", help="build model and data only")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended
+    sys.stdout.reconfigure(line_buffering=True)  # in order with what the programs print
+    folder = arguments.folder.absolute() if arguments.folder else Path(f"runs/demo/seed{arguments.seed}")
+    os.chdir(REPOSITORY)
+    start = time.monotonic()
+    try:
+        prepare(folder, arguments.seed)
+        built = time.monotonic()
+        if arguments.prepare:
+            print(f"model and data are in {folder}")
+            return 0
+        with reference_server(folder) as url:
+            train(folder, arguments.seed, url)
+        report(folder, built - start, time.monotonic() - built)
+    except DemoError as error:
+        print(f"demo: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted; run it again to start the training anew", file=sys.stderr)
+        return 130
+    return 0
+
+
+def prepare(folder: Path, seed: int) -> None:
+    from demo.model import build
+    from demo.task import write_dataset
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "model").exists():
+        print(f"using the model that is in {folder / 'model'}")
+    else:
+        print("building a tiny model that can think but seldom does")
+        build(folder / "model", seed)
+    write_dataset(folder / "data", seed)
+
+
+@contextmanager
+def reference_server(folder: Path) -> Iterator[str]:
+    """Start `python ref_server.py`; its URL once it is ready. Afterwards end it as an operator would, with SIGTERM."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "ref_server.py", "--config", CONFIG, "--model_name_or_path", str(folder / "model")]
+    log = folder / "server.log"
+    print(f"starting the reference server on {url}; its log is {log}")
+    with open(log, "w") as output:
+        server = subprocess.Popen(
+            [*command, "--port", url.rsplit(":", 1)[1]], env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_ready(url, server, log)
+        yield url
+        server.send_signal(signal.SIGTERM)
+        if server.wait(timeout=60) != 0:
+            raise DemoError(f"the reference server ended with code {server.returncode}: see {log}")
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+
+
+def wait_ready(url: str, server: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise DemoError(f"the reference server ended with code {server.returncode}:\n{log.read_text()}")
+        try:
+            if requests.get(url + "/health", timeout=5).status_code == 200:
+                return
+        except requests.ConnectionError:
+            pass
+        time.sleep(0.2)
+    raise DemoError(f"the reference server was not ready after 120 s: see {log}")
+
+
+def train(folder: Path, seed: int, url: str) -> None:
+    """Run `deepspeed --num_gpus 2 grpo_ref_split.py` to its end. Raises DemoError where it fails."""
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    command = [Path(sys.executable).with_name("deepspeed"), "-q", "--num_gpus", "2", "--master_port", str(free_port())]
+    command += ["grpo_ref_split.py", "--config", CONFIG, "--seed", str(seed), "--ref_servers", url]
+    command += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
+    command += ["--output_dir", folder / "run"]
+    # A process group of its own: the launcher alone, when ended, leaves its ranks running.
+    trainer = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, start_new_session=True)
+    try:
+        if trainer.wait() != 0:
+            raise DemoError(f"the trainer ended with code {trainer.returncode}; what it said is above")
+    finally:
+        if trainer.poll() is None:
+            os.killpg(trainer.pid, signal.SIGKILL)
+            trainer.wait()
+
+
+def report(folder: Path, building: float, training: float) -> None:
+    """Print table, completions and the picture's path. Raises DemoError where the promise was not kept."""
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    before, first, after = rows[0], rows[1], rows[-1]
+
+    def accuracy(row: dict) -> str:
+        return f"{row['eval_accuracy']:.3f} ± {row['eval_accuracy_se']:.3f}"
+
+    print_completions(folder, after["step"])
+    print(f"\n{after['eval_n']} held-out problems, greedy            before           after")
+    print(f"  accuracy                        {accuracy(before):>15} {accuracy(after):>15}")
+    print(f"  format                          {before['eval_format']:>15.3f} {after['eval_format']:>15.3f}")
+    print(
+        f"  tokens per completion           {before['eval_completions/mean_length']:>15.1f} "
+        f"{after['eval_completions/mean_length']:>15.1f}"
+    )
+    print("training, sampled                    first step       last step")
+    print(f"  mean reward (of 2.8)            {first['reward']:>15.3f} {after['reward']:>15.3f}")
+    print(f"  KL to the reference             {first['kl']:>15.4f} {after['kl']:>15.4f}")
+    print(
+        f"{after['step']} GRPO steps, {after['num_tokens']:,} tokens. Seconds: {building:.0f} for model and data, "
+        f"{training:.0f} for GRPO with server, start-up and evaluation."
+    )
+    print(f"learning curves: {folder / 'run/curves.png'}    trained model: {folder / 'run/model'}")
+
+    low, high = BEFORE
+    if not (low <= before["eval_accuracy"] <= high and after["eval_accuracy"] >= AFTER):
+        raise DemoError(
+            f"held-out accuracy went from {before['eval_accuracy']:.3f} to {after['eval_accuracy']:.3f}: it should "
+            f"begin between {low} and {high} and reach {AFTER}"
+        )
+
+
+def print_completions(folder: Path, last_step: int) -> None:
+    lines = (folder / "run/completions.jsonl").read_text().splitlines()
+    samples = [sample for sample in map(json.loads, lines) if sample["phase"] == "eval"]
+    by_step = {step: [sample for sample in samples if sample["step"] == step] for step in (0, last_step)}
+    for old, new in list(zip(by_step[0], by_step[last_step], strict=True))[:4]:
+        question = old["prompt"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+        print(f"\n{question}  (answer: {old['answer']})")
+        columns = [textwrap.wrap(sample["completion"], WIDTH) or [""] for sample in (old, new)]
+        heads = [f"{name}: {'right' if s['correct'] else 'wrong'}" for name, s in (("before", old), ("after", new))]
+        print(f"  {heads[0]:<{WIDTH}}  {heads[1]}")
+        for row in range(max(map(len, columns))):
+            left, right = (column[row] if row < len(column) else "" for column in columns)
+            print(f"  {left:<{WIDTH}}  {right}")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The demo learns: the real programs on the shipped settings, with the accuracy promised. A seed takes a minute.
+
+`python -m demo` itself checks where held-out accuracy begins and ends; the tests look at what it says and leaves.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPOSITORY
+
+from demo.__main__ import AFTER, BEFORE
+
+pytestmark = pytest.mark.slow
+
+
+def start(folder, *options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "demo", "--folder", str(folder), *options],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(folder, *options) -> str:
+    """Run the demo to its end; its output."""
+    process = start(folder, *options)
+    output, errors = process.communicate(timeout=550)
+    assert process.returncode == 0, output + errors
+    return output
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of seed 0 after a whole run, and what the run printed."""
+    folder = tmp_path_factory.mktemp("demo") / "seed0"
+    return folder, run(folder, "--seed", "0")
+
+
+def check(folder, output) -> None:
+    rows = lines(folder)
+    assert BEFORE[0] <= rows[0]["eval_accuracy"] <= BEFORE[1]
+    assert rows[-1]["eval_accuracy"] >= AFTER and rows[-1]["eval_n"] == 256
+    assert rows[1]["kl"] < 1e-8
+    assert f"{rows[-1]['eval_accuracy']:.3f} ±" in output and output.count("before: ") == 4
+    assert (folder / "run/curves.png").stat().st_size > 10_000 and str(folder / "run/curves.png") in output
+
+
+def test_the_demo_learns_with_the_shipped_seed(built):
+    check(*built)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+def test_the_demo_learns_with_other_seeds(tmp_path, seed):
+    check(tmp_path / "demo", run(tmp_path / "demo", "--seed", str(seed)))
+
+
+def test_a_second_run_uses_what_was_built_and_is_right_again(built):
+    folder, _ = built
+    weights = folder / "model/model.safetensors"
+    before = weights.stat().st_mtime_ns
+    output = run(folder, "--seed", "0")
+    check(folder, output)
+    assert "using the model that is in" in output and weights.stat().st_mtime_ns == before
+
+
+def test_a_demo_that_does_not_learn_fails(built):
+    """The trained model as the one to start from: it is right too often to show any learning."""
+    folder, _ = built
+    shutil.copytree(folder / "run/model", folder.with_name("clever") / "model")
+    process = start(folder.with_name("clever"))
+    _, errors = process.communicate(timeout=550)
+    assert process.returncode == 1
+    assert "it should begin between 0.1 and 0.4 and reach 0.9" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_demo_leaves_no_process_behind(built, number, code):
+    folder, _ = built
+    shutil.rmtree(folder / "run")
+    process = start(folder)
+    deadline = time.monotonic() + 120
+    while not (folder / "run/metrics.jsonl").exists() or len(lines(folder)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    time.sleep(1)
+    running = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True).stdout
+    assert not [line for line in running.splitlines() if str(folder) in line]
