@@ -336,7 +336,7 @@ def main(config: TrainerConfig) -> int:
     except ConfigError as error:
         say_once(str(error))
         return 2
-    except (RefError, RewardError, SaveError) as error:
+    except (RefError, RewardError, SaveError, OSError) as error:
         say_once(str(error))
         return 1
     except RuntimeError as error:

@@ -113,13 +113,14 @@ def running_server(
     environment: dict | None = None,
     code: str = "",
 ) -> Iterator[Server]:
-    """Start `python ref_server.py` on a model folder. `code` runs in the process before it (to break something)."""
+    """Start `python ref_server.py`, on a model folder or its default. `code` runs before it, to break something."""
     port = port or free_port()
     script = ["ref_server.py"]
     if code:
         run = "runpy.run_path('ref_server.py', run_name='__main__')"
         script = ["-c", f"import runpy, sys\nsys.argv[0] = 'ref_server.py'\n{code}\n{run}"]
-    command = [sys.executable, *script, "--model_name_or_path", str(folder), "--port", str(port), *options]
+    model = ["--model_name_or_path", str(folder)] if folder else []
+    command = [sys.executable, *script, *model, "--port", str(port), *options]
     log = tmp_path / f"server-{port}.log"
     with open(log, "a") as output:
         process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """Run under the launcher by test_update.py: one `update` on this rank's share of fixed sequences, with plain SGD, so
 that the change of the weights is the gradient. Rank 0 writes it, and the step's metrics.
 
-    step_worker.py MODEL OUT MICRO_BATCH_TOKENS BETA CHECKPOINTING SHARES
+    step_worker.py MODEL OUT MICRO_BATCH_TOKENS BETA CHECKPOINTING SHARES MAX_GRAD_NORM
 """
 
 import json
@@ -41,10 +41,10 @@ def sequences() -> list[Sequence]:
     return made
 
 
-def main(model, out, micro_batch_tokens, beta, checkpointing, shares) -> None:
+def main(model, out, micro_batch_tokens, beta, checkpointing, shares, max_grad_norm) -> None:
     options = ["--prompts_per_step", "6", "--num_generations", "4", "--micro_batch_tokens", micro_batch_tokens]
     config = parse_arguments(
-        TrainerConfig, "", [*options, "--beta", beta, "--max_grad_norm", "0", "--temperature", "0.8"]
+        TrainerConfig, "", [*options, "--beta", beta, "--max_grad_norm", max_grad_norm, "--temperature", "0.8"]
     )
     rank, world_size, device = trainer.join_ranks(config)
     policy = load_model(SharedConfig(model_name_or_path=model), device).train()

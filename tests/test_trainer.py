@@ -157,8 +157,26 @@ def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, lette
     check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
     assert AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").dtype == torch.float32
     parse_arguments(TrainerConfig, "", ["--config", str(run / "config.yaml")])
-    rows = lines(run / "metrics.jsonl")
-    assert rows[0]["eval_n"] == 10
+    check_evaluation(lines(run / "metrics.jsonl")[0], model_folder, data_folder)
+
+
+def check_evaluation(row, model_folder, data_folder) -> None:
+    """What two ranks found before the first step, against all ten problems answered here one at a time."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    verdicts, lengths = [], []
+    for problem in lines(data_folder / "test.jsonl")[:10]:
+        messages = [{"role": "user", "content": problem["question"]}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, return_tensors="pt")
+        answer = model.generate(**ids, do_sample=False, max_new_tokens=24)[0, ids["input_ids"].shape[1] :]
+        completion = tokenizer.decode(answer, skip_special_tokens=True)
+        verdicts.append((reward.is_correct(completion, problem["answer"]), reward.has_format(completion)))
+        lengths.append(len(answer))
+    assert row["eval_n"] == 10
+    assert (row["eval_accuracy"], row["eval_format"]) == tuple(
+        sum(column) / 10 for column in zip(*verdicts, strict=True)
+    )
+    assert row["eval_completions/mean_length"] == sum(lengths) / 10
 
 
 def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tokenizer, data_folder, model_folder):
@@ -209,6 +227,37 @@ def test_the_same_seed_gives_the_same_run_and_beta_0_needs_no_reference(model_fo
     assert one == same
     assert one[0] != other[0]
     assert "kl" not in one[0][1] and not (tmp_path / "one" / "tensorboard").exists()
+
+
+@pytest.mark.slow
+def test_bfloat16_with_a_linear_warm_up(launch, data_folder, letters, tmp_path):
+    """Masters in fp32 let weights move by less than bfloat16 can show in one step."""
+    folder = write_model(tmp_path / "model", seed=0)
+    with running_server(folder, tmp_path, "--dtype", "bfloat16") as server:
+        server.wait_ready()
+        run = tmp_path / "run"
+        settings = options(
+            folder,
+            data_folder,
+            run,
+            ref_servers=server.url,
+            dtype="bfloat16",
+            eval_steps=0,
+            max_steps=4,
+            warmup_steps=3,
+            learning_rate=1e-4,
+        )
+        ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    assert ended.returncode == 0, ended.stdout
+    rows = lines(run / "metrics.jsonl")
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.0, 1e-4 / 3, 2e-4 / 3, 1e-4])
+    # The same weights, in batches of other shapes: bfloat16's rounding and no more.
+    assert 0 <= rows[0]["kl"] < 1e-3
+    before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    after = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert after.dtype == torch.bfloat16
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    assert sum(not torch.equal(one, other) for one, other in pairs) > 20
 
 
 @pytest.mark.slow

@@ -63,7 +63,9 @@ def test_the_gradient_does_not_depend_on_the_cut(launch, model_folder, tmp_path,
     expected, metrics = plain(model_folder, float(beta))
     out = tmp_path / "step.pt"
     ranks = len(shares.split(","))
-    ended = launch(ranks, "tests/step_worker.py", str(model_folder), str(out), str(budget), beta, checkpointing, shares)
+    ended = launch(
+        ranks, "tests/step_worker.py", str(model_folder), str(out), str(budget), beta, checkpointing, shares, "0"
+    )
     assert ended.returncode == 0, ended.stdout
     gradients = torch.load(out)
     assert distance(gradients, expected) < 1e-5
@@ -74,3 +76,15 @@ def test_the_gradient_does_not_depend_on_the_cut(launch, model_folder, tmp_path,
     for name in metrics.keys() - {"loss"}:
         assert said[name][0] == tokens
         assert said[name][1] / tokens == pytest.approx(metrics[name], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_gradient_beyond_max_grad_norm_is_scaled_down_to_it(launch, model_folder, tmp_path):
+    expected, _ = plain(model_folder, beta=0.3)
+    norm = sum((gradient**2).sum().item() for gradient in expected.values()) ** 0.5
+    out = tmp_path / "step.pt"
+    limit = str(norm / 4)
+    ended = launch(2, "tests/step_worker.py", str(model_folder), str(out), "200", "0.3", "no", "12,12", limit)
+    assert ended.returncode == 0, ended.stdout
+    assert distance(torch.load(out), {name: gradient / 4 for name, gradient in expected.items()}) < 1e-4
+    assert json.loads(out.with_suffix(".json").read_text())["norm"] == pytest.approx(norm, rel=1e-4)  # before clipping
