@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+import warnings
 from datetime import timedelta
 
 from grpo.arguments import parse_arguments, say_once
@@ -48,6 +49,8 @@ from grpo.rollout import Sampler
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
+# DeepSpeed's own calls, one line a rank.
+warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
 import deepspeed
 
 log = logging.getLogger("grpo_ref_split")
@@ -221,7 +224,7 @@ def train(config: TrainerConfig) -> None:
                 ],
             )
             bar.set_postfix_str(
-                f"reward {numbers['reward']:.2f}, accuracy {evaluated.get('eval_accuracy', float('nan')):.2f}, "
+                f"reward {numbers['reward']:.2f}, accuracy {evaluated.get('eval_accuracy', '-'):.4}, "
                 f"kl {numbers.get('kl', 0.0):.3f}, {numbers['tokens_per_second']:.0f} tokens/s, "
                 f"reference {numbers['time/wait_ref']:.2f} s"
             )

@@ -36,7 +36,6 @@ ENVIRONMENT = os.environ | {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",
 }
 
 

@@ -33,7 +33,6 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",
 }
 torch.set_num_threads(1)
 
