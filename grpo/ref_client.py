@@ -120,23 +120,24 @@ class RefClient:
         body, tokens = encode_request(request), int(request.completion_lengths.sum())
         servers, deadline = self._config.ref_servers, _Deadline(self._config.ref_deadline)
         turn = next(self._turns)
-        for attempt in itertools.count():
-            url = servers[(turn + attempt) % len(servers)]
+        attempts = 0
+        while True:
+            url = servers[(turn + attempts) % len(servers)]
             said, pause = self._ask(url, body, tokens, deadline)
+            attempts += 1
             if isinstance(said, np.ndarray):
                 return np.split(said, np.cumsum(request.completion_lengths)[:-1])
-            if len(servers) > 1 and attempt + 1 < len(servers):
-                continue
+            if attempts % len(servers):
+                continue  # another one may answer at once
             # Spread out, so that many ranks do not knock at the same moment.
-            pause = pause or min(_LONGEST_PAUSE, 0.1 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+            pause = pause or min(_LONGEST_PAUSE, 0.1 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1.0)
             if deadline.left() <= pause or self._closing.wait(pause):
                 raise RefUnavailable(
-                    f"no log-probs for {request.request_id} after {deadline.seconds:.0f} s and {attempt + 1} attempts; "
+                    f"no log-probs for {request.request_id} after {deadline.seconds:.0f} s and {attempts} attempts; "
                     f"last, {url} {said}: see that server's log; ref_deadline sets how long to wait"
                 )
-            if attempt == 3:
+            if attempts == 4 * len(servers):
                 log.warning("%s %s; trying again until %.0f s are over", url, said, deadline.seconds)
-        raise AssertionError("unreachable")
 
     def _ask(self, url: str, body: bytes, tokens: int, deadline: _Deadline) -> tuple[np.ndarray | str, float]:
         """The log-probs, or what went wrong this time and how long the server asks to wait (0: it did not say)."""

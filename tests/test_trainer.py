@@ -58,17 +58,18 @@ def letters(tmp_path_factory) -> list[str]:
     return ["--reward_funcs", "correctness_reward", "format_reward", f"{path}:letters"]
 
 
-def plain_python(*arguments, seconds=120) -> subprocess.CompletedProcess:
+def start(*arguments) -> subprocess.Popen:
     """One rank without the launcher."""
-    return subprocess.run(
-        [sys.executable, "grpo_ref_split.py", *arguments],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
+    command = [sys.executable, "grpo_ref_split.py", *arguments]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def plain_python(*arguments) -> subprocess.CompletedProcess:
+    process = start(*arguments)
+    output, _ = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def lines(path) -> list[dict]:
@@ -355,17 +356,6 @@ def test_two_ranks_say_a_mistake_once(launch, model_folder, data_folder, tmp_pat
     ended = launch(2, "grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", prompts_per_step=3))
     assert ended.returncode != 0
     assert "prompts_per_step=3: 2 ranks cannot share it equally: use 2 or 4" in one_line(ended.stdout)
-
-
-def start(*arguments) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "grpo_ref_split.py", *arguments],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def wait_for_steps(process, run, count) -> None:
