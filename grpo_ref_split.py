@@ -226,7 +226,8 @@ def train(config: TrainerConfig) -> None:
             bar.set_postfix_str(
                 f"reward {numbers['reward']:.2f}, accuracy {evaluated.get('eval_accuracy', '-'):.4}, "
                 f"kl {numbers.get('kl', 0.0):.3f}, {numbers['tokens_per_second']:.0f} tokens/s, "
-                f"reference {numbers['time/wait_ref']:.2f} s"
+                f"reference {numbers['time/wait_ref']:.2f} s",
+                refresh=False,
             )
             if last or (config.save_steps and step % config.save_steps == 0):
                 save_model(engine.module, tokenizer, folder / ("model" if last else f"checkpoint-{step}"))
