@@ -81,6 +81,7 @@ class Scorer:
         while (job := self._jobs.get()) is not None:
             request, future = job
             start = time.perf_counter()
+            answer, refusal = None, None
             try:
                 answer = self._score(request)
             # Whatever one request meets must not end the others' service; the probe tells whether it was only that one.
@@ -88,12 +89,15 @@ class Scorer:
                 if (death := self._probe()) is not None:
                     self._die(death, future)
                     return
-                self._refuse(error, future)
+                refusal = self._refusal(error)
             else:
                 self._tokens_per_second = len(request.input_ids) / max(time.perf_counter() - start, 1e-6)
-                future.set_result(answer)
-            with self._lock:
+            with self._lock:  # before the answer, whose reader may send the next request at once
                 self.queue_depth -= len(request.input_ids)
+            if refusal is not None:
+                future.set_exception(refusal)
+            else:
+                future.set_result(answer)
 
     @torch.inference_mode()
     def _score(self, request: LogprobsRequest) -> np.ndarray:
@@ -108,7 +112,10 @@ class Scorer:
             ends = np.cumsum([len(completion) for completion in completions])
             for row, answer in zip(rows, np.split(logprobs, ends[:-1]), strict=True):
                 answers[row] = answer
-        return np.concatenate(answers)
+        together = np.concatenate(answers)
+        if not np.isfinite(together).all():
+            raise ArithmeticError("the model gives log-probs that are not finite")
+        return together
 
     def _probe(self) -> Exception | None:
         try:
@@ -118,14 +125,13 @@ class Scorer:
             return death
         return None
 
-    def _refuse(self, error: Exception, future: Future) -> None:
+    def _refusal(self, error: Exception) -> ProtocolError:
         if isinstance(error, torch.OutOfMemoryError):
             log.error("out of memory on one request; lower --max_batch_tokens (now %d)", self._max_batch_tokens)
             message = "the server's device has too little memory for this request: lower its --max_batch_tokens"
-            future.set_exception(ProtocolError(507, "out_of_memory", message))
-        else:
-            log.error("one request failed; the model still works", exc_info=error)
-            future.set_exception(ProtocolError(500, "internal", f"scoring failed: {type(error).__name__}: {error}"))
+            return ProtocolError(507, "out_of_memory", message)
+        log.error("one request failed; the model still works", exc_info=error)
+        return ProtocolError(500, "internal", f"scoring failed: {type(error).__name__}: {error}")
 
     def _die(self, death: Exception, future: Future) -> None:
         with self._lock:

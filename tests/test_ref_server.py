@@ -273,6 +273,8 @@ def breaking(model, batch, *rest):
         raise RuntimeError("token 400 hurts")
     if 402 in batch.targets:
         raise torch.OutOfMemoryError("no room")
+    if 403 in batch.targets:
+        return torch.full([len(batch.targets)], torch.nan), None
     if breaking.dead:
         raise RuntimeError("the device is gone")
     return score(model, batch, *rest)
@@ -288,6 +290,8 @@ def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(mo
         assert (status, code) == (500, "internal") and "token 400 hurts" in message
         status, code, message = refusal(ask(server, [5], [[402]]))
         assert (status, code) == (507, "out_of_memory") and "--max_batch_tokens" in message
+        status, code, message = refusal(ask(server, [5], [[403]]))
+        assert (status, code) == (500, "internal") and "not finite" in message
         assert ask(server, [5], [[6]]).status_code == 200
 
         assert refusal(ask(server, [5], [[401]]))[:2] == (503, "worker_died")
