@@ -8,7 +8,6 @@ discover is that thinking pays everywhere.
     python -m demo.model FOLDER --seed 0
 """
 
-import argparse
 import random
 import re
 import shutil
@@ -224,15 +223,3 @@ def build(folder: Path, seed: int) -> None:
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(folder)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    build(arguments.folder, arguments.seed)
-
-
-if __name__ == "__main__":
-    main()
