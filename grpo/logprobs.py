@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo.batch import Batch
+from grpo.config import ConfigError
 
 CHUNK = 512  # tokens: 300 MB of fp32 logits at a vocabulary of 152k
 _MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
@@ -81,7 +82,7 @@ class Head:
     @classmethod
     @torch.no_grad()
     def check(cls, model: nn.Module) -> None:
-        """Hold this head against the model's own on a few tokens. Raises ValueError where they differ."""
+        """Hold this head against the model's own on a few tokens. Raises ConfigError where they differ."""
         embedding = model.get_input_embeddings().weight
         ids = torch.arange(16, device=embedding.device).unsqueeze(0) % len(embedding)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -91,7 +92,7 @@ class Head:
         tolerance = 1e-4 if hidden.dtype == torch.float32 else 0.03
         difference = ((own - ours).abs().max() / own.abs().max().clamp(min=1.0)).item()
         if not difference <= tolerance:
-            raise ValueError(
+            raise ConfigError(
                 f"{type(model).__name__} does something to its logits that grpo/logprobs.py does not know "
                 f"(relative difference {difference:.1e}): add it to Head, or use another model"
             )
