@@ -268,6 +268,11 @@ class TrainerConfig(
             "the trainer cannot know which port the server was given: name it",
         )
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest completion that a run may make."""
+        return self.max_prompt_length + self.max_completion_length
+
     def check_ranks(self, world_size: int) -> None:
         """Refuse a global batch that cannot be shared equally. Raises ConfigError."""
         rest = self.prompts_per_step % world_size

@@ -67,11 +67,11 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def check_lengths(config: TrainerConfig, model: Health) -> None:
     """Raises ConfigError where the longest sequence of a run does not fit the model."""
-    longest = config.max_prompt_length + config.max_completion_length
-    if longest > model.max_length:
+    if config.longest_sequence > model.max_length:
         raise ConfigError(
             f"max_completion_length={config.max_completion_length}: with max_prompt_length={config.max_prompt_length} "
-            f"that makes {longest} tokens, and {model.model} takes at most {model.max_length}: lower one of them"
+            f"that makes {config.longest_sequence} tokens, and {model.model} takes at most {model.max_length}: "
+            "lower one of them"
         )
 
 

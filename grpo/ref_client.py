@@ -54,11 +54,11 @@ def check_reference(config: TrainerConfig, policy: Health, reference: Health) ->
             f"{urls} serves {reference.model} with a vocabulary of {reference.vocab_size}, and {policy.model} has "
             f"{policy.vocab_size}: {restart}"
         )
-    longest = config.max_prompt_length + config.max_completion_length
-    if longest > reference.max_length:
+    if config.longest_sequence > reference.max_length:
         raise RefError(
             f"{urls} takes at most {reference.max_length} tokens a sequence, and max_prompt_length + "
-            f"max_completion_length is {longest}: restart it with a larger --max_length, or lower one of them"
+            f"max_completion_length is {config.longest_sequence}: restart it with a larger --max_length, or lower one "
+            "of them"
         )
     if reference.model_fingerprint != policy.model_fingerprint:
         log.warning(
