@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import requests
 import torch
 from transformers import PreTrainedModel
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from demo.__main__ import free_port, wait_ready  # noqa: E402
 from demo.model import build_model, build_tokenizer  # noqa: E402
 from demo.task import write_dataset  # noqa: E402
 
@@ -72,11 +70,6 @@ def data_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 class Server:
     """A `ref_server.py` process."""
 
@@ -84,17 +77,8 @@ class Server:
         self.process, self.port, self.log = process, port, log
         self.url = f"http://127.0.0.1:{port}"
 
-    def wait_ready(self, seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()
-            try:
-                if requests.get(self.url + "/health", timeout=5).status_code == 200:
-                    return
-            except requests.ConnectionError:
-                pass
-            time.sleep(0.1)
-        raise AssertionError(f"not ready after {seconds} s:\n{self.log.read_text()}")
+    def wait_ready(self) -> None:
+        wait_ready(self.url, self.process, self.log)
 
     def end(self, number: int = signal.SIGKILL) -> int:
         """Send the signal, wait for the end, return the exit code."""
