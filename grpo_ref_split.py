@@ -32,7 +32,7 @@ from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
 
 import reward as reward_module
-from grpo.batch import cut_by_tokens, make_batch
+from grpo.batch import Batcher
 from grpo.checkpoint import SaveError, create_run, save_model
 from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
@@ -40,7 +40,15 @@ from grpo.evaluate import evaluate
 from grpo.logprobs import token_logprobs
 from grpo.loss import group_advantages, grpo_loss, token_weights
 from grpo.metrics import PhaseClock, Recorder, Stats, add_stats, check_report_to, gather_stats, step_metrics
-from grpo.model import check_lengths, checkpoint_activations, describe, eos_token_ids, load_model, load_tokenizer
+from grpo.model import (
+    check_lengths,
+    checkpoint_activations,
+    describe,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    make_batcher,
+)
 from grpo.plots import draw_curves
 from grpo.records import Group, Sequence
 from grpo.ref_client import RefClient, RefError, check_reference
@@ -83,6 +91,7 @@ def train(config: TrainerConfig) -> None:
     check_lengths(config, own)
     if client is not None:
         check_reference(config, own, reference)
+    batcher = make_batcher(model, tokenizer.pad_token_id)
     sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     engine, schedule = start_engine(config, ds_config, model)
 
@@ -173,7 +182,7 @@ def train(config: TrainerConfig) -> None:
                 for row, group in enumerate(groups)
                 for column, rollout in enumerate(group.rollouts)
             ]
-            stats = update(engine, sequences, config, tokenizer.pad_token_id)
+            stats = update(engine, sequences, config, batcher)
 
         # Log.
         lengths = [len(rollout.completion_ids) for rollout in rollouts]
@@ -241,16 +250,14 @@ def train(config: TrainerConfig) -> None:
     dist.destroy_process_group()
 
 
-def update(engine, sequences: list[Sequence], config: TrainerConfig, pad_token_id: int) -> dict[str, Stats]:
+def update(engine, sequences: list[Sequence], config: TrainerConfig, batcher: Batcher) -> dict[str, Stats]:
     """One optimizer step from this rank's sequences; all ranks call it together. Returns this rank's stats by name.
 
     The gradient is that of the loss over the whole step however it is cut into ranks and micro-batches: a token's
     weight is fixed by the step's size, and ZeRO's mean over ranks is undone by the factor world_size.
     """
     device, world_size = engine.module.device, dist.get_world_size()
-    micro_batches = cut_by_tokens(
-        [len(s.prompt_ids) + len(s.completion_ids) for s in sequences], config.micro_batch_tokens
-    )
+    micro_batches = batcher.cut([(s.prompt_ids, s.completion_ids) for s in sequences], config.micro_batch_tokens)
     # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
     # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
     most = torch.tensor(len(micro_batches), device=device)
@@ -261,7 +268,7 @@ def update(engine, sequences: list[Sequence], config: TrainerConfig, pad_token_i
         rows = [sequences[row] for row in micro_batches[index]] if index < len(micro_batches) else []
         real = any(s.completion_ids for s in rows)
         rows = rows if real else [filler]
-        batch = make_batch([s.prompt_ids for s in rows], [s.completion_ids for s in rows], pad_token_id, device)
+        batch = batcher.make([(s.prompt_ids, s.completion_ids) for s in rows], device)
         lengths = torch.tensor([len(s.completion_ids) for s in rows], device=device)
         weights = token_weights(lengths, config.prompts_per_step * config.num_generations)
         logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)

@@ -55,15 +55,15 @@ class Service:
         """Load the model and begin to score. Raises ConfigError where there is no such model."""
         import torch
 
-        from grpo.model import describe, load_reference, load_tokenizer
+        from grpo.model import describe, load_reference, load_tokenizer, make_batcher
         from grpo.scorer import Scorer
 
         config, device = self.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer, model = load_tokenizer(config), load_reference(config, device)
         health = describe(model, tokenizer, config.model_name_or_path)
-        self.scorer = Scorer(
-            model, tokenizer.pad_token_id, config.max_batch_tokens, config.max_queue_tokens, self._worker_died
-        )
+        batcher = make_batcher(model, tokenizer.pad_token_id)
+        budget = config.max_batch_tokens or (16384 if device.type == "cuda" else 4096)
+        self.scorer = Scorer(model, batcher, budget, config.max_queue_tokens, self._worker_died)
         self.health = replace(health, max_length=min(config.max_length or health.max_length, health.max_length))
 
     def _worker_died(self, death: Exception) -> None:

@@ -69,7 +69,9 @@ class ServingSection:
     max_length: Optional[int] = option(
         None, "longest prompt plus completion, in tokens; unset is the model's own maximum"
     )
-    max_batch_tokens: int = option(16384, "padded tokens in one forward pass: lower it if the card runs out of memory")
+    max_batch_tokens: Optional[int] = option(
+        None, "tokens in one forward pass, a shared prompt counted once; unset is 16384 on a GPU, 4096 on a CPU"
+    )
     max_request_mb: int = option(64, "largest request body, in MiB")
     max_queue_tokens: int = option(
         4_000_000, "tokens that may wait; beyond it a request is told to come back later (503)"
@@ -127,7 +129,9 @@ class TrainingSection:
 
     max_steps: int = option(500, "optimizer updates")
     prompts_per_step: int = option(56, "prompts per update over all ranks; times num_generations completions")
-    micro_batch_tokens: int = option(16384, "padded tokens in one forward and backward: lower it if memory runs out")
+    micro_batch_tokens: int = option(
+        16384, "tokens in one forward and backward, a shared prompt counted once: lower it if memory runs out"
+    )
     learning_rate: float = option(1e-6, "AdamW's peak learning rate")
     lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
         "constant_with_warmup", "what follows the linear warm-up"

@@ -1,20 +1,24 @@
 """Token log-probs in fp32: the one function that policy and reference share, so that equal weights give equal numbers.
 
-The body of the model runs once over the padded batch. The head (lm_head, softmax) runs over completion positions only,
-CHUNK tokens at a time, and in a backward pass each chunk is computed again: neither the (B, L, V) logits of the usual
-way nor all (T, V) logits of the completions ever exist.
+The body of the model runs once over the batch (grpo/batch.py). The head runs over completion positions only, a block of
+tokens by a block of the vocabulary at a time: a block's logits are reduced to their logsumexp while they are in cache,
+and computed again in the backward pass. So neither (T, V) logits nor (B, L, V) ones ever exist, and memory grows with
+neither. The sum over vocabulary blocks is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009, section 4).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from grpo.batch import Batch
 from grpo.config import ConfigError
 
-CHUNK = 512  # tokens: 300 MB of fp32 logits at a vocabulary of 152k
+# Tokens and vocabulary of a block of logits. A CPU wants 16 MB, which stay in its cache; a GPU wants few large launches.
+CPU_BLOCK = (1024, 4096)
+CUDA_BLOCK = (4096, 16384)
 _MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
@@ -26,58 +30,75 @@ def token_logprobs(
     Both float32 [T] in the order of `batch.targets`, of the distribution softmax(logits / temperature). The entropy (in
     nats) carries no gradient.
     """
-    # No attention mask: the padding is on the right, where no token of a causal model can see it.
-    body = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-    hidden = body.last_hidden_state.flatten(0, 1)[batch.predicts]
-    head = Head(model, temperature)
-    chunks = []
-    for rows, targets in zip(hidden.split(CHUNK), batch.targets.split(CHUNK), strict=True):
-        if torch.is_grad_enabled():
-            # Not reentrant: that would fire the weight's gradient hook once a chunk, and ZeRO reduces in that hook.
-            chunks.append(checkpoint(head.score, rows, targets, with_entropy, use_reentrant=False))
-        else:
-            chunks.append(head.score(rows, targets, with_entropy))
-    logprobs = torch.cat([chunk[0] for chunk in chunks])
-    return logprobs, torch.cat([chunk[1] for chunk in chunks]) if with_entropy else None
+    if batch.tree is None:
+        # No attention mask: the padding is on the right, where no token of a causal model can see it.
+        body = model.base_model(input_ids=batch.input_ids, use_cache=False)
+    else:
+        # A mask in four dimensions is what transformers hands on as it is; without one it would build one, N by N.
+        mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
+        body = model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=mask,
+            use_cache=False,
+            tree=batch.tree,
+        )
+    head = Head.of(model, temperature)
+    hidden = body.last_hidden_state.flatten(0, 1)[batch.predicts].to(head.weight.device)
+    targets = batch.targets.to(head.weight.device)
+    logprobs, entropy = _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
+    return logprobs, entropy if with_entropy else None
 
 
+@dataclass(frozen=True)
 class Head:
-    """The way from last hidden states to log-probs, as the model's own forward goes it, but with fp32 logits.
+    """The way from last hidden states to logits, as the model's own forward goes it, but with fp32 logits.
 
     Some models change their logits after lm_head; each way known is done here: `final_logit_softcapping` (Gemma),
-    `logit_scale` (Cohere), `logits_scaling` (Granite). `check` tells whether that is all the model does.
+    `logit_scale` (Cohere), `logits_scaling` (Granite). `check` tells whether that is all the model does. The
+    temperature divides last.
     """
 
-    def __init__(self, model: nn.Module, temperature: float = 1.0):
-        linear = model.get_output_embeddings()
-        self.weight, self.bias = linear.weight, getattr(linear, "bias", None)
-        config = model.config.get_text_config()
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        self.temperature = temperature
+    weight: torch.Tensor
+    """[vocabulary, hidden size]"""
+    bias: torch.Tensor | None
+    scale: float
+    softcap: float | None
+    temperature: float
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden size] -> float32 [n, vocabulary], before the temperature."""
-        logits = _Fp32Linear.apply(hidden, self.weight)
+    @classmethod
+    def of(cls, model: nn.Module, temperature: float = 1.0) -> Head:
+        linear, config = model.get_output_embeddings(), model.config.get_text_config()
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(linear.weight, getattr(linear, "bias", None), scale, softcap, temperature)
+
+    def logits(self, hidden: torch.Tensor, tokens: slice, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, hidden size] -> float32 [n, len(tokens)], over the temperature. `buffer` may be used, and hold them."""
+        logits = _linear_fp32(hidden, self.weight[tokens], buffer)
         if self.bias is not None:
-            logits = logits + self.bias.float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
+            logits += self.bias[tokens].float()
         if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+            logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        elif self.scale != self.temperature:
+            logits *= self.scale / self.temperature
         return logits
 
-    def score(self, hidden: torch.Tensor, targets: torch.Tensor, with_entropy: bool):
-        logits = self.logits(hidden)
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        normaliser = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser
-        if not with_entropy:
-            return logprobs, None
-        with torch.no_grad():
-            mean_logit = (logits.softmax(-1) * logits).sum(-1)
-        return logprobs, normaliser.detach() - mean_logit
+    def back_through(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The gradient by `logits` -> that by hidden @ weight + bias, in place."""
+        if self.softcap is not None:
+            gradient *= 1 - (logits * (self.temperature / self.softcap)).square_()
+        if self.scale != self.temperature:
+            gradient *= self.scale / self.temperature
+        return gradient
+
+    def blocks(self, hidden: torch.Tensor) -> tuple[int, list[slice], torch.Tensor]:
+        """Tokens at a time, the slices of the vocabulary, and a buffer for a block's logits."""
+        tokens, vocabulary = CUDA_BLOCK if hidden.is_cuda else CPU_BLOCK
+        tokens = max(1, min(tokens, len(hidden)))
+        slices = [slice(start, start + vocabulary) for start in range(0, len(self.weight), vocabulary)]
+        buffer = torch.empty(tokens * min(vocabulary, len(self.weight)), dtype=torch.float32, device=hidden.device)
+        return tokens, slices, buffer
 
     @classmethod
     @torch.no_grad()
@@ -85,9 +106,10 @@ class Head:
         """Hold this head against the model's own on a few tokens. Raises ConfigError where they differ."""
         embedding = model.get_input_embeddings().weight
         ids = torch.arange(16, device=embedding.device).unsqueeze(0) % len(embedding)
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         own = model(input_ids=ids, use_cache=False).logits[0].float()
-        ours = cls(model).logits(hidden[0])
+        head = cls.of(model)
+        ours = head.logits(hidden.to(head.weight.device), slice(None)).to(own.device)
         # bfloat16 keeps 8 bits: the model's own logits are that coarse.
         tolerance = 1e-4 if hidden.dtype == torch.float32 else 0.03
         difference = ((own - ours).abs().max() / own.abs().max().clamp(min=1.0)).item()
@@ -98,24 +120,81 @@ class Head:
             )
 
 
-class _Fp32Linear(torch.autograd.Function):
-    """hidden @ weight.T with float32 output, also where both are bfloat16.
+class _Logprobs(torch.autograd.Function):
+    """[T, hidden size] -> log-probs of the targets and entropies, float32 [T]; the second is empty unless asked for.
 
-    Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL where there is none; casting the weight to
-    float32 instead would cost a second copy of it.
+    One node for all blocks, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time.
     """
 
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        if hidden.dtype == torch.float32:
-            return hidden @ weight.t()
-        if hidden.is_cuda and _MM_GIVES_FP32:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return hidden.float() @ weight.t().float()
+    def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool):
+        tokens, slices, buffer = head.blocks(hidden)
+        logprobs, entropies, normalisers = [], [], []
+        for rows, wanted in zip(hidden.split(tokens), targets.split(tokens), strict=True):
+            of_target = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
+            parts, mean_logits = [], []
+            for block in slices:
+                logits = head.logits(rows, block, buffer)
+                place, inside = _places(wanted, block, logits)
+                of_target = torch.where(inside, logits.gather(1, place).squeeze(1), of_target)
+                parts.append(logits.logsumexp(-1))
+                if with_entropy:
+                    mean_logits.append((torch.exp(logits - parts[-1].unsqueeze(1)) * logits).sum(-1))
+            every = torch.stack(parts)
+            normalisers.append(normaliser := every.logsumexp(0))
+            logprobs.append(of_target - normaliser)
+            if with_entropy:
+                # A block's mean logit weighs as much as the block's share of the probability.
+                entropies.append(normaliser - (torch.exp(every - normaliser) * torch.stack(mean_logits)).sum(0))
+        ctx.head = head
+        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalisers))
+        entropy = torch.cat(entropies) if with_entropy else hidden.new_empty(0)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logprobs), entropy
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(weight.dtype)
-        return grad @ weight, grad.t() @ hidden if ctx.needs_input_grad[1] else None
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient, _):
+        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+        head = ctx.head
+        tokens, slices, buffer = head.blocks(hidden)
+        of_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, len(hidden), tokens):
+            part = slice(start, start + tokens)
+            rows, wanted, upstream = hidden[part], targets[part], gradient[part].unsqueeze(1)
+            for block in slices:
+                logits = head.logits(rows, block, buffer)
+                # d logprob / d logits = onehot(target) - softmax(logits)
+                slope = logits - normalisers[part].unsqueeze(1)
+                slope.exp_().mul_(-upstream)
+                place, inside = _places(wanted, block, logits)
+                slope.scatter_add_(1, place, torch.where(inside.unsqueeze(1), upstream, 0.0))
+                slope = head.back_through(slope, logits)
+                if of_bias is not None:
+                    of_bias[block] += slope.sum(0)
+                slope = slope.to(weight.dtype)
+                of_hidden[part] += _linear_fp32(slope, weight[block].t())
+                if of_weight is not None:
+                    of_weight[block].addmm_(slope.t(), rows)
+        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None
+
+
+def _places(targets: torch.Tensor, block: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in the block each target is, int64 [n, 1], and whether it is in it, bool [n]."""
+    place = targets - (block.start or 0)
+    width = logits.shape[1]
+    return place.clamp(0, width - 1).unsqueeze(1), (place >= 0) & (place < width)
+
+
+def _linear_fp32(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+    """rows @ weight.T with float32 output, also where both are bfloat16.
+
+    Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL where there is none; casting the whole
+    weight to float32 instead would cost a second copy of it.
+    """
+    if rows.is_cuda and rows.dtype != torch.float32 and _MM_GIVES_FP32:
+        return torch.mm(rows, weight.t(), out_dtype=torch.float32)
+    out = None if buffer is None else buffer[: len(rows) * len(weight)].view(len(rows), len(weight))
+    return torch.mm(rows.float(), weight.t().float(), out=out)

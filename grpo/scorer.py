@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from grpo.batch import cut_by_tokens, make_batch
+from grpo.batch import Batcher
 from grpo.logprobs import token_logprobs
 from grpo.protocol import LogprobsRequest, ProtocolError
 
@@ -30,12 +30,12 @@ class Scorer:
     def __init__(
         self,
         model: PreTrainedModel,
-        pad_token_id: int,
+        batcher: Batcher,
         max_batch_tokens: int,
         max_queue_tokens: int,
         on_death: Callable[[Exception], None],
     ):
-        self._model, self._pad_token_id, self._max_batch_tokens = model, pad_token_id, max_batch_tokens
+        self._model, self._batcher, self._max_batch_tokens = model, batcher, max_batch_tokens
         self._max_queue_tokens, self._on_death = max_queue_tokens, on_death
         self._jobs: queue.SimpleQueue[tuple[LogprobsRequest, Future] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -103,13 +103,12 @@ class Scorer:
     def _score(self, request: LogprobsRequest) -> np.ndarray:
         sequences = request.sequences()
         answers: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
-        for rows in cut_by_tokens([len(prompt) + len(rest) for prompt, rest in sequences], self._max_batch_tokens):
-            prompts, completions = zip(*(sequences[row] for row in rows), strict=True)
-            batch = make_batch(prompts, completions, self._pad_token_id, self._model.device)
+        for rows in self._batcher.cut(sequences, self._max_batch_tokens):
+            batch = self._batcher.make([sequences[row] for row in rows], self._model.device)
             if len(batch.targets) == 0:
                 continue
             logprobs = token_logprobs(self._model, batch, request.temperature)[0].cpu().numpy()
-            ends = np.cumsum([len(completion) for completion in completions])
+            ends = np.cumsum([len(sequences[row][1]) for row in rows])
             for row, answer in zip(rows, np.split(logprobs, ends[:-1]), strict=True):
                 answers[row] = answer
         together = np.concatenate(answers)

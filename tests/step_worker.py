@@ -19,7 +19,7 @@ from grpo.arguments import parse_arguments
 from grpo.config import SharedConfig, TrainerConfig
 from grpo.ds_config import engine_config
 from grpo.metrics import gather_stats
-from grpo.model import checkpoint_activations, load_model
+from grpo.model import checkpoint_activations, load_model, make_batcher
 from grpo.records import Sequence
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight
@@ -48,6 +48,7 @@ def main(model, out, micro_batch_tokens, beta, checkpointing, shares, max_grad_n
     )
     rank, world_size, device = trainer.join_ranks(config)
     policy = load_model(SharedConfig(model_name_or_path=model), device).train()
+    batcher = make_batcher(policy, 0)
     if checkpointing == "yes":
         checkpoint_activations(policy)
     before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
@@ -57,7 +58,7 @@ def main(model, out, micro_batch_tokens, beta, checkpointing, shares, max_grad_n
 
     ends = np.cumsum([0, *map(int, shares.split(","))])
     own = sequences()[ends[rank] : ends[rank + 1]]
-    stats = gather_stats(trainer.update(engine, own, config, pad_token_id=0))
+    stats = gather_stats(trainer.update(engine, own, config, batcher))
     if rank == 0:
         torch.save(
             {name: (before[name] - weight.detach()) / LEARNING_RATE for name, weight in policy.named_parameters()}, out

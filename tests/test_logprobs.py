@@ -1,12 +1,16 @@
 """The log-probs against an independent float64 computation, over models whose heads differ."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     CohereConfig,
     Gemma2Config,
     GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -16,9 +20,9 @@ from transformers import (
 )
 
 from grpo import logprobs as module
-from grpo.batch import make_batch
+from grpo.batch import Batcher
 from grpo.logprobs import Head, token_logprobs
-from grpo.model import checkpoint_activations
+from grpo.model import checkpoint_activations, make_batcher
 
 SMALL = dict(
     vocab_size=64,
@@ -38,31 +42,52 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SMALL, initializer_range=0.3),
     "qwen3": Qwen3Config(**SMALL, initializer_range=0.3),
     "llama": LlamaConfig(**SMALL, initializer_range=0.3),
-    "mistral, sliding window": MistralConfig(**SMALL, sliding_window=4, initializer_range=0.3),
+    "mistral, sliding window": MistralConfig(**SMALL, sliding_window=8, initializer_range=0.3),
     "gemma2, softcapped": Gemma2Config(**SMALL, final_logit_softcapping=3.0, sliding_window=8, initializer_range=0.3),
     "cohere, scaled": CohereConfig(**SMALL, logit_scale=0.25, initializer_range=0.3),
     "granite, divided": GraniteConfig(**SMALL, logits_scaling=4.0, initializer_range=0.3),
     "phi, bias": PhiConfig(**SMALL, initializer_range=0.3),
     "gpt2, learned positions": GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     ),
+    "gpt-neox, partial rotation": GPTNeoXConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    ),
+    "bloom, alibi": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
 }
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
-COMPLETIONS = [[20, 21, 2], [], [30, 31, 32, 33, 34, 35, 36, 37]]
+# Two groups that share their prompts, out of order; an empty completion, one of a single token.
+SEQUENCES = [
+    ([5, 6, 7], [20, 21, 2]),
+    ([9, 10, 11, 12, 13], [30, 31, 32, 33, 34, 35, 36, 37]),
+    ([5, 6, 7], []),
+    ([8], [40]),
+    ([5, 6, 7], [22, 23, 24, 25]),
+    ([9, 10, 11, 12, 13], [38]),
+]
+PADDED = Batcher(pad_token_id=0, longest_packed=0)
 
 
 def build(config) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         torch.nn.init.normal_(model.get_output_embeddings().bias)
     return model
 
 
-def by_hand(model: torch.nn.Module, prompts, completions, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def by_hand(model: torch.nn.Module, sequences, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence at a time, unpadded, the model's own logits, float64 log_softmax: shares no code with the module."""
     logprobs, entropies = [], []
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for prompt, completion in sequences:
         logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
         rows = torch.log_softmax(logits, dim=-1)
         for place, token in enumerate(completion, start=len(prompt)):
@@ -73,15 +98,16 @@ def by_hand(model: torch.nn.Module, prompts, completions, temperature: float) ->
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_and_entropy_equal_float64_log_softmax(config, temperature):
+def test_both_paths_equal_float64_log_softmax(config, temperature):
     model = build(config)
-    with torch.no_grad():
-        expected, entropies = by_hand(model, PROMPTS, COMPLETIONS, temperature)
-        batch = make_batch(PROMPTS, COMPLETIONS, 0, "cpu")
-        logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(entropy.double(), entropies, atol=1e-5, rtol=0)
+    expected, entropies = by_hand(model, SEQUENCES, temperature)
+    for batcher in (PADDED, make_batcher(model, 0)):
+        with torch.no_grad():
+            batch = batcher.make(SEQUENCES, "cpu")
+            logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
+        assert logprobs.dtype == torch.float32
+        torch.testing.assert_close(logprobs.double(), expected.detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy.double(), entropies.detach(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -104,12 +130,10 @@ def test_the_head_check_refuses_a_head_it_does_not_know():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_chunks_change_neither_values_nor_gradients(monkeypatch, checkpointing):
-    model = build(CONFIGS["gemma2, softcapped"])
-    weights = torch.linspace(-1, 1, sum(map(len, COMPLETIONS)))
-    if checkpointing:
-        checkpoint_activations(model)
-        model.train()
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_both_paths_and_every_block_size_have_the_same_gradients(config, checkpointing, monkeypatch):
+    model = build(config)
+    weights = torch.linspace(-1, 1, sum(len(completion) for _, completion in SEQUENCES))
 
     def values_and_gradients(logprobs):
         model.zero_grad()
@@ -117,33 +141,39 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch, checkpointing):
         gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         return logprobs.detach(), gradients
 
-    expected, expected_gradients = values_and_gradients(by_hand(model, PROMPTS, COMPLETIONS, 0.8)[0])
-    batch = make_batch(PROMPTS, COMPLETIONS, 0, "cpu")
-    for chunk in (1, 4, 512):
-        monkeypatch.setattr(module, "CHUNK", chunk)
-        values, gradients = values_and_gradients(token_logprobs(model, batch, 0.8)[0])
-        torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=0)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected_gradients[name], atol=2e-5, rtol=1e-4, msg=name)
+    expected, expected_gradients = values_and_gradients(by_hand(model, SEQUENCES, 0.8)[0])
+    batchers = {"padded": PADDED, "packed": make_batcher(model, 0)}
+    if checkpointing:
+        checkpoint_activations(model)
+        model.train()
+    for block in ((1, 7), (4, 64), (1024, 4096)):
+        monkeypatch.setattr(module, "CPU_BLOCK", block)
+        for path, batcher in batchers.items():
+            batch = batcher.make(SEQUENCES, "cpu")
+            values, gradients = values_and_gradients(token_logprobs(model, batch, 0.8)[0])
+            torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=0)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(
+                    gradient, expected_gradients[name], atol=2e-5, rtol=1e-4, msg=f"{path} {block} {name}"
+                )
 
 
 def test_padding_and_neighbours_do_not_matter():
     model = build(CONFIGS["qwen2"])
     with torch.no_grad():
-        together, _ = token_logprobs(model, make_batch(PROMPTS, COMPLETIONS, 0, "cpu"), 1.0)
-        other_pad, _ = token_logprobs(model, make_batch(PROMPTS, COMPLETIONS, 63, "cpu"), 1.0)
-        alone = [
-            token_logprobs(model, make_batch([prompt], [completion], 0, "cpu"), 1.0)[0]
-            for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)
-            if completion
-        ]
+        together, _ = token_logprobs(model, PADDED.make(SEQUENCES, "cpu"), 1.0)
+        other_pad, _ = token_logprobs(model, Batcher(63, 0).make(SEQUENCES, "cpu"), 1.0)
+        packed = make_batcher(model, 0)
+        shared, _ = token_logprobs(model, packed.make(SEQUENCES, "cpu"), 1.0)
+        alone = [token_logprobs(model, packed.make([one], "cpu"), 1.0)[0] for one in SEQUENCES]
     assert torch.equal(together, other_pad)
-    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)
+    torch.testing.assert_close(together, torch.cat(alone), atol=2e-6, rtol=0)
+    torch.testing.assert_close(shared, torch.cat(alone), atol=2e-6, rtol=0)
 
 
 def test_bfloat16_weights_still_give_float32_logits():
     model = build(CONFIGS["llama"]).to(torch.bfloat16)
-    batch = make_batch(PROMPTS, COMPLETIONS, 0, "cpu")
+    batch = PADDED.make(SEQUENCES, "cpu")
     hidden = model.base_model(input_ids=batch.input_ids).last_hidden_state.flatten(0, 1)[batch.predicts].detach()
     rows = torch.log_softmax(hidden.double() @ model.lm_head.weight.double().t(), -1)
     exact = rows.gather(-1, batch.targets[:, None]).squeeze(-1)

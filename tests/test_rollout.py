@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from grpo.batch import make_batch
+from grpo.batch import Batcher
 from grpo.logprobs import token_logprobs
 from grpo.records import Example
 from grpo.rollout import Sampler
@@ -46,7 +46,7 @@ def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, te
     drawn = torch.tensor([rollout.completion_ids[0] for rollout in groups[0]])
     vocabulary = model.config.vocab_size
     with torch.no_grad():
-        every = make_batch([one.prompt_ids] * vocabulary, [[token] for token in range(vocabulary)], 0, "cpu")
+        every = Batcher(0, 0).make([(one.prompt_ids, [token]) for token in range(vocabulary)], "cpu")
         probabilities = token_logprobs(model, every, temperature)[0].exp().double()
     assert probabilities.sum().item() == pytest.approx(1.0, abs=1e-4)
     top = probabilities.topk(30).indices

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
 from grpo.arguments import parse_arguments
-from grpo.batch import make_batch
+from grpo.batch import Batcher
 from grpo.config import TrainerConfig
 from grpo.data import load_examples
 from grpo.logprobs import token_logprobs
@@ -196,7 +196,8 @@ def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tok
     client.close()
     prompts = [example.prompt_ids for example in examples for _ in range(4)]
     completions = [rollout.completion_ids for group in groups for rollout in group]
-    own = token_logprobs(model, make_batch(prompts, completions, 0, "cpu"), config.temperature)[0].detach()
+    batch = Batcher(0, longest_packed=0).make(list(zip(prompts, completions, strict=True)), "cpu")
+    own = token_logprobs(model, batch, config.temperature)[0].detach()
     torch.testing.assert_close(reference, own, atol=1e-5, rtol=0)
     ones = torch.ones_like(own)
     _, metrics = grpo_loss(own, own, reference, ones, ones, epsilon=0.2, epsilon_high=0.2, beta=0.04)
