@@ -61,8 +61,8 @@ class Service:
         config, device = self.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer, model = load_tokenizer(config), load_reference(config, device)
         health = describe(model, tokenizer, config.model_name_or_path)
-        batcher = make_batcher(model, tokenizer.pad_token_id)
         budget = config.max_batch_tokens or (16384 if device.type == "cuda" else 4096)
+        batcher = make_batcher(model, tokenizer.pad_token_id)
         self.scorer = Scorer(model, batcher, budget, config.max_queue_tokens, self._worker_died)
         self.health = replace(health, max_length=min(config.max_length or health.max_length, health.max_length))
 
@@ -70,7 +70,7 @@ class Service:
         self.death = death
         self.stop.set()
 
-    def score(self, body: bytes) -> bytes:
+    def score(self, body: bytes, sender: str) -> bytes:
         """Bytes of a request -> bytes of its answer. Raises ProtocolError for everything that goes wrong."""
         health, scorer = self.health, self.scorer
         if health.status != "ready":
@@ -79,7 +79,7 @@ class Service:
         if not self.places.acquire(blocking=False):
             raise ProtocolError(503, "busy", f"{IN_HAND} requests are waiting already: come back in 1 s", retry_after=1)
         try:
-            logprobs = scorer.submit(request).result()
+            logprobs = scorer.submit(request, request.client or sender).result()
         finally:
             self.places.release()
         return protocol.encode_answer(LogprobsAnswer(logprobs, health.model_fingerprint, request.request_id))
@@ -109,7 +109,8 @@ def make_app(service: Service) -> bottle.Bottle:
                 raise ProtocolError(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with the server's token")
             if bottle.request.content_length < 0:
                 raise ProtocolError(411, "length_required", "send a Content-Length")
-            return _answer(service.score(bottle.request.environ["wsgi.input"].read()), 200, protocol.CONTENT_TYPE)
+            body = bottle.request.environ["wsgi.input"].read()
+            return _answer(service.score(body, bottle.request.remote_addr or ""), 200, protocol.CONTENT_TYPE)
         except ProtocolError as error:
             return _error(error)
 

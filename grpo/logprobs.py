@@ -16,7 +16,7 @@ from torch import nn
 from grpo.batch import Batch
 from grpo.config import ConfigError
 
-# Tokens and vocabulary of a block of logits. A CPU wants 16 MB, which stay in its cache; a GPU wants few large launches.
+# Tokens and vocabulary of a block of logits: 16 MB stay in a CPU's cache, a GPU wants few large launches.
 CPU_BLOCK = (1024, 4096)
 CUDA_BLOCK = (4096, 16384)
 _MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)

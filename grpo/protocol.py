@@ -46,9 +46,18 @@ class LogprobsRequest:
     """int32 [S], each at least 0"""
     temperature: float = 1.0
     request_id: str = ""
+    client: str = ""
+    """whose turn the request takes: requests that say the same share it, empty is the sender's address"""
 
     @classmethod
-    def of(cls, prompt_ids: list[int], completions: list[list[int]], temperature: float, request_id: str = ""):
+    def of(
+        cls,
+        prompt_ids: list[int],
+        completions: list[list[int]],
+        temperature: float,
+        request_id: str = "",
+        client: str = "",
+    ):
         """The completions of one prompt as a request."""
         return cls(
             np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions]),
@@ -56,6 +65,7 @@ class LogprobsRequest:
             np.asarray([len(completion) for completion in completions], np.int32),
             temperature,
             request_id,
+            client,
         )
 
     def sequences(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -110,7 +120,12 @@ def encode_request(request: LogprobsRequest) -> bytes:
         "prompt_lengths": request.prompt_lengths,
         "completion_lengths": request.completion_lengths,
     }
-    return save(tensors, {"temperature": repr(float(request.temperature)), "request_id": request.request_id})
+    metadata = {
+        "temperature": repr(float(request.temperature)),
+        "request_id": request.request_id,
+        "client": request.client,
+    }
+    return save(tensors, metadata)
 
 
 def decode_request(body: bytes, vocab_size: int, max_length: int) -> LogprobsRequest:
@@ -153,7 +168,8 @@ def decode_request(body: bytes, vocab_size: int, max_length: int) -> LogprobsReq
         temperature = math.nan
     if not (temperature > 0 and math.isfinite(temperature)):
         raise _malformed(f"temperature {text[:40]!r}: send a number above 0, such as 1.0")
-    return LogprobsRequest(ids, prompts, completions, temperature, metadata.get("request_id", ""))
+    who = metadata.get("request_id", ""), metadata.get("client", "")
+    return LogprobsRequest(ids, prompts, completions, temperature, *who)
 
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:

@@ -15,6 +15,7 @@ import logging
 import random
 import threading
 import time
+import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -82,6 +83,7 @@ class RefClient:
     def __init__(self, config: TrainerConfig):
         self._config = config
         self._turns = itertools.count()
+        self._name = uuid.uuid4().hex  # the server serves clients in turn
         self._fingerprint: str | None = None
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="reference")
         self._per_thread = threading.local()
@@ -109,7 +111,7 @@ class RefClient:
 
         The future gives float32 [len(completion)] for each, or raises RefError.
         """
-        request = LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name)
+        request = LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._name)
         return self._threads.submit(self._score, request)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """The real server process over real sockets: answers, every error, many clients, and how it ends."""
 
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -8,13 +9,16 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from demo.model import build_model
 from grpo.protocol import Health, LogprobsRequest, decode_answer, encode_request
 
 
@@ -287,7 +291,7 @@ def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(mo
         status, code, message = refusal(ask(server, [5], [[400]]))
         assert (status, code) == (500, "internal") and "token 400 hurts" in message
         status, code, message = refusal(ask(server, [5], [[402]]))
-        assert (status, code) == (507, "out_of_memory") and "--max_batch_tokens" in message
+        assert (status, code) == (507, "out_of_memory") and "2 tokens does not fit" in message
         status, code, message = refusal(ask(server, [5], [[403]]))
         assert (status, code) == (500, "internal") and "not finite" in message
         assert ask(server, [5], [[6]]).status_code == 200
@@ -320,3 +324,29 @@ def test_two_servers_of_different_weights_differ_in_their_fingerprint(server, tm
         here, there = (requests.get(one.url + "/health", timeout=5).json() for one in (server, other))
     assert here["model_fingerprint"] != there["model_fingerprint"]
     assert here["tokenizer_fingerprint"] == there["tokenizer_fingerprint"]
+
+
+@pytest.mark.slow
+def test_a_server_that_runs_out_of_memory_goes_on_with_smaller_batches(tmp_path, tokenizer):
+    """The system refuses it more memory; a batch of 40 sequences needs more, one sequence does not."""
+    torch.manual_seed(0)
+    wide = Qwen2Config(**{**build_model(tokenizer).config.to_dict(), "intermediate_size": 8192})
+    folder = tmp_path / "wide"
+    AutoModelForCausalLM.from_config(wide).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    body = encode_request(LogprobsRequest.of([5], [[6] * 500] * 40, 1.0))
+    with running_server(folder, tmp_path, "--max_batch_tokens", "32768") as server:
+        server.wait_ready()
+        assert ask(server, [5], [[6] * 500]).status_code == 200
+        status = (Path("/proc") / str(server.process.pid) / "status").read_text()
+        size = int(status.split("VmSize:")[1].split()[0]) << 10
+        resource.prlimit(server.process.pid, resource.RLIMIT_AS, (size + (300 << 20), size + (300 << 20)))
+        answer = requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+        assert answer.status_code == 200
+        logprobs = decode_answer(answer.content, 20_000).logprobs.reshape(40, 500)
+        np.testing.assert_allclose(logprobs, logprobs[:1].repeat(40, 0), atol=1e-5)
+        said = [line for line in server.log.read_text().splitlines() if "out of memory" in line]
+        assert 1 <= len(said) <= 6 and "tokens from now on" in said[-1]
+        again = requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+        assert again.status_code == 200
+        assert len([line for line in server.log.read_text().splitlines() if "out of memory" in line]) == len(said)
