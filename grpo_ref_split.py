@@ -16,7 +16,9 @@ import os
 import socket
 import sys
 import warnings
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 
 from grpo.arguments import parse_arguments, say_once
 from grpo.config import ConfigError, TrainerConfig
@@ -50,7 +52,7 @@ from grpo.model import (
     make_batcher,
 )
 from grpo.plots import draw_curves
-from grpo.records import Group, Sequence
+from grpo.records import Example, Group, Rollout, Sequence
 from grpo.ref_client import RefClient, RefError, check_reference
 from grpo.rewards import RewardError, combine, compute_rewards, load_reward_funcs
 from grpo.rollout import Sampler
@@ -120,6 +122,11 @@ def train(config: TrainerConfig) -> None:
             )
         return numbers
 
+    def ask(requests: dict, first_id: int, some: list[Example], place: int, rollouts: list[Rollout]) -> None:
+        completions = [rollout.completion_ids for rollout in rollouts]
+        name = f"group {first_id + place}"
+        requests[first_id + place] = client.submit(some[place].prompt_ids, completions, name)
+
     evaluated = evaluation(0) if held_out else {}
     if recorder and evaluated:
         recorder.metrics(0, evaluated)
@@ -133,9 +140,9 @@ def train(config: TrainerConfig) -> None:
         first_id = (step - 1) * config.prompts_per_step + rank * share
         prompts = [examples[index] for index in stream.indices(step - 1, rank, world_size)]
 
-        # Sample, and ask for each group's reference log-probs the moment it exists.
+        # Sample, and ask for each group's reference log-probs the moment its last completion ends.
         groups: list[Group] = []
-        requests = {}
+        requests: dict[int, Future[list[np.ndarray]]] = {}
         for start in range(0, share, groups_at_once):
             some = prompts[start : start + groups_at_once]
             with clock("generate"):
@@ -146,11 +153,12 @@ def train(config: TrainerConfig) -> None:
                     config.num_generations,
                     config.temperature,
                     seed=config.seed * 1_000_003 + first_id + start,
+                    on_group=partial(ask, requests, first_id + start, some) if client is not None else None,
                 )
-            for place, (example, rollouts) in enumerate(zip(some, sampled, strict=True), start):
-                groups.append(group := Group(first_id + place, example, rollouts))
-                if client is not None:
-                    requests[group.id] = client.submit(example.prompt_ids, group.completions, f"group {group.id}")
+            groups += [
+                Group(first_id + place, example, rollouts)
+                for place, (example, rollouts) in enumerate(zip(some, sampled, strict=True), start)
+            ]
 
         # Reward, and compare within each group, while the reference is at work.
         with clock("reward"):
@@ -165,11 +173,7 @@ def train(config: TrainerConfig) -> None:
             rewards = torch.from_numpy(combine(by_function, config.reward_weights)).view(len(groups), -1)
             advantages = group_advantages(rewards)
 
-        # Collect what the reference said.
-        with clock("wait_ref"):
-            references = {group_id: future.result() for group_id, future in requests.items()}
-
-        # Update.
+        # Update; what the reference said is collected on the way, when the policy's own forward pass is done.
         with clock("update"):
             learning_rate = schedule.get_last_lr()[0]
             sequences = [
@@ -177,12 +181,12 @@ def train(config: TrainerConfig) -> None:
                     group.example.prompt_ids,
                     rollout.completion_ids,
                     advantages[row, column].item(),
-                    references[group.id][column] if client is not None else None,
+                    partial(reference_logprobs, requests[group.id], column) if client is not None else None,
                 )
                 for row, group in enumerate(groups)
                 for column, rollout in enumerate(group.rollouts)
             ]
-            stats = update(engine, sequences, config, batcher)
+            stats = update(engine, sequences, config, batcher, clock)
 
         # Log.
         lengths = [len(rollout.completion_ids) for rollout in rollouts]
@@ -250,7 +254,14 @@ def train(config: TrainerConfig) -> None:
     dist.destroy_process_group()
 
 
-def update(engine, sequences: list[Sequence], config: TrainerConfig, batcher: Batcher) -> dict[str, Stats]:
+def reference_logprobs(request: Future[list[np.ndarray]], column: int) -> np.ndarray:
+    """Waits for a group's answer; the float32 log-probs of one of its completions."""
+    return request.result()[column]
+
+
+def update(
+    engine, sequences: list[Sequence], config: TrainerConfig, batcher: Batcher, clock: PhaseClock
+) -> dict[str, Stats]:
     """One optimizer step from this rank's sequences; all ranks call it together. Returns this rank's stats by name.
 
     The gradient is that of the loss over the whole step however it is cut into ranks and micro-batches: a token's
@@ -262,7 +273,7 @@ def update(engine, sequences: list[Sequence], config: TrainerConfig, batcher: Ba
     # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
     most = torch.tensor(len(micro_batches), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    filler = Sequence([0], [0], 0.0, np.zeros(1, np.float32))
+    filler = Sequence([0], [0], 0.0, lambda: np.zeros(1, np.float32))
     stats: dict[str, Stats] = {}
     for index in range(int(most)):
         rows = [sequences[row] for row in micro_batches[index]] if index < len(micro_batches) else []
@@ -272,10 +283,14 @@ def update(engine, sequences: list[Sequence], config: TrainerConfig, batcher: Ba
         lengths = torch.tensor([len(s.completion_ids) for s in rows], device=device)
         weights = token_weights(lengths, config.prompts_per_step * config.num_generations)
         logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
+        reference = None
+        if config.beta > 0:
+            with clock("wait_ref"):
+                reference = torch.from_numpy(np.concatenate([s.ref_logprobs() for s in rows])).to(device)
         loss, metrics = grpo_loss(
             logprobs,
             logprobs.detach(),
-            torch.cat([torch.from_numpy(s.ref_logprobs) for s in rows]).to(device) if config.beta > 0 else None,
+            reference,
             torch.tensor([s.advantage for s in rows], device=device).repeat_interleave(lengths),
             weights * real,
             epsilon=config.epsilon,

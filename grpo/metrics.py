@@ -96,7 +96,7 @@ def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[st
 
 
 class PhaseClock:
-    """Seconds by phase of one step, as `time/...`."""
+    """Seconds by phase of one step, as `time/...`. A phase inside another is taken out of it: none counts twice."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -104,9 +104,11 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, booked = time.perf_counter(), sum(self.seconds.values())
         yield
-        self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + time.perf_counter() - start
+        within = sum(self.seconds.values()) - booked
+        own = time.perf_counter() - start - within
+        self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + own
 
     def total(self) -> float:
         return time.perf_counter() - self.start

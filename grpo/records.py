@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,6 @@ class Group:
     example: Example
     rollouts: list[Rollout]
 
-    @property
-    def completions(self) -> list[list[int]]:
-        return [rollout.completion_ids for rollout in self.rollouts]
-
 
 @dataclass(frozen=True)
 class Sequence:
@@ -54,5 +51,5 @@ class Sequence:
     prompt_ids: list[int]
     completion_ids: list[int]
     advantage: float
-    ref_logprobs: np.ndarray | None
-    """float32 [len(completion_ids)], or None where the loss has no KL term"""
+    ref_logprobs: Callable[[], np.ndarray] | None
+    """waits for the reference's float32 [len(completion_ids)]; None where the loss has no KL term"""

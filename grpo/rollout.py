@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from grpo.records import Example, Rollout
 
@@ -17,20 +23,35 @@ class Sampler:
         self._tokenizer, self._eos, self._max_new_tokens = tokenizer, eos_token_ids, max_completion_length
 
     def sample(
-        self, model: PreTrainedModel, examples: Sequence[Example], copies: int, temperature: float, seed: int
+        self,
+        model: PreTrainedModel,
+        examples: Sequence[Example],
+        copies: int,
+        temperature: float,
+        seed: int,
+        on_group: Callable[[int, list[Rollout]], None] | None = None,
     ) -> list[list[Rollout]]:
-        """`copies` completions of each example, in order. The seed decides what is drawn, whatever was drawn before."""
+        """`copies` completions of each example, in order. The seed decides what is drawn, whatever was drawn before.
+
+        `on_group(place, rollouts)` is called once for each example, the moment its last completion ends, while the
+        others are still being drawn.
+        """
         settings = GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0)
         torch.manual_seed(seed)
-        return self._generate(model, examples, copies, settings)
+        return self._generate(model, examples, copies, settings, on_group)
 
     def greedy(self, model: PreTrainedModel, examples: Sequence[Example]) -> list[Rollout]:
         """The most likely completion of each example, token by token."""
-        return [one for (one,) in self._generate(model, examples, 1, GenerationConfig(do_sample=False))]
+        return [one for (one,) in self._generate(model, examples, 1, GenerationConfig(do_sample=False), None)]
 
     @torch.no_grad()
     def _generate(
-        self, model: PreTrainedModel, examples: Sequence[Example], copies: int, settings: GenerationConfig
+        self,
+        model: PreTrainedModel,
+        examples: Sequence[Example],
+        copies: int,
+        settings: GenerationConfig,
+        on_group: Callable[[int, list[Rollout]], None] | None,
     ) -> list[list[Rollout]]:
         settings.max_new_tokens = self._max_new_tokens
         settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
@@ -41,6 +62,7 @@ class Sampler:
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
+        watch = _Groups(width, copies, self._eos, self._rollout, on_group)
         # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty),
         # which would draw from another distribution than the loss scores. So it has none while we draw.
         own, model.generation_config = model.generation_config, settings
@@ -51,14 +73,54 @@ class Sampler:
                 input_ids=input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),
                 generation_config=settings,
+                stopping_criteria=StoppingCriteriaList([watch]),
             )
         finally:
             model.generation_config = own
             model.train(was_training)
-        rollouts = [self._rollout(ids) for ids in drawn[:, width:].tolist()]
-        return [rollouts[start : start + copies] for start in range(0, len(rollouts), copies)]
+        watch.end(drawn)
+        return [watch.groups[place] for place in range(len(examples))]
 
     def _rollout(self, ids: list[int]) -> Rollout:
         end = next((place for place, token in enumerate(ids) if token in self._eos), None)
         kept = ids if end is None else ids[: end + 1]
         return Rollout(kept, end is not None, self._tokenizer.decode(kept, skip_special_tokens=True))
+
+
+class _Groups(StoppingCriteria):
+    """Looks on while tokens are drawn, and hands over each group when its last row has ended. Stops nothing."""
+
+    def __init__(
+        self,
+        width: int,
+        copies: int,
+        eos_token_ids: list[int],
+        to_rollout: Callable[[list[int]], Rollout],
+        on_group: Callable[[int, list[Rollout]], None] | None,
+    ):
+        self._width, self._copies, self._eos = width, copies, eos_token_ids
+        self._to_rollout, self._on_group = to_rollout, on_group
+        self._ended: torch.Tensor | None = None
+        self.groups: dict[int, list[Rollout]] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options) -> torch.Tensor:
+        if self._ended is None:
+            self._ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+            self._eos_ids = torch.tensor(self._eos, device=input_ids.device)
+        self._ended |= torch.isin(input_ids[:, -1], self._eos_ids)
+        if self._on_group is not None:
+            for place in self._ended.view(-1, self._copies).all(dim=1).nonzero().flatten().tolist():
+                self._hand_over(place, input_ids)
+        return torch.zeros_like(self._ended)
+
+    def end(self, drawn: torch.Tensor) -> None:
+        """All that is left is over: `drawn` is what generate() returned."""
+        for place in range(len(drawn) // self._copies):
+            self._hand_over(place, drawn)
+
+    def _hand_over(self, place: int, ids: torch.Tensor) -> None:
+        if place not in self.groups:
+            rows = ids[place * self._copies : (place + 1) * self._copies, self._width :]
+            self.groups[place] = [self._to_rollout(row) for row in rows.tolist()]
+            if self._on_group is not None:
+                self._on_group(place, self.groups[place])

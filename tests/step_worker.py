@@ -7,6 +7,7 @@ that the change of the weights is the gradient. Rank 0 writes it, and the step's
 import json
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import grpo_ref_split as trainer
 from grpo.arguments import parse_arguments
 from grpo.config import SharedConfig, TrainerConfig
 from grpo.ds_config import engine_config
-from grpo.metrics import gather_stats
+from grpo.metrics import PhaseClock, gather_stats
 from grpo.model import checkpoint_activations, load_model, make_batcher
 from grpo.records import Sequence
 
@@ -26,18 +27,15 @@ LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of 
 
 
 def sequences() -> list[Sequence]:
-    """24 ragged ones; among them empty and one-token completions, and such as hold the pad token."""
+    """Six groups of four, ragged; among them empty and one-token completions, and such as hold the pad token."""
     draw = random.Random(5)
+    prompts = [[draw.randint(5, 200) for _ in range(length)] for length in (1, 20, 7, 3, 12, 9)]
     made = []
     for number in range(24):
         length = [0, 1, 30][number] if number < 3 else draw.randint(1, 25)
         completion = [draw.randint(0, 200) for _ in range(length)]
         reference = np.asarray([-draw.uniform(3, 8) for _ in completion], np.float32)
-        made.append(
-            Sequence(
-                [draw.randint(5, 200) for _ in range(draw.randint(1, 20))], completion, draw.gauss(0, 1), reference
-            )
-        )
+        made.append(Sequence(prompts[number // 4], completion, draw.gauss(0, 1), partial(np.copy, reference)))
     return made
 
 
@@ -58,7 +56,7 @@ def main(model, out, micro_batch_tokens, beta, checkpointing, shares, max_grad_n
 
     ends = np.cumsum([0, *map(int, shares.split(","))])
     own = sequences()[ends[rank] : ends[rank + 1]]
-    stats = gather_stats(trainer.update(engine, own, config, batcher))
+    stats = gather_stats(trainer.update(engine, own, config, batcher, PhaseClock()))
     if rank == 0:
         torch.save(
             {name: (before[name] - weight.detach()) / LEARNING_RATE for name, weight in policy.named_parameters()}, out

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import statistics
+import time
 
 import numpy as np
 import pytest
@@ -77,6 +78,17 @@ def test_the_clock_adds_up_a_phase():
         with clock("reward"):
             pass
     assert 0 < clock.seconds["time/reward"] <= clock.total()
+
+
+def test_a_phase_inside_another_counts_once():
+    clock = PhaseClock()
+    with clock("update"):
+        time.sleep(0.01)
+        with clock("wait_ref"):
+            time.sleep(0.05)
+    assert clock.seconds["time/wait_ref"] >= 0.05
+    assert 0.01 <= clock.seconds["time/update"] < 0.05
+    assert sum(clock.seconds.values()) <= clock.total()
 
 
 def test_the_record_is_appended_and_nan_is_null(tmp_path):

@@ -125,3 +125,26 @@ def test_training_mode_is_kept(model, tokenizer, examples):
         assert model.training
     finally:
         model.eval()
+
+
+def test_each_group_is_handed_over_once_when_its_last_completion_ends(model, tokenizer, examples):
+    draw = sampler(tokenizer, eos=list(range(150)), length=40).sample  # so many ends that lengths differ
+    plain = draw(model, examples * 2, 4, 1.0, seed=5)
+    passes, handed = [], []
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        watched = draw(
+            model,
+            examples * 2,
+            4,
+            1.0,
+            seed=5,
+            on_group=lambda place, rollouts: handed.append((place, rollouts, len(passes))),
+        )
+    finally:
+        hook.remove()
+    assert watched == plain
+    assert {place: rollouts for place, rollouts, _ in handed} == dict(enumerate(plain)) and len(handed) == 6
+    # A forward pass draws one token of every row, so a group is there after as many as its longest completion has.
+    longest = [max(len(rollout.completion_ids) for rollout in rollouts) for _, rollouts, _ in handed]
+    assert [after for *_, after in handed] == longest == sorted(longest) and longest[0] < longest[-1]

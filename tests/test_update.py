@@ -25,7 +25,7 @@ def plain(folder, beta) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         ids = torch.tensor([one.prompt_ids + one.completion_ids])
         rows = torch.log_softmax(model(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1] / TEMPERATURE, -1)
         logp = rows[range(len(one.completion_ids)), one.completion_ids]
-        difference = torch.from_numpy(one.ref_logprobs).double() - logp
+        difference = torch.from_numpy(one.ref_logprobs()).double() - logp
         kl = difference.exp() - difference - 1
         ratio = (logp - logp.detach()).exp()
         loss = loss + (-ratio * one.advantage + beta * kl).mean() / len(every)
