@@ -72,6 +72,12 @@ class ServingSection:
     max_batch_tokens: Optional[int] = option(
         None, "tokens in one forward pass, a shared prompt counted once; unset is 16384 on a GPU, 4096 on a CPU"
     )
+    device_map: Optional[str] = option(
+        None, "auto spreads the model over all visible GPUs, for one too big for a single card (needs accelerate)"
+    )
+    quantization: Literal["none", "8bit", "4bit"] = option(
+        "none", "weights in 8 or 4 bits, by bitsandbytes: less memory, and log-probs of a slightly different model"
+    )
     max_request_mb: int = option(64, "largest request body, in MiB")
     max_queue_tokens: int = option(
         4_000_000, "tokens that may wait; beyond it a request is told to come back later (503)"
@@ -179,6 +185,7 @@ class ServerConfig(ServingSection, SharedConfig):
         for name in ("max_length", "max_batch_tokens", "max_request_mb", "max_queue_tokens"):
             value = getattr(self, name)
             _require(value is None or value > 0, name, value, "use a whole number above 0")
+        _require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
         _require(
             self.token is not None or self.host in ("127.0.0.1", "localhost", "::1"),
             "host",

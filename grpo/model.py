@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from grpo.attention import switch_off, switch_on, variants_for
 from grpo.batch import Batcher
-from grpo.config import ConfigError, SharedConfig, TrainerConfig
+from grpo.config import ConfigError, ServerConfig, SharedConfig, TrainerConfig
 from grpo.logprobs import Head, token_logprobs
 from grpo.protocol import Health, fingerprint
 
@@ -43,18 +51,46 @@ def load_model(config: SharedConfig, device: torch.device) -> PreTrainedModel:
 
     Dropout would make the policy's log-probs those of another distribution than it sampled from.
     """
-    settings = _load(AutoConfig, config)
-    for name, value in vars(settings).items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(settings, name, 0.0)
-    model = _load(AutoModelForCausalLM, config, config=settings, dtype=resolve_dtype(config, device)).to(device)
-    model.eval()
+    model = _load_model(config, resolve_dtype(config, device)).to(device)
     Head.check(model)
     return model
 
 
-def load_reference(config: SharedConfig, device: torch.device) -> PreTrainedModel:
-    return load_model(config, device).requires_grad_(False)
+def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedModel:
+    """The frozen model on `device`, or over all devices, or quantized, where the configuration says so.
+
+    Raises ConfigError where a package that this needs is not installed.
+    """
+    if config.device_map is None and config.quantization == "none":
+        return load_model(config, device).requires_grad_(False)
+    dtype, quantized = resolve_dtype(config, device), None
+    if config.quantization == "none":
+        _need("device_map", config.device_map, "accelerate")
+    else:
+        _need("quantization", config.quantization, "accelerate", "bitsandbytes")
+        quantized = BitsAndBytesConfig(
+            load_in_8bit=config.quantization == "8bit",
+            load_in_4bit=config.quantization == "4bit",
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_type="nf4",
+        )
+    model = _load_model(config, dtype, device_map=config.device_map or {"": device}, quantization_config=quantized)
+    Head.check(model)
+    return model.requires_grad_(False)
+
+
+def _load_model(config: SharedConfig, dtype: torch.dtype, **options) -> PreTrainedModel:
+    settings = _load(AutoConfig, config)
+    for name, value in vars(settings).items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(settings, name, 0.0)
+    return _load(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options).eval()
+
+
+def _need(field: str, value: str, *packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{field}={value!r}: {package} is not installed: pip install {package}")
 
 
 def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
@@ -144,6 +180,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
         values[:: max(1, len(values) // 64)][:64].to(torch.bfloat16).float().cpu().numpy()
         for values in (parameter.detach().flatten() for parameter in model.parameters())
     ]
+    placed = getattr(model, "hf_device_map", None)
     return Health(
         status="ready",
         model=name,
@@ -152,7 +189,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
         vocab_size=model.get_input_embeddings().weight.shape[0],
         max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT,
         dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
+        device=", ".join(sorted({str(place) for place in placed.values()})) if placed else str(model.device),
     )
 
 

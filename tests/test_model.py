@@ -7,8 +7,9 @@ import torch
 from conftest import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from grpo.config import ConfigError, SharedConfig
-from grpo.model import describe, eos_token_ids, load_model, load_reference, load_tokenizer
+from grpo.config import ConfigError, ServerConfig, SharedConfig
+from grpo.logprobs import token_logprobs
+from grpo.model import describe, eos_token_ids, load_model, load_reference, load_tokenizer, make_batcher
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def load(folder, **options):
 
 
 def test_a_reference_is_frozen_and_in_evaluation_mode(model_folder):
-    reference = load_reference(SharedConfig(model_name_or_path=str(model_folder)), CPU)
+    reference = load_reference(ServerConfig(model_name_or_path=str(model_folder)), CPU)
     assert not reference.training
     assert not any(parameter.requires_grad for parameter in reference.parameters())
 
@@ -87,3 +88,56 @@ def test_fingerprints_follow_weights_and_tokenizer_not_names_and_dtypes(tmp_path
     ids[first], ids[second] = ids[second], ids[first]
     (copy / "tokenizer.json").write_text(json.dumps(words))
     assert describe(*load(copy), "x").tokenizer_fingerprint != here.tokenizer_fingerprint
+
+
+SEQUENCES = [([5, 6, 7], [8, 9, 10, 11]), ([5, 6, 7], [12, 13])]
+
+
+def scores(model) -> torch.Tensor:
+    with torch.inference_mode():
+        return token_logprobs(model, make_batcher(model, 0).make(SEQUENCES, model.device), 1.0)[0]
+
+
+def test_device_map_auto_gives_the_same_logprobs(model_folder):
+    pytest.importorskip("accelerate")
+    spread = load_reference(ServerConfig(model_name_or_path=str(model_folder), device_map="auto"), CPU)
+    torch.testing.assert_close(scores(spread), scores(load(model_folder)[0]))
+    assert describe(spread, load(model_folder)[1], "x").device == "cpu"
+    assert not any(parameter.requires_grad for parameter in spread.parameters())
+
+
+def test_a_model_in_parts_that_wait_on_different_devices_is_packed_too(model_folder, tmp_path):
+    """Each layer's weights come from disk when it is their turn: the hooks of a model over several devices."""
+    accelerate = pytest.importorskip("accelerate")
+    model = load(model_folder)[0]
+    expected = scores(model)
+    parts = {name: "cpu" for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")}
+    parts |= {f"model.layers.{layer}": ("disk", "cpu")[layer % 2] for layer in range(len(model.model.layers))}
+    spread = accelerate.dispatch_model(model, parts, main_device="cpu", offload_dir=str(tmp_path))
+    assert make_batcher(spread, 0).longest_packed > 0
+    torch.testing.assert_close(scores(spread), expected)
+
+
+@pytest.mark.parametrize("quantization, module", [("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")])
+def test_quantized_weights_give_nearly_the_same_logprobs(model_folder, quantization, module):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("bitsandbytes")
+    exact = scores(load(model_folder)[0])
+    config = ServerConfig(model_name_or_path=str(model_folder), quantization=quantization)
+    model = load_reference(config, CPU)
+    kinds = {type(part).__name__ for part in model.modules()}
+    assert module in kinds and "Linear" in kinds  # the head stays as it is
+    error = (scores(model) - exact).abs()
+    assert 0 < error.mean() < 0.2 and make_batcher(model, 0).longest_packed > 0
+
+
+@pytest.mark.parametrize(
+    "options, package", [({"device_map": "auto"}, "accelerate"), ({"quantization": "4bit"}, "bits")]
+)
+def test_a_missing_package_is_named(model_folder, monkeypatch, options, package):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith(package) else found(name))
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*{package}.* is not installed: pip install"):
+        load_reference(ServerConfig(model_name_or_path=str(model_folder), **options), CPU)
