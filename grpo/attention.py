@@ -20,24 +20,32 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo.batch import Tree
 
-_ROWS = 256  # queries of one call: few scores above the diagonal are computed in vain, and its mask is small
+_ROWS = 256  # queries of one call: few scores are computed in vain, and its mask is small
 _PREFIX = "grpo_packed_"
 
 
 def segments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """A call a segment. [1, heads, N, d], [1, kv heads, N, d] twice -> [1, N, heads, d]."""
+    """A call a segment, a small group in one. [1, heads, N, d], [1, kv heads, N, d] twice -> [1, N, heads, d]."""
     # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
-    queries, keys, values = (iter(states.split(tree.segments, dim=2)) for states in (query, key, value))
+    sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
     out: list[torch.Tensor] = []
-    for _, completions in tree.groups:
-        prompt_keys, prompt_values = next(keys), next(values)
-        out += _causal(next(queries), prompt_keys, prompt_values, scaling, softcap)
-        for _ in completions:
-            own_keys = torch.cat([prompt_keys, next(keys)], dim=2)
-            own_values = torch.cat([prompt_values, next(values)], dim=2)
-            out += _causal(next(queries), own_keys, own_values, scaling, softcap)
+    for group, queries, keys, values in zip(
+        tree.groups, *(states.split(sizes, dim=2) for states in (query, key, value)), strict=True
+    ):
+        prompt, completions = group
+        if completions and queries.shape[2] <= _ROWS:
+            mask = _group_mask(prompt, tuple(completions), query.dtype, query.device)
+            out.append(_attend(queries, keys, values, mask, scaling, softcap))
+            continue
+        lengths = [prompt, *completions]
+        own_queries, own_keys, own_values = (states.split(lengths, dim=2) for states in (queries, keys, values))
+        out += _causal(own_queries[0], own_keys[0], own_values[0], scaling, softcap)
+        for segment in range(1, len(lengths)):
+            seen_keys = torch.cat([own_keys[0], own_keys[segment]], dim=2)
+            seen_values = torch.cat([own_values[0], own_values[segment]], dim=2)
+            out += _causal(own_queries[segment], seen_keys, seen_values, scaling, softcap)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
@@ -125,36 +133,58 @@ def _causal(
 ) -> list[torch.Tensor]:
     """Attention of the last tokens of a sequence, [1, heads, n, d], to all of it, some rows at a time."""
     own, all_keys = query.shape[2], key.shape[2]
-    repeat = query.shape[1] // key.shape[1]
-    # Grouped heads natively on a CPU; elsewhere they and a mask together fall back to a slow kernel.
-    grouped = repeat > 1 and query.device.type == "cpu" and softcap is None
-    if repeat > 1 and not grouped:
-        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-    attend = partial(F.scaled_dot_product_attention, scale=scaling, enable_gqa=grouped)
     if own == all_keys and softcap is None:
-        return [attend(query, key, value, is_causal=True)]
+        return [_attend(query, key, value, None, scaling, softcap)]
     out = []
     for start in range(0, own, _ROWS):
         rows = query[:, :, start : start + _ROWS]
         seen = all_keys - own + start
         end = seen + rows.shape[2]
         mask = _mask(rows.shape[2], seen, query.dtype, query.device)
-        if softcap is None:
-            out.append(attend(rows, key[:, :, :end], value[:, :, :end], attn_mask=mask))
-        else:
-            scores = torch.tanh(rows @ key[:, :, :end].transpose(2, 3) * (scaling / softcap)) * softcap + mask
-            out.append(scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value[:, :, :end])
+        out.append(_attend(rows, key[:, :, :end], value[:, :, :end], mask, scaling, softcap))
     return out
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One call, causal where there is no mask. [1, heads, n, d], as the query."""
+    repeat = query.shape[1] // key.shape[1]
+    # Grouped heads natively on a CPU; elsewhere they and a mask together fall back to a slow kernel.
+    grouped = repeat > 1 and query.device.type == "cpu" and softcap is None
+    if repeat > 1 and not grouped:
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap)) * softcap + mask
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+@lru_cache(maxsize=64)  # of 256 kB at most; each serves all layers
+@torch.inference_mode(False)  # a mask that was made in inference mode could not be used in a backward pass later
+def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[n, n] of a whole group: 0 for a token's own segment and the prompt, up to itself; -inf for the rest."""
+    segment = torch.arange(1 + len(completions)).repeat_interleave(torch.tensor([prompt, *completions]))
+    seen = (segment == 0) | (segment == segment.unsqueeze(1))
+    mask = torch.zeros(len(segment), len(segment), dtype=dtype).masked_fill(~seen.tril(), -torch.inf)
+    return mask.to(device)
 
 
 def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[rows, seen + rows]: 0 where a row may look, -inf where it may not. Of floats, as a bool mask is slower."""
     width = 1 << (seen - 1).bit_length() if seen else 0  # powers of two, so that few are ever made
-    return _whole_mask(width, dtype, device)[:rows, width - seen : width + rows]
+    return _whole_mask(_ROWS, width, dtype, device)[:rows, width - seen : width + rows]
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # a mask that was made in inference mode could not be used in a backward pass later
-def _whole_mask(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    above = torch.full((_ROWS, _ROWS), -torch.inf, dtype=dtype, device=device).triu(1)
-    return torch.cat([torch.zeros(_ROWS, width, dtype=dtype, device=device), above], dim=1)
+@torch.inference_mode(False)  # as above
+def _whole_mask(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    above = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu(1)
+    return torch.cat([torch.zeros(rows, width, dtype=dtype, device=device), above], dim=1)

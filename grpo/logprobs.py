@@ -137,9 +137,16 @@ class _Logprobs(torch.autograd.Function):
                 logits = head.logits(rows, block, buffer)
                 place, inside = _places(wanted, block, logits)
                 of_target = torch.where(inside, logits.gather(1, place).squeeze(1), of_target)
-                parts.append(logits.logsumexp(-1))
+                # logsumexp in place: another 16 MB beside the block would leave the cache, and fragment the heap.
+                top = logits.amax(1, keepdim=True)
+                below = logits.sub_(top)
                 if with_entropy:
-                    mean_logits.append((torch.exp(logits - parts[-1].unsqueeze(1)) * logits).sum(-1))
+                    share = below.exp()
+                    total = share.sum(1)
+                    mean_logits.append(share.mul_(below).sum(1) / total + top.squeeze(1))
+                else:
+                    total = below.exp_().sum(1)
+                parts.append(total.log_() + top.squeeze(1))
             every = torch.stack(parts)
             normalisers.append(normaliser := every.logsumexp(0))
             logprobs.append(of_target - normaliser)

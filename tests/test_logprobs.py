@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from grpo import attention
 from grpo import logprobs as module
 from grpo.batch import Batcher
 from grpo.logprobs import Head, token_logprobs
@@ -146,16 +147,16 @@ def test_both_paths_and_every_block_size_have_the_same_gradients(config, checkpo
     if checkpointing:
         checkpoint_activations(model)
         model.train()
-    for block in ((1, 7), (4, 64), (1024, 4096)):
+    for block, rows in (((1, 7), 256), ((4, 64), 2), ((1024, 4096), 12)):
         monkeypatch.setattr(module, "CPU_BLOCK", block)
+        monkeypatch.setattr(attention, "_ROWS", rows)  # groups in one call, in calls of two rows, some of them in one
         for path, batcher in batchers.items():
             batch = batcher.make(SEQUENCES, "cpu")
             values, gradients = values_and_gradients(token_logprobs(model, batch, 0.8)[0])
             torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=0)
             for name, gradient in gradients.items():
-                torch.testing.assert_close(
-                    gradient, expected_gradients[name], atol=2e-5, rtol=1e-4, msg=f"{path} {block} {name}"
-                )
+                error, size = (gradient - expected_gradients[name]).norm(), expected_gradients[name].norm()
+                assert error <= 1e-5 * size + 1e-5, (path, block, name, error, size)
 
 
 def test_padding_and_neighbours_do_not_matter():
