@@ -1,0 +1,134 @@
+"""What the benchmarks share: models in real shapes with random weights, skewed work, pairs in turn, peaks, tables.
+
+Every comparison is a pair: both sides do the same work in the same run, one after the other, over and over, and what is
+reported is the ratio of each pair. A single time on a shared machine says little; the ratio of neighbours says more.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+VOCABULARY = 151_936
+Group = tuple[list[int], list[list[int]]]
+"""a prompt and its completions, token ids"""
+
+
+def qwen(layers: int, vocabulary: int = VOCABULARY, **changes) -> Qwen2Config:
+    """Qwen2.5-0.5B's shape with as many layers and tokens as asked for (tied head, as there)."""
+    shape = dict(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        tie_word_embeddings=True,
+        vocab_size=vocabulary,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return Qwen2Config(**(shape | changes))
+
+
+def random_model(config: Qwen2Config, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def skewed(count: int, low: int, high: int, draw: random.Random) -> list[int]:
+    """Lengths as sampling gives them: many short, few long (the 2.5th power of a uniform draw), ends included."""
+    return [low + round((high - low) * draw.random() ** 2.5) for _ in range(count)]
+
+
+def groups(
+    count: int, size: int, prompts: tuple[int, int], completions: tuple[int, int], seed: int, vocabulary: int
+) -> list[Group]:
+    """`count` prompts with uniform lengths, each with `size` completions of skewed lengths; random ids from 3 up."""
+    draw = random.Random(seed)
+
+    def ids(length: int) -> list[int]:
+        return [draw.randrange(3, vocabulary) for _ in range(length)]
+
+    return [
+        (ids(draw.randint(*prompts)), [ids(length) for length in skewed(size, *completions, draw)])
+        for _ in range(count)
+    ]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def in_turn(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side, `repeats` times: a b, b a, a b, ... so that a slow minute of the machine hits both."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(repeats):
+        for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
+            times[name].append(seconds(sides[name]))
+    return times
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """'median (least to most)'"""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def ratios(slower: list[float], faster: list[float]) -> list[float]:
+    """Pair by pair."""
+    return [one / other for one, other in zip(slower, faster, strict=True)]
+
+
+def forget_peak() -> int:
+    """Start a new peak of this process's memory; return what it holds now, in bytes. Linux."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak_above(start: int, pid: int | str = "self") -> int:
+    """Most bytes held since `forget_peak`, above what was held then."""
+    return _status("VmHWM", pid) - start
+
+
+def _status(field: str, pid: int | str = "self") -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def fresh(script: str, *arguments: str) -> str:
+    """Run a script in a process of its own and return the last line that it prints: peaks need a clean heap."""
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def table(head: list[str], rows: list[list[object]]) -> str:
+    """Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
+
+
+def machine() -> str:
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "unknown processor",
+    )
+    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"

@@ -1,0 +1,276 @@
+"""A whole step of the demo (configs/demo_cpu.yaml) beside TRL's GRPOTrainer: same model, data, rewards, loss and cores.
+
+    python -m benchmarks.demo_step --seeds 0 1 2 3 4
+
+Ours runs as `python -m demo` runs it: the reference server and two trainer ranks, one thread each. TRL, with its own
+reference model in the process, runs twice: two DDP ranks with one thread each, and one process with two threads. The
+faster of the two counts. For each seed the three take turns, from seed to seed in another order. Needs trl (written for
+1.16.0).
+
+A step's seconds cover sampling, rewards, reference and optimizer step, and leave out logging and evaluation: ours by
+`step_time` of metrics.jsonl, TRL's by the clock from its on_step_begin to its on_step_end. (TRL's own `step_time` lacks
+the optimizer step.) Final models are loaded again, and grpo.evaluate says how many held-out problems each solves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import reward
+from benchmarks.common import REPOSITORY, machine, spread, table
+from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, reference_server, train
+from grpo.arguments import parse_arguments
+from grpo.config import TrainerConfig
+from grpo.data import load_examples
+from grpo.evaluate import evaluate
+from grpo.model import eos_token_ids, load_model, load_tokenizer
+from grpo.rollout import Sampler
+
+OURS, TWO, ONE = "ours", "TRL, 2 processes", "TRL, 1 process"
+PROCESSES = {TWO: 2, ONE: 1}
+
+
+@dataclass(frozen=True)
+class Run:
+    seconds: list[float]
+    """of each step"""
+    tokens: list[float]
+    """completion tokens of each step"""
+    accuracy: float
+    """held-out, greedy, after the last step"""
+
+    @property
+    def ms(self) -> float:
+        return 1000 * statistics.median(self.seconds)
+
+    @property
+    def ms_per_1000_tokens(self) -> float:
+        return 1e6 * statistics.median(one / count for one, count in zip(self.seconds, self.tokens, strict=True))
+
+
+def settings(folder: Path, seed: int) -> TrainerConfig:
+    """The demo's, as demo/__main__.py gives them to both programs."""
+    options = {"model_name_or_path": folder / "model", "dataset_name": folder / "data", "seed": seed}
+    argv = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    return parse_arguments(TrainerConfig, "", ["--config", str(REPOSITORY / CONFIG), *argv])
+
+
+def run_ours(folder: Path, seed: int) -> Run:
+    with reference_server(folder) as url:
+        train(folder, seed, url)
+    steps = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()][1:]
+    config = settings(folder, seed)
+    sequences = config.prompts_per_step * config.num_generations
+    return Run(
+        [step["step_time"] for step in steps],
+        [step["completions/mean_length"] * sequences for step in steps],
+        accuracy(folder, seed, folder / "run/model"),
+    )
+
+
+def run_theirs(folder: Path, seed: int, processes: int) -> Run:
+    output = folder / f"trl-{processes}"
+    shutil.rmtree(output, ignore_errors=True)
+    command = [sys.executable, "-m"]
+    if processes > 1:
+        command += ["torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port(), "-m"]
+    command += ["benchmarks.demo_step", "--worker", folder, output, "--seeds", seed]
+    # Two cores: one thread for each of two processes, or both for one.
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(2 // processes)}
+    output.mkdir(parents=True)
+    with open(output / "log", "w") as log:
+        done = subprocess.run(
+            list(map(str, command)), env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode != 0:
+        sys.exit(f"TRL ended with code {done.returncode}: see {output / 'log'}")
+    measured = json.loads((output / "measured.json").read_text())
+    return Run(measured["seconds"], measured["tokens"], accuracy(folder, seed, output / "model"))
+
+
+def worker(folder: Path, output: Path, seed: int) -> None:
+    """One process of TRL's side, to the end of its training."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    config = settings(folder, seed)
+    sequences = config.prompts_per_step * config.num_generations
+    tokenizer = load_tokenizer(config)
+    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=False)
+    if tokenizer([example.prompt for example in examples])["input_ids"] != [example.prompt_ids for example in examples]:
+        sys.exit("TRL would not see the same prompts")
+
+    class Clock(TrainerCallback):
+        seconds: list[float] = []  # noqa: RUF012
+        tokens: list[float] = []  # noqa: RUF012
+
+        def on_step_begin(self, *_, **__):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            self.seconds.append(time.perf_counter() - self.start)
+
+        def on_log(self, args, state, control, logs, **_):
+            if "completions/mean_length" in logs:
+                self.tokens.append(logs["completions/mean_length"] * sequences)
+
+    clock = Clock()
+    trainer = GRPOTrainer(
+        config.model_name_or_path,
+        reward_funcs=[reward.correctness_reward, reward.format_reward],
+        args=GRPOConfig(
+            str(output),
+            # The same step.
+            loss_type="grpo",
+            beta=config.beta,
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            use_bias_correction_kl=False,
+            temperature=config.temperature,
+            num_generations=config.num_generations,
+            max_completion_length=config.max_completion_length,
+            max_steps=config.max_steps,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type=config.lr_scheduler_type,
+            warmup_steps=config.warmup_steps,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_epsilon=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            seed=seed,
+            bf16=False,
+            # What makes it fast here: the whole share in one micro-batch, nothing computed twice, and no search for
+            # parameters that got no gradient.
+            per_device_train_batch_size=sequences // processes,
+            gradient_checkpointing=False,
+            ddp_find_unused_parameters=False,
+            use_cpu=True,
+            ddp_backend="gloo" if processes > 1 else None,
+            dataloader_pin_memory=False,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": one.prompt, "answer": one.columns["answer"]} for one in examples]),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(output / "model")
+        tokenizer.save_pretrained(output / "model")
+        (output / "measured.json").write_text(json.dumps({"seconds": clock.seconds, "tokens": clock.tokens}))
+
+
+def accuracy(folder: Path, seed: int, model_folder: Path) -> float:
+    config = settings(folder, seed)
+    config.model_name_or_path = str(model_folder)
+    tokenizer, model = load_tokenizer(config), load_model(config, torch.device("cpu"))
+    held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=False)
+    sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
+    judges = reward.is_correct, reward.has_format
+    numbers, _ = evaluate(model, sampler, held_out, *judges, config.sequences_per_generate, rank=0, world_size=1)
+    return numbers["eval_accuracy"]
+
+
+def report(runs: dict[int, dict[str, Run]], before: dict[int, float], sequences: int) -> None:
+    sides = [OURS, TWO, ONE]
+    medians = {side: statistics.median(run[side].ms for run in runs.values()) for side in sides}
+    best = min((TWO, ONE), key=lambda side: medians[side])
+    steps = len(next(iter(runs.values()))[OURS].seconds)
+    print(
+        f"\n### A step of the demo, {sequences} completions; medians over {steps} steps. TRL's faster way: {best[5:]}\n"
+    )
+    rows = []
+    for seed, run in runs.items():
+        rows.append([seed, *(f"{run[side].ms:.0f}" for side in sides)])
+        rows[-1].append(f"{run[best].ms / run[OURS].ms:.2f}")
+        rows[-1] += [f"{run[side].ms_per_1000_tokens:.0f}" for side in (OURS, best)]
+        rows[-1].append(f"{run[best].ms_per_1000_tokens / run[OURS].ms_per_1000_tokens:.2f}")
+        rows[-1] += [f"{statistics.mean(run[side].tokens):.0f}" for side in (OURS, best)]
+    head = ["seed", *(f"{side}, ms" for side in sides), "ratio", "ours, ms per 1,000 tokens", "TRL", "ratio"]
+    print(table([*head, "ours, tokens a step", "TRL"], rows))
+    step_ratios = [run[best].ms / run[OURS].ms for run in runs.values()]
+    token_ratios = [run[best].ms_per_1000_tokens / run[OURS].ms_per_1000_tokens for run in runs.values()]
+    print(f"\nratio, median (least to most): a step {spread(step_ratios)}, 1,000 tokens {spread(token_ratios)}")
+    print("Tokens are those of completions.")
+
+    print(f"\n### Held-out accuracy, greedy, after {steps * sequences:,} completions\n")
+    columns = {"before": list(before.values())}
+    columns |= {side: [run[side].accuracy for run in runs.values()] for side in sides}
+    rows = [[seed, *(f"{values[row]:.3f}" for values in columns.values())] for row, seed in enumerate(runs)]
+    rows.append(["mean ± standard error", *map(mean_and_error, columns.values())])
+    print(table(["seed", *columns], rows))
+
+
+def mean_and_error(values: list[float]) -> str:
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return f"{mean:.3f}"
+    return f"{mean:.3f} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of model, data and training")
+    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/demo"), help="for all that is made")
+    parser.add_argument("--worker", type=Path, nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.chdir(REPOSITORY)
+    if arguments.worker:
+        warnings.filterwarnings("ignore")
+        worker(*arguments.worker, arguments.seeds[0])
+        return
+
+    os.environ |= {name: ENVIRONMENT[name] for name in ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")}
+    logging.disable(logging.WARNING)
+    # evaluate() adds up over ranks; here there is one.
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    with redirect_stdout(sys.stderr):
+        runs, before = measure(arguments.folder, arguments.seeds)
+    dist.destroy_process_group()
+    config = settings(arguments.folder / f"seed{arguments.seeds[0]}", arguments.seeds[0])
+    print(machine())
+    report(runs, before, config.prompts_per_step * config.num_generations)
+
+
+def measure(root: Path, seeds: list[int]) -> tuple[dict[int, dict[str, Run]], dict[int, float]]:
+    """Every side's run for each seed, and each seed's accuracy before training."""
+    runs: dict[int, dict[str, Run]] = {}
+    before: dict[int, float] = {}
+    for turn, seed in enumerate(seeds):
+        folder = root / f"seed{seed}"
+        prepare(folder, seed)
+        before[seed] = accuracy(folder, seed, folder / "model")
+        order = [OURS, TWO, ONE]
+        runs[seed] = {}
+        for side in order[turn % 3 :] + order[: turn % 3]:
+            print(f"seed {seed}: {side}", file=sys.stderr)
+            runs[seed][side] = run_ours(folder, seed) if side == OURS else run_theirs(folder, seed, PROCESSES[side])
+            print(f"seed {seed}: {side}: {runs[seed][side].ms:.0f} ms a step", file=sys.stderr)
+        (folder / "measured.json").write_text(json.dumps({side: asdict(run) for side, run in runs[seed].items()}))
+    return runs, before
+
+
+if __name__ == "__main__":
+    main()
