@@ -239,7 +239,7 @@ def train(config: TrainerConfig) -> None:
             bar.set_postfix_str(
                 f"reward {numbers['reward']:.2f}, accuracy {evaluated.get('eval_accuracy', '-'):.4}, "
                 f"kl {numbers.get('kl', 0.0):.3f}, {numbers['tokens_per_second']:.0f} tokens/s, "
-                f"reference {numbers['time/wait_ref']:.2f} s",
+                f"reference {numbers.get('time/wait_ref', 0.0):.2f} s",
                 refresh=False,
             )
             if last or (config.save_steps and step % config.save_steps == 0):
