@@ -43,11 +43,8 @@ class _Piece:
     def __init__(self, job: _Job, rows: list[int]):
         self.job, self.waiting = job, deque(rows)
         self.prompt = job.sequences[rows[0]][0]
-
-    @property
-    def sharing(self) -> tuple[float, bytes]:
-        """Equal for pieces that may share a forward pass of their prompt."""
-        return self.job.temperature, self.prompt.tobytes()
+        self.sharing = job.temperature, self.prompt.tobytes()
+        """equal for pieces that may share a forward pass of their prompt"""
 
     def tokens(self) -> int:
         return len(self.prompt) + sum(len(self.job.sequences[row][1]) for row in self.waiting)
@@ -211,9 +208,10 @@ class Scorer:
             if len(batch.targets) == 0:
                 return np.empty(0, np.float32)
             logprobs = token_logprobs(self._model, batch, temperature)[0].cpu().numpy()
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            # On a CPU torch says so in a RuntimeError.
-            if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+        except (MemoryError, RuntimeError) as error:
+            # torch.OutOfMemoryError is a RuntimeError, as a broken device is; on a CPU only the words tell.
+            full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+            if not full:
                 raise
         else:
             if not np.isfinite(logprobs).all():

@@ -19,13 +19,15 @@ from grpo.scorer import Scorer
 class Desk:
     """A scorer whose first pass waits until `go`, with the rows that each later pass fed."""
 
-    def __init__(self, budget: int, config: str = "qwen2", fits: int = 10**9, poison: int | None = None):
+    def __init__(
+        self, budget: int, config: str = "qwen2", fits: int = 10**9, poison: int | None = None, error=ValueError
+    ):
         self.model, self.plain = build(CONFIGS[config]), build(CONFIGS[config])
         self.batcher = make_batcher(self.model, 0)
         self.passes: list[torch.Tensor] = []
         self.dead: list[Exception] = []
         self._busy, self._go = threading.Event(), threading.Event()
-        self._fits, self._poison = fits, poison
+        self._fits, self._poison, self._error = fits, poison, error
         self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.scorer = Scorer(self.model, self.batcher, budget, 10**6, self.dead.append)
         self.first = self.ask([63], [[62]])
@@ -39,7 +41,7 @@ class Desk:
         if ids.numel() > self._fits:
             raise torch.OutOfMemoryError("the device is full")
         if self._poison is not None and (ids == self._poison).any():
-            raise ValueError(f"token {self._poison} hurts")
+            raise self._error(f"token {self._poison} hurts")
 
     def ask(self, prompt, completions, client="", temperature=1.0) -> Future:
         return self.scorer.submit(LogprobsRequest.of(prompt, completions, temperature), client)
@@ -154,8 +156,10 @@ def test_a_sequence_that_does_not_fit_alone_is_its_requests_507_and_nobody_elses
     assert desk.scorer.queue_depth == 0
 
 
-def test_a_request_that_fails_in_a_shared_pass_fails_alone():
-    desk = Desk(budget=100, poison=33)
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, NotImplementedError])
+def test_a_request_that_fails_in_a_shared_pass_fails_alone(error):
+    """Torch's errors are RuntimeErrors of many kinds; only those that speak of memory are about memory."""
+    desk = Desk(budget=100, poison=33, error=error)
     good, bad, other = (desk.ask([token], [[1, 2]], str(token)) for token in (5, 33, 6))
     desk.go()
     with pytest.raises(ProtocolError, match="token 33 hurts") as refusal:
