@@ -62,7 +62,16 @@ class Sampler:
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
-        watch = _Groups(width, copies, self._eos, self._rollout, on_group)
+        groups: dict[int, list[Rollout]] = {}
+
+        def hand_over(place: int, ids: torch.Tensor) -> None:
+            if place not in groups:
+                rows = ids[place * copies : (place + 1) * copies, width:]
+                groups[place] = [self._rollout(row) for row in rows.tolist()]
+                if on_group is not None:
+                    on_group(place, groups[place])
+
+        watch = [] if on_group is None else [_GroupsEnd(copies, self._eos, hand_over)]
         # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty),
         # which would draw from another distribution than the loss scores. So it has none while we draw.
         own, model.generation_config = model.generation_config, settings
@@ -73,13 +82,14 @@ class Sampler:
                 input_ids=input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),
                 generation_config=settings,
-                stopping_criteria=StoppingCriteriaList([watch]),
+                stopping_criteria=StoppingCriteriaList(watch),
             )
         finally:
             model.generation_config = own
             model.train(was_training)
-        watch.end(drawn)
-        return [watch.groups[place] for place in range(len(examples))]
+        for place in range(len(examples)):
+            hand_over(place, drawn)
+        return [groups[place] for place in range(len(examples))]
 
     def _rollout(self, ids: list[int]) -> Rollout:
         end = next((place for place, token in enumerate(ids) if token in self._eos), None)
@@ -87,40 +97,16 @@ class Sampler:
         return Rollout(kept, end is not None, self._tokenizer.decode(kept, skip_special_tokens=True))
 
 
-class _Groups(StoppingCriteria):
-    """Looks on while tokens are drawn, and hands over each group when its last row has ended. Stops nothing."""
+class _GroupsEnd(StoppingCriteria):
+    """Looks on while tokens are drawn and names each group whose rows have all ended. Stops nothing."""
 
-    def __init__(
-        self,
-        width: int,
-        copies: int,
-        eos_token_ids: list[int],
-        to_rollout: Callable[[list[int]], Rollout],
-        on_group: Callable[[int, list[Rollout]], None] | None,
-    ):
-        self._width, self._copies, self._eos = width, copies, eos_token_ids
-        self._to_rollout, self._on_group = to_rollout, on_group
+    def __init__(self, copies: int, eos_token_ids: list[int], hand_over: Callable[[int, torch.Tensor], None]):
+        self._copies, self._eos, self._hand_over = copies, eos_token_ids, hand_over
         self._ended: torch.Tensor | None = None
-        self.groups: dict[int, list[Rollout]] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options) -> torch.Tensor:
-        if self._ended is None:
-            self._ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-            self._eos_ids = torch.tensor(self._eos, device=input_ids.device)
-        self._ended |= torch.isin(input_ids[:, -1], self._eos_ids)
-        if self._on_group is not None:
-            for place in self._ended.view(-1, self._copies).all(dim=1).nonzero().flatten().tolist():
-                self._hand_over(place, input_ids)
-        return torch.zeros_like(self._ended)
-
-    def end(self, drawn: torch.Tensor) -> None:
-        """All that is left is over: `drawn` is what generate() returned."""
-        for place in range(len(drawn) // self._copies):
-            self._hand_over(place, drawn)
-
-    def _hand_over(self, place: int, ids: torch.Tensor) -> None:
-        if place not in self.groups:
-            rows = ids[place * self._copies : (place + 1) * self._copies, self._width :]
-            self.groups[place] = [self._to_rollout(row) for row in rows.tolist()]
-            if self._on_group is not None:
-                self._on_group(place, self.groups[place])
+        ends = torch.isin(input_ids[:, -1], torch.tensor(self._eos, device=input_ids.device))
+        self._ended = ends if self._ended is None else self._ended | ends
+        for place in self._ended.view(-1, self._copies).all(dim=1).nonzero().flatten().tolist():
+            self._hand_over(place, input_ids)
+        return torch.zeros_like(ends)
