@@ -136,8 +136,7 @@ def _causal(
     if own == all_keys and softcap is None:
         return [_attend(query, key, value, None, scaling, softcap)]
     out = []
-    for start in range(0, own, _ROWS):
-        rows = query[:, :, start : start + _ROWS]
+    for start, rows in zip(range(0, own, _ROWS), query.split(_ROWS, dim=2), strict=True):
         seen = all_keys - own + start
         end = seen + rows.shape[2]
         mask = _mask(rows.shape[2], seen, query.dtype, query.device)
