@@ -35,7 +35,7 @@ def token_logprobs(
         body = model.base_model(input_ids=batch.input_ids, use_cache=False)
     else:
         # A mask in four dimensions is what transformers hands on as it is; without one it would build one, N by N.
-        mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         body = model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
