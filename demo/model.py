@@ -4,8 +4,6 @@ It is warmed up in two supervised phases. The first teaches it to work every pro
 gives it bad habits: only one story in five is mostly worked out, and in the others it blurts an answer, nearly always
 a wrong one, or forgets the tags. Greedy accuracy falls to about a quarter. What is left for reinforcement learning to
 discover is that thinking pays everywhere.
-
-    python -m demo.model FOLDER --seed 0
 """
 
 import random
