@@ -10,35 +10,39 @@ Read it from the top: what it serves, how it listens, how it starts and stops. O
 from __future__ import annotations
 
 import ctypes
-import errno
+import hashlib
 import hmac
+import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import bottle
-import waitress
-from waitress.channel import HTTPChannel
-from waitress.server import BaseWSGIServer
-from waitress.task import ErrorTask
 
 from grpo import protocol
 from grpo.arguments import parse_arguments
 from grpo.config import ConfigError, ServerConfig
-from grpo.protocol import Health, LogprobsAnswer, ProtocolError
+from grpo.http_server import THREADS, HttpServer
+from grpo.monitor import SUMMARY_SECONDS, Monitor
+from grpo.protocol import Health, LogprobsAnswer, LogprobsRequest, ProtocolError
 
 log = logging.getLogger("ref_server")
 
-THREADS = 128  # each waits for the worker on behalf of one request
-IN_HAND = THREADS - 8  # the others keep /health and refusals quick
-DRAIN_SECONDS = 60
+IN_HAND = THREADS - 8  # requests that wait for the model; the other threads keep /health and refusals quick
+PAGE = Path(__file__).with_name("grpo") / "page.html"
+OPEN_PATHS = (protocol.PAGE_PATH, protocol.HEALTH_PATH)  # without a token the one is empty, the other says "ok"
+# The page shows what strangers sent; whatever gets into it, it may load nothing and talk to nobody else.
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 
 class Service:
@@ -47,48 +51,92 @@ class Service:
     def __init__(self, config: ServerConfig):
         self.config = config
         self.health = Health(status="loading", model=config.model_name_or_path)
+        self.monitor = Monitor()
         self.scorer = None
         self.death: Exception | None = None
         self.stop = threading.Event()
-        self.places = threading.BoundedSemaphore(IN_HAND)
 
     def load(self) -> None:
         """Load the model and begin to score. Raises ConfigError where there is no such model."""
         import torch
 
-        from grpo.model import describe, load_reference, load_tokenizer, make_batcher
+        from grpo.model import describe, device_memory, load_reference, load_tokenizer, make_batcher
         from grpo.scorer import Scorer
 
         config, device = self.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
             keep_memory_flat()
+        else:
+            self.monitor.device_memory = device_memory
         tokenizer, model = load_tokenizer(config), load_reference(config, device)
         health = describe(model, tokenizer, config.model_name_or_path)
-        budget = config.max_batch_tokens or (16384 if device.type == "cuda" else 4096)
-        batcher = make_batcher(model, tokenizer.pad_token_id)
-        self.scorer = Scorer(model, batcher, budget, config.max_queue_tokens, self._worker_died)
+        config.max_batch_tokens = config.max_batch_tokens or (16384 if device.type == "cuda" else 4096)
+        self.scorer = Scorer(
+            model,
+            make_batcher(model, tokenizer.pad_token_id),
+            config.max_batch_tokens,
+            config.max_queue_tokens,
+            IN_HAND,
+            on_death=self._worker_died,
+            on_pass=self.monitor.scored,
+            deterministic=config.deterministic,
+        )
         self.health = replace(health, max_length=min(config.max_length or health.max_length, health.max_length))
 
     def _worker_died(self, death: Exception) -> None:
         self.death = death
         self.stop.set()
 
-    def score(self, body: bytes, sender: str) -> bytes:
-        """Bytes of a request -> bytes of its answer. Raises ProtocolError for everything that goes wrong."""
-        health, scorer = self.health, self.scorer
+    def allows(self, authorization: str) -> bool:
+        """Whether a request with this header may know and ask everything."""
+        if self.config.token is None:
+            return True
+        # Digests, because compare_digest tells by its time whether the lengths are the same.
+        sent, right = (hashlib.sha256(text.encode()) for text in (authorization, f"Bearer {self.config.token}"))
+        return hmac.compare_digest(sent.digest(), right.digest())
+
+    def refuse(self, method: str, path: str, headers: dict[str, str]) -> ProtocolError | None:
+        """Why a request is not worth its body. `headers` has them in CGI's spelling."""
+        if path not in OPEN_PATHS and not self.allows(headers.get("AUTHORIZATION", "")):
+            return ProtocolError(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with the server's token")
+        return None
+
+    def read(self, body: bytes) -> LogprobsRequest:
+        """Raises ProtocolError: for a request that cannot be answered, or a server that cannot answer now."""
+        config, health = self.config, self.health
         if health.status != "ready":
             raise ProtocolError(503, health.status, f"the server is {health.status}", retry_after=2)
-        request = protocol.decode_request(body, health.vocab_size, health.max_length)
-        if not self.places.acquire(blocking=False):
-            raise ProtocolError(503, "busy", f"{IN_HAND} requests are waiting already: come back in 1 s", retry_after=1)
-        try:
-            logprobs = scorer.submit(request, request.client or sender).result()
-        finally:
-            self.places.release()
-        return protocol.encode_answer(LogprobsAnswer(logprobs, health.model_fingerprint, request.request_id))
+        limits = health.max_length, config.max_request_sequences, config.max_request_tokens
+        return protocol.decode_request(body, health.vocab_size, *limits)
+
+    def score(self, request: LogprobsRequest, sender: str) -> bytes:
+        """The bytes of its answer. Raises ProtocolError for everything that goes wrong."""
+        logprobs = self.scorer.submit(request, request.client or sender).result()
+        return protocol.encode_answer(LogprobsAnswer(logprobs, self.health.model_fingerprint, request.request_id))
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """(tokens, requests) in hand, by client."""
+        return self.scorer.held() if self.scorer else {}
 
     def current_health(self) -> Health:
         return replace(self.health, queue_depth=self.scorer.queue_depth if self.scorer else 0)
+
+    def status(self) -> dict:
+        """What the live page shows."""
+        config, held = self.config, self.held()
+        tokens, requests = (sum(one[place] for one in held.values()) for place in (0, 1))
+        return {
+            "health": vars(self.current_health()),
+            "deterministic": config.deterministic,
+            "max_batch_tokens": config.max_batch_tokens or 0,
+            "queue": {
+                "tokens": tokens,
+                "requests": requests,
+                "max_tokens": config.max_queue_tokens,
+                "max_requests": IN_HAND,
+            },
+            **self.monitor.status(held),
+        }
 
 
 def keep_memory_flat() -> None:
@@ -101,102 +149,95 @@ def keep_memory_flat() -> None:
         mallopt(-8, 1)  # M_ARENA_MAX
 
 
-def make_app(service: Service) -> bottle.Bottle:
+def make_app(service: Service):
+    """The WSGI app: bottle's, with every answer noted by the monitor."""
     app = bottle.Bottle()
-
-    def allowed() -> bool:
-        token, header = service.config.token, bottle.request.get_header("Authorization", "")
-        return token is None or hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
 
     @app.get(protocol.HEALTH_PATH)
     def health():
         now = service.current_health()
         status = 200 if now.status == "ready" else 503
-        body = now.to_json() if allowed() else b'{"status": "ok"}'
+        allowed = service.allows(bottle.request.get_header("Authorization", ""))
+        body = now.to_json() if allowed else b'{"status": "ok"}'
         return _answer(body, status, "application/json", retry_after=None if status == 200 else 2)
 
     @app.post(protocol.LOGPROBS_PATH)
     def logprobs():
+        note, sender = bottle.request.environ["note"], bottle.request.remote_addr or ""
         try:
-            if not allowed():
-                raise ProtocolError(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with the server's token")
             if bottle.request.content_length < 0:
                 raise ProtocolError(411, "length_required", "send a Content-Length")
-            body = bottle.request.environ["wsgi.input"].read()
-            return _answer(service.score(body, bottle.request.remote_addr or ""), 200, protocol.CONTENT_TYPE)
+            request = service.read(bottle.request.environ["wsgi.input"].read())
+            note |= {"client": request.client, "tokens": len(request.input_ids)}
+            return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPE)
         except ProtocolError as error:
-            return _error(error)
+            note["error"] = error
+            return _answer(error.to_json(), error.status, "application/json", error.retry_after)
+
+    @app.get(protocol.METRICS_PATH)
+    def metrics():
+        return _answer(service.monitor.to_prometheus(service.held()), 200, service.monitor.CONTENT_TYPE)
+
+    @app.get(protocol.STATUS_PATH)
+    def status():
+        return _answer(json.dumps(service.status()).encode(), 200, "application/json")
+
+    @app.get(protocol.PAGE_PATH)
+    def page():
+        answer = _answer(PAGE.read_bytes(), 200, "text/html; charset=utf-8")
+        answer.set_header("Content-Security-Policy", PAGE_POLICY)
+        return answer
+
+    paths = {route.rule: route.method for route in app.routes}
 
     def any_other_error(error: bottle.HTTPError):
         if error.status_code >= 500:
             log.error("a handler failed", exc_info=error.exception)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "internal")
         sentence = {
-            404: f"this server answers {protocol.LOGPROBS_PATH} and {protocol.HEALTH_PATH}",
-            405: f"use POST for {protocol.LOGPROBS_PATH} and GET for {protocol.HEALTH_PATH}",
+            404: f"this server answers {' '.join(paths)}",
+            405: f"use {paths.get(bottle.request.path)} for {bottle.request.path}",
         }.get(error.status_code, "the server failed; its log says how")
         error.content_type = "application/json"
-        return ProtocolError(error.status_code, code, sentence).to_json()
+        said = ProtocolError(error.status_code, code, sentence)
+        bottle.request.environ["note"]["error"] = said
+        return said.to_json()
 
     app.default_error_handler = any_other_error
-    return app
 
+    def noted(environ: dict, start_response):
+        began, note, status = time.perf_counter(), {}, []
+        environ["note"] = note
 
-def _error(error: ProtocolError) -> bottle.HTTPResponse:
-    return _answer(error.to_json(), error.status, "application/json", error.retry_after)
+        def start(line: str, headers: list, exc_info=None):
+            status[:] = [int(line[:3])]
+            return start_response(line, headers, exc_info)
+
+        body = app(environ, start)
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        seconds = time.perf_counter() - began
+        sender = environ.get("REMOTE_ADDR", "")
+        service.monitor.answered(method, path if path in paths else "other", *status, seconds, sender, **note)
+        return body
+
+    return noted
 
 
 def _answer(body: bytes, status: int, content_type: str, retry_after: int | None = None) -> bottle.HTTPResponse:
-    response = bottle.HTTPResponse(body, status, {"Content-Type": content_type})
+    headers = {"Content-Type": content_type, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
     if retry_after is not None:
-        response.set_header("Retry-After", str(retry_after))
-    return response
-
-
-class _JsonErrorTask(ErrorTask):
-    """What waitress refuses before the app sees it (too large a body, not HTTP) is JSON like every other error."""
-
-    def execute(self) -> None:
-        refused = self.request.error
-        code = refused.reason.lower().replace(" ", "_")
-        body = ProtocolError(refused.code, code, " ".join(refused.body.split())).to_json()
-        self.status = f"{refused.code} {refused.reason}"
-        self.response_headers.append(("Content-Type", "application/json"))
-        self.set_close_on_finish()
-        self.content_length = len(body)
-        self.write(body)
-
-
-class _Channel(HTTPChannel):
-    error_task_class = _JsonErrorTask
-
-
-def listen(config: ServerConfig, app: bottle.Bottle) -> BaseWSGIServer:
-    """A bound server, not yet running. Raises ConfigError where the address is taken or not this machine's."""
-    try:
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        listener = socket.create_server((config.host, config.port), family=family)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        remedy = "another process listens there: stop it, or choose another port" if taken else "choose another host"
-        raise ConfigError(f"host={config.host!r} port={config.port}: {error.strerror or error}: {remedy}") from error
-    server = waitress.create_server(
-        app,
-        sockets=[listener],
-        threads=THREADS,
-        max_request_body_size=(config.max_request_mb << 20) + 1,  # waitress refuses the very limit
-        connection_limit=1000,  # beyond it a connection waits to be accepted, a /health too
-        asyncore_use_poll=True,  # select() would end at 1,024 open files
-        ident=None,
-    )
-    server.channel_class = _Channel
-    return server
+        headers["Retry-After"] = str(retry_after)
+    return bottle.HTTPResponse(body, status, headers)
 
 
 def run(config: ServerConfig) -> int:
     """Serve until a signal or the worker's death. Returns the exit code."""
     service = Service(config)
-    server = listen(config, make_app(service))
+
+    def on_refused(method: str, path: str, sender: str, error: ProtocolError) -> None:
+        service.monitor.answered(method, "other", error.status, 0.0, sender, error=error)
+
+    server = HttpServer(make_app(service), config, service.refuse, on_refused)
     # Listening before loading: a taken port is known at once, and /health can say "loading".
     threading.Thread(target=server.run, name="http", daemon=True).start()
 
@@ -215,30 +256,37 @@ def run(config: ServerConfig) -> int:
     service.load()
     health = service.health
     log.info("ready: %s, %s on %s, up to %d tokens a sequence", url, health.dtype, health.device, health.max_length)
-    service.stop.wait()
+    while not service.stop.wait(SUMMARY_SECONDS):
+        if said := service.monitor.summary(service.held()):
+            log.info(said)
 
     service.health = replace(health, status="draining")
+    end = time.monotonic() + config.drain_timeout
     if service.death is None:
         log.info("stopping: %d tokens in hand", service.scorer.queue_depth)
-        service.scorer.close()
-    deadline = time.monotonic() + DRAIN_SECONDS
-    while _unsent(server) and time.monotonic() < deadline:
+        service.scorer.close(config.drain_timeout)
+    while server.unanswered and time.monotonic() < end:
         time.sleep(0.01)
     if service.death is not None:
+        print("ref_server.py: the worker died; nothing can be scored any more:", file=sys.stderr)
         traceback.print_exception(service.death)
-        print("ref_server.py: the worker died; nothing can be scored any more", file=sys.stderr)
+        return 1
+    if left := server.unanswered:
+        print(
+            f"ref_server.py: error: drain_timeout={config.drain_timeout:g}: {left} requests were not answered in time: "
+            "their clients will ask again; a larger value lets them finish",
+            file=sys.stderr,
+        )
         return 1
     log.info("stopped")
     return 0
 
 
-def _unsent(server: BaseWSGIServer) -> bool:
-    return any(channel.requests or channel.total_outbufs_len for channel in list(server.active_channels.values()))
-
-
 def main() -> int:
     config = parse_arguments(ServerConfig, __doc__)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    for name in ("ref_server", "grpo"):
+        logging.getLogger(name).setLevel(config.log_level.upper())
     try:
         return run(config)
     except ConfigError as error:

@@ -52,7 +52,8 @@ def main(folder: str, port: int) -> None:
 
     @app.post(protocol.LOGPROBS_PATH)
     def logprobs():
-        request = protocol.decode_request(bottle.request.environ["wsgi.input"].read(), vocabulary, longest)
+        body = bottle.request.environ["wsgi.input"].read()
+        request = protocol.decode_request(body, vocabulary, longest, max_sequences=10**6, max_tokens=10**9)
         with one_at_a_time:
             answer = score(model, request)
         bottle.response.content_type = protocol.CONTENT_TYPE

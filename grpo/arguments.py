@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
-from grpo.config import ConfigError, ServerConfig, TrainerConfig
+from grpo.config import TOKEN_VARIABLE, ConfigError, ServerConfig, TrainerConfig
 
 _ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig)
 _BOTH = (ServerConfig, TrainerConfig)
@@ -47,9 +47,16 @@ def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[s
         if unknown:
             name = unknown[0]
             raise ConfigError(f"{name}: no such option{_did_you_mean(name.lstrip('-'), config_class)}; see --help")
-        return config_class(**{name: value for section in parsed for name, value in vars(section).items()})
+        config = config_class(**{name: value for section in parsed for name, value in vars(section).items()})
     except ConfigError as error:
         parser.error(str(error))
+    if any(word.split("=")[0] == "--token" for word in arguments) and os.environ.get("RANK", "0") == "0":
+        print(
+            f"{Path(sys.argv[0]).name}: warning: --token shows the token to everyone who can see this machine's "
+            f"processes: use --token_file, or the environment variable {TOKEN_VARIABLE}",
+            file=sys.stderr,
+        )
+    return config
 
 
 def say_once(message: str) -> None:

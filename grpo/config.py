@@ -47,10 +47,17 @@ class SharedConfig:
         59875, "the reference server's TCP port (0 lets the system choose one, and the server says which)"
     )
     token: Optional[str] = option(
-        None, f"shared secret of server and trainer; better given in the environment variable {TOKEN_VARIABLE}"
+        None,
+        "shared secret of server and trainer. Others see it in ps: rather use token_file or the environment variable "
+        f"{TOKEN_VARIABLE}",
     )
+    token_file: Optional[str] = option(None, "file that holds the token, and nothing else")
 
     def __post_init__(self) -> None:
+        if self.token_file is not None:
+            token = _read_token(self.token_file)
+            _require(self.token in (None, token), "token_file", self.token_file, "token says another one")
+            self.token = token
         self.token = self.token or os.environ.get(TOKEN_VARIABLE) or None
         _require(0 <= self.port < 65536, "port", self.port, "use a number from 0 to 65535")
         _require(
@@ -78,9 +85,24 @@ class ServingSection:
     quantization: Literal["none", "8bit", "4bit"] = option(
         "none", "weights in 8 or 4 bits, by bitsandbytes: less memory, and log-probs of a slightly different model"
     )
-    max_request_mb: int = option(64, "largest request body, in MiB")
+    deterministic: bool = option(
+        False, "compute each request by itself: bitwise the same answer whatever else waits, before and after a restart"
+    )
     max_queue_tokens: int = option(
-        4_000_000, "tokens that may wait; beyond it a request is told to come back later (503)"
+        4_000_000, "tokens that may wait, one client's at most as many as are left free; beyond it 503 with Retry-After"
+    )
+    max_request_tokens: Optional[int] = option(
+        None, "tokens in one request; unset is half of max_queue_tokens, the most one client may have waiting"
+    )
+    max_request_sequences: int = option(4096, "sequences in one request")
+    max_request_mb: int = option(64, "largest request body, in MiB")
+    max_header_kb: int = option(16, "largest request line with all headers, in KiB")
+    header_timeout: float = option(10.0, "seconds a client may take to send a request's headers")
+    body_timeout: float = option(120.0, "seconds a client may take to send a request's body")
+    max_connections: int = option(1000, "open connections; one more is told 503 and closed")
+    drain_timeout: float = option(60.0, "seconds that SIGTERM gives to what is in hand; then the server ends with 1")
+    log_level: Literal["debug", "info", "warning"] = option(
+        "info", "debug is a line a request, info a summary each minute, warning only trouble"
     )
 
 
@@ -157,7 +179,9 @@ class TrainingSection:
 class ReferenceSection:
     _argument_group_name = "reaching the reference server"
 
-    ref_servers: Optional[list[str]] = option(None, "base URLs; unset is http://127.0.0.1:PORT")
+    ref_servers: Optional[list[str]] = option(
+        None, "base URLs, all of the same model: work goes to each by its speed; unset is http://127.0.0.1:PORT"
+    )
     ref_startup_timeout: float = option(300.0, "seconds to wait at the start for a server that is not ready")
     ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again")
     ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run")
@@ -182,9 +206,29 @@ class ServerConfig(ServingSection, SharedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_length", "max_batch_tokens", "max_request_mb", "max_queue_tokens"):
+        for name in (
+            "max_length",
+            "max_batch_tokens",
+            "max_request_tokens",
+            "max_request_sequences",
+            "max_request_mb",
+            "max_header_kb",
+            "max_connections",
+            "header_timeout",
+            "body_timeout",
+            "drain_timeout",
+        ):
             value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "use a whole number above 0")
+            _require(value is None or (math.isfinite(value) and value > 0), name, value, "use a number above 0")
+        _require(self.max_queue_tokens >= 2, "max_queue_tokens", self.max_queue_tokens, "use 2 or more")
+        if self.max_request_tokens is None:
+            self.max_request_tokens = self.max_queue_tokens // 2
+        _require(
+            2 * self.max_request_tokens <= self.max_queue_tokens,
+            "max_request_tokens",
+            self.max_request_tokens,
+            f"one client may have half of max_queue_tokens waiting: use {self.max_queue_tokens // 2} or less",
+        )
         _require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
         _require(
             self.token is not None or self.host in ("127.0.0.1", "localhost", "::1"),
@@ -270,6 +314,7 @@ class TrainerConfig(
         )
         for url in self.ref_servers:
             _require(url.startswith(("http://", "https://")), "ref_servers", url, "write it as http://HOST:PORT")
+        _require(len(set(self.ref_servers)) == len(self.ref_servers), "ref_servers", self.ref_servers, "name each once")
         for name in self.report_to:
             _require(name in ("tensorboard", "wandb", "none"), "report_to", name, "use tensorboard, wandb or none")
         _require(
@@ -302,6 +347,15 @@ def write_config(config: TrainerConfig, path: Path) -> None:
         name: value for name, value in dataclasses.asdict(config).items() if name != "token" and value is not None
     }
     path.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _read_token(path: str) -> str:
+    try:
+        token = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token_file={path!r}: cannot be read: {error}") from error
+    _require(token != "", "token_file", path, "the file is empty: write the token into it")
+    return token
 
 
 def _require(ok: bool, field: str, value: Any, remedy: str) -> None:

@@ -193,6 +193,13 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
     )
 
 
+def device_memory() -> tuple[int, int]:
+    """Bytes that torch holds on all GPUs, and bytes that they have."""
+    devices = range(torch.cuda.device_count())
+    total = sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+    return sum(torch.cuda.memory_reserved(device) for device in devices), total
+
+
 def _load(auto_class, shared: SharedConfig, **options):
     name = shared.model_name_or_path
     try:

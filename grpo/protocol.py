@@ -20,6 +20,9 @@ from safetensors.numpy import save
 VERSION = 1
 LOGPROBS_PATH = "/v1/logprobs"
 HEALTH_PATH = "/health"
+METRICS_PATH = "/metrics"
+STATUS_PATH = "/status"
+PAGE_PATH = "/"
 CONTENT_TYPE = "application/octet-stream"
 
 
@@ -128,10 +131,19 @@ def encode_request(request: LogprobsRequest) -> bytes:
     return save(tensors, metadata)
 
 
-def decode_request(body: bytes, vocab_size: int, max_length: int) -> LogprobsRequest:
+_LONGEST_NAME = 128
+"""characters of request_id and client"""
+_LOWEST_TEMPERATURE = 1e-6
+"""far below it, logits / temperature leave float32"""
+
+
+def decode_request(
+    body: bytes, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int
+) -> LogprobsRequest:
     """Bytes of a request -> what it asks, checked in full.
 
-    Raises ProtocolError: 400 for anything malformed, 422 for a sequence longer than `max_length` tokens.
+    Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` or `max_tokens` in all, 422 for
+    a sequence longer than `max_length` tokens.
     """
     tensors, metadata = _read(body)
     ids, prompts, completions = (
@@ -149,6 +161,10 @@ def decode_request(body: bytes, vocab_size: int, max_length: int) -> LogprobsReq
         raise _malformed(f"a prompt length is {prompts.min()}: every prompt needs at least one token")
     if completions.min() < 0:
         raise _malformed(f"a completion length is {completions.min()}: lengths cannot be negative")
+    for what, number, limit in (("sequences", len(prompts), max_sequences), ("tokens", len(ids), max_tokens)):
+        if number > limit:
+            message = f"{number} {what} in one request: the limit is {limit}; split it"
+            raise ProtocolError(413, f"too_many_{what}", message)
     lengths = prompts.astype(np.int64) + completions
     if lengths.sum() != len(ids):
         raise _malformed(f"the lengths add up to {lengths.sum()} but input_ids has {len(ids)} tokens")
@@ -166,10 +182,13 @@ def decode_request(body: bytes, vocab_size: int, max_length: int) -> LogprobsReq
         temperature = float(text)
     except ValueError:
         temperature = math.nan
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise _malformed(f"temperature {text[:40]!r}: send a number above 0, such as 1.0")
-    who = metadata.get("request_id", ""), metadata.get("client", "")
-    return LogprobsRequest(ids, prompts, completions, temperature, *who)
+    if not (temperature >= _LOWEST_TEMPERATURE and math.isfinite(temperature)):
+        raise _malformed(f"temperature {text[:40]!r}: send a number of at least {_LOWEST_TEMPERATURE}, such as 1.0")
+    who = {name: metadata.get(name, "") for name in ("request_id", "client")}
+    for name, text in who.items():
+        if len(text) > _LONGEST_NAME:
+            raise _malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
+    return LogprobsRequest(ids, prompts, completions, temperature, **who)
 
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:
@@ -210,7 +229,10 @@ def _read(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     for name, entry in entries:
         if entry["dtype"] not in _DTYPES:
             raise _malformed(f"tensor {name!r} has dtype {entry['dtype']}: use {' or '.join(_DTYPES)}")
-        tensors[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        # numpy cannot make every shape that safetensors lets pass: 65 dimensions, or 0 x 2^63.
+        if len(entry["shape"]) != 1:
+            raise _malformed(f"tensor {name!r} has {len(entry['shape'])} dimensions: send one dimension")
+        tensors[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
     # deserialize checked this header already: eight bytes of length, then JSON; metadata is str -> str.
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
     return tensors, header.get("__metadata__") or {}
@@ -220,10 +242,10 @@ def _int32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
     if name not in tensors:
         raise _malformed(f"tensor {name!r} is missing")
     tensor = tensors[name]
-    if tensor.dtype != np.int32 or tensor.ndim != 1:
-        raise _malformed(f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}: send int32 in one dimension")
+    if tensor.dtype != np.int32:
+        raise _malformed(f"tensor {name!r} is {tensor.dtype}: send int32")
     return tensor
 
 
 def _malformed(message: str) -> ProtocolError:
-    return ProtocolError(400, "malformed", message)
+    return ProtocolError(400, "malformed", message[:500])  # it may hold a name as long as the body

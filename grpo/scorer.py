@@ -3,16 +3,21 @@
 A request is taken apart into pieces, the completions of one prompt each. For the next forward pass the worker takes a
 piece of each client in turn, and with it whatever else waits for the same prompt, up to the token budget. So small
 requests share a pass, large ones are spread over several, and a client that has sent a thousand holds up nobody.
+
+Deterministic, a piece is a forward pass's worth of one request, cut without a look at what else waits, and passes are
+not shared: floating-point sums depend on what they are batched with.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +25,7 @@ from transformers import PreTrainedModel
 
 from grpo.batch import Batcher, by_prompt
 from grpo.logprobs import token_logprobs
+from grpo.monitor import Pass
 from grpo.protocol import LogprobsRequest, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -28,17 +34,19 @@ log = logging.getLogger(__name__)
 class _Job:
     """A request on its way: its sequences, in pieces of the same prompt, and the answers that are there."""
 
-    def __init__(self, request: LogprobsRequest):
-        self.temperature, self.tokens = request.temperature, len(request.input_ids)
+    def __init__(self, request: LogprobsRequest, client: str = ""):
+        self.client, self.temperature = client, request.temperature
         self.sequences = request.sequences()
-        self.pieces = [_Piece(self, rows) for rows in by_prompt(self.sequences, range(len(self.sequences)))]
+        self.left = len(request.input_ids)
+        """tokens waiting or being scored"""
+        self.pieces: list[_Piece] = []
         self.answers: dict[int, np.ndarray] = {}
         self.refusal: ProtocolError | None = None
         self.future: Future[np.ndarray] = Future()
 
 
 class _Piece:
-    """Sequences of one prompt that wait."""
+    """Sequences of one request that wait: of one prompt, or (deterministic) what makes up one forward pass."""
 
     def __init__(self, job: _Job, rows: list[int]):
         self.job, self.waiting = job, deque(rows)
@@ -53,8 +61,20 @@ class _Piece:
 _Taken = list[tuple[_Job, int]]
 
 
+@dataclass
+class Load:
+    """What a client has waiting or being scored."""
+
+    tokens: int = 0
+    requests: int = 0
+
+
 class Scorer:
     """A bounded queue in front of a frozen model.
+
+    A client may have as many tokens and requests in hand as stay free for others: half of the queue when it is alone,
+    a third when there are two of them, and a newcomer always finds room (Choudhury and Hahne, Dynamic Queue Length
+    Thresholds, 1998, with alpha 1).
 
     A request that fails is that request's error. After one the worker scores a sequence of its own: if that fails too,
     the model or its device is broken, the worker dies and calls `on_death` once, with the exception. A batch that does
@@ -67,55 +87,85 @@ class Scorer:
         batcher: Batcher,
         max_batch_tokens: int,
         max_queue_tokens: int,
+        max_requests: int,
         on_death: Callable[[Exception], None],
+        on_pass: Callable[[Pass], None],
+        deterministic: bool = False,
     ):
         self._model, self._batcher, self._budget = model, batcher, max_batch_tokens
-        self._max_queue_tokens, self._on_death = max_queue_tokens, on_death
+        self._limits = Load(max_queue_tokens, max_requests)
+        self._on_death, self._on_pass, self._deterministic = on_death, on_pass, deterministic
+        self._held: defaultdict[str, Load] = defaultdict(Load)
         self._waiting: OrderedDict[str, deque[_Piece]] = OrderedDict()  # by client, in the order of their turns
         self._changed = threading.Condition()
         self._closed = False
-        self._tokens_per_second = 1000.0  # a guess until the first batch has been timed
-        self.queue_depth = 0
-        """tokens waiting or being scored"""
+        self._scored, self._seconds = 0.0, 0.0  # tokens and time of passes, the older the less
         self._worker = threading.Thread(target=self._work, name="scorer")
         self._worker.daemon = True  # a second Ctrl-C must end the process
         self._worker.start()
 
+    @property
+    def queue_depth(self) -> int:
+        """Tokens waiting or being scored."""
+        return sum(tokens for tokens, _ in self.held().values())
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """(tokens, requests) waiting or being scored, by client."""
+        with self._changed:
+            return {client: (held.tokens, held.requests) for client, held in self._held.items()}
+
     def submit(self, request: LogprobsRequest, client: str = "") -> Future[np.ndarray]:
         """Queue a request; the future gives float32 log-probs [completion_lengths.sum()] or raises ProtocolError.
 
-        Clients are served in turn, whatever each has queued. Raises ProtocolError: 413 for more tokens than the queue
-        may ever hold, 503 while it is full or closed.
+        Clients are served in turn, whatever each has queued. Raises ProtocolError, 503: the queue is closed, or full
+        for this client, with the seconds until there should be room.
         """
-        tokens = len(request.input_ids)
-        if tokens > self._max_queue_tokens:
-            raise ProtocolError(
-                413, "too_many_tokens", f"{tokens} tokens in one request: the limit is {self._max_queue_tokens}"
-            )
-        job = _Job(request)
+        job = _Job(request, client)
+        if self._deterministic:
+            rows_of_pieces = self._batcher.cut(job.sequences, self._budget)
+        else:
+            rows_of_pieces = by_prompt(job.sequences, range(len(job.sequences)))
+        job.pieces = [_Piece(job, rows) for rows in rows_of_pieces]
         with self._changed:
             if self._closed:
                 raise _unavailable("stopping", "the server is stopping", 5)
-            if self.queue_depth + tokens > self._max_queue_tokens:
-                wait = max(1, round(self.queue_depth / self._tokens_per_second))
-                raise _unavailable(
-                    "busy", f"{self.queue_depth} tokens are waiting already: come back in {wait} s", wait
-                )
-            self.queue_depth += tokens
+            self._check_room(client, job.left)
+            held = self._held[client]
+            held.tokens, held.requests = held.tokens + job.left, held.requests + 1
             self._waiting.setdefault(client, deque()).extend(job.pieces)
             self._changed.notify()
         return job.future
 
-    def close(self) -> None:
-        """Take nothing new, finish what is queued, return when that is done."""
+    def _check_room(self, client: str, tokens: int) -> None:
+        everyone = Load(*(sum(getattr(one, name) for one in self._held.values()) for name in ("tokens", "requests")))
+        own = self._held.get(client, Load())
+        # What it would have beyond what would stay free.
+        over_tokens = own.tokens + tokens - (self._limits.tokens - everyone.tokens - tokens)
+        over_requests = own.requests + 1 - (self._limits.requests - everyone.requests - 1)
+        if over_tokens <= 0 and over_requests <= 0:
+            return
+        if everyone.requests:
+            over_tokens = max(over_tokens, over_requests * everyone.tokens / everyone.requests)
+        # A token of its own that is done takes one from what it has and adds one to what is free.
+        done_counts = 1 + own.tokens / max(everyone.tokens, 1)
+        tokens_per_second = self._scored / self._seconds if self._seconds else 1000.0  # a guess before the first pass
+        wait = max(1, math.ceil(over_tokens / done_counts / tokens_per_second))
+        raise _unavailable(
+            "busy",
+            f"{everyone.tokens} tokens in {everyone.requests} requests wait already, {own.tokens} of them yours: come "
+            f"back in {wait} s",
+            wait,
+        )
+
+    def close(self, seconds: float | None = None) -> None:
+        """Take nothing new, finish what is queued; returns when that is done or the time is over."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._worker.join()
+        self._worker.join(seconds)
 
     def _work(self) -> None:
         while taken := self._take():
-            start = time.perf_counter()
             try:
                 self._score(taken)
             # Whatever one request meets must not end the others' service.
@@ -123,48 +173,57 @@ class Scorer:
                 if (death := self._score_each(taken, error)) is not None:
                     self._die(death, taken)
                     return
-            else:
-                tokens = sum(sum(map(len, job.sequences[row])) for job, row in taken)
-                self._tokens_per_second = tokens / max(time.perf_counter() - start, 1e-6)
             self._answer(taken)
 
     def _take(self) -> _Taken:
         """Wait for work, then take about a forward pass of it. Empty when closed and nothing is left."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            same_prompt: dict[tuple[float, bytes], list[_Piece]] = defaultdict(list)
-            for pieces in self._waiting.values():
-                for piece in pieces:
-                    same_prompt[piece.sharing].append(piece)
-            taken: _Taken = []
-            left, temperature = self._budget, None
-            turns = deque(self._waiting)
-            while turns and left > 0:
-                client = turns.popleft()
-                first = self._first(client)
-                if first is None:
-                    continue
-                temperature = temperature or first.job.temperature
-                if first.job.temperature != temperature:
-                    continue  # for the next pass, whose first turn it will be
-                if taken and left < first.tokens() <= self._budget:
-                    break  # whole in the next pass
-                left -= len(first.prompt)
-                for piece in (first, *(one for one in same_prompt[first.sharing] if one is not first)):
-                    while piece.waiting:
-                        row = piece.waiting[0]
-                        tokens = len(piece.job.sequences[row][1])
-                        if taken and tokens > left:
-                            break
-                        piece.waiting.popleft()
-                        taken.append((piece.job, row))
-                        left -= tokens
-                self._waiting.move_to_end(client)
-                turns.append(client)
-                if first.waiting:
-                    break
+            taken = self._take_piece() if self._deterministic else self._take_pieces()
             self._forget_taken()
             return taken
+
+    def _take_piece(self) -> _Taken:
+        if not self._waiting:
+            return []
+        client, pieces = next(iter(self._waiting.items()))
+        piece = pieces.popleft()
+        self._waiting.move_to_end(client)
+        return [(piece.job, row) for row in piece.waiting]
+
+    def _take_pieces(self) -> _Taken:
+        same_prompt: dict[tuple[float, bytes], list[_Piece]] = defaultdict(list)
+        for pieces in self._waiting.values():
+            for piece in pieces:
+                same_prompt[piece.sharing].append(piece)
+        taken: _Taken = []
+        left, temperature = self._budget, None
+        turns = deque(self._waiting)
+        while turns and left > 0:
+            client = turns.popleft()
+            first = self._first(client)
+            if first is None:
+                continue
+            temperature = temperature or first.job.temperature
+            if first.job.temperature != temperature:
+                continue  # for the next pass, whose first turn it will be
+            if taken and left < first.tokens() <= self._budget:
+                break  # whole in the next pass
+            left -= len(first.prompt)
+            for piece in (first, *(one for one in same_prompt[first.sharing] if one is not first)):
+                while piece.waiting:
+                    row = piece.waiting[0]
+                    tokens = len(piece.job.sequences[row][1])
+                    if taken and tokens > left:
+                        break
+                    piece.waiting.popleft()
+                    taken.append((piece.job, row))
+                    left -= tokens
+            self._waiting.move_to_end(client)
+            turns.append(client)
+            if first.waiting:
+                break
+        return taken
 
     def _first(self, client: str) -> _Piece | None:
         """The client's first piece that still waits; where there is none, the client is forgotten."""
@@ -207,6 +266,7 @@ class Scorer:
             batch = self._batcher.make(sequences, self._model.device)
             if len(batch.targets) == 0:
                 return np.empty(0, np.float32)
+            began = time.monotonic()
             logprobs = token_logprobs(self._model, batch, temperature)[0].cpu().numpy()
         except (MemoryError, RuntimeError) as error:
             # torch.OutOfMemoryError is a RuntimeError, as a broken device is; on a CPU only the words tell.
@@ -216,11 +276,28 @@ class Scorer:
         else:
             if not np.isfinite(logprobs).all():
                 raise ArithmeticError("the model gives log-probs that are not finite")
+            self._note(sequences, batch.input_ids.numel(), began)
             return logprobs
         # Out here nothing of the failed pass is held any more by its traceback.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
+
+    def _note(self, sequences: list[tuple[np.ndarray, np.ndarray]], fed: int, began: float) -> None:
+        seconds = max(time.monotonic() - began, 1e-6)
+        lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
+        self._scored, self._seconds = 0.9 * self._scored + sum(lengths), 0.9 * self._seconds + seconds
+        # The last token of a completion predicts nothing: it is scored, and never fed.
+        self._on_pass(
+            Pass(
+                tokens=sum(lengths) - len(lengths),
+                padded=(max(lengths) - 1) * len(lengths),
+                fed=fed,
+                budget=self._budget,
+                began=began,
+                seconds=seconds,
+            )
+        )
 
     def _smaller(self, sequences: list[tuple[np.ndarray, np.ndarray]], rows: list[int]) -> list[list[int]]:
         """A batch that did not fit, in smaller ones; the budget is halved for good until there are some."""
@@ -256,18 +333,29 @@ class Scorer:
         return job.refusal
 
     def _answer(self, taken: _Taken) -> None:
+        with self._changed:
+            for job, row in taken:
+                self._let_go(job, sum(map(len, job.sequences[row])))
         for job in dict.fromkeys(job for job, _ in taken):
             if job.refusal is None and len(job.answers) < len(job.sequences):
                 continue
             with self._changed:  # before the answer, whose reader may send the next request at once
-                self.queue_depth -= job.tokens
                 for piece in job.pieces:
                     piece.waiting.clear()
                 self._forget_taken()
+                self._let_go(job, job.left)
+                held = self._held[job.client]
+                held.requests -= 1
+                if held.requests == 0:
+                    del self._held[job.client]
             if job.refusal is not None:
                 job.future.set_exception(job.refusal)
             else:
                 job.future.set_result(np.concatenate([job.answers[row] for row in range(len(job.sequences))]))
+
+    def _let_go(self, job: _Job, tokens: int) -> None:
+        job.left -= tokens
+        self._held[job.client].tokens -= tokens
 
     def _die(self, death: Exception, taken: _Taken) -> None:
         with self._changed:

@@ -57,6 +57,7 @@ IMPOSSIBLE = [
         "2 weights, one for each of correctness_reward format_reward",
     ),
     (["--reward_weights", "1", "nan"], "reward_weights=[1.0, nan]: ", "finite"),
+    (["--ref_servers", "http://a:1", "http://a:1/"], "ref_servers=", "name each once"),
     (["--ref_servers", "localhost:59875"], "ref_servers='localhost:59875': ", "http://HOST:PORT"),
     (["--report_to", "mlflow"], "report_to='mlflow': ", "tensorboard, wandb or none"),
     (["--max_steps", "many"], "argument --max_steps", "invalid int value: 'many'"),
@@ -79,11 +80,35 @@ def test_the_trainer_refuses_in_one_sentence(refused, options, field, remedy):
         (["--host", "0.0.0.0"], "host='0.0.0.0': "),
         (["--max_batch_tokens", "0"], "max_batch_tokens=0: "),
         (["--max_length", "-5"], "max_length=-5: "),
+        (["--header_timeout", "nan"], "header_timeout=nan: "),
+        (["--max_queue_tokens", "1"], "max_queue_tokens=1: "),
+        (["--max_queue_tokens", "100", "--max_request_tokens", "51"], "max_request_tokens=51: one client may"),
+        (["--drain_timeout", "0"], "drain_timeout=0.0: "),
         (["--num_generations", "4"], "--num_generations: no such option"),
     ],
 )
 def test_the_server_refuses_in_one_sentence(refused, options, field):
     assert field in refused(ServerConfig, *options)
+
+
+def test_a_token_may_come_from_a_file(tmp_path, refused):
+    path = tmp_path / "token"
+    for text, said in (("", "the file is empty"), ("two words", "without spaces")):
+        path.write_text(text)
+        assert said in refused(ServerConfig, "--token_file", str(path))
+    assert "cannot be read" in refused(ServerConfig, "--token_file", str(tmp_path / "none"))
+    path.write_text("secret\n")
+    assert "token says another" in refused(ServerConfig, "--token_file", str(path), "--token", "other")
+    assert parse_arguments(ServerConfig, "", ["--token_file", str(path), "--host", "0.0.0.0"]).token == "secret"
+    assert trainer("--token_file", str(path)).token == "secret"
+
+
+def test_a_token_on_the_command_line_is_warned_of(capsys):
+    trainer("--token=secret")
+    warning = capsys.readouterr().err
+    assert "--token shows the token" in warning and "--token_file" in warning and "secret" not in warning
+    trainer("--port", "1")
+    assert not capsys.readouterr().err
 
 
 def test_a_token_opens_other_addresses(monkeypatch):

@@ -11,11 +11,15 @@ from conftest import ENVIRONMENT, REPOSITORY
 LEVELS = [
     {"config", "records", "loss"},
     {"protocol", "logprobs", "batch", "attention", "arguments"},
-    {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"},
+    {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
+    | {"http_server", "monitor"},
     {"evaluate"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-ENTRIES = {"ref_server": {"deepspeed", "datasets", "reward"}, "grpo_ref_split": {"bottle", "waitress"}}
+ENTRIES = {
+    "ref_server": {"deepspeed", "datasets", "reward"},
+    "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
+}
 
 
 def imports(path) -> set[str]:

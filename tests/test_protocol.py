@@ -20,11 +20,11 @@ from grpo.protocol import (
     fingerprint,
 )
 
-VOCABULARY, LONGEST = 100, 12
+VOCABULARY, LONGEST, MOST_SEQUENCES, MOST_TOKENS = 100, 12, 5, 40
 
 
 def decode(body: bytes) -> LogprobsRequest:
-    return decode_request(body, VOCABULARY, LONGEST)
+    return decode_request(body, VOCABULARY, LONGEST, MOST_SEQUENCES, MOST_TOKENS)
 
 
 def body(metadata: dict[str, str] | None = None, **changes) -> bytes:
@@ -111,6 +111,24 @@ def test_a_sequence_may_be_as_long_as_the_model_allows_and_no_longer():
     assert refused.value.status == 422
 
 
+def test_a_request_may_be_as_large_as_its_limits_and_no_larger():
+    for completions, size in (([[2] * 7] * 4, (4, 32)), ([[2] * 7] * 4 + [[2] * 6], (5, 39)), ([[2] * 7] * 5, (5, 40))):
+        received = decode(encode_request(LogprobsRequest.of([1], completions, 1.0)))
+        assert (len(received.prompt_lengths), len(received.input_ids)) == size
+    for completions, said in (([[2]] * 6, "6 sequences.* is 5"), ([[2] * 7] * 4 + [[2] * 8], "41 tokens.* is 40")):
+        with pytest.raises(ProtocolError, match=said) as refused:
+            decode(encode_request(LogprobsRequest.of([1], completions, 1.0)))
+        assert refused.value.status == 413 and refused.value.code.startswith("too_many_")
+
+
+@pytest.mark.parametrize("name", ["request_id", "client"])
+def test_names_have_a_longest(name):
+    for length in (127, 128):
+        assert len(getattr(decode(body({name: "é" * length})), name)) == length
+    with pytest.raises(ProtocolError, match=f"{name} has 129 characters: use 128 at most"):
+        decode(body({name: "x" * 129}))
+
+
 VALID = encode_request(LogprobsRequest.of([1, 2, 3], [[4, 5], [], [6]], 1.0, "x"))
 
 
@@ -123,7 +141,7 @@ def test_damage_is_refused_or_still_a_request(damage):
     try:
         request = decode(bytes(damaged))
     except ProtocolError as error:
-        assert error.status in (400, 422)
+        assert error.status in (400, 413, 422)
     else:
         assert sum(len(prompt) + len(rest) for prompt, rest in request.sequences()) == len(request.input_ids)
 

@@ -6,9 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +121,8 @@ TOKEN = {"Authorization": "Bearer s3cret"}
 @pytest.fixture(scope="module")
 def limited(model_folder, tmp_path_factory):
     """A server with every limit set low, and a token."""
-    options = ["--max_request_mb", "1", "--max_queue_tokens", "1000", "--max_length", "501"]
+    options = ["--max_request_mb", "1", "--max_queue_tokens", "2000", "--max_request_sequences", "3"]
+    options += ["--max_length", "501"]
     environment = {"GRPO_REF_TOKEN": "s3cret"}
     with running_server(model_folder, tmp_path_factory.mktemp("limited"), *options, environment=environment) as one:
         one.wait_ready()
@@ -132,33 +133,58 @@ def test_413_for_too_large_a_body(limited):
     head = (
         b"POST /v1/logprobs HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer s3cret\r\nContent-Length: %d\r\n\r\n"
     )
-    at_the_limit = raw(limited, head % 2**20 + bytes(2**20))
-    assert b" 400 " in at_the_limit.splitlines()[0]  # read in full, and found to be no safetensors
+    for size in (2**20 - 1, 2**20):
+        answer = raw(limited, head % size + bytes(size))
+        assert b" 400 " in answer.splitlines()[0]  # read in full, and found to be no safetensors
     above = raw(limited, head % (2**20 + 1))
     assert b" 413 " in above.splitlines()[0] and b'"request_entity_too_large"' in above
 
 
-def test_413_for_too_many_tokens(limited):
-    assert ask(limited, [5], [[6] * 499, [6] * 499], headers=TOKEN).status_code == 200  # 1,000 tokens
+def test_413_for_too_many_tokens_or_sequences(limited):
+    for completions in ([[6] * 499, [6] * 498], [[6] * 499, [6] * 499], [[6]] * 2, [[6]] * 3):  # 999 and 1,000 tokens
+        assert ask(limited, [5], completions, headers=TOKEN).status_code == 200
     refused = ask(limited, [5], [[6] * 499, [6] * 500], headers=TOKEN)
     assert refusal(refused)[:2] == (413, "too_many_tokens")
+    assert refusal(ask(limited, [5], [[6]] * 4, headers=TOKEN))[:2] == (413, "too_many_sequences")
 
 
 def test_422_beyond_a_max_length_set_lower(limited):
-    assert ask(limited, [5], [[6] * 500], headers=TOKEN).status_code == 200
+    for length in (499, 500):
+        assert ask(limited, [5], [[6] * length], headers=TOKEN).status_code == 200
     assert refusal(ask(limited, [5], [[6] * 501], headers=TOKEN))[0] == 422
 
 
-@pytest.mark.parametrize("sent", [None, "Bearer wrong", "s3cret", "Bearer é"])
+@pytest.mark.parametrize("sent", [None, "Bearer wrong", "s3cret", "Bearer é", "Bearer s3cret2", "bearer s3cret"])
 def test_401_without_the_token(limited, sent):
     headers = {} if sent is None else {"Authorization": sent.encode()}
     assert refusal(ask(limited, [5], [[6]], headers=headers))[:2] == (401, "unauthorized")
+    for path in ("/metrics", "/status", "/nothing"):
+        assert refusal(requests.get(limited.url + path, headers=headers, timeout=5))[:2] == (401, "unauthorized")
     assert requests.get(limited.url + "/health", headers=headers, timeout=5).json() == {"status": "ok"}
 
 
 def test_the_token_opens_and_is_in_no_log(limited):
     assert requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()["vocab_size"] > 0
+    assert requests.get(limited.url + "/status", headers=TOKEN, timeout=5).json()["health"]["status"] == "ready"
     assert "s3cret" not in limited.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_token_from_a_file_is_in_no_log_and_not_in_ps_and_a_flag_is_warned_of(model_folder, tmp_path):
+    (tmp_path / "token").write_text("fr0m-a-file\n")
+    with running_server(
+        model_folder, tmp_path, "--token_file", str(tmp_path / "token"), "--log_level", "debug"
+    ) as server:
+        server.wait_ready()
+        assert ask(server, [5], [[6]]).status_code == 401
+        assert ask(server, [5], [[6]], headers={"Authorization": "Bearer fr0m-a-file"}).status_code == 200
+        command = (Path("/proc") / str(server.process.pid) / "cmdline").read_bytes()
+        assert b"token_file" in command and b"fr0m-a-file" not in command
+        assert "fr0m-a-file" not in server.log.read_text() and "warning" not in server.log.read_text()
+    with running_server(model_folder, tmp_path, "--token", "fr0m-a-flag") as server:
+        server.wait_ready()
+        assert "warning: --token shows the token" in server.log.read_text()
+        assert "fr0m-a-flag" not in server.log.read_text()
 
 
 def test_many_clients_each_get_their_own_answer(server, model):
@@ -181,48 +207,122 @@ def test_many_clients_each_get_their_own_answer(server, model):
         np.testing.assert_allclose(logprobs, exact(model, prompt, completions), atol=1e-5)
 
 
-SLOW = ([5], [[6] * 500] * 60)  # about a second of work
-SLOW_TOKENS = 60 * 501
+# Each pass of the worker waits until the file "go" is there, so that the queue is as full as a test wants it.
+HOLD = """
+import pathlib, time
+import grpo.scorer
+score = grpo.scorer.token_logprobs
+def held(*arguments):
+    while not pathlib.Path({go!r}).exists():
+        time.sleep(0.01)
+    return score(*arguments)
+grpo.scorer.token_logprobs = held
+"""
 
 
-def ask_slowly(server, answers: list) -> threading.Thread:
-    thread = threading.Thread(target=lambda: answers.append(ask(server, *SLOW)))
-    thread.start()
+@contextmanager
+def holding_server(model_folder, tmp_path, *options):
+    """A ready server whose worker waits for the file that is yielded with it."""
+    go = tmp_path / "go"
+    with running_server(model_folder, tmp_path, *options, code=HOLD.format(go=str(go))) as server:
+        server.wait_ready()
+        yield server, go
+
+
+def status(server) -> dict:
+    return requests.get(server.url + "/status", timeout=5).json()
+
+
+def wait_until(happened) -> None:
     deadline = time.monotonic() + 20
-    while requests.get(server.url + "/health", timeout=5).json()["queue_depth"] == 0:
-        assert time.monotonic() < deadline and not answers
-        time.sleep(0.005)
-    return thread
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_requests(server, number: int) -> None:
+    wait_until(lambda: status(server)["queue"]["requests"] == number)
 
 
 @pytest.mark.slow
 def test_503_while_the_queue_is_full(model_folder, tmp_path):
-    with running_server(model_folder, tmp_path, "--max_queue_tokens", str(SLOW_TOKENS)) as server:
-        server.wait_ready()
-        answers: list = []
-        thread = ask_slowly(server, answers)
+    with (
+        holding_server(model_folder, tmp_path, "--max_queue_tokens", "1000") as (server, go),
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(ask, server, [5], [[6] * 499])
+        wait_until(lambda: status(server)["queue"]["tokens"] == 500)
         busy = ask(server, [5], [[6]])
         assert refusal(busy)[:2] == (503, "busy") and int(busy.headers["Retry-After"]) >= 1
-        thread.join()
-        assert answers[0].status_code == 200
+        go.touch()
+        assert waiting.result().status_code == 200
         assert ask(server, [5], [[6]]).status_code == 200
 
 
 @pytest.mark.slow
-def test_more_clients_than_places_are_told_to_come_back_and_health_stays_quick(model_folder, tmp_path):
-    with running_server(model_folder, tmp_path) as server:
+def test_more_requests_than_places_are_told_to_come_back_and_health_stays_quick(model_folder, tmp_path):
+    """120 may wait, those of one client 60: 59 more of 2 take as many as are left free."""
+    with holding_server(model_folder, tmp_path) as (server, go), ThreadPoolExecutor(120) as pool:
+
+        def ask_as(client):
+            body = encode_request(LogprobsRequest.of([5], [[6]], 1.0, client=client))
+            return requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+
+        waiting = []
+        for client, fits in (("a", 60), ("b", 30), ("c", 15)):
+            waiting += [pool.submit(ask_as, client) for _ in range(fits)]
+            wait_for_requests(server, len(waiting))
+            busy = ask_as(client)
+            assert refusal(busy)[:2] == (503, "busy") and int(busy.headers["Retry-After"]) >= 1
+        assert requests.get(server.url + "/health", timeout=5).status_code == 200
+        go.touch()
+        assert [future.result().status_code for future in waiting] == [200] * 105
+        assert status(server)["queue"]["requests"] == 0
+
+
+@pytest.mark.slow
+def test_the_time_to_come_back_is_honest(model_folder, tmp_path):
+    """Those who come back when they were told to are served, or told a time that is shorter than the first."""
+    completions = [[6] * 500] * 20
+    tokens = 20 * 501
+    with (
+        running_server(model_folder, tmp_path, "--max_queue_tokens", str(12 * tokens)) as server,
+        ThreadPoolExecutor(12) as pool,
+    ):
         server.wait_ready()
-        answers: list = []
-        slow = [ask_slowly(server, answers) for _ in range(4)]
-        with ThreadPoolExecutor(150) as pool:
-            waiting = [pool.submit(ask, server, [5], [[6]]) for _ in range(150)]
-            assert requests.get(server.url + "/health", timeout=5).status_code == 200
-            codes = [future.result().status_code for future in waiting]
-        for thread in slow:
-            thread.join()
-        assert set(codes) == {200, 503} and codes.count(200) >= 100
-        assert [answer.status_code for answer in answers] == [200] * 4
-        assert ask(server, [5], [[6]]).status_code == 200
+        pool.submit(ask, server, [5], completions).result()  # the speed is measured by then
+        for _ in range(6):
+            pool.submit(ask, server, [5], completions)
+        wait_until(lambda: status(server)["queue"]["tokens"] > 5 * tokens)
+        waits = []
+        while (answer := ask(server, [5], completions)).status_code == 503:
+            waits.append(int(answer.headers["Retry-After"]))
+            assert len(waits) < 5
+            time.sleep(waits[-1])
+        assert answer.status_code == 200 and waits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_answers_beside_other_work_and_after_a_restart(model_folder, tmp_path, deterministic):
+    """Deterministic to the bit, otherwise to 1e-5."""
+    asked = ([5, 6, 7], [[8] * 70, [9] * 3, [10] * 33])
+
+    def answers(server, others: int) -> list[np.ndarray]:
+        with ThreadPoolExecutor(others + 1) as pool:
+            for number in range(others):
+                pool.submit(ask, server, [5, 6, 7], [[number] * (number + 1)] * 9)
+            same = [pool.submit(ask, server, *asked) for _ in range(5)]
+            return [decode_answer(one.result().content, 106).logprobs for one in same]
+
+    found = []
+    for _ in range(2):
+        with running_server(model_folder, tmp_path, "--deterministic", deterministic) as server:
+            server.wait_ready()
+            found += answers(server, 0) + answers(server, 20)
+    for row in found:
+        np.testing.assert_allclose(row, found[0], atol=1e-5)
+        assert deterministic == "false" or row.tobytes() == found[0].tobytes()
 
 
 @pytest.mark.slow
@@ -244,15 +344,35 @@ def test_503_while_loading(model_folder, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_lets_what_is_in_hand_finish(model_folder, tmp_path, number):
-    with running_server(model_folder, tmp_path) as server:
-        server.wait_ready()
-        answers: list = []
-        thread = ask_slowly(server, answers)
-        assert server.end(number) == 0
-        thread.join()
-        assert len(decode_answer(answers[0].content, 60 * 500).logprobs) == 60 * 500
+def test_a_signal_lets_what_is_in_hand_finish_and_takes_nothing_new(model_folder, tmp_path, number):
+    with holding_server(model_folder, tmp_path) as (server, go), ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, server, [5], [[6] * 300] * 3)
+        wait_for_requests(server, 1)
+        server.process.send_signal(number)
+        wait_until(lambda: requests.get(server.url + "/health", timeout=5).status_code == 503)
+        assert requests.get(server.url + "/health", timeout=5).json()["status"] == "draining"
+        assert refusal(ask(server, [5], [[6]]))[:2] == (503, "draining")
+        go.touch()
+        assert server.process.wait(timeout=30) == 0
+        assert len(decode_answer(waiting.result().content, 900).logprobs) == 900
         assert "Traceback" not in server.log.read_text() and server.log.read_text().endswith("stopped\n")
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once_and_the_drain_time_ends_the_rest(model_folder, tmp_path):
+    with holding_server(model_folder, tmp_path) as (server, _), ThreadPoolExecutor() as pool:
+        lost = pool.submit(ask, server, [5], [[6]])
+        wait_for_requests(server, 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: requests.get(server.url + "/health", timeout=5).status_code == 503)
+        assert server.end(signal.SIGTERM) == -signal.SIGTERM
+        assert isinstance(lost.exception(), requests.ConnectionError)
+    with holding_server(model_folder, tmp_path, "--drain_timeout", "1") as (server, _), ThreadPoolExecutor() as pool:
+        lost = pool.submit(ask, server, [5], [[6]])
+        wait_for_requests(server, 1)
+        assert server.end(signal.SIGTERM) == 1
+        assert "drain_timeout=1: 1 requests were not answered in time" in server.log.read_text().splitlines()[-1]
+        assert isinstance(lost.exception(), requests.ConnectionError)
 
 
 @pytest.mark.slow
@@ -298,8 +418,9 @@ def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(mo
 
         assert refusal(ask(server, [5], [[401]]))[:2] == (503, "worker_died")
         assert server.process.wait(timeout=30) == 1
-        *_, trace, last = server.log.read_text().splitlines()
-        assert trace == "RuntimeError: the device is gone" and "the worker died" in last
+        said = server.log.read_text()
+        assert said.splitlines()[-1] == "RuntimeError: the device is gone"
+        assert "the worker died; nothing can be scored any more:\nTraceback" in said
 
 
 @pytest.mark.slow

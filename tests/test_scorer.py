@@ -1,6 +1,7 @@
 """What the worker batches, in which order, and what it does when a pass fails. The model is real; a hook before its
 body holds a pass back until the queue is as the test wants it, notes what is fed, and breaks what should break."""
 
+import math
 import threading
 from concurrent.futures import Future
 
@@ -12,6 +13,7 @@ from test_logprobs import CONFIGS, build
 from grpo.batch import Batcher
 from grpo.logprobs import token_logprobs
 from grpo.model import make_batcher
+from grpo.monitor import Pass
 from grpo.protocol import LogprobsRequest, ProtocolError
 from grpo.scorer import Scorer
 
@@ -20,7 +22,15 @@ class Desk:
     """A scorer whose first pass waits until `go`, with the rows that each later pass fed."""
 
     def __init__(
-        self, budget: int, config: str = "qwen2", fits: int = 10**9, poison: int | None = None, error=ValueError
+        self,
+        budget: int,
+        config: str = "qwen2",
+        fits: int = 10**9,
+        poison: int | None = None,
+        error=ValueError,
+        queue: int = 10**6,
+        requests: int = 1000,
+        deterministic: bool = False,
     ):
         self.model, self.plain = build(CONFIGS[config]), build(CONFIGS[config])
         self.batcher = make_batcher(self.model, 0)
@@ -29,7 +39,17 @@ class Desk:
         self._busy, self._go = threading.Event(), threading.Event()
         self._fits, self._poison, self._error = fits, poison, error
         self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
-        self.scorer = Scorer(self.model, self.batcher, budget, 10**6, self.dead.append)
+        self.notes: list[Pass] = []
+        self.scorer = Scorer(
+            self.model,
+            self.batcher,
+            budget,
+            queue,
+            requests,
+            on_death=self.dead.append,
+            on_pass=self.notes.append,
+            deterministic=deterministic,
+        )
         self.first = self.ask([63], [[62]])
         assert self._busy.wait(30)
 
@@ -121,6 +141,107 @@ def test_temperatures_are_not_mixed():
     desk.go()
     assert close_to(warm[0], desk.exact([5], [[6, 7]], 2.0)) and close_to(warm[1], desk.exact([8], [[9, 10]], 2.0))
     assert close_to(cold, desk.exact([5], [[6, 7]], 0.5))
+
+
+def refused(desk, prompt, completions, client) -> ProtocolError:
+    with pytest.raises(ProtocolError) as refusal:
+        desk.ask(prompt, completions, client)
+    assert (refusal.value.status, refusal.value.code) == (503, "busy")
+    return refusal.value
+
+
+def test_a_client_may_hold_as_many_tokens_as_stay_free_and_a_newcomer_finds_room():
+    desk = Desk(budget=100, queue=100)  # 2 tokens are in the held pass, another client's
+    answers = [desk.ask([5], [[6] * 48], "a")]  # 49 of its own, 49 free
+    refused(desk, [7], [[]], "a")
+    answers.append(desk.ask([7], [[8] * 23], "b"))  # 24 of its own, 25 free
+    refused(desk, [7], [[]], "b")
+    answers.append(desk.ask([9], [[1] * 11], "c"))
+    assert desk.scorer.queue_depth == 2 + 49 + 24 + 12
+    desk.go()
+    for answer in answers:
+        answer.result(30)
+    assert desk.scorer.queue_depth == 0 and desk.scorer.held() == {}
+    desk.ask([5], [[6] * 49], "a").result(30)  # half of the queue when alone
+    refused(desk, [5], [[6] * 50], "a")
+
+
+def test_requests_are_shared_out_like_tokens():
+    desk = Desk(budget=100, requests=12)
+    answers = [desk.ask([5], [[6]], "a") for _ in range(5)]
+    refused(desk, [5], [[6]], "a")
+    answers += [desk.ask([5], [[6]], "b") for _ in range(3)]
+    refused(desk, [5], [[6]], "b")
+    desk.go()
+    for answer in answers:
+        answer.result(30)
+    assert desk.scorer.held() == {}
+
+
+def test_the_time_to_come_back_follows_from_the_measured_speed_and_what_must_be_done_first():
+    desk = Desk(budget=1000, queue=10_000)
+    desk.scorer._scored, desk.scorer._seconds = 50.0, 1.0  # tokens a second
+    desk.ask([5], [[6] * 3999], "a")
+    desk.ask([5], [[6] * 1999], "b")
+    # a: 4000 + 1000 against 10000 - 6002 - 1000 free: 2002 too many, and a token of its own that is done counts twice.
+    refusal = refused(desk, [5], [[6] * 999], "a")
+    assert refusal.retry_after == math.ceil(2002 / (1 + 4000 / 6002) / 50) == 25
+    assert "come back in 25 s" in refusal.message and "4000 of them yours" in refusal.message
+    # A newcomer's 2500 against 1498: nothing of it is in the queue.
+    assert refused(desk, [5], [[6] * 2499], "c").retry_after == math.ceil(1002 / 50)
+    desk.go()
+
+
+def test_the_speed_is_measured():
+    desk = Desk(budget=1000)
+    desk.go()
+    for _ in range(20):
+        desk.ask([5], [[6] * 99]).result(30)
+    spent = sum(note.seconds for note in desk.notes[-5:])
+    assert desk.scorer._scored / desk.scorer._seconds == pytest.approx(500 / spent, rel=1)
+
+
+def test_deterministic_answers_are_the_same_bits_whatever_else_waits():
+    asked = [([5, 6, 7], [[8] * n for n in (9, 30, 2, 17)]), ([5, 6, 7], [[9] * 12]), ([10] * 20, [[11, 12]])]
+    quiet = Desk(budget=40, deterministic=True)
+    quiet.go()
+    alone = [quiet.ask(*one).result(30) for one in asked]
+
+    busy = Desk(budget=40, deterministic=True)
+    waiting = [busy.ask([5, 6, 7], [[8] * 5, [20] * 8], f"other {n}") for n in range(5)]
+    answers = [busy.ask(*one, client=f"client {n % 2}") for n, one in enumerate(asked)]
+    waiting += [busy.ask([5, 6, 7], [[8] * 30], "client 0")]
+    busy.go()
+    for answer, expected, one in zip(answers, alone, asked, strict=True):
+        assert answer.result(30).tobytes() == expected.tobytes()
+        assert close_to(answer, busy.exact(*one))
+    for answer in waiting:
+        answer.result(30)
+    assert all(ids.numel() <= 40 for ids in busy.passes)
+    assert len(busy.fed()) == len(waiting) + len(quiet.fed())  # no pass is shared
+
+
+def test_deterministic_clients_take_turns():
+    desk = Desk(budget=20, deterministic=True)
+    greedy = [desk.ask([20 + number], [[1] * 15, [2] * 15], "greedy") for number in range(3)]  # two passes each
+    modest = desk.ask([40], [[1, 2, 3]], "modest")
+    desk.go()
+    for answer in [*greedy, modest]:
+        answer.result(30)
+    assert [row[0] for row in desk.fed()] == [20, 40, 20, 21, 21, 22, 22]
+
+
+def test_a_pass_is_noted_with_what_packing_and_sharing_saved():
+    desk = Desk(budget=100)
+    answers = [desk.ask([5, 6, 7], [[8, 9], [8, 9, 10, 11]], "a"), desk.ask([10], [[12, 13]], "b")]
+    desk.go()
+    for answer in answers:
+        answer.result(30)
+    note = desk.notes[-1]
+    # Without the last of each: 4, 6 and 2 tokens; padded to 6; the first prompt stands once.
+    assert (note.tokens, note.padded, note.fed, note.budget) == (12, 18, 9, 100)
+    assert (note.saved_by_packing, note.saved_by_sharing) == (6, 3)
+    assert note.seconds > 0
 
 
 @pytest.mark.parametrize("config", ["qwen2", "bloom, alibi"])
