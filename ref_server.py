@@ -288,6 +288,11 @@ def main() -> int:
     for name in ("ref_server", "grpo"):
         logging.getLogger(name).setLevel(config.log_level.upper())
     try:
+        if config.estimate:
+            from grpo.estimate import estimate_report
+
+            print(estimate_report(config))
+            return 0
         return run(config)
     except ConfigError as error:
         print(f"ref_server.py: error: {error}", file=sys.stderr)

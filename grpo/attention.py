@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo.batch import Tree
 
-_ROWS = 256  # queries of one call: few scores are computed in vain, and its mask is small
+ROWS = 256  # queries of one call: few scores are computed in vain, and its mask is small
 _PREFIX = "grpo_packed_"
 
 
@@ -35,7 +35,7 @@ def segments(
         tree.groups, *(states.split(sizes, dim=2) for states in (query, key, value)), strict=True
     ):
         prompt, completions = group
-        if completions and queries.shape[2] <= _ROWS:
+        if completions and queries.shape[2] <= ROWS:
             mask = _group_mask(prompt, tuple(completions), query.dtype, query.device)
             out.append(_attend(queries, keys, values, mask, scaling, softcap))
             continue
@@ -136,7 +136,7 @@ def _causal(
     if own == all_keys and softcap is None:
         return [_attend(query, key, value, None, scaling, softcap)]
     out = []
-    for start, rows in zip(range(0, own, _ROWS), query.split(_ROWS, dim=2), strict=True):
+    for start, rows in zip(range(0, own, ROWS), query.split(ROWS, dim=2), strict=True):
         seen = all_keys - own + start
         end = seen + rows.shape[2]
         mask = _mask(rows.shape[2], seen, query.dtype, query.device)
@@ -179,7 +179,7 @@ def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, d
 def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[rows, seen + rows]: 0 where a row may look, -inf where it may not. Of floats, as a bool mask is slower."""
     width = 1 << (seen - 1).bit_length() if seen else 0  # powers of two, so that few are ever made
-    return _whole_mask(_ROWS, width, dtype, device)[:rows, width - seen : width + rows]
+    return _whole_mask(ROWS, width, dtype, device)[:rows, width - seen : width + rows]
 
 
 @lru_cache(maxsize=8)

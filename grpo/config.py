@@ -104,6 +104,9 @@ class ServingSection:
     log_level: Literal["debug", "info", "warning"] = option(
         "info", "debug is a line a request, info a summary each minute, warning only trouble"
     )
+    estimate: bool = option(
+        False, "print the memory that this model, these lengths and this dtype need, load no weights, and end"
+    )
 
 
 @dataclass

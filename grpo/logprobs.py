@@ -19,7 +19,7 @@ from grpo.config import ConfigError
 # Tokens and vocabulary of a block of logits: 16 MB stay in a CPU's cache, a GPU wants few large launches.
 CPU_BLOCK = (1024, 4096)
 CUDA_BLOCK = (4096, 16384)
-_MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 def token_logprobs(
@@ -201,7 +201,7 @@ def _linear_fp32(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor 
     Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL where there is none; casting the whole
     weight to float32 instead would cost a second copy of it.
     """
-    if rows.is_cuda and rows.dtype != torch.float32 and _MM_GIVES_FP32:
+    if rows.is_cuda and rows.dtype != torch.float32 and MM_GIVES_FP32:
         return torch.mm(rows, weight.t(), out_dtype=torch.float32)
     out = None if buffer is None else buffer[: len(rows) * len(weight)].view(len(rows), len(weight))
     return torch.mm(rows.float(), weight.t().float(), out=out)

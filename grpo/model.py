@@ -35,7 +35,7 @@ def resolve_dtype(config: SharedConfig, device: torch.device) -> torch.dtype:
 
 def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
     """Raises ConfigError where there is none, or one without an end-of-sequence token."""
-    tokenizer = _load(AutoTokenizer, config)
+    tokenizer = load_auto(AutoTokenizer, config)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path!r}: its tokenizer has no eos token, so no completion could "
@@ -80,11 +80,11 @@ def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedMode
 
 
 def _load_model(config: SharedConfig, dtype: torch.dtype, **options) -> PreTrainedModel:
-    settings = _load(AutoConfig, config)
+    settings = load_auto(AutoConfig, config)
     for name, value in vars(settings).items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(settings, name, 0.0)
-    return _load(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options).eval()
+    return load_auto(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options).eval()
 
 
 def _need(field: str, value: str, *packages: str) -> None:
@@ -200,7 +200,7 @@ def device_memory() -> tuple[int, int]:
     return sum(torch.cuda.memory_reserved(device) for device in devices), total
 
 
-def _load(auto_class, shared: SharedConfig, **options):
+def load_auto(auto_class, shared: SharedConfig, **options):
     name = shared.model_name_or_path
     try:
         return auto_class.from_pretrained(name, trust_remote_code=shared.trust_remote_code, **options)

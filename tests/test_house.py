@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "records", "loss"},
     {"protocol", "logprobs", "batch", "attention", "arguments"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
-    | {"http_server", "monitor"},
+    | {"http_server", "monitor", "estimate"},
     {"evaluate"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -149,7 +149,7 @@ def test_both_paths_and_every_block_size_have_the_same_gradients(config, checkpo
         model.train()
     for block, rows in (((1, 7), 256), ((4, 64), 2), ((1024, 4096), 12)):
         monkeypatch.setattr(module, "CPU_BLOCK", block)
-        monkeypatch.setattr(attention, "_ROWS", rows)  # groups in one call, in calls of two rows, some of them in one
+        monkeypatch.setattr(attention, "ROWS", rows)  # groups in one call, in calls of two rows, some of them in one
         for path, batcher in batchers.items():
             batch = batcher.make(SEQUENCES, "cpu")
             values, gradients = values_and_gradients(token_logprobs(model, batch, 0.8)[0])

@@ -1,0 +1,338 @@
+"""How much memory the reference server needs, from a model's configuration alone: no weights are loaded.
+
+The formula counts the tensors that live at the same time in one forward pass without gradients, as transformers'
+layers, grpo/attention.py and grpo/logprobs.py make and drop them. One of three phases is the highest point: attention,
+MLP or head. Layers follow one another, so their number does not count. `python -m benchmarks.memory` holds the formula
+against measured peaks on a CPU; on a GPU it has not been measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from grpo.attention import ROWS
+from grpo.config import ConfigError, ServerConfig
+from grpo.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32
+from grpo.model import load_auto, resolve_dtype
+
+MIB, GIB = 2**20, 2**30
+CARDS = 8, 12, 16, 24, 40, 48, 80
+"""GB, as cards are sold"""
+CEILING = 131_072
+"""tokens that are tried"""
+
+CPU_PROCESS = 400 * MIB  # Python, torch and the rest: a server with a model of 0.1 M parameters holds 365
+# What glibc's heap holds beside the tensors in use, and the matrix products' own buffers: fitted to measured peaks.
+CPU_HEAP, CPU_HOLES = 160 * MIB, 0.1
+# Assumed, not measured; the report says so.
+CUDA_CONTEXT = 600 * MIB
+CUDA_SCRATCH = 32 * MIB
+CUDA_ROUNDING = 0.1  # of the tensors, by torch's allocator
+CARD_USABLE = 0.9  # of what a card is sold with: error correction, driver, display
+GROUP = 8  # completions of a prompt: flash attention lays the prompt's keys out for each
+
+FUSED = {"silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "tanh", "sigmoid"}
+"""activations that are one kernel; others are written in Python and make temporaries"""
+
+
+@dataclass(frozen=True)
+class Term:
+    name: str
+    size: int
+    """bytes"""
+    why: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes, of one forward pass."""
+
+    weights: int
+    terms: list[Term]
+    """of the working memory at its highest point"""
+    process: int
+    """what there is without any model: the process on a CPU, its context on a GPU"""
+
+    @property
+    def working(self) -> int:
+        return sum(term.size for term in self.terms)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.working + self.process
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the working memory depends on. Widths are numbers of one token."""
+
+    hidden: int
+    wide: int
+    """of the MLP"""
+    wide_alive: int
+    """how many tensors of that width the MLP holds at once"""
+    queries: int
+    keys: int
+    """of the keys; the values are as wide"""
+    heads: int
+    head_width: int
+    vocabulary: int
+    softcap: bool
+    """of the attention scores, which no fused kernel knows"""
+    eager: bool
+    """whether a padded batch makes all its scores at once"""
+    window: int | None
+    rotary: bool
+    largest: int
+    """parameters of the largest linear layer but the head"""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Shape:
+        config = model.config.get_text_config()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        head_width = getattr(config, "head_dim", None) or hidden // heads
+        names = "intermediate_size", "n_inner", "ffn_dim"
+        wide = next((width for name in names if (width := getattr(config, name, None))), 4 * hidden)
+        names = "hidden_activation", "hidden_act", "activation_function"
+        activation = next((act for name in names if (act := getattr(config, name, None))), None)
+        gated = any(name.endswith(("gate_proj", "gate_up_proj")) for name, _ in model.named_modules())
+        kinds = getattr(config, "layer_types", None)
+        slides = not kinds or "sliding_attention" in kinds
+        return cls(
+            hidden=hidden,
+            wide=wide,
+            # Gated: what the activation gave, the other half, and their product. Else: what goes in and what comes out.
+            # An activation in Python holds its input and three more.
+            wide_alive=max(3 if gated else 2, 2 if activation in FUSED else 4),
+            queries=heads * head_width,
+            keys=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+            heads=heads,
+            head_width=head_width,
+            vocabulary=len(model.get_output_embeddings().weight),
+            softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+            eager=model.config._attn_implementation == "eager",
+            window=getattr(config, "sliding_window", None) if slides else None,
+            rotary=bool(getattr(config, "rope_parameters", None)),
+            largest=max((layer.weight.numel() for layer in _linears(model)), default=0),
+        )
+
+
+def estimate(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    quantization: str,
+    batch_tokens: int,
+    longest: int,
+    device_type: str,
+) -> Estimate:
+    """One forward pass of `batch_tokens`, its longest sequence of `longest` tokens. The model may be on device meta."""
+    return Estimate(
+        weights(model, dtype, quantization),
+        working(Shape.of(model), dtype, quantization, batch_tokens, longest, device_type),
+        CUDA_CONTEXT if device_type == "cuda" else CPU_PROCESS,
+    )
+
+
+def weights(model: PreTrainedModel, dtype: torch.dtype, quantization: str) -> int:
+    """Bytes. A tied head counts once.
+
+    As bitsandbytes lays them out: all linear layers but the head, in 8 bits with a float32 for each output, in 4 bits
+    with a float32 for every 64 numbers. Embeddings, head, norms and biases stay in `dtype`.
+    """
+    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    if quantization == "none":
+        return size
+    for layer in _linears(model):
+        count, outputs = layer.weight.numel(), layer.nf if isinstance(layer, Conv1D) else layer.out_features
+        small = count + 4 * outputs if quantization == "8bit" else -(-count // 2) + 4 * -(-count // 64)
+        size += small - count * dtype.itemsize
+    return size
+
+
+def working(
+    shape: Shape, dtype: torch.dtype, quantization: str, tokens: int, longest: int, device_type: str
+) -> list[Term]:
+    """The terms of one forward pass at its highest point. Grows with `tokens` and with `longest`."""
+    item, cuda = dtype.itemsize, device_type == "cuda"
+    row = tokens * item  # bytes of a number for every token
+    hidden, wide, queries, keys = shape.hidden, shape.wide, shape.queries, shape.keys
+
+    body = [Term("embeddings, layer's input", 2 * hidden * row, "the model holds the first, its loop the second")]
+    if shape.rotary:
+        body.append(Term("cosines and sines", 2 * shape.head_width * row, "of all positions, for all layers"))
+    else:
+        body.append(Term("learned positions", 2 * hidden * row, "their embeddings, and the attention's output"))
+
+    # Keys and values of its prompt beside its own for one segment at a time; for flash attention for all of them.
+    varlen = cuda and item == 2 and not shape.softcap
+    seen = 2 * keys * ((GROUP + 1) * row if varlen else longest * item)
+    rotated = max(4 * queries + 2 * keys, 2 * queries + 5 * keys)
+    attention = [
+        Term("input of the attention", hidden * row, "normed, beside the layer's own"),
+        Term("queries, keys, values", max(rotated, 3 * queries + 2 * keys) * row, "rotated one after the other"),
+        Term("prompts' keys again", seen, f"groups of {GROUP}" if varlen else "of one segment"),
+    ]
+    if not varlen and (cuda or shape.softcap):
+        repeated = 2 * queries * longest * item
+        attention.append(Term("keys repeated", repeated, "to as many heads as the queries have, of one segment"))
+        scores = 8 * shape.heads * ROWS * longest
+        attention.append(Term("scores", scores, f"of {ROWS} rows at a time, two in fp32"))
+    if shape.window is not None and longest > shape.window:
+        pairs = tokens * longest
+        size = pairs * (8 * shape.heads + 2 * item) if shape.eager else pairs * (1 + item)
+        attention.append(Term("beyond the window", size, "padded batches: a mask, and scores where no kernel knows it"))
+
+    mlp = [
+        Term("residual, input of the MLP", 2 * hidden * row, "after the attention"),
+        Term("inside of the MLP", shape.wide_alive * wide * row, f"{shape.wide_alive} tensors of width {wide}"),
+    ]
+    if quantization == "8bit":
+        product = (4 + 2) * wide if cuda else 4 * 4 * wide
+        size = tokens * (3 * hidden + product) + (0 if cuda else 4 * shape.largest)
+        mlp.append(
+            Term("8 bit product", size, "the input in 16 and 8 bits, the product in int32 and what is made of it")
+        )
+    elif quantization == "4bit":
+        mlp.append(Term("4 bit weights unpacked", item * shape.largest, "of the largest layer, for its product"))
+
+    if not cuda and item == 2:
+        mlp.append(Term("16 bit product", item * shape.largest, "the library lays a layer's weights out anew"))
+
+    rows, columns = CUDA_BLOCK if cuda else CPU_BLOCK
+    rows, columns = min(rows, tokens), min(columns, shape.vocabulary)
+    # A 16-bit product with fp32 output does not go into the buffer, and the block before it is alive until it is there.
+    blocks = 3 if cuda and item == 2 and MM_GIVES_FP32 else 1
+    casts = 4 * (rows + columns) * hidden if item == 2 and blocks == 1 else 0
+    head = [
+        Term("last hidden states", 2 * hidden * row, "all, and those that predict a completion token"),
+        Term("block of logits", 4 * blocks * rows * columns + casts, f"{blocks} of {rows} x {columns} in fp32"),
+        Term("targets and answers", 64 * tokens, "places, ids, log-probs"),
+    ]
+    phases = body + attention, body + mlp, head
+    terms = [
+        *max(phases, key=lambda phase: sum(term.size for term in phase)),
+        Term("ids and positions", 48 * tokens, "64-bit integers"),
+    ]
+    if not varlen:
+        width = 1 << max(0, longest - 1).bit_length()  # cached in powers of two, as grpo/attention.py does
+        masks = item * (64 * ROWS**2 + ROWS * (2 * width + 8 * ROWS))
+        terms.append(Term("masks", masks, "of groups and of completions, kept for the next pass"))
+    tensors = sum(term.size for term in terms)
+    if cuda:
+        terms.append(Term("products' workspace", CUDA_SCRATCH, "assumed"))
+        terms.append(Term("allocator", round(CUDA_ROUNDING * tensors), f"assumed: {CUDA_ROUNDING:.0%} of the above"))
+    else:
+        kept = CPU_HEAP + round(CPU_HOLES * tensors)
+        terms.append(Term("heap", kept, f"{CPU_HEAP // MIB} MiB and {CPU_HOLES:.0%}: what glibc does not give back"))
+    return terms
+
+
+def _linears(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
+    head = model.get_output_embeddings()
+    return [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
+
+
+def estimate_report(config: ServerConfig) -> str:
+    """The table of `--estimate`. Raises ConfigError where there is no such model."""
+    settings = load_auto(AutoConfig, config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = resolve_dtype(config, device)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                settings, dtype=dtype, trust_remote_code=config.trust_remote_code
+            ).eval()
+    except ValueError as error:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: not a causal language model "
+            f"({' '.join(str(error).split())[:300]}): name one"
+        ) from error
+    text = settings.get_text_config()
+    own = getattr(text, "max_position_embeddings", None) or CEILING
+    longest = min(config.max_length or own, own)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    budget = config.max_batch_tokens or (16384 if device.type == "cuda" else 4096)
+    lines = [
+        f"{config.model_name_or_path}: {count:,} parameters. Computed from its configuration, no weights were loaded.",
+        "",
+        *_breakdown(model, dtype, config.quantization, budget, longest, device.type),
+        "",
+        *_cards(model, resolve_dtype(config, torch.device("cuda")), config.quantization, longest),
+    ]
+    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        lines += ["", "This model has experts, which the formula does not know: its working memory may be larger."]
+    return "\n".join(lines)
+
+
+def _breakdown(
+    model: PreTrainedModel, dtype: torch.dtype, quantization: str, budget: int, longest: int, device_type: str
+) -> list[str]:
+    full = estimate(model, dtype, quantization, budget, min(budget, longest), device_type)
+    alone = estimate(model, dtype, quantization, longest, longest, device_type)
+    measured = "not measured on a card" if device_type == "cuda" else "held against measured peaks"
+    lines = [
+        f"On this machine ({device_type}, {_name(dtype)}, quantization {quantization}; {measured}), MiB:",
+        _row("weights", full.weights, "a tied head once"),
+        _row("process", full.process, "assumed: CUDA's context" if device_type == "cuda" else "without a model"),
+        _row(f"forward pass of {budget:,} tokens", full.working, "at its highest point; of that:"),
+        *(_row(f"  {term.name}", term.size, term.why) for term in full.terms),
+        _row("together", full.total, f"--max_batch_tokens {budget}"),
+    ]
+    if longest > budget:
+        lines.append(_row(f"one sequence of {longest:,}", alone.total, "together; --max_length lowers it"))
+    else:
+        lines.append(_row(f"at least, {longest:,} tokens", alone.total, "together: one sequence must fit by itself"))
+    return lines
+
+
+def fit(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: int, card: int) -> tuple[int, int]:
+    """The largest budget and the longest sequence, in tokens, for a card of `card` GB; 0 where not even 256 fit."""
+    shape = Shape.of(model)
+    room = CARD_USABLE * card * GIB - CUDA_CONTEXT - weights(model, dtype, quantization)
+
+    def fits(tokens: int, length: int) -> bool:
+        return sum(term.size for term in working(shape, dtype, quantization, tokens, length, "cuda")) <= room
+
+    if not fits(256, min(256, longest)):
+        return 0, 0
+    budget = _most(lambda tokens: fits(tokens, min(tokens, longest)), CEILING)
+    return budget // 256 * 256, _most(lambda tokens: fits(tokens, tokens), longest)
+
+
+def _cards(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: int) -> list[str]:
+    lines = [
+        f"On a card (cuda, {_name(dtype)}, quantization {quantization}): the same formula, not measured there.",
+        f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_CONTEXT // MIB} MiB of that CUDA's context; the allocator "
+        f"rounds up by {CUDA_ROUNDING:.0%}; groups of {GROUP}.",
+        f"{'card':>6}  {'weights':>9}  {'--max_batch_tokens up to':>24}  {'longest sequence':>17}",
+    ]
+    held = weights(model, dtype, quantization) / GIB
+    for card in CARDS:
+        budget, length = fit(model, dtype, quantization, longest, card)
+        most = f"{budget:,}" + (" or more" if budget == CEILING else "") if budget else "does not fit"
+        alone = f"all {length:,}" if length == longest else f"{length:,}" if length else ""
+        lines.append(f"{card:>3} GB  {held:>5.1f} GiB  {most:>24}  {alone:>17}".rstrip())
+    return lines
+
+
+def _most(holds: Callable[[int], bool], ceiling: int) -> int:
+    """The largest number up to `ceiling` for which it holds, as for all smaller ones; 0 where there is none."""
+    low, high = 0, ceiling + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _row(name: str, size: int, why: str) -> str:
+    return f"  {name:<34}{size / MIB:>10,.0f}  {why}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
