@@ -185,6 +185,9 @@ class ReferenceSection:
     ref_servers: Optional[list[str]] = option(
         None, "base URLs, all of the same model: work goes to each by its speed; unset is http://127.0.0.1:PORT"
     )
+    ref_ca_file: Optional[str] = option(
+        None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
+    )
     ref_startup_timeout: float = option(300.0, "seconds to wait at the start for a server that is not ready")
     ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again")
     ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run")
@@ -318,6 +321,12 @@ class TrainerConfig(
         for url in self.ref_servers:
             _require(url.startswith(("http://", "https://")), "ref_servers", url, "write it as http://HOST:PORT")
         _require(len(set(self.ref_servers)) == len(self.ref_servers), "ref_servers", self.ref_servers, "name each once")
+        _require(
+            self.ref_ca_file is None or Path(self.ref_ca_file).is_file(),
+            "ref_ca_file",
+            self.ref_ca_file,
+            "there is no such file: name the PEM file of the authority that signed the server's certificate",
+        )
         for name in self.report_to:
             _require(name in ("tensorboard", "wandb", "none"), "report_to", name, "use tensorboard, wandb or none")
         _require(

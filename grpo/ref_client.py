@@ -3,16 +3,17 @@
     RefError                  the reference cannot serve this run: wrong model, wrong token, refused request
     +-- RefUnavailable        no server answered before the deadline
 
-A request is stateless, so it is simply sent again, to the next server if there are several, until one answers or the
-deadline is over: a server that is killed and restarted costs time and nothing else.
+A request is stateless, so it is simply sent again, to another server if there is one, until one answers or the deadline
+is over: a server that is killed and restarted costs time and nothing else. Work goes to each server by its measured
+speed; one that fails is set aside, and has work again when it is well.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import random
+import ssl
 import threading
 import time
 import uuid
@@ -35,10 +36,10 @@ from grpo.protocol import (
 
 log = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 _LONGEST_PAUSE = 5.0
-_RETRIED = (502, 503, 504)  # not ready, busy, or a proxy without its server: another time it may work
-_IN_FLIGHT = 8  # requests of one rank at a time
+_RETRIED = (408, 429, 502, 503, 504)  # a cut or slow body, busy, not ready, a proxy without its server
+_IN_FLIGHT = 8  # requests of one rank at one server at a time
 
 
 def check_reference(config: TrainerConfig, policy: Health, reference: Health) -> None:
@@ -77,30 +78,110 @@ class RefUnavailable(RefError):
     """No server answered before the deadline."""
 
 
+class _Failure(Exception):
+    """An attempt that failed as another may not. The message follows the server's URL in a sentence."""
+
+    def __init__(self, said: str, retry_after: float = 0.0, other_model: str = ""):
+        super().__init__(said)
+        self.retry_after = retry_after
+        """seconds after which the server wants to be asked again; 0 where it said nothing of it"""
+        self.other_model = other_model
+        """fingerprint of what it serves, where that is not the model that the run began with"""
+
+
+class _Server:
+    """What this client knows of one server. Once requests are under way it changes under the client's lock only."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self.requests = self.tokens = 0
+        """in flight"""
+        self.speed = 0.0
+        """tokens a second, a moving average; 0 is not measured yet"""
+        self.since = 0.0
+        """when it last answered, or was sent something after it had nothing to do"""
+        self.said = "has not answered yet"
+        self.aside = False
+        """has no work until `back`"""
+        self.back = 0.0
+        """when it was last taken back"""
+        self.failures = 0
+        """in a row: while there are any, one request at a time tries whether it works again"""
+        self.on_trial = False
+        self.other_model = ""
+
+    def usable(self) -> bool:
+        return not self.aside and not self.on_trial
+
+    def expected_end(self, tokens: int, fastest: float) -> float:
+        """Seconds after which `tokens` more would be answered; `fastest` is the speed of the fastest server."""
+        speed, quiet = self.speed or fastest, time.monotonic() - self.since
+        if not self.requests:
+            # Old measurements fade, or one slow answer would shut a server out for good.
+            return tokens / min(fastest, speed * (1 + quiet / 60))
+        # A silence may well last as long again: others take over long before a stalled server's timeout.
+        return max((self.tokens + tokens) / speed, quiet)
+
+
 class RefClient:
     """Sends groups to the reference servers from threads of its own. Close it when the run ends."""
 
     def __init__(self, config: TrainerConfig):
+        """Raises RefError if `ref_ca_file` holds no certificate."""
         self._config = config
-        self._turns = itertools.count()
+        if config.ref_ca_file:
+            try:
+                ssl.create_default_context(cafile=config.ref_ca_file)
+            except OSError as error:
+                raise RefError(
+                    f"ref_ca_file={config.ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
+                ) from error
         self._name = uuid.uuid4().hex  # the server serves clients in turn
         self._fingerprint: str | None = None
-        self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="reference")
-        self._per_thread = threading.local()
+        self._servers = [_Server(url) for url in config.ref_servers]
+        self._changed = threading.Condition()
         self._closing = threading.Event()
+        # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
+        self._threads = ThreadPoolExecutor(_IN_FLIGHT * len(self._servers), thread_name_prefix="reference")
+        self._per_thread = threading.local()
 
     def wait_ready(self) -> Health:
         """Wait until every server is ready and check that all serve the same model; return what they say of it.
 
         Says every 15 seconds what it waits for.
 
-        Raises RefUnavailable after `ref_startup_timeout` seconds, RefError for a refused token or differing models.
+        Raises RefUnavailable after `ref_startup_timeout` seconds, RefError for a refused token, a certificate that
+        does not verify, or differing models.
         """
-        first, *others = [self._wait_for(url) for url in self._config.ref_servers]
-        for url, other in zip(self._config.ref_servers[1:], others, strict=True):
+        deadline = _Deadline(self._config.ref_startup_timeout)
+        next_word = time.monotonic() + 5.0
+        healths: dict[str, Health] = {}
+        waiting = self._servers
+        while True:
+            for server in waiting:
+                try:
+                    healths[server.url] = self._health(server.url)
+                except _Failure as failure:
+                    server.said = str(failure)
+            waiting = [server for server in waiting if server.url not in healths]
+            if not waiting:
+                break
+            if deadline.left() <= 0:
+                raise RefUnavailable(
+                    f"no reference server at {_each(waiting)} after {deadline.seconds:.0f} s: start 'python "
+                    f"ref_server.py --model_name_or_path {self._config.model_name_or_path}' there, or set ref_servers "
+                    "to where it is, or beta to 0 to train without"
+                )
+            if time.monotonic() >= next_word:
+                passed = deadline.seconds - deadline.left()
+                log.info("waiting for %s (%.0f of %.0f s)", _each(waiting), passed, deadline.seconds)
+                next_word = time.monotonic() + 15.0
+            time.sleep(min(0.5, max(0.0, deadline.left())))
+        first_url, first = self._servers[0].url, healths[self._servers[0].url]
+        for url, other in healths.items():
             if other.model_fingerprint != first.model_fingerprint:
                 raise RefError(
-                    f"{self._config.ref_servers[0]} serves {first.model} ({first.model_fingerprint}) but {url} serves "
+                    f"{first_url} serves {first.model} ({first.model_fingerprint}) but {url} serves "
                     f"{other.model} ({other.model_fingerprint}): start every server with the same model"
                 )
         self._fingerprint = first.model_fingerprint
@@ -115,100 +196,157 @@ class RefClient:
         return self._threads.submit(self._score, request)
 
     def close(self) -> None:
+        """Send nothing more; what still waits raises RefError. A thread whose request is under way ends with it."""
         self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _score(self, request: LogprobsRequest) -> list[np.ndarray]:
-        body, tokens = encode_request(request), int(request.completion_lengths.sum())
-        servers, deadline = self._config.ref_servers, _Deadline(self._config.ref_deadline)
-        turn = next(self._turns)
-        attempts = 0
+        """Send a request to one server after another until there is an answer. Raises RefError."""
+        body, size = encode_request(request), len(request.input_ids)
+        deadline = _Deadline(self._config.ref_deadline)
         while True:
-            url = servers[(turn + attempts) % len(servers)]
-            said, pause = self._ask(url, body, tokens, deadline)
-            attempts += 1
-            if isinstance(said, np.ndarray):
-                return np.split(said, np.cumsum(request.completion_lengths)[:-1])
-            if attempts % len(servers):
-                continue  # another one may answer at once
-            # Spread out, so that many ranks do not knock at the same moment.
-            pause = pause or min(_LONGEST_PAUSE, 0.1 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1.0)
-            if deadline.left() <= pause or self._closing.wait(pause):
-                raise RefUnavailable(
-                    f"no log-probs for {request.request_id} after {deadline.seconds:.0f} s and {attempts} attempts; "
-                    f"last, {url} {said}: see that server's log; ref_deadline sets how long to wait"
-                )
-            if attempts == 4 * len(servers):
-                log.warning("%s %s; trying again until %.0f s are over", url, said, deadline.seconds)
+            server, load = self._take(size, request.request_id, deadline)
+            sent, failure = time.monotonic(), None
+            try:
+                logprobs = self._ask(server.url, body, int(request.completion_lengths.sum()), deadline)
+                return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
+            except _Failure as error:
+                failure = error
+            finally:
+                self._end(server, size, load, sent, failure)
 
-    def _ask(self, url: str, body: bytes, tokens: int, deadline: _Deadline) -> tuple[np.ndarray | str, float]:
-        """The log-probs, or what went wrong this time and how long the server asks to wait (0: it did not say)."""
+    def _take(self, size: int, name: str, deadline: _Deadline) -> tuple[_Server, int]:
+        """Wait for the server that should answer first to have room, and book `size` tokens there.
+
+        Returns it with the tokens that are then in flight there. Raises RefUnavailable at the deadline, RefError when
+        every server has changed its model.
+        """
+        with self._changed:
+            while not self._closing.is_set():
+                if all(server.other_model for server in self._servers):
+                    raise RefError(
+                        f"every reference server has changed: {_each(self._servers)}: restart it with the model that "
+                        f"this run began with ({self._fingerprint})"
+                    )
+                if deadline.left() <= 0:
+                    raise RefUnavailable(
+                        f"no log-probs for {name} after {deadline.seconds:.0f} s from {_each(self._servers)}: see the "
+                        "log there; ref_deadline sets how long to wait"
+                    )
+                fastest = max(server.speed for server in self._servers) or 1.0
+                usable = [server for server in self._servers if server.usable()]
+                random.shuffle(usable)  # or every rank's first request would go to the same of equals
+                best = min(usable, key=lambda server: server.expected_end(size, fastest), default=None)
+                if best is not None and best.requests < _IN_FLIGHT:
+                    best.since = best.since if best.requests else time.monotonic()
+                    best.on_trial = best.failures > 0
+                    best.requests += 1
+                    best.tokens += size
+                    return best, best.tokens
+                # Not only for news: while a server is silent it becomes a worse choice.
+                self._changed.wait(max(0.0, min(0.2, deadline.left())))
+        raise RefError(f"{name} was given up: the client is closed")
+
+    def _end(self, server: _Server, size: int, load: int, sent: float, failure: _Failure | None) -> None:
+        """An attempt is over, for better or worse: what follows for its server."""
+        now = time.monotonic()
+        with self._changed:
+            server.requests -= 1
+            server.tokens -= size
+            if failure is None:
+                server.since, server.said = now, "answered the last time"
+                speed = load / max(now - sent, 1e-6)
+                server.speed = 0.75 * server.speed + 0.25 * speed if server.speed else speed
+                if server.failures and not server.aside:
+                    log.info("%s answers again", server.url)
+                    server.failures, server.on_trial = 0, False
+            # One trouble has as many failures as requests were in flight: the first of them counts.
+            elif not server.aside and sent >= server.back:
+                server.aside, server.on_trial = True, False
+                self._note(server, failure)
+                threading.Thread(target=self._bring_back, args=(server, failure), name="knock", daemon=True).start()
+            self._changed.notify_all()
+
+    def _note(self, server: _Server, failure: _Failure) -> None:
+        if failure.other_model and not server.other_model:
+            log.error("%s %s: it is set aside until it is restarted with the right one", server.url, failure)
+        elif not server.failures:
+            log.warning("%s %s: it is set aside until it is well", server.url, failure)
+        server.said, server.other_model = str(failure), failure.other_model
+        server.failures += 1
+
+    def _bring_back(self, server: _Server, failure: _Failure) -> None:
+        """The one thread that knocks at a server that was set aside, until it can have work again."""
+        knock = not failure.retry_after  # one that names a time is alive
+        while not self._closing.wait(_pause(server.failures, failure.retry_after)):
+            try:
+                if knock:
+                    self._check_model(self._health(server.url).model_fingerprint)
+            except _Failure as error:
+                failure = error
+            except RefError as error:  # another token, or something else altogether: for now
+                failure = _Failure(str(error).removeprefix(f"{server.url} "))
+            else:
+                with self._changed:
+                    server.aside, server.back, server.other_model = False, time.monotonic(), ""
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._note(server, failure)
+                self._changed.notify_all()
+
+    def _ask(self, url: str, body: bytes, tokens: int, deadline: _Deadline) -> np.ndarray:
+        """The log-probs of `tokens` completion tokens. Raises _Failure, or RefError where sending again is no use."""
+        patience = max(0.1, min(self._config.ref_request_timeout, deadline.left()))
         try:
-            answer = self._session().post(
-                url + LOGPROBS_PATH,
-                data=body,
-                timeout=(_CONNECT_SECONDS, max(0.1, min(self._config.ref_request_timeout, deadline.left()))),
-            )
-        except requests.Timeout:
-            return "did not answer in time", 0.0
+            answer = self._session().post(url + LOGPROBS_PATH, data=body, timeout=(_CONNECT_SECONDS, patience))
         except requests.RequestException as error:
-            return f"cannot be reached ({_root(error)})", 0.0
+            raise _unreached(error) from error
         if answer.status_code in _RETRIED:
-            return f"said {answer.status_code}: {_sentence(answer)}", _retry_after(answer)
+            raise _Failure(f"said {answer.status_code}: {_sentence(answer)}", _retry_after(answer))
         if answer.status_code != 200:
             raise RefError(f"{url} refused a request with {answer.status_code}: {_sentence(answer)}")
         try:
             decoded = decode_answer(answer.content, tokens)
         except ProtocolError as error:
-            return f"sent a damaged answer ({error})", 0.0
-        if self._fingerprint is not None and decoded.model_fingerprint != self._fingerprint:
-            raise RefError(
-                f"{url} now serves another model ({decoded.model_fingerprint}, at the start {self._fingerprint}): "
-                "restart it with the model this run began with"
-            )
-        return decoded.logprobs, 0.0
+            raise _Failure(f"sent a damaged answer ({error})") from error
+        self._check_model(decoded.model_fingerprint)
+        return decoded.logprobs
 
-    def _wait_for(self, url: str) -> Health:
-        deadline = _Deadline(self._config.ref_startup_timeout)
-        next_word = time.monotonic() + 5.0
-        while True:
-            try:
-                answer = self._session().get(url + HEALTH_PATH, timeout=_CONNECT_SECONDS)
-                if answer.status_code == 200:
-                    return self._identify(url, answer)
-                said = f"said {answer.status_code}: {answer.text[:200]}"
-            except requests.RequestException as error:
-                said = f"cannot be reached ({_root(error)})"
-            if deadline.left() <= 0:
-                raise RefUnavailable(
-                    f"no reference server at {url} after {deadline.seconds:.0f} s (it {said}): start one with "
-                    f"'python ref_server.py --model_name_or_path {self._config.model_name_or_path} --port "
-                    f"{url.rsplit(':', 1)[-1]}', or set ref_servers to where it is, or beta to 0 to train without"
-                )
-            if time.monotonic() >= next_word:
-                log.info(
-                    "waiting for the reference server (%.0f of %.0f s): %s %s",
-                    deadline.seconds - deadline.left(),
-                    deadline.seconds,
-                    url,
-                    said,
-                )
-                next_word = time.monotonic() + 15.0
-            time.sleep(min(0.5, max(0.0, deadline.left())))
-
-    def _identify(self, url: str, answer: requests.Response) -> Health:
+    def _health(self, url: str) -> Health:
+        """What a server that can score says of itself. Raises _Failure, or RefError where waiting is no use."""
+        try:
+            answer = self._session().get(url + HEALTH_PATH, timeout=_CONNECT_SECONDS)
+        except requests.RequestException as error:
+            if isinstance(root := _root(error), ssl.SSLCertVerificationError):
+                raise RefError(
+                    f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
+                    "file of the authority that signed it, and write the host as the certificate does"
+                ) from error
+            raise _unreached(error) from error
         if answer.content == b'{"status": "ok"}':
             raise RefError(f"{url} wants another token: give server and trainer the same one")
+        if answer.status_code != 200:
+            raise _Failure(f"said {answer.status_code}: {answer.text[:200]}", _retry_after(answer))
         try:
             return Health.from_json(answer.content)
         except ValueError as error:
             raise RefError(f"{url} is something else ({error}): set ref_servers to the reference server") from error
+
+    def _check_model(self, fingerprint: str) -> None:
+        if self._fingerprint is not None and fingerprint != self._fingerprint:
+            raise _Failure(
+                f"now serves another model ({fingerprint}, at the start {self._fingerprint})", other_model=fingerprint
+            )
 
     def _session(self) -> requests.Session:
         if not hasattr(self._per_thread, "session"):
             session = requests.Session()
             # A proxy in the environment is for the way out, and would swallow requests to machines of one's own.
             session.trust_env = False
+            session.verify = self._config.ref_ca_file or True
             session.headers["Content-Type"] = CONTENT_TYPE
             if self._config.token:
                 session.headers["Authorization"] = f"Bearer {self._config.token}"
@@ -225,6 +363,30 @@ class _Deadline:
         return self._end - time.monotonic()
 
 
+def _each(servers: list[_Server]) -> str:
+    return " and ".join(f"{server.url} (it {server.said})" for server in servers)
+
+
+def _pause(failures: int, retry_after: float) -> float:
+    """Seconds to the next attempt, spread out so that many ranks do not knock at the same moment."""
+    if retry_after:
+        return retry_after * random.uniform(1.0, 1.25)
+    return min(_LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
+
+
+def _unreached(error: requests.RequestException) -> _Failure:
+    root = _root(error)
+    if isinstance(root, TimeoutError):
+        return _Failure("did not answer in time")
+    return _Failure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
+
+
+def _root(error: BaseException) -> BaseException:
+    while (inner := error.__context__) is not None:
+        error = inner
+    return error
+
+
 def _sentence(answer: requests.Response) -> str:
     try:
         return answer.json()["error"]["message"]
@@ -234,10 +396,4 @@ def _sentence(answer: requests.Response) -> str:
 
 def _retry_after(answer: requests.Response) -> float:
     value = answer.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else 0.0
-
-
-def _root(error: BaseException) -> str:
-    while (inner := error.__context__) is not None:
-        error = inner
-    return getattr(error, "strerror", None) or str(error)
+    return float(value) if value.isdecimal() else 0.0

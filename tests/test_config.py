@@ -58,6 +58,7 @@ IMPOSSIBLE = [
     ),
     (["--reward_weights", "1", "nan"], "reward_weights=[1.0, nan]: ", "finite"),
     (["--ref_servers", "http://a:1", "http://a:1/"], "ref_servers=", "name each once"),
+    (["--ref_ca_file", "nowhere.pem"], "ref_ca_file='nowhere.pem': ", "no such file"),
     (["--ref_servers", "localhost:59875"], "ref_servers='localhost:59875': ", "http://HOST:PORT"),
     (["--report_to", "mlflow"], "report_to='mlflow': ", "tensorboard, wandb or none"),
     (["--max_steps", "many"], "argument --max_steps", "invalid int value: 'many'"),
