@@ -1,8 +1,5 @@
 """The trainer's side of the wire: groups go out the moment they are generated, log-probs come back when they are ready.
 
-    RefError                  the reference cannot serve this run: wrong model, wrong token, refused request
-    +-- RefUnavailable        no server answered before the deadline
-
 A request is stateless, so it is simply sent again, to another server if there is one, until one answers or the deadline
 is over: a server that is killed and restarted costs time and nothing else. Work goes to each server by its measured
 speed; one that fails is set aside, and has work again when it is well.
@@ -10,35 +7,22 @@ speed; one that fails is set aside, and has work again when it is well.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-import ssl
 import threading
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import requests
 
 from grpo.config import TrainerConfig
-from grpo.protocol import (
-    CONTENT_TYPE,
-    HEALTH_PATH,
-    LOGPROBS_PATH,
-    Health,
-    LogprobsRequest,
-    ProtocolError,
-    decode_answer,
-    encode_request,
-)
+from grpo.protocol import Health, LogprobsRequest, encode_request
+from grpo.ref_wire import Failure, RefError, RefUnavailable, RefWire
 
 log = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 _LONGEST_PAUSE = 5.0
-_RETRIED = (408, 429, 502, 503, 504)  # a cut or slow body, busy, not ready, a proxy without its server
 _IN_FLIGHT = 8  # requests of one rank at one server at a time
 
 
@@ -68,25 +52,6 @@ def check_reference(config: TrainerConfig, policy: Health, reference: Health) ->
             reference.model,
             policy.model,
         )
-
-
-class RefError(RuntimeError):
-    """The reference cannot serve this run. The message says which server, what it said, and what to do."""
-
-
-class RefUnavailable(RefError):
-    """No server answered before the deadline."""
-
-
-class _Failure(Exception):
-    """An attempt that failed as another may not. The message follows the server's URL in a sentence."""
-
-    def __init__(self, said: str, retry_after: float = 0.0, other_model: str = ""):
-        super().__init__(said)
-        self.retry_after = retry_after
-        """seconds after which the server wants to be asked again; 0 where it said nothing of it"""
-        self.other_model = other_model
-        """fingerprint of what it serves, where that is not the model that the run began with"""
 
 
 class _Server:
@@ -129,21 +94,13 @@ class RefClient:
     def __init__(self, config: TrainerConfig):
         """Raises RefError if `ref_ca_file` holds no certificate."""
         self._config = config
-        if config.ref_ca_file:
-            try:
-                ssl.create_default_context(cafile=config.ref_ca_file)
-            except OSError as error:
-                raise RefError(
-                    f"ref_ca_file={config.ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
-                ) from error
         self._name = uuid.uuid4().hex  # the server serves clients in turn
-        self._fingerprint: str | None = None
+        self._wire = RefWire(config)
         self._servers = [_Server(url) for url in config.ref_servers]
         self._changed = threading.Condition()
         self._closing = threading.Event()
         # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
         self._threads = ThreadPoolExecutor(_IN_FLIGHT * len(self._servers), thread_name_prefix="reference")
-        self._per_thread = threading.local()
 
     def wait_ready(self) -> Health:
         """Wait until every server is ready and check that all serve the same model; return what they say of it.
@@ -160,8 +117,8 @@ class RefClient:
         while True:
             for server in waiting:
                 try:
-                    healths[server.url] = self._health(server.url)
-                except _Failure as failure:
+                    healths[server.url] = self._wire.health(server.url)
+                except Failure as failure:
                     server.said = str(failure)
             waiting = [server for server in waiting if server.url not in healths]
             if not waiting:
@@ -184,7 +141,7 @@ class RefClient:
                     f"{first_url} serves {first.model} ({first.model_fingerprint}) but {url} serves "
                     f"{other.model} ({other.model_fingerprint}): start every server with the same model"
                 )
-        self._fingerprint = first.model_fingerprint
+        self._wire.fingerprint = first.model_fingerprint
         return first
 
     def submit(self, prompt_ids: list[int], completions: list[list[int]], name: str) -> Future[list[np.ndarray]]:
@@ -210,9 +167,9 @@ class RefClient:
             server, load = self._take(size, request.request_id, deadline)
             sent, failure = time.monotonic(), None
             try:
-                logprobs = self._ask(server.url, body, int(request.completion_lengths.sum()), deadline)
+                logprobs = self._wire.ask(server.url, body, int(request.completion_lengths.sum()), deadline.left())
                 return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
-            except _Failure as error:
+            except Failure as error:
                 failure = error
             finally:
                 self._end(server, size, load, sent, failure)
@@ -228,7 +185,7 @@ class RefClient:
                 if all(server.other_model for server in self._servers):
                     raise RefError(
                         f"every reference server has changed: {_each(self._servers)}: restart it with the model that "
-                        f"this run began with ({self._fingerprint})"
+                        f"this run began with ({self._wire.fingerprint})"
                     )
                 if deadline.left() <= 0:
                     raise RefUnavailable(
@@ -249,7 +206,7 @@ class RefClient:
                 self._changed.wait(max(0.0, min(0.2, deadline.left())))
         raise RefError(f"{name} was given up: the client is closed")
 
-    def _end(self, server: _Server, size: int, load: int, sent: float, failure: _Failure | None) -> None:
+    def _end(self, server: _Server, size: int, load: int, sent: float, failure: Failure | None) -> None:
         """An attempt is over, for better or worse: what follows for its server."""
         now = time.monotonic()
         with self._changed:
@@ -269,7 +226,7 @@ class RefClient:
                 threading.Thread(target=self._bring_back, args=(server, failure), name="knock", daemon=True).start()
             self._changed.notify_all()
 
-    def _note(self, server: _Server, failure: _Failure) -> None:
+    def _note(self, server: _Server, failure: Failure) -> None:
         if failure.other_model and not server.other_model:
             log.error("%s %s: it is set aside until it is restarted with the right one", server.url, failure)
         elif not server.failures:
@@ -277,17 +234,17 @@ class RefClient:
         server.said, server.other_model = str(failure), failure.other_model
         server.failures += 1
 
-    def _bring_back(self, server: _Server, failure: _Failure) -> None:
+    def _bring_back(self, server: _Server, failure: Failure) -> None:
         """The one thread that knocks at a server that was set aside, until it can have work again."""
         knock = not failure.retry_after  # one that names a time is alive
         while not self._closing.wait(_pause(server.failures, failure.retry_after)):
             try:
                 if knock:
-                    self._check_model(self._health(server.url).model_fingerprint)
-            except _Failure as error:
+                    self._wire.health(server.url)
+            except Failure as error:
                 failure = error
             except RefError as error:  # another token, or something else altogether: for now
-                failure = _Failure(str(error).removeprefix(f"{server.url} "))
+                failure = Failure(str(error).removeprefix(f"{server.url} "))
             else:
                 with self._changed:
                     server.aside, server.back, server.other_model = False, time.monotonic(), ""
@@ -296,62 +253,6 @@ class RefClient:
             with self._changed:
                 self._note(server, failure)
                 self._changed.notify_all()
-
-    def _ask(self, url: str, body: bytes, tokens: int, deadline: _Deadline) -> np.ndarray:
-        """The log-probs of `tokens` completion tokens. Raises _Failure, or RefError where sending again is no use."""
-        patience = max(0.1, min(self._config.ref_request_timeout, deadline.left()))
-        try:
-            answer = self._session().post(url + LOGPROBS_PATH, data=body, timeout=(_CONNECT_SECONDS, patience))
-        except requests.RequestException as error:
-            raise _unreached(error) from error
-        if answer.status_code in _RETRIED:
-            raise _Failure(f"said {answer.status_code}: {_sentence(answer)}", _retry_after(answer))
-        if answer.status_code != 200:
-            raise RefError(f"{url} refused a request with {answer.status_code}: {_sentence(answer)}")
-        try:
-            decoded = decode_answer(answer.content, tokens)
-        except ProtocolError as error:
-            raise _Failure(f"sent a damaged answer ({error})") from error
-        self._check_model(decoded.model_fingerprint)
-        return decoded.logprobs
-
-    def _health(self, url: str) -> Health:
-        """What a server that can score says of itself. Raises _Failure, or RefError where waiting is no use."""
-        try:
-            answer = self._session().get(url + HEALTH_PATH, timeout=_CONNECT_SECONDS)
-        except requests.RequestException as error:
-            if isinstance(root := _root(error), ssl.SSLCertVerificationError):
-                raise RefError(
-                    f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
-                    "file of the authority that signed it, and write the host as the certificate does"
-                ) from error
-            raise _unreached(error) from error
-        if answer.content == b'{"status": "ok"}':
-            raise RefError(f"{url} wants another token: give server and trainer the same one")
-        if answer.status_code != 200:
-            raise _Failure(f"said {answer.status_code}: {answer.text[:200]}", _retry_after(answer))
-        try:
-            return Health.from_json(answer.content)
-        except ValueError as error:
-            raise RefError(f"{url} is something else ({error}): set ref_servers to the reference server") from error
-
-    def _check_model(self, fingerprint: str) -> None:
-        if self._fingerprint is not None and fingerprint != self._fingerprint:
-            raise _Failure(
-                f"now serves another model ({fingerprint}, at the start {self._fingerprint})", other_model=fingerprint
-            )
-
-    def _session(self) -> requests.Session:
-        if not hasattr(self._per_thread, "session"):
-            session = requests.Session()
-            # A proxy in the environment is for the way out, and would swallow requests to machines of one's own.
-            session.trust_env = False
-            session.verify = self._config.ref_ca_file or True
-            session.headers["Content-Type"] = CONTENT_TYPE
-            if self._config.token:
-                session.headers["Authorization"] = f"Bearer {self._config.token}"
-            self._per_thread.session = session
-        return self._per_thread.session
 
 
 class _Deadline:
@@ -372,28 +273,3 @@ def _pause(failures: int, retry_after: float) -> float:
     if retry_after:
         return retry_after * random.uniform(1.0, 1.25)
     return min(_LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
-
-
-def _unreached(error: requests.RequestException) -> _Failure:
-    root = _root(error)
-    if isinstance(root, TimeoutError):
-        return _Failure("did not answer in time")
-    return _Failure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
-
-
-def _root(error: BaseException) -> BaseException:
-    while (inner := error.__context__) is not None:
-        error = inner
-    return error
-
-
-def _sentence(answer: requests.Response) -> str:
-    try:
-        return answer.json()["error"]["message"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return answer.text[:200]
-
-
-def _retry_after(answer: requests.Response) -> float:
-    value = answer.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else 0.0

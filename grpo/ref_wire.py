@@ -1,0 +1,144 @@
+"""The talk with one reference server: a request and its answer, /health, TLS, and what can be wrong with them.
+
+RefError                  the reference cannot serve this run: wrong model, wrong token, refused request
++-- RefUnavailable        no server answered before the deadline
+Failure                   an attempt that failed; another may not
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+import threading
+
+import numpy as np
+import requests
+
+from grpo.config import TrainerConfig
+from grpo.protocol import CONTENT_TYPE, HEALTH_PATH, LOGPROBS_PATH, Health, ProtocolError, decode_answer
+
+_CONNECT_SECONDS = 5.0  # to connect, and for all of /health
+_RETRIED = (408, 429, 502, 503, 504)  # a cut or slow body, busy, not ready, a proxy without its server
+
+
+class RefError(RuntimeError):
+    """The reference cannot serve this run. The message says which server, what it said, and what to do."""
+
+
+class RefUnavailable(RefError):
+    """No server answered before the deadline."""
+
+
+class Failure(Exception):
+    """An attempt that failed as another may not. The message follows the server's URL in a sentence."""
+
+    def __init__(self, said: str, retry_after: float = 0.0, other_model: str = ""):
+        super().__init__(said)
+        self.retry_after = retry_after
+        """seconds after which the server wants to be asked again; 0 where it said nothing of it"""
+        self.other_model = other_model
+        """fingerprint of what it serves, where that is not the model that the run began with"""
+
+
+class RefWire:
+    """Asks any of a run's servers; each thread over connections of its own."""
+
+    def __init__(self, config: TrainerConfig):
+        """Raises RefError if `ref_ca_file` holds no certificate."""
+        self._config = config
+        self._per_thread = threading.local()
+        self.fingerprint: str | None = None
+        """of the model that every answer must come from; None is any"""
+        if config.ref_ca_file:
+            try:
+                ssl.create_default_context(cafile=config.ref_ca_file)
+            except OSError as error:
+                raise RefError(
+                    f"ref_ca_file={config.ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
+                ) from error
+
+    def ask(self, url: str, body: bytes, tokens: int, seconds: float) -> np.ndarray:
+        """The log-probs of `tokens` completion tokens, within `ref_request_timeout` or `seconds` if that is less.
+
+        Raises Failure, or RefError where sending again is no use.
+        """
+        patience = max(0.1, min(self._config.ref_request_timeout, seconds))
+        try:
+            answer = self._session().post(url + LOGPROBS_PATH, data=body, timeout=(_CONNECT_SECONDS, patience))
+        except requests.RequestException as error:
+            raise _unreached(error) from error
+        if answer.status_code in _RETRIED:
+            raise Failure(f"said {answer.status_code}: {_sentence(answer)}", _retry_after(answer))
+        if answer.status_code != 200:
+            raise RefError(f"{url} refused a request with {answer.status_code}: {_sentence(answer)}")
+        try:
+            decoded = decode_answer(answer.content, tokens)
+        except ProtocolError as error:
+            raise Failure(f"sent a damaged answer ({error})") from error
+        self._check_model(decoded.model_fingerprint)
+        return decoded.logprobs
+
+    def health(self, url: str) -> Health:
+        """What a server that can score says of itself. Raises Failure, or RefError where waiting is no use."""
+        try:
+            answer = self._session().get(url + HEALTH_PATH, timeout=_CONNECT_SECONDS)
+        except requests.RequestException as error:
+            if isinstance(root := _root(error), ssl.SSLCertVerificationError):
+                raise RefError(
+                    f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
+                    "file of the authority that signed it, and write the host as the certificate does"
+                ) from error
+            raise _unreached(error) from error
+        if answer.content == b'{"status": "ok"}':
+            raise RefError(f"{url} wants another token: give server and trainer the same one")
+        if answer.status_code != 200:
+            raise Failure(f"said {answer.status_code}: {answer.text[:200]}", _retry_after(answer))
+        try:
+            health = Health.from_json(answer.content)
+        except ValueError as error:
+            raise RefError(f"{url} is something else ({error}): set ref_servers to the reference server") from error
+        self._check_model(health.model_fingerprint)
+        return health
+
+    def _check_model(self, fingerprint: str) -> None:
+        if self.fingerprint is not None and fingerprint != self.fingerprint:
+            raise Failure(
+                f"now serves another model ({fingerprint}, at the start {self.fingerprint})", other_model=fingerprint
+            )
+
+    def _session(self) -> requests.Session:
+        if not hasattr(self._per_thread, "session"):
+            session = requests.Session()
+            # A proxy in the environment is for the way out, and would swallow requests to machines of one's own.
+            session.trust_env = False
+            session.verify = self._config.ref_ca_file or True
+            session.headers["Content-Type"] = CONTENT_TYPE
+            if self._config.token:
+                session.headers["Authorization"] = f"Bearer {self._config.token}"
+            self._per_thread.session = session
+        return self._per_thread.session
+
+
+def _unreached(error: requests.RequestException) -> Failure:
+    root = _root(error)
+    if isinstance(root, TimeoutError):
+        return Failure("did not answer in time")
+    return Failure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
+
+
+def _root(error: BaseException) -> BaseException:
+    while (inner := error.__context__) is not None:
+        error = inner
+    return error
+
+
+def _sentence(answer: requests.Response) -> str:
+    try:
+        return answer.json()["error"]["message"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return answer.text[:200]
+
+
+def _retry_after(answer: requests.Response) -> float:
+    value = answer.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else 0.0
