@@ -162,7 +162,7 @@ class _ErrorTask(ErrorTask):
         sentence = {
             413: f"the body is larger than {config.max_request_mb} MiB (--max_request_mb)",
             431: f"the headers are larger than {config.max_header_kb} KiB (--max_header_kb)",
-        }.get(refused.code, " ".join(refused.body.split()))
+        }.get(refused.code, " ".join(refused.body.split())[:300])
         return ProtocolError(refused.code, code, sentence)
 
 
@@ -184,6 +184,10 @@ class _Channel(HTTPChannel):
             if self.will_close or self.close_when_flushed:
                 return
             now, partial = time.monotonic(), self.request
+            if self.requests:  # nothing is read meanwhile: that time is not the client's
+                if partial is not None:
+                    partial.began, partial.body_began = now, partial.body_began and now
+                return
             if partial is None:
                 silent = not self.asked_before and time.time() - self.creation_time > config.header_timeout
                 self.will_close = silent  # it has asked nothing: nothing to say to it
@@ -199,8 +203,7 @@ class _Channel(HTTPChannel):
             partial.completed = True
             self.request = None
             self.requests.append(partial)
-            if len(self.requests) == 1:
-                self.server.add_task(self)
+            self.server.add_task(self)
 
 
 def _raw(error: ProtocolError) -> bytes:

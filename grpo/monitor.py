@@ -56,7 +56,7 @@ class Pass:
 
     @property
     def saved_by_packing(self) -> int:
-        return self.padded - max(self.tokens, self.fed)
+        return max(0, self.padded - max(self.tokens, self.fed))
 
 
 @dataclass

@@ -285,13 +285,14 @@ class Scorer:
 
     def _note(self, sequences: list[tuple[np.ndarray, np.ndarray]], fed: int, began: float) -> None:
         seconds = max(time.monotonic() - began, 1e-6)
-        lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
-        self._scored, self._seconds = 0.9 * self._scored + sum(lengths), 0.9 * self._seconds + seconds
+        asked = sum(len(prompt) + len(completion) for prompt, completion in sequences)
+        self._scored, self._seconds = 0.9 * self._scored + asked, 0.9 * self._seconds + seconds
         # The last token of a completion predicts nothing: it is scored, and never fed.
+        lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
         self._on_pass(
             Pass(
-                tokens=sum(lengths) - len(lengths),
-                padded=(max(lengths) - 1) * len(lengths),
+                tokens=sum(lengths),
+                padded=max(lengths) * len(lengths),
                 fed=fed,
                 budget=self._budget,
                 began=began,

@@ -244,6 +244,16 @@ def test_a_pass_is_noted_with_what_packing_and_sharing_saved():
     assert note.seconds > 0
 
 
+def test_a_pass_with_empty_completions_saves_nothing_that_was_not_there():
+    desk = Desk(budget=100)
+    answer = desk.ask([1, 2, 3, 4], [[], [5]])
+    desk.go()
+    answer.result(30)
+    note = desk.notes[-1]
+    assert (note.tokens, note.padded, note.fed) == (8, 8, 4)
+    assert (note.saved_by_packing, note.saved_by_sharing) == (0, 4)
+
+
 @pytest.mark.parametrize("config", ["qwen2", "bloom, alibi"])
 def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(config, caplog):
     desk = Desk(budget=64, config=config, fits=20)
