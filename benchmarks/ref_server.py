@@ -11,6 +11,7 @@ speed       completion tokens a second of both servers, chunk after chunk in tur
 inprocess   our server against the same calls in this process, and against the matrix products alone.
 memory      most memory above the loaded weights while scoring the four largest groups, each server freshly started.
 latency     what HTTP adds to one small group on a model whose forward takes about a millisecond, one thread a side.
+alone       what `--deterministic` costs, each request computed by itself: on those groups, and on the demo's.
 
 Tables go to stdout, progress to stderr.
 """
@@ -63,7 +64,7 @@ PAD = 0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["speed", "inprocess", "memory", "latency", "all"], default="all")
+    parser.add_argument("--part", choices=["speed", "inprocess", "memory", "latency", "alone", "all"], default="all")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--chunk", type=int, help="groups a turn; unset is all for up to 4 layers, else 4")
@@ -92,6 +93,8 @@ def main() -> None:
             memory(folder, work, options)
         if options.part in ("latency", "all"):
             latency(folder)
+        if options.part in ("alone", "all"):
+            alone(folder, chunks, options)
 
 
 # Parts
@@ -173,13 +176,11 @@ def latency(folder: Path) -> None:
     """
     torch.set_num_threads(1)
     tokenizer_size = len(build_tokenizer(seed=0))
-    shape = qwen(2, tokenizer_size, hidden_size=64, intermediate_size=192, num_attention_heads=4)
-    model = random_model(shape)
-    save_model(folder / "tiny", model)
+    model = tiny_model(folder, tokenizer_size)
     [group] = groups(1, 8, (16, 16), (8, 8), seed=0, vocabulary=tokenizer_size)
     batcher = make_batcher(model, PAD)
     times: dict[str, list[float]] = {"over HTTP": [], "in this process": []}
-    with ours(folder, 4096, "tiny", OMP_NUM_THREADS="1") as server:
+    with ours(folder, 4096, name="tiny", OMP_NUM_THREADS="1") as server:
         sides = {
             "over HTTP": lambda: server.score([group]),
             "in this process": lambda: score(model, batcher, [group], 4096),
@@ -194,6 +195,29 @@ def latency(folder: Path) -> None:
     added = [one - bare for one in times["over HTTP"]]
     rows.append(["added by HTTP", f"{statistics.median(added):.2f}", f"{p95(added):.2f}"])
     print(table([f"8 completions of 8 tokens, {len(added)} times", "median, ms", "95th percentile, ms"], rows) + "\n")
+
+
+def alone(folder: Path, chunks: list[list[Group]], options: argparse.Namespace) -> None:
+    tokenizer_size = len(build_tokenizer(seed=0))
+    tiny_model(folder, tokenizer_size)
+    small = groups(64, 8, (16, 48), (8, 40), seed=0, vocabulary=tokenizer_size)
+    rows = []
+    for work, name, chunks_of_it in (
+        (f"{options.groups} groups, {options.layers} layers", "model", chunks),
+        ("64 groups of the demo's lengths, a model of its size", "tiny", [small]),
+    ):
+        with (
+            ours(folder, options.max_batch_tokens, "--deterministic", "false", name=name) as shared,
+            ours(folder, options.max_batch_tokens, "--deterministic", "true", name=name) as by_itself,
+        ):
+            check(f"{name}, by itself against shared", by_itself.score(small[:4]), shared.score(small[:4]), 2e-5)
+            sides = {"shared": shared.score, "by itself": by_itself.score}
+            times = take_turns(chunks_of_it, options.repeats, sides)
+        tokens = options.repeats * sum(completion_tokens(chunk) for chunk in chunks_of_it)
+        speeds = [f"{tokens / sum(times[side]):.0f}" for side in sides]
+        rows.append([work, *speeds, spread(ratios(times["shared"], times["by itself"]))])
+    head = ["completion tokens/s", "passes shared", "each request by itself", "ratio of pairs"]
+    print(table(head, rows) + "\n")
 
 
 def take_turns(
@@ -303,9 +327,9 @@ class Server:
         return [np.concatenate(future.result()) for future in futures]
 
 
-def ours(folder: Path, max_batch_tokens: int, name: str = "model", **environment: str):
+def ours(folder: Path, max_batch_tokens: int, *options: str, name: str = "model", **environment: str):
     command = ["ref_server.py", "--model_name_or_path", str(folder / name), "--max_batch_tokens", str(max_batch_tokens)]
-    return serving(folder, lambda port: [*command, "--port", port], environment)
+    return serving(folder, lambda port: [*command, *options, "--port", port], environment)
 
 
 def baseline(folder: Path):
@@ -340,6 +364,13 @@ def serving(folder: Path, command: Callable[[str], list[str]], environment: dict
 def save_model(folder: Path, model: PreTrainedModel) -> None:
     model.save_pretrained(folder)
     build_tokenizer(seed=0).save_pretrained(folder)
+
+
+def tiny_model(folder: Path, vocabulary: int) -> PreTrainedModel:
+    """The demo's shape, saved as "tiny"."""
+    model = random_model(qwen(2, vocabulary, hidden_size=64, intermediate_size=192, num_attention_heads=4))
+    save_model(folder / "tiny", model)
+    return model
 
 
 def load(folder: Path) -> PreTrainedModel:
