@@ -12,6 +12,7 @@ import logging
 import re
 import resource
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -148,6 +149,8 @@ class _ErrorTask(ErrorTask):
         body = error.to_json()
         self.status = f"{error.status} {self.request.error.reason}"
         self.response_headers += [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
+        if error.retry_after is not None:
+            self.response_headers.append(("Retry-After", str(error.retry_after)))
         self.set_close_on_finish()
         self.content_length = len(body)
         self.write(body)
@@ -174,9 +177,24 @@ class _Channel(HTTPChannel):
     asked_before = False
 
     def received(self, data: bytes) -> bool:
-        taken = super().received(data)
+        try:
+            taken = super().received(data)
+        except OSError as error:  # waitress keeps a large body in a temporary file
+            message = f"no room for the body in {tempfile.gettempdir()} ({error.strerror}): the server's disk is full"
+            log.error(message)
+            with self.requests_lock:
+                self._refuse_partial(ProtocolError(503, "no_space", message, retry_after=5))
+            return False
         self.asked_before |= bool(self.requests)
         return taken
+
+    def _refuse_partial(self, error: ProtocolError) -> None:
+        """Answer the request that is on its way in; the caller holds the lock."""
+        partial, self.request = self.request, None
+        partial.error, partial.completed = _Refused(error), True
+        self.requests.append(partial)
+        if len(self.requests) == 1:
+            self.server.add_task(self)
 
     def check_deadlines(self, config: ServerConfig) -> None:
         """Called every second by the thread that reads."""
@@ -199,11 +217,7 @@ class _Channel(HTTPChannel):
             if not late:
                 return
             message = f"the {part} did not come within {getattr(config, option):g} s (--{option})"
-            partial.error = _Refused(ProtocolError(408, "request_timeout", message))
-            partial.completed = True
-            self.request = None
-            self.requests.append(partial)
-            self.server.add_task(self)
+            self._refuse_partial(ProtocolError(408, "request_timeout", message))
 
 
 def _raw(error: ProtocolError) -> bytes:

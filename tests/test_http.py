@@ -5,9 +5,10 @@ never read as a request of its own.
 """
 
 import json
+import resource
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -334,6 +335,22 @@ def test_the_time_of_a_request_does_not_run_while_the_one_before_it_is_in_work(m
             assert [status for status, _, _ in read(connection, 1)] == [200]
             connection.sendall(b"\r\n")
             assert [status for status, _, _ in read(connection, 1)] == [200]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_and_the_next_request_is_served(model_folder, tmp_path):
+    """Large bodies go through a temporary file; the system lets this server write none of more than 100 kB."""
+    with running_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+        large = POST + b"Content-Length: 1000000\r\n\r\n" + bytes(1_000_000)
+        with connect(server) as connection:
+            with suppress(ConnectionError):  # it may have its answer by then
+                connection.sendall(large)
+            [answer] = read(connection, 1)
+        assert refused(answer) == (503, "no_space") and answer[1]["retry-after"] == "5"
+        assert b"File too large" in answer[2] and "the server's disk is full" in server.log.read_text()
+        assert [status for status, _, _ in talk(server, POST + LENGTH + b"Connection: close\r\n\r\n" + BODY)] == [200]
 
 
 @pytest.mark.slow
