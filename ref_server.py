@@ -53,6 +53,7 @@ class Service:
         self.health = Health(status="loading", model=config.model_name_or_path)
         self.monitor = Monitor()
         self.scorer = None
+        self.batch_tokens = 0
         self.death: Exception | None = None
         self.stop = threading.Event()
 
@@ -68,11 +69,11 @@ class Service:
             self.monitor.device_memory = device_memory
         tokenizer, model = load_tokenizer(config), load_reference(config, device)
         health = describe(model, tokenizer, config.model_name_or_path)
-        config.max_batch_tokens = config.max_batch_tokens or (16384 if device.type == "cuda" else 4096)
+        self.batch_tokens = config.batch_tokens(device.type)
         self.scorer = Scorer(
             model,
             make_batcher(model, tokenizer.pad_token_id),
-            config.max_batch_tokens,
+            self.batch_tokens,
             config.max_queue_tokens,
             IN_HAND,
             on_death=self._worker_died,
@@ -93,7 +94,7 @@ class Service:
         sent, right = (hashlib.sha256(text.encode()) for text in (authorization, f"Bearer {self.config.token}"))
         return hmac.compare_digest(sent.digest(), right.digest())
 
-    def refuse(self, method: str, path: str, headers: dict[str, str]) -> ProtocolError | None:
+    def refuse(self, path: str, headers: dict[str, str]) -> ProtocolError | None:
         """Why a request is not worth its body. `headers` has them in CGI's spelling."""
         if self.allows(headers.get("AUTHORIZATION", "")):
             return None
@@ -130,7 +131,7 @@ class Service:
         return {
             "health": vars(self.current_health()),
             "deterministic": config.deterministic,
-            "max_batch_tokens": config.max_batch_tokens or 0,
+            "max_batch_tokens": self.batch_tokens,
             "queue": {
                 "tokens": tokens,
                 "requests": requests,

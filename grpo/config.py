@@ -244,6 +244,10 @@ class ServerConfig(ServingSection, SharedConfig):
             "or listen on 127.0.0.1",
         )
 
+    def batch_tokens(self, device_type: str) -> int:
+        """Tokens of a forward pass on such a device ("cuda" or "cpu")."""
+        return self.max_batch_tokens or (16384 if device_type == "cuda" else 4096)
+
 
 @dataclass
 class TrainerConfig(

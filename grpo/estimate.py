@@ -257,7 +257,7 @@ def estimate_report(config: ServerConfig) -> str:
     own = getattr(text, "max_position_embeddings", None) or CEILING
     longest = min(config.max_length or own, own)
     count = sum(parameter.numel() for parameter in model.parameters())
-    budget = config.max_batch_tokens or (16384 if device.type == "cuda" else 4096)
+    budget = config.batch_tokens(device.type)
     lines = [
         f"{config.model_name_or_path}: {count:,} parameters. Computed from its configuration, no weights were loaded.",
         "",

@@ -33,8 +33,8 @@ THREADS = 128  # each waits for the model on behalf of one request
 _IDLE_SECONDS = 120  # after it a connection without a request is closed
 _OTHER_FILES = 128  # open files that are no connections: the model's, the log, threads' pipes
 
-Refuse = Callable[[str, str, dict[str, str]], "ProtocolError | None"]
-"""(method, path, headers in CGI's spelling) -> why not, before the body is read"""
+Refuse = Callable[[str, dict[str, str]], "ProtocolError | None"]
+"""(path, headers in CGI's spelling) -> why not, before the body is read"""
 Refused = Callable[[str, str, str, ProtocolError], None]
 """(method, path, sender, error): told of each request that never reaches the app"""
 
@@ -136,7 +136,7 @@ class _Parser(HTTPRequestParser):
             error = ProtocolError(411, "length_required", "send a Content-Length and no Transfer-Encoding")
             self.error, self.completed = _Refused(error), True
             return
-        refusal = self.adj.http_server.refuse(self.command, self.path, self.headers)
+        refusal = self.adj.http_server.refuse(self.path, self.headers)
         if refusal is not None:
             self.error, self.completed = _Refused(refusal), True
 
