@@ -84,6 +84,7 @@ def test_quantized_weights_are_those_that_bitsandbytes_holds(name, quantization,
 HALF = "dict(hidden_size=448, intermediate_size=2432, num_attention_heads=8)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -147,6 +148,7 @@ def test_the_server_prints_it_for_a_folder_without_weights(tmp_path):
     assert all(f"{card:>3} GB" in done.stdout for card in CARDS) and "not measured there" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [None, {"model_type": "t5"}], ids=["no folder", "no causal model"])
 def test_another_model_is_refused_in_one_line(config, tmp_path):
     folder = tmp_path / "model"

@@ -77,6 +77,7 @@ def test_status_shows_clients_and_errors(watched):
     assert shown["latency"]["requests"] >= 1 and 0 < shown["latency"]["p50"] <= shown["latency"]["p99"]
 
 
+@pytest.mark.slow
 def test_the_log_has_a_line_a_request_and_a_summary_each_while(watched):
     assert ask(watched, [5], [[6] * 6], client="evil\nname").status_code == 200
     line = r"POST /v1/logprobs 200 7 tokens [\d.]+ ms 127\.0\.0\.1 'evil\\nname'$"

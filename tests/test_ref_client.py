@@ -56,6 +56,7 @@ def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, tmp_path):
     with running_server(model_folder, tmp_path) as first:
         first.wait_ready()
@@ -272,6 +273,7 @@ def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
     assert said == ["WARNING", "INFO", "WARNING"]
 
 
+@pytest.mark.slow
 def test_a_stopped_server_costs_one_timeout_and_is_knocked_at_by_one_thread():
     """It accepts and never answers, like a stopped process; then it goes on."""
     stopped, knocking, crowd = threading.Event(), threading.Semaphore(1), []
@@ -306,6 +308,7 @@ def test_a_stopped_server_costs_one_timeout_and_is_knocked_at_by_one_thread():
         assert not crowd
 
 
+@pytest.mark.slow
 def test_a_server_that_only_seems_well_gets_one_request_at_a_time():
     """Its /health answers, its worker hangs: each round costs one request's timeout, not eight."""
     hanging = threading.Event()
@@ -359,6 +362,7 @@ def test_a_server_that_changes_its_model_is_set_aside_and_when_all_do_the_run_en
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_the_deadlines_sentence_names_each_server_and_what_it_last_said():
     dead, late = f"http://127.0.0.1:{free_port()}", (503, {"Retry-After": "9"}, b'{"error": {"message": "full up"}}')
     settings = {"ref_deadline": 3, "ref_request_timeout": 1}
@@ -412,6 +416,7 @@ with_nobody.close()
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.slow
 def test_an_answer_cut_at_any_byte_is_asked_for_again_and_right(server):
     with client(server.url) as one:
         expected = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result())

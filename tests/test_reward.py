@@ -604,6 +604,7 @@ def test_math_verify_works_from_a_thread(math_verify):
     assert rewards == [1.5]
 
 
+@pytest.mark.slow
 def test_math_verify_is_cut_short_at_the_deadline(math_verify):
     start = time.monotonic()
     assert correctness("9^{9^{9^9}}", r"5^{3^2}+x") == 0.0
@@ -617,6 +618,7 @@ def test_math_verify_is_not_asked_about_numbers_and_words(math_verify):
     assert math_verify.process is None
 
 
+@pytest.mark.slow
 def test_math_verify_ends_with_its_parent_even_in_a_computation_and_never_runs_its_script(math_verify, tmp_path):
     script = tmp_path / "main.py"
     script.write_text(
