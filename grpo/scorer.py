@@ -343,6 +343,9 @@ class Scorer:
             with self._changed:  # before the answer, whose reader may send the next request at once
                 for piece in job.pieces:
                     piece.waiting.clear()
+                # Job and pieces know each other: without this they, and the request's body, would stay in memory until
+                # the garbage collector comes, which is rarely.
+                job.pieces.clear()
                 self._forget_taken()
                 self._let_go(job, job.left)
                 held = self._held[job.client]

@@ -1,8 +1,10 @@
 """What the worker batches, in which order, and what it does when a pass fails. The model is real; a hook before its
 body holds a pass back until the queue is as the test wants it, notes what is fed, and breaks what should break."""
 
+import gc
 import math
 import threading
+import weakref
 from concurrent.futures import Future
 
 import numpy as np
@@ -199,6 +201,23 @@ def test_the_speed_is_measured():
         desk.ask([5], [[6] * 99]).result(30)
     spent = sum(note.seconds for note in desk.notes[-5:])
     assert desk.scorer._scored / desk.scorer._seconds == pytest.approx(500 / spent, rel=1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_answered_request_is_not_kept_until_the_garbage_collector_comes(deterministic):
+    """It comes rarely to what has lived for seconds, and each request holds its body."""
+    desk = Desk(budget=100, deterministic=deterministic)
+    desk.go()
+    gc.disable()
+    try:
+        request = LogprobsRequest.of([5, 6], [[7] * 9, [8]], 1.0)
+        body = weakref.ref(request.input_ids)
+        desk.scorer.submit(request).result(30)
+        del request
+        desk.ask([9], [[10]]).result(30)  # until then the worker has the last pass in its hand
+        assert body() is None
+    finally:
+        gc.enable()
 
 
 def test_deterministic_answers_are_the_same_bits_whatever_else_waits():
