@@ -96,7 +96,12 @@ def ratios(slower: list[float], faster: list[float]) -> list[float]:
 def forget_peak() -> int:
     """Start a new peak of this process's memory; return what it holds now, in bytes. Linux."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return resident()
+
+
+def resident(pid: int | str = "self") -> int:
+    """Bytes that a process holds now. Linux."""
+    return _status("VmRSS", pid)
 
 
 def peak_above(start: int, pid: int | str = "self") -> int:

@@ -310,8 +310,9 @@ def products(model: PreTrainedModel, rows: int, head_rows: int, budget: int) -> 
 class Server:
     """A server process and the clients that share the work."""
 
-    def __init__(self, url: str, process: subprocess.Popen, log: Path):
-        self.process, self.log = process, log
+    def __init__(self, port: int, process: subprocess.Popen, log: Path):
+        self.port, self.process, self.log = port, process, log
+        url = f"http://127.0.0.1:{port}"
         patient = {"ref_request_timeout": 3600.0, "ref_deadline": 3600.0}
         self.clients = [RefClient(TrainerConfig(ref_servers=[url], **patient)) for _ in range(CLIENTS)]
 
@@ -347,7 +348,7 @@ def serving(folder: Path, command: Callable[[str], list[str]], environment: dict
         )
     try:
         wait_ready(f"http://127.0.0.1:{port}", process, log)
-        server = Server(f"http://127.0.0.1:{port}", process, log)
+        server = Server(port, process, log)
         try:
             yield server
         finally:

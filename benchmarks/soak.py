@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,9 +34,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common import REPOSITORY, groups, machine, qwen, random_model, table
-from benchmarks.ref_server import save_model, say
-from demo.__main__ import free_port, wait_ready
+from benchmarks.common import REPOSITORY, groups, machine, qwen, random_model, resident, table
+from benchmarks.ref_server import Server, ours, save_model, say
 from grpo.monitor import quantile
 from grpo.protocol import LOGPROBS_PATH, LogprobsRequest, ProtocolError, decode_answer, encode_request
 
@@ -86,42 +84,29 @@ def main() -> int:
         folder = Path(temporary)
         size = dict(hidden_size=options.hidden, intermediate_size=4 * options.hidden, num_attention_heads=4)
         save_model(folder / "model", random_model(qwen(options.layers, VOCABULARY, **size)))
-        first, long = serve(folder, options)
+        with ours(folder, 4096) as server:
+            first, long = (run(server, 60 * minutes, options) for minutes in (options.first_minutes, options.minutes))
     report(first, long)
     return 1 if first.errors or long.errors else 0
 
 
-def serve(folder: Path, options: argparse.Namespace) -> tuple[Run, Run]:
-    port = free_port()
-    command = [sys.executable, "ref_server.py", "--model_name_or_path", str(folder / "model"), "--port", str(port)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    log = folder / "server.log"
-    with open(log, "w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        wait_ready(f"http://127.0.0.1:{port}", process, log)
-        runs = [run(process, port, 60 * minutes, options) for minutes in (options.first_minutes, options.minutes)]
-    finally:
-        process.kill()
-        process.wait()
-    return runs[0], runs[1]
-
-
-def run(process: subprocess.Popen, port: int, seconds: float, options: argparse.Namespace) -> Run:
+def run(server: Server, seconds: float, options: argparse.Namespace) -> Run:
     context = multiprocessing.get_context("spawn")
     results, ready, go = context.Queue(), context.Barrier(PROCESSES + 1), context.Event()
     shares = [range(options.clients)[start::PROCESSES] for start in range(PROCESSES)]
-    workers = [context.Process(target=clients, args=(port, seconds, share, results, ready, go)) for share in shares]
+    workers = [
+        context.Process(target=clients, args=(server.port, seconds, share, results, ready, go)) for share in shares
+    ]
     for worker in workers:
         worker.start()
     ready.wait()
     go.set()
     began, whole, said = time.monotonic(), Run(seconds), 0.0
     while (at := time.monotonic() - began) < seconds:
-        if process.poll() is not None:
-            whole.errors[f"the server ended with {process.returncode}"] += 1
+        if server.process.poll() is not None:
+            whole.errors[f"the server ended with {server.process.returncode}"] += 1
             break
-        whole.resident.append((at, resident_bytes(process.pid)))
+        whole.resident.append((at, resident(server.process.pid)))
         if at >= said:
             say(f"{at / 60:.2f} of {seconds / 60:g} minutes: {whole.resident[-1][1] >> 20} MiB")
             said += 10
@@ -195,10 +180,6 @@ def encode(draw: random.Random, client: str) -> tuple[bytes, int, int]:
     [(prompt, completions)] = groups(1, draw.randint(*GROUP), PROMPTS, COMPLETIONS, draw.getrandbits(32), VOCABULARY)
     request = LogprobsRequest.of(prompt, completions, 1.0, "soak", client)
     return encode_request(request), len(request.input_ids), int(request.completion_lengths.sum())
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def report(first: Run, long: Run) -> None:
