@@ -27,8 +27,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log p(token | all before it) of every completion token, and on request the entropy of its distribution.
 
-    Both float32 [T] in the order of `batch.targets`, of the distribution softmax(logits / temperature). The entropy (in
-    nats) carries no gradient.
+    Both float32 [T] in the order of `batch.targets`, of the distribution softmax(logits / temperature), the entropy in
+    nats; both carry gradients.
     """
     if batch.tree is None:
         # No attention mask: the padding is on the right, where no token of a causal model can see it.
@@ -46,8 +46,7 @@ def token_logprobs(
     head = Head.of(model, temperature)
     hidden = body.last_hidden_state.flatten(0, 1)[batch.predicts].to(head.weight.device)
     targets = batch.targets.to(head.weight.device)
-    logprobs, entropy = _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
-    return logprobs, entropy if with_entropy else None
+    return _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Head:
 
 
 class _Logprobs(torch.autograd.Function):
-    """[T, hidden size] -> log-probs of the targets and entropies, float32 [T]; the second is empty unless asked for.
+    """[T, hidden size] -> log-probs of the targets and entropies, float32 [T]; the second is None unless asked for.
 
     One node for all blocks, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time.
     """
@@ -153,17 +152,19 @@ class _Logprobs(torch.autograd.Function):
             if with_entropy:
                 # A block's mean logit weighs as much as the block's share of the probability.
                 entropies.append(normaliser - (torch.exp(every - normaliser) * torch.stack(mean_logits)).sum(0))
+        entropy = torch.cat(entropies) if with_entropy else None
         ctx.head = head
-        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalisers))
-        entropy = torch.cat(entropies) if with_entropy else hidden.new_empty(0)
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an output that no loss uses has None for a gradient, and costs nothing
+        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalisers), entropy)
         return torch.cat(logprobs), entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient, _):
-        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+    def backward(ctx, gradient, entropy_gradient):
+        hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
         head = ctx.head
+        if gradient is None:
+            gradient = torch.zeros_like(normalisers)
         tokens, slices, buffer = head.blocks(hidden)
         of_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -173,9 +174,15 @@ class _Logprobs(torch.autograd.Function):
             rows, wanted, upstream = hidden[part], targets[part], gradient[part].unsqueeze(1)
             for block in slices:
                 logits = head.logits(rows, block, buffer)
-                # d logprob / d logits = onehot(target) - softmax(logits)
                 slope = logits - normalisers[part].unsqueeze(1)
-                slope.exp_().mul_(-upstream)
+                if entropy_gradient is None:
+                    # d logprob / d logits = onehot(target) - p, with p = softmax(logits)
+                    slope.exp_().mul_(-upstream)
+                else:
+                    # d entropy / d logits = -p (log p + entropy)
+                    share = slope.exp()
+                    of_entropy = entropy_gradient[part].unsqueeze(1)
+                    slope.add_(entropy[part].unsqueeze(1)).mul_(of_entropy).add_(upstream).mul_(share).neg_()
                 place, inside = _places(wanted, block, logits)
                 slope.scatter_add_(1, place, torch.where(inside.unsqueeze(1), upstream, 0.0))
                 slope = head.back_through(slope, logits)

@@ -112,6 +112,29 @@ def test_both_paths_equal_float64_log_softmax(config, temperature):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("of_logprobs", [True, False], ids=["both", "entropy alone"])
+def test_log_probs_and_entropies_have_the_gradients_of_float64(config, of_logprobs):
+    """A weighted sum of both, through blocks smaller than the vocabulary, against autograd over all logits."""
+    model = build(config)
+    draw = torch.Generator().manual_seed(3)
+    count = sum(len(completion) for _, completion in SEQUENCES)
+    weights = torch.randn(2, count, generator=draw) * torch.tensor([[float(of_logprobs)], [1.0]])
+
+    def gradients(logprobs, entropies) -> list[torch.Tensor]:
+        model.zero_grad()
+        (weights[0] * logprobs * of_logprobs + weights[1] * entropies).sum().backward()
+        return [torch.zeros(1) if one.grad is None else one.grad.clone() for one in model.parameters()]
+
+    expected = gradients(*by_hand(model, SEQUENCES, 0.7))
+    batch = make_batcher(model, 0).make(SEQUENCES, "cpu")
+    logprobs, entropy = token_logprobs(model, batch, 0.7, with_entropy=True)
+    ours = gradients(logprobs if of_logprobs else logprobs.detach(), entropy)
+    scale = max(one.abs().max() for one in expected)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 * scale.item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_head_check_passes_for_heads_it_knows(config):
     Head.check(build(config))
 
