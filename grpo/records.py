@@ -32,6 +32,10 @@ class Rollout:
     """the sampler drew an eos (False: it was cut at max_completion_length)"""
     text: str
     """without special tokens"""
+    sampling_logprobs: list[float]
+    """of each of the ids, as the sampler knew them; NaN where it did not"""
+    policy_version: int
+    """updates that the policy had had when it drew this"""
 
 
 @dataclass(frozen=True)

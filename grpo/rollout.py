@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -29,6 +31,7 @@ class Sampler:
         copies: int,
         temperature: float,
         seed: int,
+        policy_version: int = 0,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
     ) -> list[list[Rollout]]:
         """`copies` completions of each example, in order. The seed decides what is drawn, whatever was drawn before.
@@ -38,11 +41,11 @@ class Sampler:
         """
         settings = GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0)
         torch.manual_seed(seed)
-        return self._generate(model, examples, copies, settings, on_group)
+        return self._generate(model, examples, copies, settings, policy_version, on_group)
 
     def greedy(self, model: PreTrainedModel, examples: Sequence[Example]) -> list[Rollout]:
         """The most likely completion of each example, token by token."""
-        return [one for (one,) in self._generate(model, examples, 1, GenerationConfig(do_sample=False), None)]
+        return [one for (one,) in self._generate(model, examples, 1, GenerationConfig(do_sample=False))]
 
     @torch.no_grad()
     def _generate(
@@ -51,7 +54,8 @@ class Sampler:
         examples: Sequence[Example],
         copies: int,
         settings: GenerationConfig,
-        on_group: Callable[[int, list[Rollout]], None] | None,
+        policy_version: int = 0,
+        on_group: Callable[[int, list[Rollout]], None] | None = None,
     ) -> list[list[Rollout]]:
         settings.max_new_tokens = self._max_new_tokens
         settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
@@ -63,11 +67,13 @@ class Sampler:
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
         groups: dict[int, list[Rollout]] = {}
+        drawn_with = _DrawnWith(settings.temperature if settings.do_sample else 1.0)
 
         def hand_over(place: int, ids: torch.Tensor) -> None:
             if place not in groups:
-                rows = ids[place * copies : (place + 1) * copies, width:]
-                groups[place] = [self._rollout(row) for row in rows.tolist()]
+                rows = slice(place * copies, (place + 1) * copies)
+                drawn, logprobs = ids[rows, width:].tolist(), drawn_with.logprobs(ids)[rows].tolist()
+                groups[place] = [self._rollout(*one, policy_version) for one in zip(drawn, logprobs, strict=True)]
                 if on_group is not None:
                     on_group(place, groups[place])
 
@@ -82,6 +88,7 @@ class Sampler:
                 input_ids=input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),
                 generation_config=settings,
+                logits_processor=LogitsProcessorList([drawn_with]),
                 stopping_criteria=StoppingCriteriaList(watch),
             )
         finally:
@@ -91,10 +98,38 @@ class Sampler:
             hand_over(place, drawn)
         return [groups[place] for place in range(len(examples))]
 
-    def _rollout(self, ids: list[int]) -> Rollout:
+    def _rollout(self, ids: list[int], logprobs: list[float], policy_version: int) -> Rollout:
         end = next((place for place, token in enumerate(ids) if token in self._eos), None)
         kept = ids if end is None else ids[: end + 1]
-        return Rollout(kept, end is not None, self._tokenizer.decode(kept, skip_special_tokens=True))
+        text = self._tokenizer.decode(kept, skip_special_tokens=True)
+        return Rollout(kept, end is not None, text, logprobs[: len(kept)], policy_version)
+
+
+class _DrawnWith(LogitsProcessor):
+    """Looks on while tokens are drawn and keeps each one's log-prob. Changes nothing.
+
+    transformers runs it before its own temperature, so the logits that it sees are the model's.
+    """
+
+    def __init__(self, temperature: float):
+        self._temperature = temperature
+        self._distribution: torch.Tensor | None = None  # [rows, vocabulary], of the token that is drawn next
+        self._columns: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._take(input_ids)
+        self._distribution = torch.log_softmax(scores / self._temperature, dim=-1)
+        return scores
+
+    def logprobs(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, tokens drawn so far], the last column of input_ids being the last of them."""
+        self._take(input_ids)
+        return torch.stack(self._columns, dim=1)
+
+    def _take(self, input_ids: torch.Tensor) -> None:
+        if self._distribution is not None:
+            self._columns.append(self._distribution.gather(1, input_ids[:, -1:]).squeeze(1))
+            self._distribution = None
 
 
 class _GroupsEnd(StoppingCriteria):

@@ -56,6 +56,23 @@ def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, te
     assert ((observed - expected) ** 2 / expected).sum() < 60  # 30 degrees of freedom: p below 0.001 beyond 59.7
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, examples, temperature):
+    draw = sampler(tokenizer, eos=list(range(100)), length=20).sample  # many ends, so that lengths differ
+    groups = draw(model, examples, 4, temperature, seed=2, policy_version=7)
+    sequences = [
+        (one.prompt_ids, rollout.completion_ids)
+        for one, rollouts in zip(examples, groups, strict=True)
+        for rollout in rollouts
+    ]
+    with torch.no_grad():
+        scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)
+    said = [logprob for rollouts in groups for rollout in rollouts for logprob in rollout.sampling_logprobs]
+    torch.testing.assert_close(torch.tensor(said), scored, atol=1e-4, rtol=0)
+    assert len({len(completion) for _, completion in sequences}) > 2
+    assert {rollout.policy_version for rollouts in groups for rollout in rollouts} == {7}
+
+
 def test_the_models_own_generation_config_changes_nothing(model, tokenizer, examples, monkeypatch):
     plain = sampler(tokenizer).sample(model, examples, 4, 1.0, seed=5)
     own = GenerationConfig(
@@ -115,7 +132,7 @@ def test_an_eos_at_the_last_place_is_finished(model, tokenizer, examples):
 def test_the_text_has_no_special_tokens_and_keeps_the_tags(model, tokenizer):
     tags = "<think>1</think><answer>2</answer>"
     ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
-    assert Sampler(tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids).text == tags
+    assert Sampler(tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids, [-1.0] * len(ids), 0).text == tags
 
 
 def test_training_mode_is_kept(model, tokenizer, examples):
