@@ -16,9 +16,7 @@ import os
 import socket
 import sys
 import warnings
-from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 
 from grpo.arguments import parse_arguments, say_once
 from grpo.config import ConfigError, TrainerConfig
@@ -26,7 +24,6 @@ from grpo.config import ConfigError, TrainerConfig
 if __name__ == "__main__":
     CONFIG = parse_arguments(TrainerConfig, __doc__)  # before the heavy imports: --help and mistakes answer at once
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -34,14 +31,13 @@ from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
 
 import reward as reward_module
-from grpo.batch import Batcher
 from grpo.checkpoint import SaveError, create_run, save_model
+from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
 from grpo.evaluate import evaluate
-from grpo.logprobs import token_logprobs
-from grpo.loss import group_advantages, grpo_loss, token_weights
-from grpo.metrics import PhaseClock, Recorder, Stats, add_stats, check_report_to, gather_stats, step_metrics
+from grpo.loss import adapt_beta
+from grpo.metrics import PhaseClock, Recorder, add_stats, check_report_to, gather_stats, step_metrics
 from grpo.model import (
     check_lengths,
     checkpoint_activations,
@@ -52,10 +48,10 @@ from grpo.model import (
     make_batcher,
 )
 from grpo.plots import draw_curves
-from grpo.records import Example, Group, Rollout, Sequence
 from grpo.ref_client import RefClient, RefError, check_reference
-from grpo.rewards import RewardError, combine, compute_rewards, load_reward_funcs
+from grpo.rewards import RewardError, load_reward_funcs
 from grpo.rollout import Sampler
+from grpo.update import update
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
@@ -96,6 +92,9 @@ def train(config: TrainerConfig) -> None:
     batcher = make_batcher(model, tokenizer.pad_token_id)
     sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     engine, schedule = start_engine(config, ds_config, model)
+    collector = Collector(
+        config, engine.module, sampler, batcher, examples, stream, reward_funcs, client, rank, world_size
+    )
 
     recorder = Recorder(config, folder) if folder else None
     log.info(
@@ -122,97 +121,59 @@ def train(config: TrainerConfig) -> None:
             )
         return numbers
 
-    def ask(requests: dict, first_id: int, some: list[Example], place: int, rollouts: list[Rollout]) -> None:
-        completions = [rollout.completion_ids for rollout in rollouts]
-        name = f"group {first_id + place}"
-        requests[first_id + place] = client.submit(some[place].prompt_ids, completions, name)
-
     evaluated = evaluation(0) if held_out else {}
     if recorder and evaluated:
         recorder.metrics(0, evaluated)
-    share = config.prompts_per_step // world_size
-    groups_at_once = max(1, config.sequences_per_generate // config.num_generations)
-    seen_tokens = 0
+    seen_tokens, beta = 0, config.beta
 
     bar = tqdm(range(1, config.max_steps + 1), desc="grpo", disable=rank != 0)
     for step in bar:
         clock = PhaseClock()
-        first_id = (step - 1) * config.prompts_per_step + rank * share
-        prompts = [examples[index] for index in stream.indices(step - 1, rank, world_size)]
+        number, within = divmod(step - 1, config.steps_per_generation * config.num_iterations)
+        iteration, place = divmod(within, config.steps_per_generation)
 
-        # Sample, and ask for each group's reference log-probs the moment its last completion ends.
-        groups: list[Group] = []
-        requests: dict[int, Future[list[np.ndarray]]] = {}
-        for start in range(0, share, groups_at_once):
-            some = prompts[start : start + groups_at_once]
-            with clock("generate"):
-                # The first group's id is in no other call's seed, on no rank and in no step.
-                sampled = sampler.sample(
-                    engine.module,
-                    some,
-                    config.num_generations,
-                    config.temperature,
-                    seed=config.seed * 1_000_003 + first_id + start,
-                    on_group=partial(ask, requests, first_id + start, some) if client is not None else None,
-                )
-            groups += [
-                Group(first_id + place, example, rollouts)
-                for place, (example, rollouts) in enumerate(zip(some, sampled, strict=True), start)
-            ]
-
-        # Reward, and compare within each group, while the reference is at work.
-        with clock("reward"):
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            sources = [group.example for group in groups for _ in group.rollouts]
-            by_function = compute_rewards(
-                reward_funcs,
-                [example.prompt for example in sources],
-                [rollout.text for rollout in rollouts],
-                {name: [example.columns[name] for example in sources] for name in sources[0].columns},
-            )
-            rewards = torch.from_numpy(combine(by_function, config.reward_weights)).view(len(groups), -1)
-            advantages = group_advantages(rewards)
+        # Sample, reward while the reference is at work, and compare within each group.
+        if within == 0:
+            parts, replaced = collector.collect(number, step - 1, beta, clock)
+        part = parts[place]
 
         # Update; what the reference said is collected on the way, when the policy's own forward pass is done.
         with clock("update"):
             learning_rate = schedule.get_last_lr()[0]
-            sequences = [
-                Sequence(
-                    group.example.prompt_ids,
-                    rollout.completion_ids,
-                    advantages[row, column].item(),
-                    partial(reference_logprobs, requests[group.id], column) if client is not None else None,
-                )
-                for row, group in enumerate(groups)
-                for column, rollout in enumerate(group.rollouts)
-            ]
-            stats = update(engine, sequences, config, batcher, clock)
+            stats = update(engine, part.sequences, config, batcher, clock, beta)
 
         # Log.
-        lengths = [len(rollout.completion_ids) for rollout in rollouts]
+        rollouts = [rollout for group in part.groups for rollout in group.rollouts]
         add_stats(
             stats,
             {
-                "reward": rewards,
-                "reward_std": rewards.std(dim=1),
-                "frac_reward_zero_std": rewards.amax(dim=1) == rewards.amin(dim=1),
-                **{f"rewards/{name}": row for name, row in zip(reward_funcs, by_function, strict=True)},
-                "length": lengths,
+                "reward": part.rewards,
+                "reward_std": part.rewards.std(dim=1),
+                "frac_reward_zero_std": ~part.signal,
+                **{f"rewards/{name}": row for name, row in zip(collector.reward_names, part.by_function, strict=True)},
+                "length": [len(rollout.completion_ids) for rollout in rollouts],
                 "terminated_length": [len(rollout.completion_ids) for rollout in rollouts if rollout.finished],
                 "clipped_ratio": [not rollout.finished for rollout in rollouts],
-                "tokens": [len(sequence.prompt_ids) + len(sequence.completion_ids) for sequence in sequences],
+                "tokens": [len(one.prompt_ids) + len(one.completion_ids) for one in part.sequences],
+                "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
                 **clock.seconds,
                 "step_time": clock.total(),
             },
         )
         everyone = gather_stats(stats)
-        seen_tokens += int(everyone["tokens"].total)
-        numbers = step_metrics(everyone, list(reward_funcs)) | {
+        if iteration == 0:
+            seen_tokens += int(everyone["tokens"].total)
+        numbers = step_metrics(everyone, collector.reward_names) | {
             "grad_norm": float(engine.get_global_grad_norm()),
             "learning_rate": learning_rate,
             "num_tokens": seen_tokens,
             "tokens_per_second": everyone["tokens"].total / everyone["step_time"].mean,
         }
+        if config.max_resample:
+            numbers["resampled_groups"] = replaced
+        if config.kl_target is not None and "kl" in everyone:
+            numbers["beta"] = beta
+            beta = adapt_beta(beta, everyone["kl"].mean, everyone["length"].count, config.kl_target, config.kl_horizon)
         if not engine.was_step_applied():
             log.warning("step %d was skipped: its gradient is not finite", step)
 
@@ -227,13 +188,13 @@ def train(config: TrainerConfig) -> None:
                 "train",
                 [
                     {
-                        "prompt": groups[0].example.prompt,
+                        "prompt": part.groups[0].example.prompt,
                         "completion": rollout.text,
-                        "answer": groups[0].example.columns["answer"],
-                        "reward": rewards[0, column].item(),
-                        "advantage": advantages[0, column].item(),
+                        "answer": part.groups[0].example.columns["answer"],
+                        "reward": part.rewards[0, column].item(),
+                        "advantage": part.sequences[column].advantage,
                     }
-                    for column, rollout in enumerate(groups[0].rollouts)
+                    for column, rollout in enumerate(part.groups[0].rollouts)
                 ],
             )
             bar.set_postfix_str(
@@ -252,56 +213,6 @@ def train(config: TrainerConfig) -> None:
         recorder.close()
         log.info("done: model in %s, curves in %s", folder / "model", draw_curves(folder))
     dist.destroy_process_group()
-
-
-def reference_logprobs(request: Future[list[np.ndarray]], column: int) -> np.ndarray:
-    """Waits for a group's answer; the float32 log-probs of one of its completions."""
-    return request.result()[column]
-
-
-def update(
-    engine, sequences: list[Sequence], config: TrainerConfig, batcher: Batcher, clock: PhaseClock
-) -> dict[str, Stats]:
-    """One optimizer step from this rank's sequences; all ranks call it together. Returns this rank's stats by name.
-
-    The gradient is that of the loss over the whole step however it is cut into ranks and micro-batches: a token's
-    weight is fixed by the step's size, and ZeRO's mean over ranks is undone by the factor world_size.
-    """
-    device, world_size = engine.module.device, dist.get_world_size()
-    micro_batches = batcher.cut([(s.prompt_ids, s.completion_ids) for s in sequences], config.micro_batch_tokens)
-    # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
-    # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
-    most = torch.tensor(len(micro_batches), device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    filler = Sequence([0], [0], 0.0, lambda: np.zeros(1, np.float32))
-    stats: dict[str, Stats] = {}
-    for index in range(int(most)):
-        rows = [sequences[row] for row in micro_batches[index]] if index < len(micro_batches) else []
-        real = any(s.completion_ids for s in rows)
-        rows = rows if real else [filler]
-        batch = batcher.make([(s.prompt_ids, s.completion_ids) for s in rows], device)
-        lengths = torch.tensor([len(s.completion_ids) for s in rows], device=device)
-        weights = token_weights(lengths, config.prompts_per_step * config.num_generations)
-        logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
-        reference = None
-        if config.beta > 0:
-            with clock("wait_ref"):
-                reference = torch.from_numpy(np.concatenate([s.ref_logprobs() for s in rows])).to(device)
-        loss, metrics = grpo_loss(
-            logprobs,
-            logprobs.detach(),
-            reference,
-            torch.tensor([s.advantage for s in rows], device=device).repeat_interleave(lengths),
-            weights * real,
-            epsilon=config.epsilon,
-            epsilon_high=config.epsilon_high,
-            beta=config.beta,
-        )
-        engine.backward(loss * world_size, scale_wrt_gas=False)
-        if real:
-            add_stats(stats, {**metrics, "entropy": entropy, "loss": loss.detach()})
-    engine.step()
-    return stats
 
 
 def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,16 @@ class PromptStream:
         share = self._per_step // world_size
         start = place * self._per_step + rank * share
         return order[start : start + share].tolist()
+
+    def others(self, step: int, steps: int, attempt: int, places: Many[int]) -> list[int]:
+        """Other examples for these places (from 0 over all ranks) of the batch of `steps` steps that begins at `step`.
+
+        None of the batch's own, as far as the data has others. The same whatever the number of ranks.
+        """
+        own = [index for one in range(step, step + steps) for index in self.indices(one)]
+        order = np.random.default_rng((self._seed, step, attempt)).permutation(self._size)
+        order = order[~np.isin(order, own)] if len(own) < self._size else order
+        return [int(order[place % len(order)]) for place in places]
 
 
 def _load(config: TrainerConfig, split: str):

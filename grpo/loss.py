@@ -1,66 +1,310 @@
-"""The objective: group-relative advantages and the GRPO loss. Pure functions of tensors; no model, no ranks.
+"""The objective: advantages within groups, and the family of GRPO losses. Pure functions of tensors, without ranks.
 
-GRPO: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 1 to 4.
+GRPO: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 1 to 4. The others stand at their formulas.
+
+Tensors of tokens are ragged and flat: [T] holds the completion tokens of S sequences, one sequence after the other.
+What a loss divides by is the size of the whole optimizer step, so the sum over any cut of a step into micro-batches and
+ranks is the loss of the step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from grpo.config import LossSection
 
 _LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: large enough to show, small enough not to overflow
 
 
-def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """(reward - group mean) / (group std + 1e-4), std with ddof 1. Both [groups, num_generations].
+@dataclass(frozen=True)
+class StepSize:
+    """What a whole optimizer step trains on, over all micro-batches and ranks."""
 
-    A group whose rewards are all equal says nothing about which completion is better: it gives exactly 0.
-    """
-    mean = rewards.mean(dim=1, keepdim=True)
-    std = rewards.std(dim=1, keepdim=True)
-    differ = rewards.amax(dim=1, keepdim=True) > rewards.amin(dim=1, keepdim=True)
-    return torch.where(differ, (rewards - mean) / (std + 1e-4), 0.0)
+    sequences: int
+    tokens: int
+    """completion tokens of them"""
+    high_entropy_tokens: int | None = None
+    """those that the policy term and the entropy bonus act on where top_entropy_quantile is below 1; None: all"""
 
 
-def token_weights(completion_lengths: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Each token's share of the step's loss: the mean over sequences of the mean over a sequence's tokens.
+@dataclass(frozen=True)
+class Tokens:
+    """What the loss is computed from: T completion tokens of S sequences."""
 
-    completion_lengths: int64 [S] of these sequences; sequences: how many the whole step has, over all micro-batches and
-    ranks. Returns float32 [completion_lengths.sum()]. As the divisor is the step's, the sum over any cut into
-    micro-batches and ranks is the same. An empty completion has no token and adds 0, and still counts in the mean.
-    """
-    shares = 1.0 / (completion_lengths.clamp(min=1) * sequences)
-    return shares.float().repeat_interleave(completion_lengths)
+    lengths: torch.Tensor
+    """int64 [S], may be 0"""
+    advantages: torch.Tensor
+    """[S]"""
+    logprobs: torch.Tensor
+    """[T] of the policy, with gradient"""
+    entropy: torch.Tensor
+    """[T] in nats, with gradient where the entropy bonus needs it"""
+    old_logprobs: torch.Tensor | None = None
+    """[T] of the policy before the first update on these; None: it is the policy of now"""
+    ref_logprobs: torch.Tensor | None = None
+    """[T]; None leaves out the KL"""
+    sampling_logprobs: torch.Tensor | None = None
+    """[T] as the sampler knew them, NaN where it did not; None where nothing is made of them"""
+    high_entropy: torch.Tensor | None = None
+    """bool [T]; None: all"""
 
 
 def grpo_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor | None,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    epsilon: float,
-    epsilon_high: float,
-    beta: float,
+    tokens: Tokens, step: StepSize, settings: LossSection, *, beta: float, max_completion_length: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The clipped surrogate with a KL penalty, summed with `weights`. All inputs are [T], a value a completion token.
+    """These tokens' share of the step's loss. Returns (scalar, metrics).
 
-    With r = exp(logp - old) and d = ref - logp, a token's loss is (DeepSeekMath, equations 3 and 4)
-
-        -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(d) - d - 1)
-
-    Both log-ratios are clamped to +-20 before exp. `ref_logprobs` None leaves out the KL.
-    Returns (loss, metrics): a scalar, and for each metric the values [T] of which the mean over tokens is reported.
+    A metric is the values whose mean is reported: [T], or [S] where the probability ratio is one of sequences. Every
+    log-ratio is clamped to +-20 before exp.
     """
-    ratio = torch.exp((logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
-    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-    low = (ratio < 1 - epsilon) & (advantages < 0)
-    high = (ratio > 1 + epsilon_high) & (advantages > 0)
-    metrics = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
-    if ref_logprobs is not None:
-        log_ratio = (ref_logprobs - logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-        kl = torch.exp(log_ratio) - log_ratio - 1
-        per_token = per_token + beta * kl
+    logprobs = tokens.logprobs
+    old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    per_sequence = settings.importance_sampling_level == "sequence"
+    log_ratio = logprobs - old
+    if per_sequence:
+        log_ratio = _sequence_sums(log_ratio, tokens.lengths) / tokens.lengths.clamp(min=1)
+    ratio = _exp(log_ratio)
+    policy, metrics = _policy_term(
+        ratio if not per_sequence else _to_tokens(ratio, tokens.lengths),
+        _to_tokens(tokens.advantages, tokens.lengths),
+        logprobs,
+        settings,
+    )
+    if per_sequence:
+        # One value a sequence, read off its first token; an empty sequence has none.
+        metrics = {name: values[_first_tokens(tokens.lengths)] for name, values in metrics.items()}
+
+    if settings.off_policy_mask_threshold is not None:
+        keep = _near_policy(tokens, old, settings.off_policy_mask_threshold)
+        policy = policy * _to_tokens(keep, tokens.lengths)
+        metrics["off_policy_masked"] = ~keep
+    if tokens.high_entropy is not None:
+        policy = policy * tokens.high_entropy
+    if tokens.sampling_logprobs is not None:
+        metrics["sampling/sampling_logp_difference"] = (old - tokens.sampling_logprobs).abs()
+        if settings.importance_sampling_mode != "none":
+            weight, per_token_weight = _sampler_correction(tokens, old, settings)
+            policy = policy * per_token_weight
+            metrics["sampling/importance_sampling_ratio"] = weight
+
+    per_token = policy
+    if tokens.ref_logprobs is not None:
+        kl = kl_divergence(logprobs, tokens.ref_logprobs, settings.kl_estimator)
+        if settings.use_bias_correction_kl:
+            kl = kl * (_to_tokens(ratio, tokens.lengths) if per_sequence else ratio)
         metrics["kl"] = kl
-    return (per_token * weights).sum(), {name: values.detach().float() for name, values in metrics.items()}
+        if not settings.kl_in_reward:
+            per_token = per_token + beta * kl
+    loss = (per_token * token_weights(tokens.lengths, step, settings.loss_type, max_completion_length)).sum()
+    if settings.entropy_coef > 0:
+        acted_on = tokens.entropy if tokens.high_entropy is None else tokens.entropy * tokens.high_entropy
+        among = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens
+        loss = loss - settings.entropy_coef * acted_on.sum() / max(among, 1)
+    metrics["entropy"] = tokens.entropy
+    return loss, {name: values.detach().float() for name, values in metrics.items()}
+
+
+def token_weights(lengths: torch.Tensor, step: StepSize, loss_type: str, max_completion_length: int) -> torch.Tensor:
+    """Each token's weight in the step's sum, float32 [T], for sequences of these lengths (int64 [S]).
+
+    grpo, sapo: the mean over sequences of the mean over a sequence's tokens (DeepSeekMath, equation 3). An empty
+    completion has no token and adds 0, and still counts as a sequence.
+    bnpo, dapo, cispo: the mean over all tokens of the step (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8).
+    dr_grpo: the sum over sequences x max_completion_length (Liu et al. 2025, arXiv:2503.20783, section 3.2).
+    """
+    if loss_type in ("grpo", "sapo"):
+        shares = 1.0 / (lengths.clamp(min=1) * max(step.sequences, 1))
+    else:
+        whole = step.sequences * max_completion_length if loss_type == "dr_grpo" else step.tokens
+        shares = torch.full_like(lengths, 1.0 / max(whole, 1), dtype=torch.float64)
+    return _to_tokens(shares.float(), lengths)
+
+
+def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimates of KL(policy || reference) from single tokens, with d = ref - logp (Schulman 2020, "Approximating KL
+    divergence", http://joschu.net/blog/kl-approx.html):
+
+        k1 = -d        k2 = d^2 / 2        k3 = exp(d) - d - 1
+
+    k3+ has the value of k3 and the gradient of k2, which is the unbiased one on-policy (k3's is not). All shapes equal.
+    """
+    difference = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    clamped = difference.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    k3 = torch.exp(clamped) - clamped - 1
+    if estimator == "k3":
+        return k3
+    k2 = difference.square() / 2
+    return k3.detach() + k2 - k2.detach()
+
+
+def adapt_beta(beta: float, kl: float, sequences: int, target: float, horizon: float) -> float:
+    """The KL coefficient for the next step: it grows where the measured KL (nats a token) is above the target.
+
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2; as verl has it, a step counts as many as it has sequences.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return beta * (1 + error * sequences / horizon)
+
+
+def total_rewards(by_function: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over the functions, [functions, ...] -> [...]. A function that does not apply (NaN) adds nothing;
+    where none applies the sum is NaN."""
+    total = torch.tensordot(weights, by_function.nan_to_num(nan=0.0), dims=1)
+    return total.masked_fill(by_function.isnan().all(dim=0), torch.nan)
+
+
+def advantages(
+    by_function: torch.Tensor, weights: torch.Tensor, settings: LossSection, penalty: torch.Tensor | float = 0.0
+) -> torch.Tensor:
+    """What each completion was worth beside the others, float64 [groups, num_generations].
+
+    by_function: float64 [functions, groups, num_generations] of all ranks; penalty: [groups, num_generations], taken
+    off the sum.
+    """
+    if settings.multi_objective_aggregation == "normalize_then_sum":
+        return decoupled_advantages(by_function, weights, settings.reward_tolerance)
+    rewards = total_rewards(by_function, weights) - penalty
+    return group_advantages(rewards, settings.scale_rewards, settings.reward_tolerance)
+
+
+def groups_with_signal(by_function: torch.Tensor, weights: torch.Tensor, settings: LossSection) -> torch.Tensor:
+    """bool [groups]: whether these rewards ([functions, groups, num_generations]) tell good completions from bad."""
+    compared = by_function
+    if settings.multi_objective_aggregation == "sum_then_normalize":
+        compared = total_rewards(by_function, weights).unsqueeze(0)
+    return torch.stack([has_signal(rewards, settings.reward_tolerance) for rewards in compared]).any(dim=0)
+
+
+def group_advantages(rewards: torch.Tensor, scale_rewards: str = "group", tolerance: float = 0.0) -> torch.Tensor:
+    """(reward - group mean) / (std + 1e-4), std with ddof 1. Both [groups, num_generations], of all ranks.
+
+    scale_rewards "group": the group's std (DeepSeekMath, section 4.1.2); "batch": that of all rewards; "none": not
+    divided (Dr. GRPO). NaN, a completion to which no reward function applies, is left out of mean and std and gets 0.
+    So does every completion of a group without signal, whose rewards differ by no more than `tolerance`: exactly 0.
+    """
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    if scale_rewards == "group":
+        centred = centred / (_std(rewards).unsqueeze(1) + 1e-4)
+    elif scale_rewards == "batch":
+        centred = centred / (_std(rewards.flatten()) + 1e-4)
+    return torch.where(has_signal(rewards, tolerance).unsqueeze(1), centred, 0.0).nan_to_num(nan=0.0)
+
+
+def decoupled_advantages(by_function: torch.Tensor, weights: torch.Tensor, tolerance: float = 0.0) -> torch.Tensor:
+    """Each function's rewards normalised within the group, the weighted sum of them normalised over the batch.
+
+    GDPO, arXiv:2601.05242; `normalize_then_sum` in TRL. by_function: float64 [functions, groups, num_generations] of
+    all ranks, NaN where a function does not apply; weights: [functions]. Returns [groups, num_generations].
+    """
+    nothing = by_function.isnan().all(dim=0)
+    alive = torch.stack([has_signal(rewards, tolerance) for rewards in by_function]).any(dim=0)
+    each = torch.stack([group_advantages(rewards, "group", tolerance) for rewards in by_function])
+    total = torch.einsum("f,fgn->gn", weights, each).masked_fill(nothing, torch.nan)
+    scaled = (total - total.nanmean()) / (_std(total.flatten()) + 1e-4)
+    return torch.where(alive.unsqueeze(1), scaled, 0.0).nan_to_num(nan=0.0)
+
+
+def has_signal(rewards: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """bool [groups]: whether a group's rewards ([groups, num_generations], NaN left out) differ by more than that."""
+    highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
+    lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
+    return highest - lowest > tolerance
+
+
+def soft_overlong_punishment(lengths: torch.Tensor, max_completion_length: int, soft_punish_cache: int) -> torch.Tensor:
+    """0 up to max_completion_length - soft_punish_cache tokens, from there falling to -1 at the maximum. float64 [n].
+
+    DAPO, arXiv:2503.14476, equation 13.
+    """
+    beyond = lengths.double() - (max_completion_length - soft_punish_cache)
+    return -(beyond / soft_punish_cache).clamp(0.0, 1.0)
+
+
+def _policy_term(
+    ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor, settings: LossSection
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The policy's loss before any weight, and what was clipped. All [T]."""
+    high = settings.upper_clip
+    if settings.loss_type == "cispo":
+        # MiniMax-M1, arXiv:2506.13585, equations 4 and 5: the weight is clipped, no token loses its gradient.
+        clipped = (ratio > high) & (advantages > 0)
+        return -ratio.clamp(max=high).detach() * advantages * logprobs, {"cispo_clip_ratio": clipped}
+    if settings.loss_type == "sapo":
+        # Gao et al. 2025, arXiv:2511.20347, equations 5 and 6: a sigmoid gate in the place of the clip.
+        gate = torch.where(advantages > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+        return -advantages * torch.sigmoid(gate * (ratio - 1)) * 4 / gate, {}
+    # With delta, a negative advantage's loss ends at delta |A|: the two-sided clip of INTELLECT-2 (arXiv:2505.07291),
+    # which is the dual clip of Ye et al. 2020 (arXiv:1912.09729, equation 5).
+    bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    within = ratio.clamp(1 - settings.epsilon, 1 + high)
+    low_clipped = (bounded < 1 - settings.epsilon) & (advantages < 0)
+    high_clipped = (bounded > 1 + high) & (advantages > 0)
+    metrics = {
+        "clip_ratio/low_mean": low_clipped,
+        "clip_ratio/high_mean": high_clipped,
+        "clip_ratio/region_mean": low_clipped | high_clipped,
+    }
+    return -torch.minimum(bounded * advantages, within * advantages), metrics
+
+
+def _near_policy(tokens: Tokens, old: torch.Tensor, threshold: float) -> torch.Tensor:
+    """bool [S]: a sequence is kept unless it was worse than its group and the policy has moved away from it.
+
+    DeepSeek-V3.2, arXiv:2512.02556, equation 9. The distance is the mean over tokens of sampler - policy.
+    """
+    sampled = old if tokens.sampling_logprobs is None else tokens.sampling_logprobs
+    # A token of which the sampler said nothing is no evidence of a distance.
+    away = (sampled - tokens.logprobs.detach()).nan_to_num(nan=0.0)
+    distance = _sequence_sums(away, tokens.lengths) / tokens.lengths.clamp(min=1)
+    return (tokens.advantages >= 0) | (distance <= threshold)
+
+
+def _sampler_correction(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights old / sampler, truncated or masked: of tokens [T] or sequences [S], and what that is for each token [T].
+
+    Truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", https://fengyao.notion.site/off-policy-rl.
+    """
+    level, kind = settings.importance_sampling_mode.split("_")
+    difference = (old - tokens.sampling_logprobs).nan_to_num(nan=0.0)  # where the sampler said nothing, the weight is 1
+    weight = _exp(_sequence_sums(difference, tokens.lengths) if level == "sequence" else difference)
+    low, high = settings.importance_sampling_clip_min, settings.importance_sampling_clip_max
+    low, high = (0.0 if low is None else low), (torch.inf if high is None else high)
+    if kind == "truncate":
+        weight = weight.clamp(low, high)
+    else:
+        weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
+    return weight, _to_tokens(weight, tokens.lengths) if level == "sequence" else weight
+
+
+def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
+
+
+def _std(rewards: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, ddof 1, NaN left out; 0 where fewer than two are left."""
+    count = (~rewards.isnan()).sum(dim=-1)
+    squares = (rewards - rewards.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def _to_tokens(of_sequences: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[S] -> [T], a sequence's value at each of its tokens."""
+    return of_sequences.repeat_interleave(lengths, dim=0)
+
+
+def _sequence_sums(of_tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[T] -> [S]."""
+    owner = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    return of_tokens.new_zeros(len(lengths)).index_add(0, owner, of_tokens)
+
+
+def _first_tokens(lengths: torch.Tensor) -> torch.Tensor:
+    """Places in [T] where the sequences that are not empty begin."""
+    return (lengths.cumsum(0) - lengths)[lengths > 0]

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from grpo.config import ConfigError, TrainerConfig
 
+_MEANS = ("step_time", "cispo_clip_ratio", "off_policy_masked", "sampling/policy_lag")
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -64,12 +66,17 @@ def add_stats(into: dict[str, Stats], values: Mapping[str, Any]) -> None:
         into[name] = into.get(name, Stats()) + (value if isinstance(value, Stats) else Stats.of(value))
 
 
+def gather(own: Any) -> list[Any]:
+    """What every rank has, in the order of ranks. All ranks must call it; all get the result."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
 def gather_stats(own: Mapping[str, Stats]) -> dict[str, Stats]:
     """Every rank's stats, added up. All ranks must call it; all get the result."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(own))
     together: dict[str, Stats] = {}
-    for one in everyone:
+    for one in gather(dict(own)):
         add_stats(together, one)
     return together
 
@@ -81,6 +88,11 @@ def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[st
     for name in ("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy"):
         if name in stats:
             metrics[name] = stats[name].mean
+    for name in ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"):
+        if name in stats:
+            metrics |= {f"{name}/mean": stats[name].mean, f"{name}/max": stats[name].high}
+    if "sampling/importance_sampling_ratio" in stats:
+        metrics["sampling/importance_sampling_ratio/min"] = stats["sampling/importance_sampling_ratio"].low
     for name in reward_names:
         metrics[f"rewards/{name}/mean"] = stats[f"rewards/{name}"].mean
         metrics[f"rewards/{name}/std"] = stats[f"rewards/{name}"].std
@@ -90,7 +102,7 @@ def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[st
     metrics["completions/mean_terminated_length"] = stats["terminated_length"].mean
     metrics["completions/clipped_ratio"] = stats["clipped_ratio"].mean
     for name in stats:
-        if name.startswith(("clip_ratio/", "time/")) or name == "step_time":
+        if name.startswith(("clip_ratio/", "time/")) or name in _MEANS:
             metrics[name] = stats[name].mean
     return metrics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,17 +44,25 @@ class Group:
     """The completions of one prompt, which are compared with each other."""
 
     id: int
-    """unique within a run: step x prompts_per_step + place in the step"""
+    """its place in the run: (step - 1) x prompts_per_step + place in the step"""
     example: Example
     rollouts: list[Rollout]
+    reference: Future[list[np.ndarray]] | None
+    """will hold the reference's float32 log-probs of each rollout; None where nobody is asked"""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sequence:
     """One completion with all the loss needs."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
-    advantage: float
-    ref_logprobs: Callable[[], np.ndarray] | None
+    finished: bool
+    """False: cut at max_completion_length"""
+    advantage: float = 0.0
+    ref_logprobs: Callable[[], np.ndarray] | None = None
     """waits for the reference's float32 [len(completion_ids)]; None where the loss has no KL term"""
+    sampling_logprobs: np.ndarray | None = None
+    """float32 [len(completion_ids)], NaN where unknown"""
+    old_logprobs: np.ndarray | None = None
+    """float32 [len(completion_ids)] of the policy before the first update on this; None: it is the policy of now"""

@@ -74,11 +74,6 @@ def compute_rewards(
     return rewards
 
 
-def combine(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """Weighted sum over the functions: [functions, n] -> [n]. NaN (does not apply) adds nothing."""
-    return np.asarray(weights, dtype=np.float64) @ np.nan_to_num(rewards, nan=0.0)
-
-
 def _load_file(path: str, name: str) -> ModuleType:
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ConfigError(

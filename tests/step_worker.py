@@ -1,7 +1,11 @@
-"""Run under the launcher by test_update.py: one `update` on this rank's share of fixed sequences, with plain SGD, so
-that the change of the weights is the gradient. Rank 0 writes it, and the step's metrics.
+"""Run under the launcher by test_update.py: `update` on this rank's share of fixed sequences, case after case from the
+same weights, with plain SGD, so that the change of the weights is the gradient. Rank 0 writes what came out.
 
-    step_worker.py MODEL OUT MICRO_BATCH_TOKENS BETA CHECKPOINTING SHARES MAX_GRAD_NORM
+    step_worker.py MODEL CASES OUT
+
+CASES is a JSON list of {"options": [...], "shares": [...], "order": [...], "old": bool, "sampled": bool, "small_steps":
+[...]}: the trainer's options; how many sequences each rank has, and of all sequences which stands where; whether they
+come with old and the sampler's log-probs; learning rates of updates on the same sequences before the one looked at.
 """
 
 import json
@@ -19,50 +23,110 @@ import grpo_ref_split as trainer
 from grpo.arguments import parse_arguments
 from grpo.config import SharedConfig, TrainerConfig
 from grpo.ds_config import engine_config
+from grpo.loss import group_advantages
 from grpo.metrics import PhaseClock, gather_stats
 from grpo.model import checkpoint_activations, load_model, make_batcher
 from grpo.records import Sequence
+from grpo.update import update
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight
+PROMPTS, GENERATIONS = 12, 3
+EMPTY = (0, 17)
+UNFINISHED = (3, 4, 5, 8, 20, 29, 35)
+
+
+def rewards() -> list[list[float]]:
+    """One group of equals, one with a reward that does not apply, one with nothing else."""
+    draw = random.Random(6)
+    groups = [[draw.gauss(0, 1) for _ in range(GENERATIONS)] for _ in range(PROMPTS)]
+    groups[4], groups[7][1], groups[9] = [0.1] * GENERATIONS, float("nan"), [float("nan")] * GENERATIONS
+    return groups
 
 
 def sequences() -> list[Sequence]:
-    """Six groups of four, ragged; among them empty and one-token completions, and such as hold the pad token."""
+    """Ragged; among them empty and one-token completions, truncated ones, and such as hold the pad token."""
     draw = random.Random(5)
-    prompts = [[draw.randint(5, 200) for _ in range(length)] for length in (1, 20, 7, 3, 12, 9)]
+    prompts = [[draw.randint(5, 200) for _ in range(length)] for length in (1, 20, 7, 3, 12, 9, 2, 5, 30, 4, 8, 16)]
     made = []
-    for number in range(24):
-        length = [0, 1, 30][number] if number < 3 else draw.randint(1, 25)
+    for number in range(PROMPTS * GENERATIONS):
+        length = 0 if number in EMPTY else {1: 1, 2: 30}.get(number, draw.randint(1, 16))
         completion = [draw.randint(0, 200) for _ in range(length)]
-        reference = np.asarray([-draw.uniform(3, 8) for _ in completion], np.float32)
-        made.append(Sequence(prompts[number // 4], completion, draw.gauss(0, 1), partial(np.copy, reference)))
+        # The tiny model's log-probs lie about -6.2.
+        old, reference, said = (
+            np.asarray([-draw.uniform(low, 7) for _ in completion], np.float32) for low in (5.6, 3, 5.6)
+        )
+        said[[draw.random() < 0.2 for _ in completion]] = np.nan
+        made.append(
+            Sequence(
+                prompt_ids=prompts[number // GENERATIONS],
+                completion_ids=completion,
+                advantage=0.0,
+                ref_logprobs=partial(np.copy, reference),
+                finished=number not in UNFINISHED,
+                old_logprobs=old,
+                sampling_logprobs=said,
+            )
+        )
     return made
 
 
-def main(model, out, micro_batch_tokens, beta, checkpointing, shares, max_grad_norm) -> None:
-    options = ["--prompts_per_step", "6", "--num_generations", "4", "--micro_batch_tokens", micro_batch_tokens]
-    config = parse_arguments(
-        TrainerConfig, "", [*options, "--beta", beta, "--max_grad_norm", max_grad_norm, "--temperature", "0.8"]
-    )
-    rank, world_size, device = trainer.join_ranks(config)
+def own_share(case: dict, config: TrainerConfig, rank: int) -> list[Sequence]:
+    advantages = group_advantages(torch.tensor(rewards(), dtype=torch.float64), config.scale_rewards)
+    every = sequences()
+    for one, advantage in zip(every, advantages.flatten().tolist(), strict=True):
+        one.advantage = advantage
+        one.old_logprobs = one.old_logprobs if case["old"] else None
+        one.sampling_logprobs = one.sampling_logprobs if case["sampled"] else None
+    end = sum(case["shares"][: rank + 1])
+    return [every[index] for index in case["order"][end - case["shares"][rank] : end]]
+
+
+def read_config(case: dict) -> TrainerConfig:
+    sizes = ["--prompts_per_step", str(PROMPTS), "--num_generations", str(GENERATIONS)]
+    fixed = ["--max_completion_length", "32", "--temperature", "0.8"]
+    return parse_arguments(TrainerConfig, "", [*sizes, *fixed, *case["options"]])
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def main(model, cases_file, out) -> None:
+    cases = json.loads(Path(cases_file).read_text())
+    configs = [read_config(case) for case in cases]
+    rank, world_size, device = trainer.join_ranks(configs[0])
     policy = load_model(SharedConfig(model_name_or_path=model), device).train()
     batcher = make_batcher(policy, 0)
-    if checkpointing == "yes":
+    if configs[0].gradient_checkpointing:
         checkpoint_activations(policy)
-    before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
-    settings = engine_config(config, world_size, device) | {"zero_allow_untested_optimizer": True}
+    first = weights_of(policy)
+    settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD(policy.parameters(), lr=LEARNING_RATE)
     engine, *_ = trainer.deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)
 
-    ends = np.cumsum([0, *map(int, shares.split(","))])
-    own = sequences()[ends[rank] : ends[rank + 1]]
-    stats = gather_stats(trainer.update(engine, own, config, batcher, PhaseClock()))
-    if rank == 0:
-        torch.save(
-            {name: (before[name] - weight.detach()) / LEARNING_RATE for name, weight in policy.named_parameters()}, out
+    results = []
+    for case, config in zip(cases, configs, strict=True):
+        with torch.no_grad():
+            for name, weight in policy.named_parameters():
+                weight.copy_(first[name])
+        engine.optimizer.refresh_fp32_params()
+        own = own_share(case, config, rank)
+        # The last update is the one that is looked at; those before it move the weights a little.
+        for rate in (*case["small_steps"], LEARNING_RATE):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            before = weights_of(policy)
+            stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), beta=config.beta))
+        results.append(
+            {
+                "before": before,
+                "gradient": {name: (before[name] - now) / LEARNING_RATE for name, now in weights_of(policy).items()},
+                "norm": float(engine.get_global_grad_norm()),
+                "stats": {name: (one.count, one.total) for name, one in stats.items()},
+            }
         )
-        numbers = {name: [one.count, one.total] for name, one in stats.items()}
-        Path(out).with_suffix(".json").write_text(json.dumps(numbers | {"norm": float(engine.get_global_grad_norm())}))
+    if rank == 0:
+        torch.save(results, out)
     trainer.dist.barrier()
     trainer.dist.destroy_process_group()
 

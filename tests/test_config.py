@@ -1,9 +1,12 @@
 """What the configuration refuses, what wins over what, and that one file serves both programs."""
 
 import pytest
+import torch
+from conftest import REPOSITORY
 
 from grpo.arguments import parse_arguments
 from grpo.config import ConfigError, ServerConfig, TrainerConfig, write_config
+from grpo.ds_config import engine_config
 
 
 @pytest.fixture
@@ -30,7 +33,9 @@ def test_the_defaults_are_the_documented_ones():
     assert config.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
     assert config.dataset_name == "openai/gsm8k"
     assert config.ref_servers == ["http://127.0.0.1:59875"]
-    assert (config.beta, config.epsilon, config.epsilon_high) == (0.04, 0.2, 0.2)
+    assert (config.beta, config.epsilon, config.upper_clip) == (0.04, 0.2, 0.2)
+    assert trainer("--epsilon", "0.1").upper_clip == 0.1 and trainer("--epsilon_high", "0.28").upper_clip == 0.28
+    assert trainer("--loss_type", "cispo").upper_clip == 5.0
     for ranks in (1, 2, 4, 7, 8):
         config.check_ranks(ranks)
 
@@ -61,6 +66,29 @@ IMPOSSIBLE = [
     (["--ref_ca_file", "nowhere.pem"], "ref_ca_file='nowhere.pem': ", "no such file"),
     (["--ref_servers", "localhost:59875"], "ref_servers='localhost:59875': ", "http://HOST:PORT"),
     (["--report_to", "mlflow"], "report_to='mlflow': ", "tensorboard, wandb or none"),
+    (["--loss_type", "ppo"], "argument --loss_type", "'ppo'"),
+    (["--delta", "1.1"], "delta=1.1: ", "above 1.2"),
+    (["--delta", "4", "--loss_type", "cispo"], "delta=4.0: ", "above 6"),
+    (["--delta", "9", "--loss_type", "sapo"], "delta=9.0: ", "sapo has no clip"),
+    (["--sapo_temperature_neg", "0"], "sapo_temperature_neg=0.0: ", "above 0"),
+    (["--top_entropy_quantile", "0"], "top_entropy_quantile=0.0: ", "above 0 and up to 1"),
+    (["--top_entropy_quantile", "1.1"], "top_entropy_quantile=1.1: ", "above 0 and up to 1"),
+    (["--entropy_coef", "-1"], "entropy_coef=-1.0: ", "0 or more"),
+    (["--num_iterations", "0"], "num_iterations=0: ", "above 0"),
+    (["--steps_per_generation", "0"], "steps_per_generation=0: ", "above 0"),
+    (["--max_resample", "-1"], "max_resample=-1: ", "0 or more"),
+    (["--soft_punish_cache", "513"], "soft_punish_cache=513: ", "max_completion_length=512 or less"),
+    (["--kl_target", "0.1", "--beta", "0"], "kl_target=0.1: ", "set beta"),
+    (["--kl_target", "0"], "kl_target=0.0: ", "above 0"),
+    (["--kl_in_reward", "--beta", "0"], "kl_in_reward=True: ", "set beta"),
+    (
+        ["--kl_in_reward", "--multi_objective_aggregation", "normalize_then_sum"],
+        "kl_in_reward=True: ",
+        "sum_then_normalize",
+    ),
+    (["--kl_in_reward", "--use_bias_correction_kl"], "use_bias_correction_kl=True: ", "use one of the two"),
+    (["--importance_sampling_clip_min", "4"], "importance_sampling_clip_min=4.0: ", "lower it"),
+    (["--off_policy_mask_threshold", "-1"], "off_policy_mask_threshold=-1.0: ", "above 0"),
     (["--max_steps", "many"], "argument --max_steps", "invalid int value: 'many'"),
     (["--dtype", "float16"], "argument --dtype", "'float16'"),
     (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
@@ -176,3 +204,11 @@ def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_pa
     again = trainer("--config", str(tmp_path / "config.yaml"), "--token", "very-secret")
     assert again == config
     parse_arguments(ServerConfig, "", ["--config", str(tmp_path / "config.yaml")])
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_read_by_both_programs(path):
+    config = parse_arguments(TrainerConfig, "", ["--config", str(path)])
+    served = parse_arguments(ServerConfig, "", ["--config", str(path)])
+    assert served.model_name_or_path == config.model_name_or_path and served.port == config.port
+    engine_config(config, 1, torch.device("cpu"))

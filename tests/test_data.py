@@ -167,6 +167,22 @@ def test_the_order_is_the_seeds_and_the_step_is_the_whole_state():
     assert one.indices(0) != other.indices(0)
 
 
+def test_other_prompts_are_none_of_the_batch_and_fixed_by_the_seed():
+    stream, same = PromptStream(size=40, prompts_per_step=8, seed=0), PromptStream(40, 8, 0)
+    batch = stream.indices(2) + stream.indices(3)
+    first = stream.others(2, 2, attempt=1, places=[0, 3, 15])
+    assert not set(first) & set(batch) and len(set(first)) == 3
+    assert first == same.others(2, 2, 1, [0, 3, 15])
+    # A place's prompt does not depend on which other places ask, so neither on the number of ranks.
+    assert first[1:] == stream.others(2, 2, 1, [3]) + stream.others(2, 2, 1, [15])
+    assert first != stream.others(2, 2, 2, [0, 3, 15]) and first != stream.others(4, 2, 1, [0, 3, 15])
+
+
+def test_where_the_batch_is_all_the_data_any_other_prompt_does():
+    stream = PromptStream(size=8, prompts_per_step=8, seed=0)
+    assert set(stream.others(0, 1, 1, range(8))) == set(range(8))
+
+
 def test_too_small_a_dataset_is_refused():
     with pytest.raises(ConfigError, match="prompts_per_step=8: the dataset has only 7 usable prompts"):
         PromptStream(7, 8, 0)

@@ -13,7 +13,7 @@ LEVELS = [
     {"protocol", "logprobs", "batch", "attention", "arguments", "ref_wire"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"http_server", "monitor", "estimate"},
-    {"evaluate"},
+    {"evaluate", "update", "collect"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ENTRIES = {

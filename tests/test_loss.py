@@ -1,115 +1,223 @@
-"""Advantages and the loss against the paper's formulas, computed one number at a time in Python floats."""
+"""Losses against the papers' formulas in Python floats (oracle.py), gradients by finite differences."""
 
+import dataclasses
 import math
-import statistics
+import random
 
 import pytest
 import torch
+from oracle import Completion, gradient, loss, mark_high_entropy
+from ragged import completions, gradients, step_of, tokens_of
 
-from grpo.loss import group_advantages, grpo_loss, token_weights
+from grpo.config import LossSection
+from grpo.loss import StepSize, Tokens, grpo_loss
 
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]
+LEVELS = ["token", "sequence"]
+BETA, LONGEST = 0.3, 12
 
-def test_advantages_are_normalised_within_each_group():
-    rewards = torch.tensor([[1.0, 2.0, 4.0], [0.0, 0.0, 0.3]], dtype=torch.float64)
-    for row, group in zip(group_advantages(rewards), rewards.tolist(), strict=True):
-        mean, std = statistics.mean(group), statistics.stdev(group)
-        assert row.tolist() == pytest.approx([(reward - mean) / (std + 1e-4) for reward in group], rel=1e-12)
-
-
-@pytest.mark.parametrize("value", [0.0, 0.1, 2.8, 1e9])
-def test_a_group_with_equal_rewards_gives_exactly_zero(value):
-    assert group_advantages(torch.full((1, 7), value, dtype=torch.float64)).tolist() == [[0.0] * 7]
-
-
-def test_weights_are_the_mean_over_sequences_of_token_means():
-    weights = token_weights(torch.tensor([4, 0, 1]), sequences=3)
-    assert weights.tolist() == pytest.approx([1 / 12] * 4 + [1 / 3])
-
-
-def test_weights_of_any_cut_are_those_of_the_whole():
-    lengths = [3, 1, 0, 5, 2, 8]
-    whole = token_weights(torch.tensor(lengths), 6)
-    parts = [token_weights(torch.tensor(lengths[start:end]), 6) for start, end in ((0, 1), (1, 4), (4, 6))]
-    assert torch.equal(whole, torch.cat(parts))
-
-
-def test_no_token_at_all_gives_zero_and_not_nan():
-    weights = token_weights(torch.tensor([0, 0]), 2)
-    nothing = torch.zeros(0, requires_grad=True)
-    loss, metrics = grpo_loss(nothing, nothing, nothing, nothing, weights, epsilon=0.2, epsilon_high=0.2, beta=0.04)
-    assert loss.item() == 0.0 and all(len(values) == 0 for values in metrics.values())
-
-
-def formula(logp, old, ref, advantage, epsilon, epsilon_high, beta):
-    """DeepSeekMath (arXiv:2402.03300), equations 3 and 4, one token."""
-    ratio = math.exp(logp - old)
-    clipped = min(max(ratio, 1 - epsilon), 1 + epsilon_high)
-    kl = math.exp(ref - logp) - (ref - logp) - 1
-    return -min(ratio * advantage, clipped * advantage) + beta * kl, kl
-
-
-def random_tokens(count, seed, spread=0.5):
-    generator = torch.Generator().manual_seed(seed)
-    logp = -torch.rand(count, generator=generator, dtype=torch.float64) * 5
-    old = logp + torch.randn(count, generator=generator, dtype=torch.float64) * spread
-    ref = logp + torch.randn(count, generator=generator, dtype=torch.float64) * spread
-    advantages = torch.randn(count, generator=generator, dtype=torch.float64)
-    weights = torch.rand(count, generator=generator, dtype=torch.float64)
-    return logp, old, ref, advantages, weights
+BOUNDS = {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6}
+# What is set beside loss_type, level and estimator; and what the sequences are like.
+MODES = {
+    "as drawn": ({}, {"off_policy": False}),
+    "off-policy": ({"epsilon_high": 0.28}, {}),
+    "far off": ({}, {"far": True}),
+    "delta": ({"delta": 1.7}, {"far": True}),
+    "bias corrected": ({"use_bias_correction_kl": True}, {}),
+    "entropy bonus": ({"entropy_coef": 0.02}, {}),
+    "top entropies": ({"entropy_coef": 0.02, "top_entropy_quantile": 0.3}, {}),
+    "off-policy mask": ({"off_policy_mask_threshold": 0.05}, {}),
+    "off-policy mask, sampler": ({"off_policy_mask_threshold": 0.05}, {"sampled": True}),
+    "sampler, not corrected": ({}, {"sampled": True}),
+    "token_truncate": ({"importance_sampling_mode": "token_truncate", **BOUNDS}, {"sampled": True}),
+    "token_mask": ({"importance_sampling_mode": "token_mask", **BOUNDS}, {"sampled": True}),
+    "sequence_truncate": ({"importance_sampling_mode": "sequence_truncate", **BOUNDS}, {"sampled": True}),
+    "sequence_mask": ({"importance_sampling_mode": "sequence_mask"}, {"sampled": True}),
+    "as drawn, corrected": (
+        {"importance_sampling_mode": "token_truncate", **BOUNDS, "off_policy_mask_threshold": 0.05},
+        {"sampled": True, "off_policy": False},
+    ),
+    "everything": (
+        {
+            "delta": 1.7,
+            "epsilon_high": 0.28,
+            "use_bias_correction_kl": True,
+            "entropy_coef": 0.02,
+            "top_entropy_quantile": 0.4,
+            "off_policy_mask_threshold": 0.05,
+            "importance_sampling_mode": "token_mask",
+        },
+        {"sampled": True},
+    ),
+}
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_loss_is_the_papers(seed):
-    settings = dict(epsilon=0.2, epsilon_high=0.28, beta=0.04)
-    logp, old, ref, advantages, weights = random_tokens(200, seed)
-    loss, metrics = grpo_loss(logp, old, ref, advantages, weights, **settings)
-    rows = zip(*(values.tolist() for values in (logp, old, ref, advantages)), strict=True)
-    values, kls = zip(*(formula(*row, **settings) for row in rows), strict=True)
-    expected = sum(value * weight for value, weight in zip(values, weights.tolist(), strict=True))
-    assert loss.item() == pytest.approx(expected, rel=1e-9)
-    assert metrics["kl"].tolist() == pytest.approx(kls, rel=1e-4, abs=1e-6)
+def drawn(settings: LossSection, seed: int, **kind) -> list[Completion]:
+    some = completions(seed, **kind)
+    return mark_high_entropy(some, settings.top_entropy_quantile) if settings.top_entropy_quantile < 1 else some
 
 
-def test_the_gradient_is_the_papers_by_finite_differences():
-    settings = dict(epsilon=0.2, epsilon_high=0.28, beta=0.04)
-    logp, old, ref, advantages, weights = random_tokens(50, seed=9)
-    logp.requires_grad_()
-    grpo_loss(logp, old, ref, advantages, weights, **settings)[0].backward()
-    step = 1e-6
-    for place, (lp, *rest) in enumerate(zip(*(v.tolist() for v in (logp, old, ref, advantages)), strict=True)):
-        rise = formula(lp + step, *rest, **settings)[0] - formula(lp - step, *rest, **settings)[0]
-        assert logp.grad[place].item() == pytest.approx(rise / (2 * step) * weights[place].item(), rel=1e-4, abs=1e-7)
+def ours(some: list[Completion], settings: LossSection, beta=BETA) -> tuple[torch.Tensor, dict, Tokens]:
+    tokens = tokens_of(some)
+    return *grpo_loss(tokens, step_of(some), settings, beta=beta, max_completion_length=LONGEST), tokens
 
 
-def test_on_policy_the_gradient_is_the_advantage():
-    logp, _, _, advantages, weights = random_tokens(30, seed=1)
-    logp.requires_grad_()
-    grpo_loss(logp, logp.detach(), None, advantages, weights, epsilon=0.2, epsilon_high=0.2, beta=0.0)[0].backward()
-    torch.testing.assert_close(logp.grad, -advantages * weights)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_value_and_gradient_are_the_papers(loss_type, level, estimator, mode):
+    options, kind = MODES[mode]
+    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, kl_estimator=estimator, **options)
+    some = drawn(settings, seed=7, **kind)
+    value, _, tokens = ours(some, settings)
+    assert value.item() == pytest.approx(loss(some, settings, BETA, LONGEST), rel=1e-6)
+    slopes = [gradient(one, step_of(some), settings, BETA, LONGEST) for one in some]
+    for own, expected in zip(gradients(value, tokens), zip(*slopes, strict=True), strict=True):
+        assert own.tolist() == pytest.approx([slope for row in expected for slope in row], rel=1e-5, abs=1e-9)
 
 
-def test_clipping_is_counted_where_it_stops_the_gradient():
-    old = torch.zeros(4)
-    logp = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, metrics = grpo_loss(logp, old, None, advantages, torch.ones(4), epsilon=0.2, epsilon_high=0.2, beta=0.0)
-    loss.backward()
-    assert metrics["clip_ratio/high_mean"].tolist() == [1, 0, 0, 0]
-    assert metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
-    assert metrics["clip_ratio/region_mean"].tolist() == [1, 0, 0, 1]
-    assert (logp.grad == 0).tolist() == [True, False, False, True]
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_without_a_reference_there_is_no_kl(loss_type, seed):
+    settings = LossSection(loss_type=loss_type)
+    some = [dataclasses.replace(one, ref=None) for one in completions(seed)]
+    value, metrics, _ = ours(some, settings)
+    assert value.item() == pytest.approx(loss(some, settings, BETA, LONGEST), rel=1e-6)
+    assert "kl" not in metrics
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_as_drawn_the_gradient_is_the_advantage(loss_type, level):
+    settings = LossSection(loss_type=loss_type, importance_sampling_level=level)
+    some = [dataclasses.replace(one, ref=None) for one in completions(seed=3, off_policy=False)]
+    value, _, tokens = ours(some, settings)
+    every = sum(len(one.logp) for one in some)
+    expected = []
+    for one in some:
+        divisor = {"grpo": len(one.logp) * len(some), "sapo": len(one.logp) * len(some), "dr_grpo": LONGEST * len(some)}
+        expected += [-one.advantage / divisor.get(loss_type, every) for _ in one.logp]
+    assert gradients(value, tokens)[0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_delta_bounds_what_a_bad_token_can_weigh(loss_type):
+    settings = LossSection(loss_type=loss_type, delta=3.0)
+    size = StepSize(sequences=1, tokens=1)
+    for ratio in (0.1, 0.9, 1.1, 2.9, 3.1, 1e6):
+        for advantage in (-2.0, 2.0):
+            one = Completion(advantage, [-1.0], [0.0], old=[-1.0 - math.log(ratio)])
+            value = grpo_loss(tokens_of([one]), size, settings, beta=0.0, max_completion_length=1)[0].item()
+            clipped = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+            assert value == pytest.approx(-(max(clipped, 3 * advantage) if advantage < 0 else clipped), rel=1e-9)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_of_one_token_sequences_the_sequence_level_is_the_token_level(loss_type):
+    some = [
+        dataclasses.replace(one, **{name: getattr(one, name)[:1] for name in ("logp", "old", "ref", "entropy")})
+        for one in completions(seed=4)
+    ]
+    token, _, at_token = ours(some, LossSection(loss_type=loss_type))
+    sequence, _, at_sequence = ours(some, LossSection(loss_type=loss_type, importance_sampling_level="sequence"))
+    assert token.item() == pytest.approx(sequence.item(), rel=1e-12)
+    torch.testing.assert_close(gradients(token, at_token)[0], gradients(sequence, at_sequence)[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_policy_term_is_linear_in_the_advantages_scale(loss_type, level):
+    settings = LossSection(loss_type=loss_type, importance_sampling_level=level)
+    some = [dataclasses.replace(one, ref=None) for one in completions(seed=5)]
+    scaled = [dataclasses.replace(one, advantage=3 * one.advantage) for one in some]
+    assert ours(scaled, settings)[0].item() == pytest.approx(3 * ours(some, settings)[0].item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_only_differences_of_log_probs_matter(loss_type, level):
+    """Of the gradient: the value of CISPO's loss is not one of differences."""
+    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, use_bias_correction_kl=True)
+    some = completions(seed=6)
+    shifted = [
+        dataclasses.replace(one, **{name: [v - 2 for v in getattr(one, name)] for name in ("logp", "old", "ref")})
+        for one in some
+    ]
+    (one, _, at_one), (other, _, at_other) = ours(some, settings), ours(shifted, settings)
+    torch.testing.assert_close(gradients(one, at_one)[0], gradients(other, at_other)[0])
+
+
+@pytest.mark.parametrize("mode", ["off-policy", "everything"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_any_cut_in_any_order_adds_up_to_the_whole(loss_type, level, mode):
+    options, kind = MODES[mode]
+    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
+    some = drawn(settings, seed=8, **kind)
+    step = step_of(some)
+    whole, _, tokens = ours(some, settings)
+    rows = [list(torch.cat([t]).split([len(one.logp) for one in some])) for t in gradients(whole, tokens)]
+    for seed in range(3):
+        order = random.Random(seed).sample(range(len(some)), len(some))
+        cuts = [order[:1], order[1:3], order[3:3], order[3:]]
+        total = 0.0
+        for cut in cuts:
+            own = tokens_of([some[index] for index in cut])
+            part, _ = grpo_loss(own, step, settings, beta=BETA, max_completion_length=LONGEST)
+            total += part.item()
+            for own_gradient, expected in zip(gradients(part, own), rows, strict=True):
+                together = torch.cat([expected[index] for index in cut]) if cut else torch.zeros(0).double()
+                torch.testing.assert_close(own_gradient, together, rtol=1e-12, atol=1e-15)
+        assert total == pytest.approx(whole.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["off-policy", "everything"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_no_token_at_all_gives_zero_and_not_nan(loss_type, level, mode):
+    options, kind = MODES[mode]
+    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
+    empty = drawn(settings, seed=1, **kind)[0]
+    for some in ([], [empty], [empty, empty]):
+        value, metrics, _ = ours(some, settings)
+        value.backward()
+        assert value.item() == 0.0
+        assert all(torch.isfinite(values).all() for values in metrics.values())
 
 
 @pytest.mark.parametrize("distance", [1e3, -1e3])
-def test_extreme_ratios_stay_finite(distance):
-    logp = torch.tensor([-1.0], requires_grad=True)
-    far = torch.tensor([-1.0 + distance])
-    loss, _ = grpo_loss(logp, far, far, torch.ones(1), torch.ones(1), epsilon=0.2, epsilon_high=0.2, beta=0.04)
-    loss.backward()
-    assert torch.isfinite(loss) and torch.isfinite(logp.grad).all()
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_extreme_ratios_stay_finite_in_float32(loss_type, level, distance):
+    settings = LossSection(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        use_bias_correction_kl=True,
+        importance_sampling_mode="sequence_truncate",
+    )
+    some = [Completion(a, [-1.0] * 3, [1.0] * 3, *[[-1.0 + distance] * 3] * 2, [-1.0 - distance] * 3) for a in (1, -1)]
+    tokens = tokens_of(some, torch.float32)
+    value, metrics = grpo_loss(tokens, step_of(some), settings, beta=BETA, max_completion_length=LONGEST)
+    assert torch.isfinite(value) and torch.isfinite(gradients(value, tokens)[0]).all()
+    assert all(torch.isfinite(values).all() for values in metrics.values())
 
 
 def test_equal_models_have_no_kl():
-    logp = torch.tensor([-3.0, -0.1])
-    _, metrics = grpo_loss(logp, logp, logp, torch.ones(2), torch.ones(2), epsilon=0.2, epsilon_high=0.2, beta=0.04)
-    assert metrics["kl"].tolist() == [0.0, 0.0]
+    some = [dataclasses.replace(one, ref=one.logp) for one in completions(seed=2)]
+    metrics = ours(some, LossSection())[1]
+    assert metrics["kl"].tolist() == [0.0] * sum(len(one.logp) for one in some)
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_clipping_is_counted_where_it_stops_the_gradient(loss_type):
+    some = [
+        Completion(advantage, [-1.0], [0.0], old=[-1.0 - change])
+        for change, advantage in ((0.5, 1.0), (0.5, -1.0), (-0.5, 1.0), (-0.5, -1.0))
+    ]
+    value, metrics, tokens = ours(some, LossSection(loss_type=loss_type))
+    assert metrics["clip_ratio/high_mean"].tolist() == [1, 0, 0, 0]
+    assert metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
+    assert metrics["clip_ratio/region_mean"].tolist() == [1, 0, 0, 1]
+    assert (gradients(value, tokens)[0] == 0).tolist() == [True, False, False, True]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import reward
 from grpo.config import ConfigError
-from grpo.rewards import RewardError, combine, compute_rewards, load_reward_funcs
+from grpo.rewards import RewardError, compute_rewards, load_reward_funcs
 from reward import MathProcess, correctness_reward, format_reward, has_format, is_correct, to_number
 
 unhurried = settings(deadline=None)
@@ -794,17 +794,6 @@ def test_an_interrupt_is_not_a_failure_of_the_function():
 
     with pytest.raises(KeyboardInterrupt):
         compute_rewards({"f": interrupted}, ["p"], ["a"], {})
-
-
-def test_combine_weighs_the_functions_and_skips_what_does_not_apply():
-    rewards = np.array([[2.0, np.nan, 1.5], [0.8, 0.4, np.nan]])
-    np.testing.assert_allclose(combine(rewards, [1.0, 0.5]), [2.4, 0.2, 1.5])
-    np.testing.assert_array_equal(combine(np.full((2, 2), np.nan), [1.0, 1.0]), [0.0, 0.0])
-
-
-def test_combine_wants_a_weight_for_each_function():
-    with pytest.raises(ValueError):
-        combine(np.ones((2, 3)), [1.0])
 
 
 def test_neither_file_imports_torch():

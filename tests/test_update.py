@@ -1,40 +1,153 @@
 """The gradient of a step is that of the whole step's loss, whatever the number of ranks and the cut into micro-batches.
 
-Held against a plain PyTorch computation that shares no code with ours: one unpadded sequence at a time, all logits,
-log_softmax, the paper's formula.
+Held against plain PyTorch in float64 that shares no code with ours: one unpadded sequence at a time, all logits,
+log_softmax; and the papers' formulas in Python floats (oracle.py).
 """
 
 import json
+import random
 
+import oracle
 import pytest
 import torch
-from step_worker import sequences
+from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, rewards, sequences
 from transformers import AutoModelForCausalLM
 
-TEMPERATURE = 0.8
+from grpo.config import LossSection
+
+TEMPERATURE, LONGEST = 0.8, 32  # as step_worker.py sets them
+COUNT = PROMPTS * GENERATIONS
+
+LOSSES = [{"loss_type": loss_type} for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")]
+LOSSES.append({"loss_type": "grpo", "importance_sampling_level": "sequence"})  # GSPO
+# Every loss with every scale, the truncated completions in or out.
+PLAIN = [
+    {**loss, "scale_rewards": scale, "mask_truncated_completions": masked}
+    for loss in LOSSES
+    for scale in ("group", "batch", "none")
+    for masked in (False, True)
+]
+OPTIONS = [
+    {"beta": 0.0},
+    {"kl_estimator": "k1"},
+    {"kl_estimator": "k2"},
+    {"kl_estimator": "k3+", "loss_type": "dapo"},
+    {"delta": 1.5, "use_bias_correction_kl": True},
+    {"entropy_coef": 0.05},
+    {"entropy_coef": 0.05, "top_entropy_quantile": 0.4, "mask_truncated_completions": True},
+    {"top_entropy_quantile": 0.2, "loss_type": "dapo"},
+    {"off_policy_mask_threshold": 0.01, "loss_type": "bnpo"},
+    {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 1.3},
+    {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.8, "loss_type": "cispo"},
+    {"importance_sampling_mode": "sequence_truncate", "importance_sampling_level": "sequence"},
+    {"importance_sampling_mode": "sequence_mask", "loss_type": "dr_grpo"},
+]
+CASES = [(settings, False, False) for settings in PLAIN]
+CASES += [(settings, True, "sampl" in str(settings)) for settings in (*LOSSES, *OPTIONS)]
+# Rank 0 has the empty completions, rank 1 of 3 and of 4 nothing but a truncated one.
+UNEQUAL = {1: [36], 2: [2, 34], 3: [2, 1, 33], 4: [2, 1, 8, 25]}
 
 
-def plain(folder, beta) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Gradients of mean over sequences of the mean over tokens of -A + beta k3 (ratio 1), in float64; and metrics."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    every = sequences()
-    loss, kls, entropies = torch.zeros((), dtype=torch.float64), [], []
-    for one in every:
-        if not one.completion_ids:
-            continue
-        ids = torch.tensor([one.prompt_ids + one.completion_ids])
-        rows = torch.log_softmax(model(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1] / TEMPERATURE, -1)
-        logp = rows[range(len(one.completion_ids)), one.completion_ids]
-        difference = torch.from_numpy(one.ref_logprobs()).double() - logp
-        kl = difference.exp() - difference - 1
-        ratio = (logp - logp.detach()).exp()
-        loss = loss + (-ratio * one.advantage + beta * kl).mean() / len(every)
-        kls += kl.tolist()
-        entropies += (-(rows.exp() * rows).sum(-1)).tolist()
-    loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    metrics = {"loss": loss.item(), "entropy": sum(entropies) / len(entropies)}
-    return gradients, metrics | ({"kl": sum(kls) / len(kls)} if beta else {})
+def cut(number: int, ranks: int) -> tuple[int, list[int], list[int]]:
+    """A token budget, shares and an order, other ones for each case and number of ranks."""
+    draw = random.Random(10 * number + ranks)
+    budget = draw.choice((1, 60, 150, 10**6))
+    order = draw.sample(range(COUNT), COUNT)
+    if draw.random() < 0.5:
+        return budget, [COUNT // ranks] * ranks, order
+    first = [*EMPTY, UNFINISHED[0]]
+    return budget, UNEQUAL[ranks], first + [index for index in order if index not in first]
+
+
+def worker_case(number: int, ranks: int, checkpointing: bool, max_grad_norm: float = 0.0) -> dict:
+    settings, old, sampled = CASES[number]
+    budget, shares, order = cut(number, ranks)
+    values = {
+        "beta": 0.3,
+        **settings,
+        "micro_batch_tokens": budget,
+        "gradient_checkpointing": checkpointing,
+        "max_grad_norm": max_grad_norm,
+    }
+    options = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return {
+        "options": options,
+        "order": order,
+        "shares": shares,
+        "old": old,
+        "sampled": sampled,
+        "small_steps": [],
+    }
+
+
+class Plain:
+    """The model in float64 with every sequence's log-probs and entropies, to be differentiated again and again."""
+
+    def __init__(self, folder, weights=None):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        if weights is not None:
+            self.model.load_state_dict(weights, strict=False)  # a tied head is named once
+        self.rows = []
+        for one in sequences():
+            if not one.completion_ids:
+                self.rows.append((torch.zeros(0).double(), torch.zeros(0).double()))
+                continue
+            ids = torch.tensor([one.prompt_ids + one.completion_ids])
+            logits = self.model(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1]
+            every = torch.log_softmax(logits / TEMPERATURE, -1)
+            logp = every[range(len(one.completion_ids)), one.completion_ids]
+            self.rows.append((logp, -(every.exp() * every).sum(-1)))
+
+    def step(self, settings: LossSection, old: list | None, sampled: bool):
+        """(gradients by parameter name, metrics) of the whole step."""
+        advantages = [value for group in oracle.advantages(rewards(), settings.scale_rewards) for value in group]
+        kept, rows = [], []
+        for number, (one, advantage, row) in enumerate(zip(sequences(), advantages, self.rows, strict=True)):
+            if settings.mask_truncated_completions and not one.finished:
+                continue
+            rows.append(row)
+            kept.append(
+                oracle.Completion(
+                    advantage,
+                    row[0].tolist(),
+                    row[1].tolist(),
+                    old=old[number] if old else None,
+                    ref=one.ref_logprobs().tolist() if settings.beta else None,
+                    sampling=one.sampling_logprobs.tolist() if sampled else None,
+                )
+            )
+        if settings.top_entropy_quantile < 1:
+            kept = oracle.mark_high_entropy(kept, settings.top_entropy_quantile)
+        size = oracle.size(kept)
+        total = torch.zeros((), dtype=torch.float64)
+        for one, row in zip(kept, rows, strict=True):
+            for values, slopes in zip(row, oracle.gradient(one, size, settings, settings.beta, LONGEST), strict=True):
+                total = total + (values * torch.tensor(slopes, dtype=torch.float64)).sum()
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        slopes = torch.autograd.grad(total, parameters, retain_graph=True, materialize_grads=True)
+        entropies = [value for one in kept for value in one.entropy]
+        metrics = {"loss": oracle.loss(kept, settings, settings.beta, LONGEST), "entropy": oracle.mean(entropies)}
+        return dict(zip(names, slopes, strict=True)), metrics
+
+
+@pytest.fixture(scope="module")
+def plain(model_folder):
+    return Plain(model_folder)
+
+
+@pytest.fixture(scope="module")
+def expected(plain):
+    """`expected(number)`: gradients and metrics of a case, computed once for all numbers of ranks."""
+    known = {}
+
+    def of(number: int):
+        if number not in known:
+            values, old, sampled = CASES[number]
+            olds = [one.old_logprobs.tolist() for one in sequences()] if old else None
+            known[number] = plain.step(LossSection(**{"beta": 0.3, **values}), olds, sampled)
+        return known[number]
+
+    return of
 
 
 def distance(one, other) -> float:
@@ -43,48 +156,70 @@ def distance(one, other) -> float:
     return (difference / sum((other[name].double() ** 2).sum() for name in other)).sqrt().item()
 
 
-CUTS = {
-    "one rank, one batch": ("24", 10**6, "0.3", "no"),
-    "one rank, every sequence alone": ("24", 1, "0.3", "no"),
-    "one rank, 100 tokens, checkpointed": ("24", 100, "0.3", "yes"),
-    "two ranks, equal": ("12,12", 200, "0.3", "no"),
-    # Rank 0 has one micro-batch (of an empty completion only), rank 1 has 23.
-    "two ranks, very unequal": ("1,23", 1, "0.3", "no"),
-    "two ranks, no KL": ("12,12", 150, "0", "no"),
-}
+def norm(gradients) -> float:
+    return sum((gradient**2).sum().item() for gradient in gradients.values()) ** 0.5
 
 
-FAST = "two ranks, very unequal"
-CASES = [pytest.param(*cut, id=name, marks=[] if name == FAST else pytest.mark.slow) for name, cut in CUTS.items()]
-
-
-@pytest.mark.parametrize("shares, budget, beta, checkpointing", CASES)
-def test_the_gradient_does_not_depend_on_the_cut(launch, model_folder, tmp_path, shares, budget, beta, checkpointing):
-    expected, metrics = plain(model_folder, float(beta))
-    out = tmp_path / "step.pt"
-    ranks = len(shares.split(","))
-    ended = launch(
-        ranks, "tests/step_worker.py", str(model_folder), str(out), str(budget), beta, checkpointing, shares, "0"
-    )
+def run(launch, ranks: int, model_folder, tmp_path, cases: list[dict]) -> list[dict]:
+    given, out = tmp_path / "cases.json", tmp_path / "results.pt"
+    given.write_text(json.dumps(cases))
+    ended = launch(ranks, "tests/step_worker.py", str(model_folder), str(given), str(out))
     assert ended.returncode == 0, ended.stdout
-    gradients = torch.load(out)
-    assert distance(gradients, expected) < 1e-5
-    said = json.loads(out.with_suffix(".json").read_text())
-    assert said["norm"] == pytest.approx(sum((g**2).sum().item() for g in expected.values()) ** 0.5, rel=1e-4)
-    assert said["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5)
-    tokens = sum(len(one.completion_ids) for one in sequences())
-    for name in metrics.keys() - {"loss"}:
-        assert said[name][0] == tokens
-        assert said[name][1] / tokens == pytest.approx(metrics[name], rel=1e-5)
+    return torch.load(out)
+
+
+SOME = [number for number, (settings, *_) in enumerate(CASES) if settings in (PLAIN[0], PLAIN[-1], OPTIONS[6])]
+EVERY = range(len(CASES))
+RUNS = [
+    pytest.param(2, SOME, False, id="2 ranks, some cases"),
+    pytest.param(1, EVERY, False, id="1 rank", marks=pytest.mark.slow),
+    pytest.param(2, EVERY, False, id="2 ranks", marks=pytest.mark.slow),
+    pytest.param(3, EVERY, True, id="3 ranks, activations recomputed", marks=pytest.mark.slow),
+    pytest.param(4, EVERY, False, id="4 ranks", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("ranks, numbers, checkpointing", RUNS)
+def test_the_gradient_does_not_depend_on_the_cut(
+    launch, model_folder, tmp_path, expected, ranks, numbers, checkpointing
+):
+    results = run(
+        launch, ranks, model_folder, tmp_path, [worker_case(number, ranks, checkpointing) for number in numbers]
+    )
+    far = {}
+    for number, result in zip(numbers, results, strict=True):
+        gradients, metrics = expected(number)
+        if (off := distance(result["gradient"], gradients)) >= 1e-5:
+            far[str(CASES[number])] = off
+        assert result["norm"] == pytest.approx(norm(gradients), rel=1e-4)
+        assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)
+        count, total = result["stats"]["entropy"]
+        assert total / count == pytest.approx(metrics["entropy"], rel=1e-5)
+    assert not far
 
 
 @pytest.mark.slow
-def test_a_gradient_beyond_max_grad_norm_is_scaled_down_to_it(launch, model_folder, tmp_path):
-    expected, _ = plain(model_folder, beta=0.3)
-    norm = sum((gradient**2).sum().item() for gradient in expected.values()) ** 0.5
-    out = tmp_path / "step.pt"
-    limit = str(norm / 4)
-    ended = launch(2, "tests/step_worker.py", str(model_folder), str(out), "200", "0.3", "no", "12,12", limit)
-    assert ended.returncode == 0, ended.stdout
-    assert distance(torch.load(out), {name: gradient / 4 for name, gradient in expected.items()}) < 1e-4
-    assert json.loads(out.with_suffix(".json").read_text())["norm"] == pytest.approx(norm, rel=1e-4)  # before clipping
+def test_a_gradient_beyond_max_grad_norm_is_scaled_down_to_it(launch, model_folder, tmp_path, expected):
+    gradients, _ = expected(0)
+    limit = norm(gradients) / 4
+    (result,) = run(launch, 2, model_folder, tmp_path, [worker_case(0, 2, False, max_grad_norm=limit)])
+    assert distance(result["gradient"], {name: gradient / 4 for name, gradient in gradients.items()}) < 1e-4
+    assert result["norm"] == pytest.approx(norm(gradients), rel=1e-4)  # before clipping
+
+
+@pytest.mark.slow
+def test_the_second_update_on_the_same_completions_is_held_to_the_policy_before_the_first(
+    launch, model_folder, tmp_path, plain
+):
+    numbers = [CASES.index((settings, False, False)) for settings in PLAIN if settings["scale_rewards"] == "group"]
+    cases = [worker_case(number, 2, False) | {"small_steps": [0.3]} for number in numbers]
+    for case in cases:
+        case["options"] += ["--num_iterations", "2"]
+    old = [row[0].tolist() for row in plain.rows]
+    for number, result in zip(numbers, run(launch, 2, model_folder, tmp_path, cases), strict=True):
+        moved = Plain(model_folder, result["before"])
+        ratios = torch.cat([row[0] for row in moved.rows]) - torch.cat([row[0] for row in plain.rows])
+        assert ratios.abs().max() > 0.2  # beyond the clip
+        gradients, metrics = moved.step(LossSection(**{"beta": 0.3, **CASES[number][0]}), old, False)
+        assert distance(result["gradient"], gradients) < 1e-5, CASES[number]
+        assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)

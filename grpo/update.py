@@ -1,0 +1,131 @@
+"""One optimizer step from completions with their advantages, whatever the cut into ranks and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from grpo.batch import Batcher
+from grpo.config import TrainerConfig
+from grpo.logprobs import token_logprobs
+from grpo.loss import StepSize, Tokens, grpo_loss
+from grpo.metrics import PhaseClock, Stats, add_stats, gather
+from grpo.records import Sequence
+
+
+def update(
+    engine, sequences: Many[Sequence], config: TrainerConfig, batcher: Batcher, clock: PhaseClock, beta: float
+) -> dict[str, Stats]:
+    """One optimizer step from this rank's sequences; all ranks call it together. Returns this rank's stats by name.
+
+    The gradient is that of the loss over the whole step: a token's weight is fixed by the step's size, and ZeRO's mean
+    over ranks is undone by the factor world_size. Where sequences are to be trained on again, their `old_logprobs` are
+    set to what the policy says of them here, before this step.
+    """
+    device = engine.module.device
+    if config.mask_truncated_completions:
+        sequences = [one for one in sequences if one.finished]
+    high_entropy = None
+    if config.top_entropy_quantile < 1:
+        with clock("old_logprobs"):
+            _, entropies = policy_logprobs(engine.module, sequences, config, batcher, with_entropy=True)
+        high_entropy = _highest(entropies, config.top_entropy_quantile)
+    micro_batches = _cut(sequences, config, batcher)
+    size, most = _whole_step(sequences, high_entropy, len(micro_batches), device)
+
+    stats: dict[str, Stats] = {}
+    # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
+    # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
+    filler = Sequence([0], [0], True, ref_logprobs=lambda: np.zeros(1, np.float32))
+    for indices in micro_batches + [[]] * (most - len(micro_batches)):
+        rows = [sequences[index] for index in indices]
+        real = any(one.completion_ids for one in rows)
+        rows = rows if real else [filler]
+        batch = batcher.make([(one.prompt_ids, one.completion_ids) for one in rows], device)
+        lengths = torch.tensor([len(one.completion_ids) for one in rows], device=device)
+        logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
+        reference = None
+        if config.beta > 0:
+            with clock("wait_ref"):
+                reference = [one.ref_logprobs() for one in rows]
+        tokens = Tokens(
+            lengths,
+            torch.tensor([one.advantage for one in rows], device=device),
+            logprobs,
+            entropy,
+            _joined([one.old_logprobs for one in rows], device),
+            _joined(reference, device),
+            _joined([one.sampling_logprobs for one in rows], device),
+            _joined([high_entropy[index] for index in indices] if high_entropy and real else None, device),
+        )
+        loss, metrics = grpo_loss(tokens, size, config, beta=beta, max_completion_length=config.max_completion_length)
+        engine.backward(loss * real * dist.get_world_size(), scale_wrt_gas=False)
+        if not real:
+            continue
+        add_stats(stats, {**metrics, "loss": loss.detach()})
+        if config.num_iterations > 1 and tokens.old_logprobs is None:
+            for one, own in zip(rows, logprobs.detach().split(lengths.tolist()), strict=True):
+                one.old_logprobs = own.cpu().numpy()
+    engine.step()
+    return stats
+
+
+@torch.no_grad()
+def policy_logprobs(
+    model: PreTrainedModel,
+    sequences: Many[Sequence],
+    config: TrainerConfig,
+    batcher: Batcher,
+    with_entropy: bool = False,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What the model says now of each sequence: log-probs, and on request entropies. float32 [len(completion_ids)]."""
+    logprobs = [np.zeros(0, np.float32)] * len(sequences)
+    entropies = list(logprobs)
+    for indices in _cut(sequences, config, batcher):
+        rows = [sequences[index] for index in indices]
+        if not any(one.completion_ids for one in rows):
+            continue
+        batch = batcher.make([(one.prompt_ids, one.completion_ids) for one in rows], model.device)
+        lengths = [len(one.completion_ids) for one in rows]
+        both = token_logprobs(model, batch, config.temperature, with_entropy)
+        for every, values in zip((logprobs, entropies), both, strict=True):
+            if values is not None:
+                for index, own in zip(indices, values.cpu().split(lengths), strict=True):
+                    every[index] = own.numpy()
+    return logprobs, entropies
+
+
+def _cut(sequences: Many[Sequence], config: TrainerConfig, batcher: Batcher) -> list[list[int]]:
+    return batcher.cut([(one.prompt_ids, one.completion_ids) for one in sequences], config.micro_batch_tokens)
+
+
+def _joined(parts: list[np.ndarray | None] | None, device: torch.device) -> torch.Tensor | None:
+    """One after the other; None where there are none. Of a batch's sequences all have some, or none has."""
+    return None if parts is None or parts[0] is None else torch.from_numpy(np.concatenate(parts)).to(device)
+
+
+def _highest(entropies: list[np.ndarray], share: float) -> list[np.ndarray]:
+    """bool, as long as each: the tokens whose entropy is within the highest `share` of the step's, over all ranks.
+
+    Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939, equation 6. The quantile is interpolated, as TRL does.
+    """
+    every = np.concatenate(gather(np.concatenate([np.zeros(0, np.float32), *entropies])))
+    threshold = np.quantile(every, 1 - share) if len(every) else 0.0
+    return [own >= threshold for own in entropies]
+
+
+def _whole_step(
+    sequences: Many[Sequence], high_entropy: list[np.ndarray] | None, micro_batches: int, device: torch.device
+) -> tuple[StepSize, int]:
+    """The step's size over all ranks, and the most micro-batches that a rank has."""
+    tokens = sum(len(one.completion_ids) for one in sequences)
+    high = tokens if high_entropy is None else sum(int(own.sum()) for own in high_entropy)
+    sums = torch.tensor([len(sequences), tokens, high], device=device)
+    most = torch.tensor(micro_batches, device=device)
+    dist.all_reduce(sums)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return StepSize(*sums.tolist()), int(most)

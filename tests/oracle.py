@@ -1,0 +1,284 @@
+"""The papers' formulas, one number at a time in Python floats: what advantages, losses and steps are held against.
+
+Knows neither torch nor grpo/. `settings` is anything with LossSection's field names. Gradients are central differences;
+where a formula stops the gradient, the stopped factor is taken from the unmoved completion (`at`).
+
+    GRPO         DeepSeekMath, arXiv:2402.03300, eq. 3 (surrogate) and 4 (KL)
+    DAPO         arXiv:2503.14476, eq. 8 (two epsilons, mean over all tokens) and 13 (overlong punishment)
+    Dr. GRPO     arXiv:2503.20783: divided by neither lengths nor the rewards' deviation
+    GSPO         arXiv:2507.18071, eq. 5 and 7 (the sequence's ratio)
+    CISPO        MiniMax-M1, arXiv:2506.13585, eq. 4 and 5
+    SAPO         arXiv:2511.20347 (the soft gate)
+    dual clip    Ye et al., arXiv:1912.09729; INTELLECT-2, arXiv:2505.07291, writes it as min(r, delta)
+    V3.2         DeepSeek-V3.2, arXiv:2512.02556: KL times the ratio; eq. 9, the off-policy sequence mask
+    GDPO         arXiv:2601.05242: normalise each reward, add up, normalise
+    top entropy  Beyond the 80/20 rule, arXiv:2506.01939
+    k1, k2, k3   Schulman 2020, Approximating KL divergence
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+LIMIT = 20.0  # of a log-ratio before exp
+STEP = 1e-5  # of a central difference
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sequence, a number a token."""
+
+    advantage: float
+    logp: list[float]
+    entropy: list[float]
+    old: list[float] | None = None
+    """None: the current policy drew it"""
+    ref: list[float] | None = None
+    sampling: list[float] | None = None
+    """NaN: the sampler did not say"""
+    high_entropy: list[bool] | None = None
+    """None: every token counts"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a whole step."""
+
+    sequences: int
+    tokens: int
+    high_entropy_tokens: int | None
+
+
+def size(completions: Sequence[Completion]) -> Size:
+    masks = [mark for one in completions for mark in one.high_entropy or []]
+    masked = any(one.high_entropy is not None for one in completions)
+    return Size(len(completions), sum(len(one.logp) for one in completions), sum(masks) if masked else None)
+
+
+def clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def bounded_exp(log_ratio: float) -> float:
+    return math.exp(clamp(log_ratio, -LIMIT, LIMIT))
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def drawn(one: Completion, at: Completion) -> list[float]:
+    """Log-probs of the policy that drew the completion. Where it is the current one they take no gradient."""
+    return at.logp if one.old is None else one.old
+
+
+def ratios(one: Completion, at: Completion, level: str) -> list[float]:
+    """A token's pi / pi_old, or for each token the sequence's (pi / pi_old)^(1 / length), GSPO eq. 7."""
+    differences = [new - old for new, old in zip(one.logp, drawn(one, at), strict=True)]
+    if level == "sequence" and differences:
+        differences = [mean(differences)] * len(differences)
+    return [bounded_exp(difference) for difference in differences]
+
+
+def upper(settings) -> float:
+    if settings.epsilon_high is not None:
+        return settings.epsilon_high
+    return 5.0 if settings.loss_type == "cispo" else settings.epsilon
+
+
+def policy_term(logp: float, ratio: float, stopped_ratio: float, advantage: float, settings) -> float:
+    if settings.loss_type == "cispo":
+        return -min(stopped_ratio, upper(settings)) * advantage * logp
+    if settings.loss_type == "sapo":
+        tau = settings.sapo_temperature_pos if advantage > 0 else settings.sapo_temperature_neg
+        return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    clipped = clamp(ratio, 1 - settings.epsilon, 1 + upper(settings)) * advantage
+    surrogate = min(ratio * advantage, clipped)
+    if settings.delta is not None and advantage < 0:
+        surrogate = max(surrogate, settings.delta * advantage)
+    return -surrogate
+
+
+def kl(estimator: str, log_ratio: float, stopped_log_ratio: float) -> list[float]:
+    """Terms that add up to the KL of the policy from the reference; log_ratio is log ref - log pi."""
+
+    def k3(d: float) -> float:
+        d = clamp(d, -LIMIT, LIMIT)
+        return math.exp(d) - d - 1
+
+    if estimator == "k3+":  # the value of k3 with the gradient of k2
+        return [k3(stopped_log_ratio), (log_ratio**2 - stopped_log_ratio**2) / 2]
+    return [{"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": k3(log_ratio)}[estimator]]
+
+
+def off_policy_kept(one: Completion, at: Completion, settings) -> bool:
+    """DeepSeek-V3.2 eq. 9: a bad sequence that the policy has left (mean of log pi_old - log pi) teaches nothing.
+
+    A token of which the sampler did not say the log-prob counts with a difference of 0, as in TRL.
+    """
+    if settings.off_policy_mask_threshold is None or one.advantage >= 0 or not one.logp:
+        return True
+    olds = drawn(one, at) if one.sampling is None else one.sampling
+    differences = [0.0 if math.isnan(old) else old - now for old, now in zip(olds, at.logp, strict=True)]
+    return mean(differences) <= settings.off_policy_mask_threshold
+
+
+def importance(one: Completion, at: Completion, settings) -> list[float]:
+    """Each token's pi_old / pi_sampler, truncated or dropped beyond its bounds; a sequence's is the product."""
+    mode = settings.importance_sampling_mode
+    if mode == "none" or one.sampling is None:
+        return [1.0] * len(one.logp)
+    differences = [
+        0.0 if math.isnan(said) else old - said for old, said in zip(drawn(one, at), one.sampling, strict=True)
+    ]
+    if mode.startswith("sequence"):
+        differences = [math.fsum(differences)] * len(differences)
+    low = settings.importance_sampling_clip_min
+    low = -math.inf if low is None else low
+    high = settings.importance_sampling_clip_max
+    high = math.inf if high is None else high
+    weights = [bounded_exp(difference) for difference in differences]
+    if mode.endswith("truncate"):
+        return [clamp(weight, low, high) for weight in weights]
+    return [weight if low <= weight <= high else 0.0 for weight in weights]
+
+
+def terms(one: Completion, settings, beta: float, at: Completion) -> list[float]:
+    """The policy term and, where there is a reference, the KL term of each token, before any mean."""
+    level = settings.importance_sampling_level
+    weights = importance(one, at, settings)
+    kept = off_policy_kept(one, at, settings)
+    answer = []
+    for place, (ratio, stopped_ratio) in enumerate(zip(ratios(one, at, level), ratios(at, at, level), strict=True)):
+        if kept and (one.high_entropy is None or one.high_entropy[place]):
+            policy = policy_term(one.logp[place], ratio, stopped_ratio, one.advantage, settings)
+            answer.append(policy * weights[place])
+        if one.ref is not None:
+            penalty = kl(settings.kl_estimator, one.ref[place] - one.logp[place], one.ref[place] - at.logp[place])
+            answer += [beta * term * (ratio if settings.use_bias_correction_kl else 1.0) for term in penalty]
+    return answer
+
+
+def shares(
+    one: Completion, step: Size, settings, beta: float, max_completion_length: int, at: Completion | None = None
+) -> list[float]:
+    """What this sequence adds to the step's loss, term by term; the sum over all sequences is the loss."""
+    divisor = {
+        "grpo": max(len(one.logp), 1) * step.sequences,
+        "sapo": max(len(one.logp), 1) * step.sequences,
+        "bnpo": step.tokens,
+        "dapo": step.tokens,
+        "cispo": step.tokens,
+        "dr_grpo": step.sequences * max_completion_length,
+    }[settings.loss_type]
+    answer = [term / divisor for term in terms(one, settings, beta, at or one)]
+    if settings.entropy_coef:
+        acted_on = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens
+        for place, entropy in enumerate(one.entropy):
+            if one.high_entropy is None or one.high_entropy[place]:
+                answer.append(-settings.entropy_coef * entropy / acted_on)
+    return answer
+
+
+def loss(completions: Sequence[Completion], settings, beta: float, max_completion_length: int) -> float:
+    step = size(completions)
+    return math.fsum(share for one in completions for share in shares(one, step, settings, beta, max_completion_length))
+
+
+def gradient(
+    one: Completion, step: Size, settings, beta: float, max_completion_length: int
+) -> tuple[list[float], list[float]]:
+    """The step's loss by this sequence's log-probs and by its entropies."""
+
+    def slope(field: str, place: int) -> float:
+        sides = []
+        for shift in (STEP, -STEP):
+            moved = list(getattr(one, field))
+            moved[place] += shift
+            moved = replace(one, **{field: moved})
+            sides.append(shares(moved, step, settings, beta, max_completion_length, at=one))
+        # Term by term before the sum: next to a term of 1e8 a small slope would be lost.
+        return math.fsum(up - down for up, down in zip(*sides, strict=True)) / (2 * STEP)
+
+    places = range(len(one.logp))
+    by_entropy = [slope("entropy", place) for place in places] if settings.entropy_coef else [0.0 for _ in places]
+    return [slope("logp", place) for place in places], by_entropy
+
+
+def mark_high_entropy(completions: Sequence[Completion], quantile: float) -> list[Completion]:
+    """Mark the tokens in the top `quantile` of all entropies (linear interpolation, the threshold itself is in)."""
+    ordered = sorted(entropy for one in completions for entropy in one.entropy)
+    if not ordered:
+        return [replace(one, high_entropy=[]) for one in completions]
+    place = (1 - quantile) * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    threshold = ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return [replace(one, high_entropy=[entropy >= threshold for entropy in one.entropy]) for one in completions]
+
+
+def known(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def spread(values: Sequence[float]) -> float:
+    """Standard deviation with ddof 1; 0 where there are not two."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def advantages(groups: Sequence[Sequence[float]], scale: str, tolerance: float = 0.0) -> list[list[float]]:
+    """(reward - group mean) / (std + 1e-4), std of the group or of the whole batch; "none" leaves the division out.
+
+    NaN is in no mean and has advantage 0, and so has a group whose rewards are within `tolerance` of each other.
+    """
+    batch = spread([reward for group in groups for reward in known(group)])
+    answer = []
+    for group in groups:
+        rewards = known(group)
+        if not rewards or max(rewards) - min(rewards) <= tolerance:
+            answer.append([0.0] * len(group))
+            continue
+        divisor = {"group": spread(rewards) + 1e-4, "batch": batch + 1e-4, "none": 1.0}[scale]
+        middle = statistics.fmean(rewards)
+        answer.append([0.0 if math.isnan(reward) else (reward - middle) / divisor for reward in group])
+    return answer
+
+
+def weighted_sum(by_function: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    """[functions][n] -> [n]; a function that says NaN is left out, a completion of which all say so is NaN."""
+    answer = []
+    for said in zip(*by_function, strict=True):
+        terms = [weight * value for weight, value in zip(weights, said, strict=True) if not math.isnan(value)]
+        answer.append(math.fsum(terms) if terms else math.nan)
+    return answer
+
+
+def decoupled_advantages(
+    by_function: Sequence[Sequence[Sequence[float]]], weights: Sequence[float], tolerance: float = 0.0
+) -> list[list[float]]:
+    """GDPO: [functions][groups][n], each normalised in its group, added up with weights, normalised over the batch."""
+    normalised = [
+        [
+            [math.nan if math.isnan(reward) else scaled for reward, scaled in zip(group, row, strict=True)]
+            for group, row in zip(groups, advantages(groups, "group", tolerance), strict=True)
+        ]
+        for groups in by_function
+    ]
+    sums = [weighted_sum(rows, weights) for rows in zip(*normalised, strict=True)]
+    every = [value for row in sums for value in known(row)]
+    if not every:
+        return [[0.0] * len(row) for row in sums]
+    middle, std = statistics.fmean(every), spread(every)
+    return [[0.0 if math.isnan(value) else (value - middle) / (std + 1e-4) for value in row] for row in sums]
+
+
+def overlong_punishment(length: int, max_completion_length: int, cache: int) -> float:
+    """DAPO eq. 13."""
+    if length <= max_completion_length - cache:
+        return 0.0
+    if length <= max_completion_length:
+        return (max_completion_length - cache - length) / cache
+    return -1.0

@@ -1,0 +1,65 @@
+"""Random ragged sequences for the tests of the loss, as Python lists for the oracles and as tensors for ours."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+from oracle import Completion, size
+
+from grpo.loss import StepSize, Tokens
+
+LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
+FAR = 25.0  # in log: beyond where ratios are clamped
+
+
+def completions(seed: int, off_policy=True, sampled=False, far=False) -> list[Completion]:
+    """Empty and one-token sequences among them, an advantage of 0, a sampler that did not say every log-prob.
+
+    `far`: log-ratios beyond the clamp both ways, of single tokens and of a whole sequence.
+    """
+    draw = random.Random(seed)
+    made = []
+    for number, length in enumerate(LENGTHS):
+        logp = [-draw.uniform(0.01, 6) for _ in range(length)]
+        old, ref, said = ([value + draw.gauss(0, 0.5) for value in logp] for _ in range(3))
+        entropy = [draw.uniform(0, 4) for _ in logp]
+        advantage = 0.0 if number == 5 else draw.gauss(0, 1)
+        said = [math.nan if draw.random() < 0.2 else value for value in said]
+        if far and length == 12:
+            old = [value + draw.choice([-1, 1]) * FAR for value in logp[:6]] + old[6:]
+            ref = ref[:6] + [value + draw.choice([-1, 1]) * FAR for value in logp[6:]]
+        if far and length == 7:
+            old = [value - FAR for value in logp]
+        made.append(Completion(advantage, logp, entropy, old if off_policy else None, ref, said if sampled else None))
+    return made
+
+
+def flat(rows: list[list[float] | None], dtype=torch.float64) -> torch.Tensor | None:
+    if any(row is None for row in rows):
+        return None
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+
+
+def tokens_of(some: list[Completion], dtype=torch.float64) -> Tokens:
+    return Tokens(
+        lengths=torch.tensor([len(one.logp) for one in some], dtype=torch.int64),
+        advantages=torch.tensor([one.advantage for one in some], dtype=dtype),
+        logprobs=flat([one.logp for one in some], dtype).requires_grad_(),
+        entropy=flat([one.entropy for one in some], dtype).requires_grad_(),
+        old_logprobs=flat([one.old for one in some], dtype),
+        ref_logprobs=flat([one.ref for one in some], dtype),
+        sampling_logprobs=flat([one.sampling for one in some], dtype),
+        high_entropy=flat([one.high_entropy for one in some], torch.bool),
+    )
+
+
+def step_of(some: list[Completion]) -> StepSize:
+    step = size(some)
+    return StepSize(step.sequences, step.tokens, step.high_entropy_tokens)
+
+
+def gradients(loss: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """By log-probs and by entropies, zeros where the loss does not depend on them."""
+    return torch.autograd.grad(loss, (tokens.logprobs, tokens.entropy), materialize_grads=True)
