@@ -122,13 +122,13 @@ def wait_ready(url: str, server: subprocess.Popen, log: Path) -> None:
     raise DemoError(f"the reference server was not ready after 120 s: see {log}")
 
 
-def train(folder: Path, seed: int, url: str) -> None:
+def train(folder: Path, seed: int, url: str, *options: str) -> None:
     """Run `deepspeed --num_gpus 2 grpo_ref_split.py` to its end. Raises DemoError where it fails."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     command = [Path(sys.executable).with_name("deepspeed"), "-q", "--num_gpus", "2", "--master_port", str(free_port())]
     command += ["grpo_ref_split.py", "--config", CONFIG, "--seed", str(seed), "--ref_servers", url]
     command += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
-    command += ["--output_dir", folder / "run"]
+    command += ["--output_dir", folder / "run", *options]
     # A process group of its own: the launcher alone, when ended, leaves its ranks running.
     trainer = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, start_new_session=True)
     try:

@@ -1,0 +1,87 @@
+"""What each option that changes learning does to the demo (configs/demo_cpu.yaml), beside the demo as it is.
+
+    python -m benchmarks.options --seeds 0 1 2                    every option: about 25 s each and seed on two cores
+    python -m benchmarks.options --seeds 0 --only dapo "k1"       those whose name has one of these in it
+
+Prints a table: the first step at which held-out accuracy was 80 % or more (it is looked at every fifth step), and the
+mean of the last five steps' KL to the reference (by the run's own estimator) and completion length. Steps are optimizer
+updates, so an option that trains on a completion twice has drawn half as many by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from benchmarks.common import machine, table
+from demo.__main__ import prepare, reference_server, train
+
+OPTIONS = {
+    "the demo as it is (grpo, k3)": "",
+    "loss_type dapo": "--loss_type dapo",
+    "loss_type dr_grpo, scale_rewards none": "--loss_type dr_grpo --scale_rewards none",
+    "loss_type cispo, 2 iterations": "--loss_type cispo --num_iterations 2",
+    "loss_type sapo, 2 iterations": "--loss_type sapo --num_iterations 2",
+    "GSPO, 4 steps a round": "--importance_sampling_level sequence --steps_per_generation 4 "
+    "--epsilon 0.0003 --epsilon_high 0.0004",
+    "num_iterations 2": "--num_iterations 2",
+    "num_iterations 2, epsilon_high 0.28, delta 4": "--num_iterations 2 --epsilon_high 0.28 --delta 4",
+    "steps_per_generation 4": "--steps_per_generation 4",
+    "scale_rewards batch": "--scale_rewards batch",
+    "normalize_then_sum": "--multi_objective_aggregation normalize_then_sum",
+    "kl_estimator k1": "--kl_estimator k1",
+    "kl_estimator k2": "--kl_estimator k2",
+    "kl_estimator k3+": "--kl_estimator k3+",
+    "use_bias_correction_kl": "--use_bias_correction_kl",
+    "kl_in_reward (k1)": "--kl_in_reward --kl_estimator k1",
+    "beta 0.4": "--beta 0.4",
+    "kl_target 0.02, kl_horizon 500": "--kl_target 0.02 --kl_horizon 500",
+    "entropy_coef 0.05": "--entropy_coef 0.05",
+    "top_entropy_quantile 0.2": "--top_entropy_quantile 0.2",
+    "mask_truncated_completions": "--mask_truncated_completions",
+    "soft_punish_cache 30": "--soft_punish_cache 30",
+    "max_resample 4": "--max_resample 4",
+    "importance_sampling_mode token_truncate": "--importance_sampling_mode token_truncate",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.options", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of model, data and training")
+    parser.add_argument("--only", nargs="+", default=[""], help="options whose name has one of these in it")
+    parser.add_argument("--folder", type=Path, default=Path("runs/options"), help="for all that is made")
+    arguments = parser.parse_args()
+    chosen = [name for name in OPTIONS if any(part in name for part in arguments.only)]
+    runs: dict[str, list[list[dict]]] = {name: [] for name in chosen}
+    for seed in arguments.seeds:
+        folder = (arguments.folder / f"seed{seed}").absolute()
+        prepare(folder, seed)
+        with reference_server(folder) as url:
+            for name in chosen:
+                print(f"seed {seed}: {name}", file=sys.stderr, flush=True)
+                train(folder, seed, url, "--eval_steps", "5", "--report_to", "none", *OPTIONS[name].split())
+                lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+                runs[name].append([json.loads(line) for line in lines])
+    print(f"{machine()}; seeds {' '.join(map(str, arguments.seeds))}\n")
+    head = ["option", "steps to 80 %", "accuracy at the end", "final KL", "final length"]
+    print(table(head, [[name, *columns(runs[name])] for name in chosen]))
+
+
+def columns(runs: list[list[dict]]) -> list[str]:
+    """A number a seed, for each column."""
+
+    def last(run: list[dict], name: str) -> float:
+        return statistics.mean(row[name] for row in run[-5:])
+
+    reached = [next((str(row["step"]) for row in run if row.get("eval_accuracy", 0) >= 0.8), "never") for run in runs]
+    accuracy = [f"{run[-1]['eval_accuracy']:.2f}" for run in runs]
+    kl = [f"{last(run, 'kl'):.3f}" for run in runs]
+    length = [f"{last(run, 'completions/mean_length'):.1f}" for run in runs]
+    return [", ".join(values) for values in (reached, accuracy, kl, length)]
+
+
+if __name__ == "__main__":
+    main()
