@@ -6,7 +6,8 @@ A model that keeps the worker busy (4 layers, hidden 256, vocabulary 8,192, rand
 process of its own with its default settings, and the clients in two other processes, a thread each: the next request
 goes out when the last is answered. Requests are groups as the trainer sends them, of seeded mixed sizes: prompts of 20
 to 300 tokens with 1 to 16 completions of 10 to 200. A run of one minute comes first, the long one after it, against the
-same process.
+same process. Then that process and a fresh one take turns, a minute each: on a machine whose speed wanders, only
+neighbours tell whether the old one has become slower.
 
 Every answer must have the right shape and be finite; every tenth request is always the same one, whose answer must stay
 what it was at first (1e-4: what it shares a batch with moves its sums). A client that is told 503 busy comes back after
@@ -34,7 +35,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common import REPOSITORY, groups, machine, qwen, random_model, resident, table
+from benchmarks.common import (
+    REPOSITORY,
+    groups,
+    machine,
+    qwen,
+    random_model,
+    ratios,
+    resident,
+    spread,
+    table,
+)
 from benchmarks.ref_server import Server, ours, save_model, say
 from grpo.monitor import quantile
 from grpo.protocol import LOGPROBS_PATH, LogprobsRequest, ProtocolError, decode_answer, encode_request
@@ -74,6 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the long run")
     parser.add_argument("--first_minutes", type=float, default=1.0, help="of the run before it")
+    parser.add_argument("--turns", type=int, default=4, help="of the old server and a fresh one, as long as the first")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
@@ -86,8 +98,22 @@ def main() -> int:
         save_model(folder / "model", random_model(qwen(options.layers, VOCABULARY, **size)))
         with ours(folder, 4096) as server:
             first, long = (run(server, 60 * minutes, options) for minutes in (options.first_minutes, options.minutes))
+            with ours(folder, 4096) as fresh:
+                run(fresh, 10 * options.first_minutes, options)  # what only the first requests of a process pay
+                turns = in_turns(server, fresh, options)
     report(first, long)
-    return 1 if first.errors or long.errors else 0
+    old, new = ([one.tokens_per_second() for one in runs] for runs in turns)
+    if old:
+        print(f"The old server's throughput over a fresh one's, {len(old)} turns: {spread(ratios(old, new), 3)}.")
+    return 1 if any(one.errors for one in (first, long, *turns[0], *turns[1])) else 0
+
+
+def in_turns(old: Server, fresh: Server, options: argparse.Namespace) -> tuple[list[Run], list[Run]]:
+    runs: dict[Server, list[Run]] = {old: [], fresh: []}
+    for turn in range(options.turns):
+        for server in (old, fresh) if turn % 2 == 0 else (fresh, old):
+            runs[server].append(run(server, 60 * options.first_minutes, options))
+    return runs[old], runs[fresh]
 
 
 def run(server: Server, seconds: float, options: argparse.Namespace) -> Run:

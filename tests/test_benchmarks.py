@@ -53,11 +53,25 @@ def test_the_server_benchmark_runs(tmp_path):
 
 @pytest.mark.slow
 def test_the_soak_runs():
-    small = ["--minutes", "0.1", "--first_minutes", "0.05", "--clients", "4", "--layers", "1", "--hidden", "64"]
+    small = [
+        "--minutes",
+        "0.1",
+        "--first_minutes",
+        "0.05",
+        "--turns",
+        "2",
+        "--clients",
+        "4",
+        "--layers",
+        "1",
+        "--hidden",
+        "64",
+    ]
     command = [sys.executable, "-m", "benchmarks.soak", *small]
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "| long | 0.1 |" in done.stdout and done.stdout.count("| none |") == 2
+    assert "over a fresh one's, 2 turns: " in done.stdout
 
 
 @pytest.mark.slow
