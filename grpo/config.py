@@ -37,7 +37,8 @@ class SharedConfig:
 
     model_name_or_path: str = option(
         "Qwen/Qwen2.5-1.5B-Instruct",
-        "hub id or local folder: the policy's first weights for the trainer, the frozen weights for the server",
+        "hub id or local folder, of a model or a LoRA adapter: the policy's first weights for the trainer, the frozen "
+        "weights for the server",
     )
     trust_remote_code: bool = option(False, "run model code that comes with the weights")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
@@ -249,8 +250,34 @@ class TrainingSection:
 
 
 @dataclass
+class AdapterSection:
+    _argument_group_name = "LoRA (needs peft)"
+
+    use_peft: bool = option(
+        False, "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names"
+    )
+    lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings")
+    lora_alpha: int = option(32, "its product is scaled by lora_alpha / lora_r")
+    lora_dropout: float = option(
+        0.0, "only 0: with dropout, log-probs would be those of another distribution than was sampled from"
+    )
+    lora_target_modules: Optional[list[str]] = option(
+        None, "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model"
+    )
+    use_rslora: bool = option(False, "scale by lora_alpha / sqrt(lora_r) instead")
+    use_dora: bool = option(False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction")
+    merge_on_save: bool = option(False, "save whole models, the adapter merged into the base, instead of adapters")
+
+
+@dataclass
 class ReferenceSection:
-    _argument_group_name = "reaching the reference server"
+    _argument_group_name = "the reference"
+
+    ref: Literal["server", "adapter_off"] = option(
+        "server",
+        "who computes reference log-probs: a reference server, or the trainer with its adapter off (or, where it "
+        "began with an adapter, with that one)",
+    )
 
     ref_servers: Optional[list[str]] = option(
         None, "base URLs, all of the same model: work goes to each by its speed; unset is http://127.0.0.1:PORT"
@@ -321,7 +348,14 @@ class ServerConfig(ServingSection, SharedConfig):
 
 @dataclass
 class TrainerConfig(
-    RecordSection, ReferenceSection, TrainingSection, LossSection, RolloutSection, DataSection, SharedConfig
+    RecordSection,
+    ReferenceSection,
+    AdapterSection,
+    TrainingSection,
+    LossSection,
+    RolloutSection,
+    DataSection,
+    SharedConfig,
 ):
     """All that `grpo_ref_split.py` reads."""
 
@@ -370,6 +404,8 @@ class TrainerConfig(
             "kl_horizon",
             "importance_sampling_clip_max",
             "off_policy_mask_threshold",
+            "lora_r",
+            "lora_alpha",
             "ref_request_timeout",
             "ref_deadline",
         ):
@@ -417,8 +453,9 @@ class TrainerConfig(
         )
         for name in self.report_to:
             _require(name in ("tensorboard", "wandb", "none"), "report_to", name, "use tensorboard, wandb or none")
+        self._check_adapter()
         _require(
-            self.port != 0 or self.beta == 0,
+            self.port != 0 or self.beta == 0 or self.ref == "adapter_off",
             "port",
             self.port,
             "the trainer cannot know which port the server was given: name it",
@@ -471,6 +508,28 @@ class TrainerConfig(
             "use_bias_correction_kl",
             True,
             "it corrects the KL term of the loss, and with kl_in_reward there is none: use one of the two",
+        )
+
+    def _check_adapter(self) -> None:
+        for name, idle in (
+            ("ref", "server"),
+            ("merge_on_save", False),
+            ("use_rslora", False),
+            ("use_dora", False),
+            ("lora_target_modules", None),
+        ):
+            value = getattr(self, name)
+            _require(
+                self.use_peft or value == idle,
+                name,
+                value,
+                "there is no adapter without use_peft: add it, or leave this out",
+            )
+        _require(
+            self.lora_dropout == 0,
+            "lora_dropout",
+            self.lora_dropout,
+            "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
         )
 
     @property

@@ -1,8 +1,7 @@
-"""Tokenizer, policy and frozen reference, from the hub or a local folder."""
+"""Tokenizer, policy and frozen reference, from the hub or a local folder: of a model, or of an adapter for one."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 
 import numpy as np
@@ -15,7 +14,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
+from grpo.adapters import base_of, load_adapter, need, scalings
 from grpo.attention import switch_off, switch_on, variants_for
 from grpo.batch import Batcher
 from grpo.config import ConfigError, ServerConfig, SharedConfig, TrainerConfig
@@ -65,9 +66,9 @@ def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedMode
         return load_model(config, device).requires_grad_(False)
     dtype, quantized = resolve_dtype(config, device), None
     if config.quantization == "none":
-        _need("device_map", config.device_map, "accelerate")
+        need("device_map", config.device_map, "accelerate")
     else:
-        _need("quantization", config.quantization, "accelerate", "bitsandbytes")
+        need("quantization", config.quantization, "accelerate", "bitsandbytes")
         quantized = BitsAndBytesConfig(
             load_in_8bit=config.quantization == "8bit",
             load_in_4bit=config.quantization == "4bit",
@@ -84,13 +85,10 @@ def _load_model(config: SharedConfig, dtype: torch.dtype, **options) -> PreTrain
     for name, value in vars(settings).items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(settings, name, 0.0)
-    return load_auto(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options).eval()
-
-
-def _need(field: str, value: str, *packages: str) -> None:
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{field}={value!r}: {package} is not installed: pip install {package}")
+    model = load_auto(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options)
+    if base_of(config.model_name_or_path) is not None:
+        load_adapter(model, config.model_name_or_path)
+    return model.eval()
 
 
 def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
@@ -175,6 +173,8 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: s
     settings = model.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures"):
         settings.pop(volatile, None)
+    if of_adapter := scalings(model):
+        settings["adapter_scalings"] = of_adapter
     # 64 values of each parameter, rounded to bfloat16 so that the same weights loaded in another dtype agree.
     samples = [
         values[:: max(1, len(values) // 64)][:64].to(torch.bfloat16).float().cpu().numpy()
@@ -201,12 +201,23 @@ def device_memory() -> tuple[int, int]:
 
 
 def load_auto(auto_class, shared: SharedConfig, **options):
+    """What the name stands for; where it is an adapter, what its base has: the tokenizer only if it has none itself."""
     name = shared.model_name_or_path
     try:
-        return auto_class.from_pretrained(name, trust_remote_code=shared.trust_remote_code, **options)
+        source = base_of(name) or name
+        if source != name and auto_class is AutoTokenizer and _has_tokenizer(name):
+            source = name
+        return auto_class.from_pretrained(source, trust_remote_code=shared.trust_remote_code, **options)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model_name_or_path={name!r}: cannot be loaded ({reason}): give a local folder, or a hub "
             "id that this machine can reach"
         ) from error
+
+
+def _has_tokenizer(name: str) -> bool:
+    missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    return cached_file(name, "tokenizer_config.json", **missing_is_none) is not None

@@ -89,6 +89,13 @@ IMPOSSIBLE = [
     (["--kl_in_reward", "--use_bias_correction_kl"], "use_bias_correction_kl=True: ", "use one of the two"),
     (["--importance_sampling_clip_min", "4"], "importance_sampling_clip_min=4.0: ", "lower it"),
     (["--off_policy_mask_threshold", "-1"], "off_policy_mask_threshold=-1.0: ", "above 0"),
+    (["--ref", "adapter_off"], "ref='adapter_off': ", "without use_peft: add it"),
+    (["--merge_on_save"], "merge_on_save=True: ", "without use_peft: add it"),
+    (["--use_dora"], "use_dora=True: ", "without use_peft: add it"),
+    (["--lora_target_modules", "q_proj"], "lora_target_modules=['q_proj']: ", "without use_peft: add it"),
+    (["--use_peft", "--lora_dropout", "0.05"], "lora_dropout=0.05: ", "use 0"),
+    (["--use_peft", "--lora_r", "0"], "lora_r=0: ", "above 0"),
+    (["--ref", "nobody"], "argument --ref", "'nobody'"),
     (["--max_steps", "many"], "argument --max_steps", "invalid int value: 'many'"),
     (["--dtype", "float16"], "argument --dtype", "'float16'"),
     (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
@@ -138,6 +145,11 @@ def test_a_token_on_the_command_line_is_warned_of(capsys):
     assert "--token shows the token" in warning and "--token_file" in warning and "secret" not in warning
     trainer("--port", "1")
     assert not capsys.readouterr().err
+
+
+def test_without_a_server_its_port_does_not_matter():
+    config = trainer("--use_peft", "--ref", "adapter_off", "--port", "0")
+    assert (config.ref, config.lora_r, config.lora_alpha, config.merge_on_save) == ("adapter_off", 16, 32, False)
 
 
 def test_a_token_opens_other_addresses(monkeypatch):

@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "records", "loss"},
     {"protocol", "logprobs", "batch", "attention", "arguments", "ref_wire"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
-    | {"http_server", "monitor", "estimate"},
+    | {"http_server", "monitor", "estimate", "adapters"},
     {"evaluate", "update", "collect"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -1,0 +1,272 @@
+"""LoRA, rsLoRA and DoRA: peft's layers put into the model itself, so that everything else sees the model it knows.
+
+There is one adapter, named "default" as peft names it. Its layers are the model's own modules afterwards; `generate`,
+the head, attention and `save_pretrained` work on it as on any other model of transformers, which saves the adapter
+alone. It is never merged while it is used: in 16 bits a merged weight is another one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from grpo.batch import Batcher, Ids
+from grpo.config import ConfigError, TrainerConfig
+from grpo.logprobs import token_logprobs
+from grpo.records import Group
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+log = logging.getLogger(__name__)
+
+NAME = "default"
+# What LoRA, rsLoRA and DoRA need, and where they come from. Anything else in an adapter's configuration that is not as
+# peft has it by default makes another kind of adapter, or one that changes the base too.
+_KNOWN_FIELDS = {
+    "peft_type",
+    "task_type",
+    "peft_version",
+    "auto_mapping",
+    "revision",
+    "base_model_name_or_path",
+    "inference_mode",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+}
+# Ways to begin that leave the base as it is; what they gave is in the file.
+_KNOWN_STARTS = (True, False, "gaussian", "orthogonal")
+
+
+def need(field: str, value: object, *packages: str) -> None:
+    """Raises ConfigError where a package that a setting needs is not installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{field}={value!r}: {package} is not installed: pip install {package}")
+
+
+def base_of(name: str) -> str | None:
+    """The model that an adapter was trained on, from its folder or hub id; None where `name` is no adapter.
+
+    Raises OSError where the hub knows no such name, ConfigError where the adapter does not say.
+    """
+    path = find_adapter_config_file(name)
+    if path is None:
+        return None
+    base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(
+            f"model_name_or_path={name!r}: its adapter_config.json does not say which model it belongs to: write "
+            "base_model_name_or_path there"
+        )
+    return base
+
+
+def check_adapter(config: TrainerConfig) -> None:
+    """Refuse what can be known before a model is loaded. Raises ConfigError."""
+    if config.use_peft:
+        need("use_peft", True, "peft")
+    elif base_of(config.model_name_or_path) is not None:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: it is an adapter: add use_peft to go on training it, "
+            "or merge it into its base to train the whole model"
+        )
+
+
+def load_adapter(model: PreTrainedModel, name: str) -> None:
+    """Put the adapter from a folder or hub id into its base model. Raises ConfigError where the two do not fit."""
+    need("model_name_or_path", name, "peft")
+    from peft import LoraConfig, PeftConfig, load_peft_weights, set_peft_model_state_dict
+
+    def refuse(reason: str) -> ConfigError:
+        return ConfigError(f"model_name_or_path={name!r}: {reason}: merge it into its base and start from that")
+
+    config = PeftConfig.from_pretrained(name)
+    if not isinstance(config, LoraConfig):
+        raise refuse(f"its adapter is {config.peft_type}, not LoRA")
+    plain = LoraConfig()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        known = field.name in _KNOWN_FIELDS or value == getattr(plain, field.name)
+        if not known and not (field.name == "init_lora_weights" and value in _KNOWN_STARTS):
+            raise refuse(f"its adapter_config.json has {field.name}={value!r}, which is more than LoRA, rsLoRA or DoRA")
+    config.lora_dropout, config.init_lora_weights, config.inference_mode = 0.0, True, False
+    _put_in(model, config, "model_name_or_path", name)
+    weights = {key.removeprefix("base_model.model."): value for key, value in load_peft_weights(name, "cpu").items()}
+    try:
+        loaded = set_peft_model_state_dict(model, weights, NAME)
+    except RuntimeError as error:
+        raise refuse(f"its weights do not fit its base ({' '.join(str(error).split())[:300]})") from error
+    if wrong := loaded.unexpected_keys + [key for key in loaded.missing_keys if ".lora_" in key]:
+        raise refuse(f"its weights and its configuration name different layers ({wrong[0]})")
+
+
+def train_adapter(model: PreTrainedModel, config: TrainerConfig) -> bool:
+    """Give the model an adapter, drawn from the run's seed, or go on with the one that it came with; freeze the rest.
+
+    Returns whether it came with one. A new one changes nothing yet: its second matrix is 0. Raises ConfigError where
+    it fits no layer.
+    """
+    if hasattr(model, "peft_config"):
+        own = model.peft_config[NAME]
+        kind = "DoRA" if own.use_dora else "rsLoRA" if own.use_rslora else "LoRA"
+        log.info("going on with %s: %s, r %d, alpha %g", config.model_name_or_path, kind, own.r, own.lora_alpha)
+        return True
+    from peft import LoraConfig
+
+    targets = config.lora_target_modules
+    settings = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(config.seed)
+    _put_in(model, settings, "lora_target_modules", targets)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    log.info("a new adapter: %s parameters in %s", f"{trained:,}", " ".join(sorted(settings.target_modules)))
+    return False
+
+
+def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: object) -> None:
+    """`field` and `value` are the setting to name where it does not fit."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    try:
+        model.add_adapter(config, NAME)
+    except ValueError as error:
+        raise ConfigError(f"{field}={value!r}: {' '.join(str(error).split())[:300]}") from error
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(layer, BaseTunerLayer):
+            raise ConfigError(
+                f"{field}={value!r}: puts an adapter on the embeddings or the head, whose weights the log-probs are "
+                "computed from directly: leave those layers out"
+            )
+    # peft gives new layers fp32 weights; the policy and its reference must compute in the same dtype.
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)
+    # Whoever loads the saved adapter may do so from another directory.
+    base = config.base_model_name_or_path
+    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+
+
+def scalings(model: PreTrainedModel) -> list[float]:
+    """What each layer's adapter is multiplied by, which no parameter tells; none where there is no adapter."""
+    if not hasattr(model, "peft_config"):
+        return []
+    from peft.tuners.lora import LoraLayer
+
+    return [float(layer.scaling[NAME]) for layer in model.modules() if isinstance(layer, LoraLayer)]
+
+
+class OwnReference:
+    """The reference without a server: the policy with its adapter off, or with the adapter that the run began with."""
+
+    def __init__(self, model: PreTrainedModel, began_with_adapter: bool):
+        """Before the first update: a copy of the adapter is kept where it is the reference."""
+        self._model = model
+        self._adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._start = [weight.detach().clone() for weight in self._adapter] if began_with_adapter else None
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        was_training, now = self._model.training, [parameter.data for parameter in self._adapter]
+        self._model.eval()  # in training mode activations would be checkpointed, for no backward pass
+        try:
+            if self._start is None:
+                self._model.disable_adapters()
+            else:
+                for parameter, start in zip(self._adapter, self._start, strict=True):
+                    parameter.data = start
+            yield
+        finally:
+            # The very tensors from before: the optimizer's are views of them.
+            for parameter, own in zip(self._adapter, now, strict=True):
+                parameter.data = own
+            if self._start is None:
+                self._model.enable_adapters()
+            self._model.train(was_training)
+
+    def answers(
+        self, groups: Sequence[Group], batcher: Batcher, budget: int, temperature: float
+    ) -> dict[int, Future[list[np.ndarray]]]:
+        """By each group's id, what `RefClient.submit` would have given, already there."""
+        sequences = [(group.example.prompt_ids, one.completion_ids) for group in groups for one in group.rollouts]
+        logprobs = iter(self.logprobs(sequences, batcher, budget, temperature))
+        answered: dict[int, Future[list[np.ndarray]]] = {}
+        for group in groups:
+            answered[group.id] = Future()
+            answered[group.id].set_result([next(logprobs) for _ in group.rollouts])
+        return answered
+
+    @torch.no_grad()
+    def logprobs(
+        self, sequences: Sequence[tuple[Ids, Ids]], batcher: Batcher, budget: int, temperature: float
+    ) -> list[np.ndarray]:
+        """float32 [len(completion)] of each (prompt, completion), in batches of at most `budget` tokens."""
+        answers: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
+        with self._in_place():
+            for rows in batcher.cut(sequences, budget):
+                some = [sequences[row] for row in rows]
+                logprobs, _ = token_logprobs(self._model, batcher.make(some, self._model.device), temperature)
+                ends = np.cumsum([len(completion) for _, completion in some])
+                for row, answer in zip(rows, np.split(logprobs.cpu().numpy(), ends[:-1]), strict=True):
+                    answers[row] = answer
+        return answers
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """A plain model to save, with the adapter merged into its weights; `model` stays as it is.
+
+    It cannot compute: buffers that are not saved are not there.
+    The merged weights are new, on the CPU: they take as much memory there as the layers with an adapter have. The
+    others are the model's own. On the model's device a single layer is merged at a time.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    weights = {
+        name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items() if ".lora_" not in name
+    }
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            base = layer.get_base_layer()
+            own = base.weight.data
+            try:
+                layer.merge(safe_merge=True, adapter_names=[NAME])  # into a copy, which takes the weight's place
+                weights[f"{name}.weight"] = base.weight.data.cpu()
+            finally:
+                # Unmerging would subtract what was added, and leave the rounding of both.
+                base.weight.data = own
+                layer.merged_adapters.clear()
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain
