@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.adapters import merged
 from grpo.config import ConfigError, TrainerConfig, write_config
 
 
@@ -29,12 +30,17 @@ def create_run(config: TrainerConfig) -> Path:
     return folder
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer as `from_pretrained` reads them. Raises SaveError; `folder` is then not there."""
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool = False
+) -> None:
+    """Write model and tokenizer as `from_pretrained` reads them. Raises SaveError; `folder` is then not there.
+
+    Of a model with an adapter only the adapter is written, or with `merge_adapter` the whole, merged.
+    """
     unfinished = folder.with_name(folder.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        model.save_pretrained(unfinished)
+        (merged(model) if merge_adapter else model).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         os.replace(unfinished, folder)
     # safetensors reports a full disk as an error of its own, and transformers as several: whatever it was, nothing half
