@@ -31,6 +31,7 @@ from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
 
 import reward as reward_module
+from grpo.adapters import OwnReference, check_adapter, train_adapter
 from grpo.checkpoint import SaveError, create_run, save_model
 from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
@@ -70,6 +71,7 @@ def train(config: TrainerConfig) -> None:
     ds_config = engine_config(config, world_size, device)
 
     tokenizer = load_tokenizer(config)
+    check_adapter(config)
     examples = load_examples(config, config.dataset_train_split, tokenizer, progress=rank == 0)
     stream = PromptStream(len(examples), config.prompts_per_step, config.seed)
     held_out = []
@@ -77,9 +79,11 @@ def train(config: TrainerConfig) -> None:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=rank == 0)
 
     folder = create_run(config) if rank == 0 else None
-    client = RefClient(config) if config.beta > 0 else None
-    if client is None:
+    client = RefClient(config) if config.beta > 0 and config.ref == "server" else None
+    if config.beta == 0:
         log.info("beta is 0: no KL term, no reference server")
+    elif client is None:
+        log.info("ref is adapter_off: no reference server")
     else:
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
         reference = client.wait_ready()
@@ -89,11 +93,16 @@ def train(config: TrainerConfig) -> None:
     check_lengths(config, own)
     if client is not None:
         check_reference(config, own, reference)
+    own_reference = None
+    if config.use_peft:
+        began_with_adapter = train_adapter(model, config)
+        if config.beta > 0 and config.ref == "adapter_off":
+            own_reference = OwnReference(model, began_with_adapter)
     batcher = make_batcher(model, tokenizer.pad_token_id)
     sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     engine, schedule = start_engine(config, ds_config, model)
     collector = Collector(
-        config, engine.module, sampler, batcher, examples, stream, reward_funcs, client, rank, world_size
+        config, engine.module, sampler, batcher, examples, stream, reward_funcs, client, own_reference, rank, world_size
     )
 
     recorder = Recorder(config, folder) if folder else None
@@ -204,7 +213,8 @@ def train(config: TrainerConfig) -> None:
                 refresh=False,
             )
             if last or (config.save_steps and step % config.save_steps == 0):
-                save_model(engine.module, tokenizer, folder / ("model" if last else f"checkpoint-{step}"))
+                name = "model" if last else f"checkpoint-{step}"
+                save_model(engine.module, tokenizer, folder / name, config.merge_on_save)
 
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if client is not None:
@@ -252,7 +262,7 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
     model.train()
     # torch's own AdamW: DeepSpeed's would be compiled at the first start.
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,

@@ -10,22 +10,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from grpo.batch import Batcher, Ids
 from grpo.config import ConfigError, TrainerConfig
-from grpo.logprobs import token_logprobs
-from grpo.records import Group
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -194,7 +189,8 @@ class OwnReference:
         self._start = [weight.detach().clone() for weight in self._adapter] if began_with_adapter else None
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
+        """Within, the policy's model is the reference."""
         was_training, now = self._model.training, [parameter.data for parameter in self._adapter]
         self._model.eval()  # in training mode activations would be checkpointed, for no backward pass
         try:
@@ -211,33 +207,6 @@ class OwnReference:
             if self._start is None:
                 self._model.enable_adapters()
             self._model.train(was_training)
-
-    def answers(
-        self, groups: Sequence[Group], batcher: Batcher, budget: int, temperature: float
-    ) -> dict[int, Future[list[np.ndarray]]]:
-        """By each group's id, what `RefClient.submit` would have given, already there."""
-        sequences = [(group.example.prompt_ids, one.completion_ids) for group in groups for one in group.rollouts]
-        logprobs = iter(self.logprobs(sequences, batcher, budget, temperature))
-        answered: dict[int, Future[list[np.ndarray]]] = {}
-        for group in groups:
-            answered[group.id] = Future()
-            answered[group.id].set_result([next(logprobs) for _ in group.rollouts])
-        return answered
-
-    @torch.no_grad()
-    def logprobs(
-        self, sequences: Sequence[tuple[Ids, Ids]], batcher: Batcher, budget: int, temperature: float
-    ) -> list[np.ndarray]:
-        """float32 [len(completion)] of each (prompt, completion), in batches of at most `budget` tokens."""
-        answers: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
-        with self._in_place():
-            for rows in batcher.cut(sequences, budget):
-                some = [sequences[row] for row in rows]
-                logprobs, _ = token_logprobs(self._model, batcher.make(some, self._model.device), temperature)
-                ends = np.cumsum([len(completion) for _, completion in some])
-                for row, answer in zip(rows, np.split(logprobs.cpu().numpy(), ends[:-1]), strict=True):
-                    answers[row] = answer
-        return answers
 
 
 @torch.no_grad()

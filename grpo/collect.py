@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from grpo.adapters import OwnReference
 from grpo.batch import Batcher
 from grpo.config import TrainerConfig
 from grpo.data import PromptStream
@@ -58,12 +59,13 @@ class Collector:
         stream: PromptStream,
         reward_funcs: dict[str, Callable],
         client: RefClient | None,
+        own_reference: OwnReference | None,
         rank: int,
         world_size: int,
     ):
         self._config, self._model, self._sampler, self._batcher = config, model, sampler, batcher
         self._examples, self._stream, self._reward_funcs, self._client = examples, stream, reward_funcs, client
-        self._rank, self._world_size = rank, world_size
+        self._own_reference, self._rank, self._world_size = own_reference, rank, world_size
         self.reward_names, weights = [*reward_funcs], [*config.reward_weights]
         if config.soft_punish_cache:
             self.reward_names, weights = [*self.reward_names, "soft_overlong_punishment"], [*weights, 1.0]
@@ -92,6 +94,12 @@ class Collector:
                 said, _ = policy_logprobs(self._model, due, config, self._batcher)
                 for sequence, own in zip(due, said, strict=True):
                     sequence.old_logprobs = own
+
+        if self._own_reference is not None:
+            with clock("ref_logprobs"), self._own_reference.in_place():
+                said, _ = policy_logprobs(self._model, sequences, config, self._batcher)
+            for sequence, own in zip(sequences, said, strict=True):
+                sequence.ref_logprobs = partial(np.asarray, own)
 
         penalty = torch.zeros(by_function.shape[1:], dtype=torch.float64)
         if config.kl_in_reward:

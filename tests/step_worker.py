@@ -88,7 +88,8 @@ def read_config(case: dict) -> TrainerConfig:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    """What is trained."""
+    return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def main(model, cases_file, out) -> None:
@@ -101,14 +102,15 @@ def main(model, cases_file, out) -> None:
         checkpoint_activations(policy)
     first = weights_of(policy)
     settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
-    optimizer = torch.optim.SGD(policy.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD([w for w in policy.parameters() if w.requires_grad], lr=LEARNING_RATE)
     engine, *_ = trainer.deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)
 
     results = []
     for case, config in zip(cases, configs, strict=True):
         with torch.no_grad():
             for name, weight in policy.named_parameters():
-                weight.copy_(first[name])
+                if name in first:
+                    weight.copy_(first[name])
         engine.optimizer.refresh_fp32_params()
         own = own_share(case, config, rank)
         # The last update is the one that is looked at; those before it move the weights a little.
