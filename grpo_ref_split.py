@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 from transformers import get_scheduler
-from transformers.utils.logging import disable_progress_bar
 
 import reward as reward_module
 from grpo.adapters import OwnReference, check_adapter, train_adapter
@@ -49,6 +48,7 @@ from grpo.model import (
     make_batcher,
 )
 from grpo.plots import draw_curves
+from grpo.ranks import own_place
 from grpo.ref_client import RefClient, RefError, check_reference
 from grpo.rewards import RewardError, load_reward_funcs
 from grpo.rollout import Sampler
@@ -237,19 +237,11 @@ def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, world_size, device = own_place()
     config.check_ranks(world_size)
-    if rank != 0:
-        disable_progress_bar()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-        device = torch.device("cuda", local_rank)
-    else:
-        device = torch.device("cpu")
+    if device.type == "cpu":
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets none, and ranks would fight for the cores
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
     # A rank may wait for the reference up to its deadline while the others wait for that rank.
     deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=1800 + config.ref_deadline))
     return rank, world_size, device

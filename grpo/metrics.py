@@ -67,7 +67,9 @@ def add_stats(into: dict[str, Stats], values: Mapping[str, Any]) -> None:
 
 
 def gather(own: Any) -> list[Any]:
-    """What every rank has, in the order of ranks. All ranks must call it; all get the result."""
+    """What each rank has, by rank. All must call it; all get the result. One alone needs no process group."""
+    if not dist.is_initialized():
+        return [own]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone

@@ -1,0 +1,25 @@
+"""Which of the launched processes this one is, and the device that it works on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+
+def own_place() -> tuple[int, int, torch.device]:
+    """(rank, number of ranks, device), as the launcher's environment says; without a launcher (0, 1, device).
+
+    Takes the device, and a fair share of the cores where that is the CPU. Only rank 0 goes on to show progress bars.
+    """
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if rank != 0:
+        disable_progress_bar()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        return rank, world_size, torch.device("cuda", local_rank)
+    if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets none, and ranks would fight for the cores
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    return rank, world_size, torch.device("cpu")
