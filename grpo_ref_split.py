@@ -30,12 +30,12 @@ from tqdm import tqdm
 from transformers import get_scheduler
 
 import reward as reward_module
+from grpo.accuracy import evaluate
 from grpo.adapters import OwnReference, check_adapter, train_adapter
 from grpo.checkpoint import SaveError, create_run, save_model
 from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
-from grpo.evaluate import evaluate
 from grpo.loss import adapt_beta
 from grpo.metrics import PhaseClock, Recorder, add_stats, check_report_to, gather_stats, step_metrics
 from grpo.model import (
@@ -61,6 +61,8 @@ warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", F
 import deepspeed
 
 log = logging.getLogger("grpo_ref_split")
+
+EVAL_RECORDED = 32  # held-out answers in the record of each evaluation
 
 
 def train(config: TrainerConfig) -> None:
@@ -111,21 +113,22 @@ def train(config: TrainerConfig) -> None:
     )
 
     def evaluation(step: int) -> dict[str, float]:
-        numbers, samples = evaluate(
+        numbers, completions = evaluate(
             engine.module,
             sampler,
             held_out,
             reward_module.is_correct,
             reward_module.has_format,
-            config.sequences_per_generate,
+            config,
             rank,
             world_size,
         )
         if recorder:
-            recorder.completions(step, "eval", samples)
+            recorder.completions(step, "eval", [one for one in completions if one["sample"] == 0][:EVAL_RECORDED])
             tqdm.write(
                 f"step {step}: held-out accuracy {numbers['eval_accuracy']:.3f} ± {numbers['eval_accuracy_se']:.3f} "
-                f"(n={numbers['eval_n']}), format {numbers['eval_format']:.3f}",
+                f"(n={numbers['eval_n']}), format {numbers['eval_format']:.3f}"
+                + "".join(f", pass@{k} {numbers[f'eval_pass@{k}']:.3f}" for k in config.ks),
                 file=sys.stderr,
             )
         return numbers

@@ -9,7 +9,7 @@ faster of the two counts. For each seed the three take turns, from seed to seed 
 
 A step's seconds cover sampling, rewards, reference and optimizer step, and leave out logging and evaluation: ours by
 `step_time` of metrics.jsonl, TRL's by the clock from its on_step_begin to its on_step_end. (TRL's own `step_time` lacks
-the optimizer step.) Final models are loaded again, and grpo.evaluate says how many held-out problems each solves.
+the optimizer step.) Final models are loaded again, and grpo.accuracy says how many held-out problems each solves.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import reward
 from benchmarks.common import REPOSITORY, machine, spread, table
 from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, reference_server, train
+from grpo.accuracy import evaluate
 from grpo.arguments import parse_arguments
 from grpo.config import TrainerConfig
 from grpo.data import load_examples
-from grpo.evaluate import evaluate
 from grpo.model import eos_token_ids, load_model, load_tokenizer
 from grpo.rollout import Sampler
 
@@ -189,7 +188,7 @@ def accuracy(folder: Path, seed: int, model_folder: Path) -> float:
     held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=False)
     sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     judges = reward.is_correct, reward.has_format
-    numbers, _ = evaluate(model, sampler, held_out, *judges, config.sequences_per_generate, rank=0, world_size=1)
+    numbers, _ = evaluate(model, sampler, held_out, *judges, config, rank=0, world_size=1)
     return numbers["eval_accuracy"]
 
 
@@ -244,11 +243,8 @@ def main() -> None:
 
     os.environ |= {name: ENVIRONMENT[name] for name in ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")}
     logging.disable(logging.WARNING)
-    # evaluate() adds up over ranks; here there is one.
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     with redirect_stdout(sys.stderr):
         runs, before = measure(arguments.folder, arguments.seeds)
-    dist.destroy_process_group()
     config = settings(arguments.folder / f"seed{arguments.seeds[0]}", arguments.seeds[0])
     print(machine())
     report(runs, before, config.prompts_per_step * config.num_generations)

@@ -1,7 +1,7 @@
 """Command line and YAML file -> configuration: defaults, overridden by `--config FILE.yaml`, overridden by options.
 
-One flat YAML file serves the reference server and the trainer, so that they cannot disagree: each reads its own fields
-and passes over the other's. A key that belongs to neither is refused.
+One flat YAML file serves all programs, so that they cannot disagree: each reads its own fields and passes over the
+others'. A key that belongs to none is refused.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
-from grpo.config import TOKEN_VARIABLE, ConfigError, ServerConfig, TrainerConfig
+from grpo.config import TOKEN_VARIABLE, ConfigError, EvaluateConfig, ServerConfig, TrainerConfig
 
-_ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig)
-_BOTH = (ServerConfig, TrainerConfig)
+_ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig, EvaluateConfig)
+_ALL = (ServerConfig, TrainerConfig, EvaluateConfig)
 
 
 def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[str] | None = None) -> _ConfigT:
@@ -34,7 +34,9 @@ def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[s
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="settings, one 'field: value' a line; for both programs")
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings, one 'field: value' a line; for all programs")
+    for short, name in getattr(config_class, "SHORT", {}).items():
+        parser.add_argument(f"--{short}", dest=name, default=SUPPRESS, help=f"short for --{name}")
     parser.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it
     arguments = sys.argv[1:] if argv is None else argv
     try:
@@ -95,12 +97,12 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         return []
     if not isinstance(settings, dict):
         raise ConfigError(f"config='{path}': write one 'field: value' a line")
-    known = {field.name: field for one in _BOTH for field in fields(one)}
+    known = {field.name: field for one in _ALL for field in fields(one)}
     own = {field.name for field in fields(config_class)}
     arguments: list[str] = []
     for name, value in settings.items():
         if name not in known:
-            raise ConfigError(f"{path}: {name}={value!r}: no such field{_did_you_mean(str(name), *_BOTH)}; see --help")
+            raise ConfigError(f"{path}: {name}={value!r}: no such field{_did_you_mean(str(name), *_ALL)}; see --help")
         if isinstance(value, dict) or (isinstance(value, list) and "list" not in str(known[name].type)):
             raise ConfigError(f"{path}: {name}={value!r}: give a single value")
         if name not in own or value is None:

@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, ClassVar, Literal, Optional
 
 import yaml
 
@@ -31,19 +31,27 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass
 class SharedConfig:
-    """What the server and the trainer must agree on."""
+    """Which model, for every program."""
 
-    _argument_group_name = "model and connection (both programs)"
+    _argument_group_name = "model"
 
     model_name_or_path: str = option(
         "Qwen/Qwen2.5-1.5B-Instruct",
-        "hub id or local folder, of a model or a LoRA adapter: the policy's first weights for the trainer, the frozen "
-        "weights for the server",
+        "hub id or local folder, of a model or a LoRA adapter: the trainer's first weights, the server's frozen ones, "
+        "those to evaluate",
     )
     trust_remote_code: bool = option(False, "run model code that comes with the weights")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "weights and forward pass; auto is bfloat16 on a GPU, float32 on a CPU"
     )
+
+
+@dataclass
+class ConnectionSection:
+    """How the server and the trainer find and trust each other."""
+
+    _argument_group_name = "connection (server and trainer)"
+
     port: int = option(
         59875, "the reference server's TCP port (0 lets the system choose one, and the server says which)"
     )
@@ -124,12 +132,56 @@ class DataSection:
     dataset_answer_column: str = option(
         "answer", "column with the gold answer; what follows '####' in it, if anything does"
     )
+    max_prompt_length: int = option(512, "longer prompts, in tokens, are dropped when the data is loaded, and counted")
+
+
+@dataclass
+class AnswerSection:
+    _argument_group_name = "answers"
+
     system_prompt: str = option(
         "You are a helpful assistant. First think about the problem step by step, then give the final answer. Write "
         "reasoning and answer within tags, like this: <think>reasoning here</think><answer>answer here</answer>",
         "system message put before every prompt; empty for none",
     )
-    max_prompt_length: int = option(512, "longer prompts, in tokens, are dropped when the data is loaded, and counted")
+    max_completion_length: int = option(512, "new tokens at most")
+    temperature: float = option(1.0, "of the sampler, and of every log-prob")
+    seed: int = option(42, "of the prompt order and of sampling")
+
+
+@dataclass
+class GenerationSection:
+    _argument_group_name = "generation and evaluation"
+
+    sequences_per_generate: int = option(64, "completions that one rank generates at a time")
+    num_generations_eval: int = option(
+        0, "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 is greedy only"
+    )
+    pass_at_k: Optional[list[int]] = option(None, "the k of pass@k; unset is 1, 2, 4, ... and num_generations_eval")
+
+
+@dataclass
+class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfig):
+    """What it takes to have a dataset's problems answered, in training and after it."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest completion that there may be."""
+        return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def ks(self) -> list[int]:
+        """Every k of pass@k, ascending; none where nothing is sampled."""
+        most = self.num_generations_eval
+        powers = [1 << power for power in range(most.bit_length())]
+        return sorted(set(self.pass_at_k or [*powers, most]) - {0})
+
+    def _check_samples(self) -> None:
+        most = self.num_generations_eval
+        _require(most >= 0, "num_generations_eval", most, "use 0 or more")
+        for k in self.pass_at_k or []:
+            _require(k > 0, "pass_at_k", k, "use 1 or more")
+            _require(k <= most, "pass_at_k", k, f"num_generations_eval={most} is too few for it: use {k} or more")
 
 
 @dataclass
@@ -137,9 +189,6 @@ class RolloutSection:
     _argument_group_name = "rollouts and rewards"
 
     num_generations: int = option(8, "completions per prompt, the group whose rewards are compared")
-    max_completion_length: int = option(512, "new tokens at most")
-    temperature: float = option(1.0, "of the sampler, and of every log-prob")
-    sequences_per_generate: int = option(64, "completions that one rank generates at a time")
     max_resample: int = option(
         0, "times that prompts whose groups are without signal are replaced by others before an update (DAPO); 0: never"
     )
@@ -246,7 +295,6 @@ class TrainingSection:
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off")
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
     deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")
-    seed: int = option(42, "of the prompt order and of sampling")
 
 
 @dataclass
@@ -304,7 +352,7 @@ class RecordSection:
 
 
 @dataclass
-class ServerConfig(ServingSection, SharedConfig):
+class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
     """All that `ref_server.py` reads."""
 
     def __post_init__(self) -> None:
@@ -351,11 +399,11 @@ class TrainerConfig(
     RecordSection,
     ReferenceSection,
     AdapterSection,
+    ConnectionSection,
     TrainingSection,
     LossSection,
     RolloutSection,
-    DataSection,
-    SharedConfig,
+    AnsweringConfig,
 ):
     """All that `grpo_ref_split.py` reads."""
 
@@ -369,12 +417,8 @@ class TrainerConfig(
         self._check()
 
     def _check(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for number in value if isinstance(value, list) else [value]:
-                _require(
-                    not isinstance(number, float) or math.isfinite(number), field.name, value, "use a finite number"
-                )
+        _require_finite(self)
+        self._check_samples()
         _require(
             self.num_generations >= 2,
             "num_generations",
@@ -532,11 +576,6 @@ class TrainerConfig(
             "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
         )
 
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with the longest completion that a run may make."""
-        return self.max_prompt_length + self.max_completion_length
-
     def check_ranks(self, world_size: int) -> None:
         """Refuse a global batch that cannot be shared equally. Raises ConfigError."""
         rest = self.prompts_per_step % world_size
@@ -549,7 +588,32 @@ class TrainerConfig(
         )
 
 
-def write_config(config: TrainerConfig, path: Path) -> None:
+@dataclass
+class EvaluateSection:
+    _argument_group_name = "extent and output"
+
+    eval_samples: int = option(0, "problems, the first of the split; 0 is all")
+    output: Optional[str] = option(
+        None, "folder to make: every completion with its verdict, the metrics, and the settings they come from"
+    )
+
+
+@dataclass
+class EvaluateConfig(EvaluateSection, AnsweringConfig):
+    """All that `python -m grpo.evaluate` reads."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        self._check_samples()
+        for name in ("max_prompt_length", "max_completion_length", "sequences_per_generate", "temperature"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
+        _require(self.eval_samples >= 0, "eval_samples", self.eval_samples, "use 0 or more")
+        _require(0 <= self.seed < 2**31, "seed", self.seed, "use a number from 0 to below 2147483648")
+
+
+def write_config(config: TrainerConfig | EvaluateConfig, path: Path) -> None:
     """Write the resolved settings as YAML that `--config` reads again. The token is left out."""
     settings = {
         name: value for name, value in dataclasses.asdict(config).items() if name != "token" and value is not None
@@ -564,6 +628,13 @@ def _read_token(path: str) -> str:
         raise ConfigError(f"token_file={path!r}: cannot be read: {error}") from error
     _require(token != "", "token_file", path, "the file is empty: write the token into it")
     return token
+
+
+def _require_finite(config: Any) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        for number in value if isinstance(value, list) else [value]:
+            _require(not isinstance(number, float) or math.isfinite(number), field.name, value, "use a finite number")
 
 
 def _require(ok: bool, field: str, value: Any, remedy: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import AnsweringConfig, ConfigError
 from grpo.records import Example
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
 
 
 def load_examples(
-    config: TrainerConfig, split: str, tokenizer: PreTrainedTokenizerBase, limit: int = 0, progress: bool = True
+    config: AnsweringConfig, split: str, tokenizer: PreTrainedTokenizerBase, limit: int = 0, progress: bool = True
 ) -> list[Example]:
     """The split's problems, the first `limit` of them unless 0, without those whose prompt is too long.
 
@@ -62,7 +62,7 @@ def load_examples(
 
 
 def make_example(
-    config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, index: int, row: Mapping[str, Any]
+    config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, index: int, row: Mapping[str, Any]
 ) -> Example:
     """One dataset row -> Example; its `answer` column holds the gold answer whatever the dataset calls it."""
     columns = {name: value for name, value in row.items() if name != config.dataset_prompt_column}
@@ -128,7 +128,7 @@ class PromptStream:
         return [int(order[place % len(order)]) for place in places]
 
 
-def _load(config: TrainerConfig, split: str):
+def _load(config: AnsweringConfig, split: str):
     import datasets
 
     name, path = config.dataset_name, Path(config.dataset_name).expanduser()
@@ -148,7 +148,7 @@ def _load(config: TrainerConfig, split: str):
         ) from error
 
 
-def _files(config: TrainerConfig, path: Path, split: str) -> list[Path]:
+def _files(config: AnsweringConfig, path: Path, split: str) -> list[Path]:
     """The files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type.
 
     Not left to `datasets`, which takes every file for the test split if only the folder's path has "test" in it.

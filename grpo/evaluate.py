@@ -1,68 +1,145 @@
-"""Greedy accuracy on held-out problems, the work shared by all ranks."""
+"""How many of a dataset's problems a saved model solves: greedily, and with samples (avg@k, pass@k).
+
+    python -m grpo.evaluate --model runs/DATE-TIME/model --dataset openai/gsm8k
+    python -m grpo.evaluate --config runs/DATE-TIME/config.yaml --model runs/DATE-TIME/model --num_generations_eval 8
+    deepspeed --num_gpus 2 --module grpo.evaluate --model runs/DATE-TIME/model
+
+The second one asks the problems as that run did; the third shares them among two processes. The model is a folder or a
+hub id, the data what the trainer takes (of a folder or a hub id the split `test`; a single file is taken whole). What
+is correct says `is_correct` in reward.py, as in training. The numbers do not depend on how many processes there are;
+the samples follow from seed, temperature and sequences_per_generate.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import logging
 import math
-from collections.abc import Callable, Sequence
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-from transformers import PreTrainedModel
-
-from grpo.metrics import Stats, gather_stats
-from grpo.records import Example
-from grpo.rollout import Sampler
-
-_KEPT = 32  # completions for the record
+from grpo.arguments import parse_arguments, say_once
+from grpo.config import ConfigError, EvaluateConfig, write_config
 
 
-def evaluate(
-    model: PreTrainedModel,
-    sampler: Sampler,
-    examples: Sequence[Example],
-    is_correct: Callable[[str, str], bool],
-    has_format: Callable[[str], bool],
-    batch_size: int,
-    rank: int,
-    world_size: int,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics over all examples (the same on every rank), and this rank's first completions with their verdicts.
+def run(config: EvaluateConfig) -> None:
+    """Evaluate, print the table and write the folder. Raises ConfigError, before a model is loaded where it can."""
+    import torch.distributed as dist
 
-    `eval_accuracy_se` is the standard error of the accuracy over the problems, sqrt(p (1 - p) / n).
-    """
-    own = examples[rank::world_size]
-    rollouts = []
-    for start in tqdm(range(0, len(own), batch_size), desc="evaluate", disable=rank != 0, leave=False):
-        rollouts += sampler.greedy(model, own[start : start + batch_size])
-    correct = [
-        is_correct(rollout.text, example.columns["answer"]) for rollout, example in zip(rollouts, own, strict=True)
-    ]
-    formatted = [has_format(rollout.text) for rollout in rollouts]
-    stats = gather_stats(
-        {
-            "correct": Stats.of(correct),
-            "format": Stats.of(formatted),
-            "length": Stats.of([len(rollout.completion_ids) for rollout in rollouts]),
-            "clipped": Stats.of([not rollout.finished for rollout in rollouts]),
-        }
+    from grpo.accuracy import evaluate
+    from grpo.data import load_examples
+    from grpo.metrics import gather
+    from grpo.model import check_lengths, describe, eos_token_ids, load_model, load_tokenizer
+    from grpo.ranks import own_place
+    from grpo.rollout import Sampler
+
+    rank, world_size, device = own_place()
+    if world_size > 1:
+        # For verdicts and texts only, so gloo on GPUs too. A rank may finish long before the last one.
+        dist.init_process_group("gloo", timeout=timedelta(days=1))
+    folder = _make_folder(config) if config.output and rank == 0 else None
+    reward = importlib.import_module("reward")  # the user's file
+
+    tokenizer = load_tokenizer(config)
+    examples = load_examples(config, _split(config), tokenizer, config.eval_samples, progress=rank == 0)
+    model = load_model(config, device)
+    check_lengths(config, describe(model, tokenizer, config.model_name_or_path))
+    sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
+
+    start = time.perf_counter()
+    metrics, own = evaluate(model, sampler, examples, reward.is_correct, reward.has_format, config, rank, world_size)
+    metrics["eval_runtime"] = time.perf_counter() - start
+    completions = [one for share in gather(own) for one in share] if config.output else []
+    if world_size > 1:
+        dist.destroy_process_group()
+    if rank == 0:
+        print(table(config, metrics))
+    if folder is not None:
+        _write(folder, metrics, completions)
+
+
+def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
+    """The metrics for people."""
+
+    def percent(name: str) -> str:
+        value, error = 100 * metrics[name], metrics.get(f"{name}_se")
+        return f"{value:6.1f} %" + (f" ± {100 * error:.1f}" if error is not None else "")
+
+    data = config.dataset_name if _is_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
+    rows = {"accuracy, greedy": percent("eval_accuracy")}
+    if samples := config.num_generations_eval:
+        rows[f"avg@{samples}, temperature {config.temperature:g}"] = percent(f"eval_avg@{samples}")
+        rows |= {f"pass@{k}": percent(f"eval_pass@{k}") for k in config.ks}
+    rows["format, greedy"] = percent("eval_format")
+    rows["cut off, greedy"] = percent("eval_completions/clipped_ratio")
+    rows["tokens a completion, greedy"] = f"{metrics['eval_completions/mean_length']:6.1f}"
+    tokens, seconds = metrics["eval_num_tokens"], metrics["eval_runtime"]
+    return "\n".join(
+        [
+            f"{config.model_name_or_path} on {metrics['eval_n']} problems of {data}",
+            *(f"  {name:<28}{value}" for name, value in rows.items()),
+            f"  {tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} a second",
+        ]
     )
-    accuracy, count = stats["correct"].mean, stats["correct"].count
-    metrics = {
-        "eval_accuracy": accuracy,
-        "eval_accuracy_se": math.sqrt(accuracy * (1 - accuracy) / count),
-        "eval_n": count,
-        "eval_format": stats["format"].mean,
-        "eval_completions/mean_length": stats["length"].mean,
-        "eval_completions/clipped_ratio": stats["clipped"].mean,
-    }
-    samples = [
-        {
-            "prompt": example.prompt,
-            "completion": rollout.text,
-            "answer": example.columns["answer"],
-            "correct": right,
-            "format": good,
-        }
-        for example, rollout, right, good in zip(own[:_KEPT], rollouts, correct, formatted, strict=False)
-    ]
-    return metrics, samples
+
+
+def _is_file(config: EvaluateConfig) -> bool:
+    return Path(config.dataset_name).expanduser().is_file()
+
+
+def _split(config: EvaluateConfig) -> str:
+    """A single file has no splits: it is loaded as the trainer loads its training data, whole."""
+    return config.dataset_train_split if _is_file(config) else config.dataset_test_split
+
+
+def _make_folder(config: EvaluateConfig) -> Path:
+    folder = Path(config.output)
+    if (folder / "config.yaml").exists():
+        raise ConfigError(f"output='{folder}': it holds a run or an evaluation: name another folder, or delete it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(config, folder / "config.yaml")
+    except OSError as error:
+        raise ConfigError(f"output='{folder}': {error.strerror}: name a folder that can be written") from error
+    return folder
+
+
+def _write(folder: Path, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
+    """metrics.json, a number that does not exist (NaN) as null; completions.jsonl, a line each, by problem."""
+    with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
+        for one in sorted(completions, key=lambda one: (one["problem"], one["sample"])):
+            file.write(json.dumps(one, ensure_ascii=False) + "\n")
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    (folder / "metrics.json").write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    config = parse_arguments(EvaluateConfig, __doc__)
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    try:
+        run(config)
+    except ConfigError as error:
+        say_once(str(error))
+        return 2
+    except OSError as error:
+        say_once(str(error))
+        return 1
+    except RuntimeError as error:
+        if "Connection closed by peer" not in str(error):
+            raise
+        print("evaluate.py: another rank has ended; what it said stands by itself", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        say_once("interrupted")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

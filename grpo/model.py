@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 from grpo.adapters import base_of, load_adapter, need, scalings
 from grpo.attention import switch_off, switch_on, variants_for
 from grpo.batch import Batcher
-from grpo.config import ConfigError, ServerConfig, SharedConfig, TrainerConfig
+from grpo.config import AnsweringConfig, ConfigError, ServerConfig, SharedConfig
 from grpo.logprobs import Head, token_logprobs
 from grpo.protocol import Health, fingerprint
 
@@ -157,8 +157,8 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return sorted({tokenizer.eos_token_id, *ids} - {None})
 
 
-def check_lengths(config: TrainerConfig, model: Health) -> None:
-    """Raises ConfigError where the longest sequence of a run does not fit the model."""
+def check_lengths(config: AnsweringConfig, model: Health) -> None:
+    """Raises ConfigError where the longest sequence that there may be does not fit the model."""
     if config.longest_sequence > model.max_length:
         raise ConfigError(
             f"max_completion_length={config.max_completion_length}: with max_prompt_length={config.max_prompt_length} "

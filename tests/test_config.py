@@ -5,7 +5,7 @@ import torch
 from conftest import REPOSITORY
 
 from grpo.arguments import parse_arguments
-from grpo.config import ConfigError, ServerConfig, TrainerConfig, write_config
+from grpo.config import ConfigError, EvaluateConfig, ServerConfig, TrainerConfig, write_config
 from grpo.ds_config import engine_config
 
 
@@ -52,6 +52,8 @@ IMPOSSIBLE = [
     (["--max_completion_length", "0"], "max_completion_length=0: ", "above 0"),
     (["--max_steps", "0"], "max_steps=0: ", "above 0"),
     (["--seed", "-1"], "seed=-1: ", "0 or more"),
+    (["--num_generations_eval", "-1"], "num_generations_eval=-1: ", "0 or more"),
+    (["--num_generations_eval", "4", "--pass_at_k", "1", "5"], "pass_at_k=5: ", "use 5 or more"),
     (["--seed", str(2**31)], "seed=2147483648: ", "below"),
     (["--port", "70000"], "port=70000: ", "0 to 65535"),
     (["--port", "0"], "port=0: ", "name it"),
@@ -108,6 +110,28 @@ IMPOSSIBLE = [
 def test_the_trainer_refuses_in_one_sentence(refused, options, field, remedy):
     said = refused(TrainerConfig, *options)
     assert field in said and remedy in said
+
+
+@pytest.mark.parametrize(
+    "options, ks",
+    [
+        ([], []),
+        (["--num_generations_eval", "1"], [1]),
+        (["--num_generations_eval", "8"], [1, 2, 4, 8]),
+        (["--num_generations_eval", "12"], [1, 2, 4, 8, 12]),
+        (["--num_generations_eval", "12", "--pass_at_k", "10", "1", "10"], [1, 10]),
+    ],
+)
+def test_the_k_of_pass_at_k(options, ks):
+    assert trainer(*options).ks == ks == parse_arguments(EvaluateConfig, "", options).ks
+
+
+def test_short_names_are_the_long_ones_of_the_programs_that_have_them(refused, file):
+    path = file("model_name_or_path: a\ndataset_name: b\ndataset_test_split: c\nnum_generations: 4\neval_samples: 9\n")
+    config = parse_arguments(EvaluateConfig, "", ["--config", path, "--model", "x", "--dataset=y"])
+    assert (config.model_name_or_path, config.dataset_name, config.dataset_test_split) == ("x", "y", "c")
+    assert config.eval_samples == 9 and parse_arguments(EvaluateConfig, "", []).eval_samples == 0
+    assert "--model: no such option" in refused(TrainerConfig, "--model", "x")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from conftest import REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY
 
 from demo.__main__ import AFTER, BEFORE
 
@@ -59,6 +59,19 @@ def check(folder, output) -> None:
 
 def test_the_demo_learns_with_the_shipped_seed(built):
     check(*built)
+
+
+def test_the_trained_model_has_the_accuracy_that_its_run_recorded(built, tmp_path):
+    folder, _ = built
+    command = [sys.executable, "-m", "grpo.evaluate", "--config", f"{folder}/run/config.yaml"]
+    command += ["--model", f"{folder}/run/model", "--output", str(tmp_path / "out"), "--num_generations_eval", "4"]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found, recorded = json.loads((tmp_path / "out/metrics.json").read_text()), lines(folder)[-1]
+    for name in ("eval_accuracy", "eval_accuracy_se", "eval_n", "eval_format", "eval_completions/mean_length"):
+        assert found[name] == recorded[name]
+    assert found["eval_avg@4"] > 0.5 and found["eval_avg@4"] < found["eval_pass@4"] <= 1
+    assert f"accuracy, greedy {100 * recorded['eval_accuracy']:.1f} %" in " ".join(ended.stdout.split())
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])

@@ -13,12 +13,14 @@ LEVELS = [
     {"protocol", "logprobs", "batch", "attention", "arguments", "ref_wire", "ranks"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"http_server", "monitor", "estimate", "adapters"},
-    {"evaluate", "update", "collect"},
+    {"accuracy", "update"},
+    {"evaluate", "collect"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ENTRIES = {
     "ref_server": {"deepspeed", "datasets", "reward"},
     "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
+    "grpo/evaluate": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
 }
 
 
@@ -93,4 +95,5 @@ except SystemExit as ended:
         [sys.executable, "-c", script], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True
     ).stdout
     assert shown.splitlines()[-1] == "exit 0 []"
-    assert ("--model_name_or_path" in shown and f"python {entry}.py" in shown) or "deepspeed grpo_ref_split.py" in shown
+    commands = (f"python {entry}.py", f"deepspeed {entry}.py", f"python -m {entry.replace('/', '.')}")
+    assert "--model_name_or_path" in shown and any(command in shown for command in commands)

@@ -152,7 +152,9 @@ def check_record(run, model, steps, evaluated, per_step) -> None:
 
 def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, letters, tmp_path):
     run = tmp_path / "run"
-    settings = options(model_folder, data_folder, run, ref_servers=server.url, save_steps=2, max_steps=3)
+    # Four at a time, so that both ranks have a share of the ten held-out problems.
+    few = {"sequences_per_generate": 4}
+    settings = options(model_folder, data_folder, run, ref_servers=server.url, save_steps=2, max_steps=3, **few)
     ended = launch(2, "grpo_ref_split.py", *settings, *letters)
     assert ended.returncode == 0, ended.stdout
     check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
