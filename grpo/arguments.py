@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
-from grpo.config import TOKEN_VARIABLE, ConfigError, EvaluateConfig, ServerConfig, TrainerConfig
+from grpo.config import TOKEN_VARIABLE, ChatConfig, ConfigError, EvaluateConfig, ServerConfig, TrainerConfig
 
-_ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig, EvaluateConfig)
-_ALL = (ServerConfig, TrainerConfig, EvaluateConfig)
+_ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig)
+_ALL = (ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig)
 
 
 def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[str] | None = None) -> _ConfigT:

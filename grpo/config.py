@@ -38,7 +38,7 @@ class SharedConfig:
     model_name_or_path: str = option(
         "Qwen/Qwen2.5-1.5B-Instruct",
         "hub id or local folder, of a model or a LoRA adapter: the trainer's first weights, the server's frozen ones, "
-        "those to evaluate",
+        "those to evaluate or talk to",
     )
     trust_remote_code: bool = option(False, "run model code that comes with the weights")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
@@ -610,6 +610,26 @@ class EvaluateConfig(EvaluateSection, AnsweringConfig):
         for name in ("max_prompt_length", "max_completion_length", "sequences_per_generate", "temperature"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
         _require(self.eval_samples >= 0, "eval_samples", self.eval_samples, "use 0 or more")
+        _require(0 <= self.seed < 2**31, "seed", self.seed, "use a number from 0 to below 2147483648")
+
+
+@dataclass
+class ChatSection:
+    _argument_group_name = "conversation"
+
+    keep_history: bool = option(True, "an answer sees all questions and answers before it")
+
+
+@dataclass
+class ChatConfig(ChatSection, AnswerSection, SharedConfig):
+    """All that `python -m grpo.chat` reads. A temperature of 0 is greedy."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path"}
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        _require(self.max_completion_length > 0, "max_completion_length", self.max_completion_length, "use 1 or more")
+        _require(self.temperature >= 0, "temperature", self.temperature, "use 0 or more")
         _require(0 <= self.seed < 2**31, "seed", self.seed, "use a number from 0 to below 2147483648")
 
 

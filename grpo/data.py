@@ -68,9 +68,7 @@ def make_example(
     columns = {name: value for name, value in row.items() if name != config.dataset_prompt_column}
     columns["answer"] = gold_answer(columns.pop(config.dataset_answer_column))
     prompt = render_prompt(tokenizer, row[config.dataset_prompt_column], config.system_prompt)
-    # The template has written every special token that belongs there.
-    prompt_ids = tokenizer(prompt, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-    return Example(index, prompt, prompt_ids, columns)
+    return Example(index, prompt, tokenize_prompt(tokenizer, prompt), columns)
 
 
 def gold_answer(answer: Any) -> str:
@@ -92,6 +90,12 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[st
             f"system_prompt={system_prompt[:40]!r}: the model's chat template refuses these messages ({error}): if it "
             "knows no system message, set system_prompt to '' and put the instructions into the prompts"
         ) from error
+
+
+def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """The ids of what `render_prompt` returned."""
+    # A chat template has written every special token that belongs there.
+    return tokenizer(prompt, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
 
 
 class PromptStream:

@@ -39,13 +39,25 @@ class Sampler:
         `on_group(place, rollouts)` is called once for each example, the moment its last completion ends, while the
         others are still being drawn.
         """
-        settings = GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0)
         torch.manual_seed(seed)
-        return self._generate(model, examples, copies, settings, policy_version, on_group)
+        return self._generate(model, examples, copies, _settings(temperature), policy_version, on_group)
 
     def greedy(self, model: PreTrainedModel, examples: Sequence[Example]) -> list[Rollout]:
         """The most likely completion of each example, token by token."""
-        return [one for (one,) in self._generate(model, examples, 1, GenerationConfig(do_sample=False))]
+        return [one for (one,) in self._generate(model, examples, 1, _settings(0))]
+
+    def stream(
+        self,
+        model: PreTrainedModel,
+        example: Example,
+        temperature: float,
+        seed: int,
+        on_token: Callable[[list[int]], bool],
+    ) -> Rollout:
+        """One completion; a temperature of 0 is greedy. After each token `on_token(ids so far)` may stop it: True."""
+        torch.manual_seed(seed)
+        watch = [_EachToken(len(example.prompt_ids), on_token)]
+        return self._generate(model, [example], 1, _settings(temperature), watch=watch)[0][0]
 
     @torch.no_grad()
     def _generate(
@@ -56,6 +68,7 @@ class Sampler:
         settings: GenerationConfig,
         policy_version: int = 0,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
+        watch: Sequence[StoppingCriteria] = (),
     ) -> list[list[Rollout]]:
         settings.max_new_tokens = self._max_new_tokens
         settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
@@ -77,7 +90,8 @@ class Sampler:
                 if on_group is not None:
                     on_group(place, groups[place])
 
-        watch = [] if on_group is None else [_GroupsEnd(copies, self._eos, hand_over)]
+        if on_group is not None:
+            watch = [*watch, _GroupsEnd(copies, self._eos, hand_over)]
         # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty),
         # which would draw from another distribution than the loss scores. So it has none while we draw.
         own, model.generation_config = model.generation_config, settings
@@ -89,7 +103,7 @@ class Sampler:
                 attention_mask=attention_mask.to(model.device),
                 generation_config=settings,
                 logits_processor=LogitsProcessorList([drawn_with]),
-                stopping_criteria=StoppingCriteriaList(watch),
+                stopping_criteria=StoppingCriteriaList([*watch]),
             )
         finally:
             model.generation_config = own
@@ -130,6 +144,23 @@ class _DrawnWith(LogitsProcessor):
         if self._distribution is not None:
             self._columns.append(self._distribution.gather(1, input_ids[:, -1:]).squeeze(1))
             self._distribution = None
+
+
+def _settings(temperature: float) -> GenerationConfig:
+    if temperature == 0:
+        return GenerationConfig(do_sample=False)
+    return GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0)
+
+
+class _EachToken(StoppingCriteria):
+    """Shows the ids of a single completion as they come, and stops where it is told to."""
+
+    def __init__(self, prompt_length: int, on_token: Callable[[list[int]], bool]):
+        self._prompt_length, self._on_token = prompt_length, on_token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options) -> torch.Tensor:
+        stop = self._on_token(input_ids[0, self._prompt_length :].tolist())
+        return torch.tensor([stop], device=input_ids.device)
 
 
 class _GroupsEnd(StoppingCriteria):

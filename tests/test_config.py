@@ -5,7 +5,7 @@ import torch
 from conftest import REPOSITORY
 
 from grpo.arguments import parse_arguments
-from grpo.config import ConfigError, EvaluateConfig, ServerConfig, TrainerConfig, write_config
+from grpo.config import ChatConfig, ConfigError, EvaluateConfig, ServerConfig, TrainerConfig, write_config
 from grpo.ds_config import engine_config
 
 
@@ -113,6 +113,19 @@ def test_the_trainer_refuses_in_one_sentence(refused, options, field, remedy):
 
 
 @pytest.mark.parametrize(
+    "options, field",
+    [
+        (["--temperature", "-1"], "temperature=-1.0: "),
+        (["--max_completion_length", "0"], "max_completion_length=0: "),
+        (["--seed", "-1"], "seed=-1: "),
+        (["--dataset", "x"], "--dataset: no such option"),
+    ],
+)
+def test_the_chat_refuses_in_one_sentence(refused, options, field):
+    assert field in refused(ChatConfig, *options)
+
+
+@pytest.mark.parametrize(
     "options, ks",
     [
         ([], []),
@@ -131,6 +144,7 @@ def test_short_names_are_the_long_ones_of_the_programs_that_have_them(refused, f
     config = parse_arguments(EvaluateConfig, "", ["--config", path, "--model", "x", "--dataset=y"])
     assert (config.model_name_or_path, config.dataset_name, config.dataset_test_split) == ("x", "y", "c")
     assert config.eval_samples == 9 and parse_arguments(EvaluateConfig, "", []).eval_samples == 0
+    assert parse_arguments(ChatConfig, "", ["--config", path]).model_name_or_path == "a"
     assert "--model: no such option" in refused(TrainerConfig, "--model", "x")
 
 

@@ -14,13 +14,14 @@ LEVELS = [
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"http_server", "monitor", "estimate", "adapters"},
     {"accuracy", "update"},
-    {"evaluate", "collect"},
+    {"evaluate", "chat", "collect"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ENTRIES = {
     "ref_server": {"deepspeed", "datasets", "reward"},
     "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
     "grpo/evaluate": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
+    "grpo/chat": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
 }
 
 

@@ -165,3 +165,29 @@ def test_each_group_is_handed_over_once_when_its_last_completion_ends(model, tok
     # A forward pass draws one token of every row, so a group is there after as many as its longest completion has.
     longest = [max(len(rollout.completion_ids) for rollout in rollouts) for _, rollouts, _ in handed]
     assert [after for *_, after in handed] == longest == sorted(longest) and longest[0] < longest[-1]
+
+
+def streamed(model, tokenizer, one, temperature, seed, stop_after=100):
+    shown = []
+
+    def on_token(ids) -> bool:
+        shown.append(ids)
+        return len(ids) == stop_after
+
+    return sampler(tokenizer, eos=[10**6]).stream(model, one, temperature, seed, on_token), shown
+
+
+def test_a_stream_shows_each_token_and_ends_as_its_rollout(model, tokenizer, examples):
+    for one in examples:
+        (greedy,) = sampler(tokenizer, eos=[10**6]).greedy(model, [one])
+        rollout, shown = streamed(model, tokenizer, one, temperature=0, seed=1)
+        assert rollout == greedy
+        assert shown == [greedy.completion_ids[:count] for count in range(1, 13)]
+        ((drawn,),) = sampler(tokenizer, eos=[10**6]).sample(model, [one], 1, 2.0, seed=1)
+        assert streamed(model, tokenizer, one, temperature=2.0, seed=1)[0] == drawn
+
+
+def test_a_stream_stops_where_it_is_told_to(model, tokenizer, examples):
+    whole, _ = streamed(model, tokenizer, examples[0], temperature=0, seed=1)
+    stopped, shown = streamed(model, tokenizer, examples[0], temperature=0, seed=1, stop_after=3)
+    assert stopped.completion_ids == whole.completion_ids[:3] and not stopped.finished and len(shown) == 3
