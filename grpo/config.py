@@ -1,4 +1,4 @@
-"""Every setting of both programs, with its default and its limits. grpo/arguments.py reads them.
+"""Every setting of all programs, with its default and its limits. grpo/arguments.py reads them.
 
 Field names follow TRL's GRPOConfig and ScriptArguments where those have the same thing.
 """
