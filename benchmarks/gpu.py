@@ -41,8 +41,9 @@ from demo.model import build_tokenizer
 from demo.task import problems
 from grpo.attention import VARIANTS, switch_on, variants_for
 from grpo.batch import Batcher
+from grpo.config import LossSection
 from grpo.logprobs import token_logprobs
-from grpo.loss import grpo_loss, token_weights
+from grpo.loss import StepSize, Tokens, grpo_loss
 from grpo.model import checkpoint_activations, make_batcher
 
 CUDA = torch.cuda.is_available()
@@ -364,15 +365,15 @@ def sequences_of(work: list[Group]) -> list[tuple[list[int], list[int]]]:
 
 def update(model: PreTrainedModel, batcher: Batcher, sequences: list) -> None:
     """As in the trainer, without ranks; the gradients are dropped."""
+    size = StepSize(len(sequences), sum(len(completion) for _, completion in sequences))
     for rows in batcher.cut(sequences, BUDGET):
         chosen = [sequences[row] for row in rows]
         lengths = torch.tensor([len(completion) for _, completion in chosen], device=DEVICE)
         batch = batcher.make(chosen, DEVICE)
-        logprobs, _ = token_logprobs(model, batch, 1.0, with_entropy=True)
-        advantages = torch.tensor([1.0 if row % 2 else -1.0 for row in rows], device=DEVICE).repeat_interleave(lengths)
-        weights = token_weights(lengths, len(sequences))
-        old, reference = logprobs.detach(), logprobs.detach() - 0.1
-        loss, _ = grpo_loss(logprobs, old, reference, advantages, weights, epsilon=0.2, epsilon_high=0.2, beta=0.04)
+        logprobs, entropy = token_logprobs(model, batch, 1.0, with_entropy=True)
+        advantages = torch.tensor([1.0 if row % 2 else -1.0 for row in rows], device=DEVICE)
+        tokens = Tokens(lengths, advantages, logprobs, entropy, ref_logprobs=logprobs.detach() - 0.1)
+        loss, _ = grpo_loss(tokens, size, LossSection(), beta=0.04, max_completion_length=512)
         loss.backward()
     model.zero_grad(set_to_none=True)
 

@@ -46,8 +46,9 @@ from benchmarks.common import (
     table,
 )
 from grpo.batch import Batcher
+from grpo.config import LossSection
 from grpo.logprobs import token_logprobs
-from grpo.loss import grpo_loss, token_weights
+from grpo.loss import StepSize, Tokens, grpo_loss
 from grpo.model import checkpoint_activations, make_batcher
 
 PAD, EPSILON, BETA = 0, 0.2, 0.04
@@ -106,21 +107,15 @@ class Ours:
         return lambda: self.update(work)
 
     def update(self, work: Work) -> float:
-        total = 0.0
+        total, settings = 0.0, LossSection(epsilon=EPSILON)
+        size = StepSize(len(work.sequences), sum(len(completion) for _, completion in work.sequences))
         for rows in self.batcher.cut(work.sequences, self.budget):
             batch = self.batcher.make([work.sequences[row] for row in rows], "cpu")
             lengths = torch.tensor([len(work.sequences[row][1]) for row in rows])
-            logprobs, _ = token_logprobs(self.model, batch, 1.0, with_entropy=True)
-            loss, _ = grpo_loss(
-                logprobs,
-                logprobs.detach(),
-                torch.cat([work.references[row] for row in rows]),
-                work.advantages[rows].repeat_interleave(lengths),
-                token_weights(lengths, len(work.sequences)),
-                epsilon=EPSILON,
-                epsilon_high=EPSILON,
-                beta=BETA,
-            )
+            logprobs, entropy = token_logprobs(self.model, batch, 1.0, with_entropy=True)
+            references = torch.cat([work.references[row] for row in rows])
+            tokens = Tokens(lengths, work.advantages[rows], logprobs, entropy, ref_logprobs=references)
+            loss, _ = grpo_loss(tokens, size, settings, beta=BETA, max_completion_length=0)
             loss.backward()
             total += loss.item()
         return total
