@@ -61,10 +61,10 @@ def main() -> None:
         prepare(folder, seed)
         with reference_server(folder) as url:
             for name in chosen:
-                print(f"seed {seed}: {name}", file=sys.stderr, flush=True)
                 train(folder, seed, url, "--eval_steps", "5", "--report_to", "none", *OPTIONS[name].split())
                 lines = (folder / "run/metrics.jsonl").read_text().splitlines()
                 runs[name].append([json.loads(line) for line in lines])
+                print(f"seed {seed}: {name}: {'; '.join(columns(runs[name][-1:]))}", file=sys.stderr, flush=True)
     print(f"{machine()}; seeds {' '.join(map(str, arguments.seeds))}\n")
     head = ["option", "steps to 80 %", "accuracy at the end", "final KL", "final length"]
     print(table(head, [[name, *columns(runs[name])] for name in chosen]))
