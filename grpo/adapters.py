@@ -143,7 +143,8 @@ def train_adapter(model: PreTrainedModel, config: TrainerConfig) -> bool:
     torch.manual_seed(config.seed)
     _put_in(model, settings, "lora_target_modules", targets)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    log.info("a new adapter: %s parameters in %s", f"{trained:,}", " ".join(sorted(settings.target_modules)))
+    kinds = sorted({name.rsplit(".", 1)[-1] for name in settings.target_modules})
+    log.info("a new adapter: %s parameters in %s", f"{trained:,}", " ".join(kinds))
     return False
 
 
@@ -177,6 +178,28 @@ def scalings(model: PreTrainedModel) -> list[float]:
     from peft.tuners.lora import LoraLayer
 
     return [float(layer.scaling[NAME]) for layer in model.modules() if isinstance(layer, LoraLayer)]
+
+
+@contextmanager
+def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
+    """While no weight changes: compute DoRA's norms once. peft does so in every call, for every sampled token."""
+    layers = []
+    if hasattr(model, "peft_config") and model.peft_config[NAME].use_dora:
+        from peft.tuners.lora import LoraLayer
+
+        layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    magnitudes = [layer.lora_magnitude_vector[NAME] for layer in layers]
+    with torch.no_grad():
+        for layer, magnitude in zip(layers, magnitudes, strict=True):
+            product = magnitude.get_lora_weight(layer.lora_A[NAME], layer.lora_B[NAME])
+            norm = magnitude.get_weight_norm(layer.get_base_layer().weight, product, layer.scaling[NAME])
+            # The product is asked for its norm alone, so anything may stand for it.
+            magnitude.get_lora_weight = magnitude.get_weight_norm = lambda *_, norm=norm, **__: norm
+    try:
+        yield
+    finally:
+        for magnitude in magnitudes:
+            del magnitude.get_lora_weight, magnitude.get_weight_norm
 
 
 class OwnReference:

@@ -15,6 +15,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from grpo.adapters import frozen_norms
 from grpo.records import Example, Rollout
 
 
@@ -98,13 +99,14 @@ class Sampler:
         was_training = model.training
         model.eval()  # in training mode gradient checkpointing switches the KV cache off
         try:
-            drawn = model.generate(
-                input_ids=input_ids.to(model.device),
-                attention_mask=attention_mask.to(model.device),
-                generation_config=settings,
-                logits_processor=LogitsProcessorList([drawn_with]),
-                stopping_criteria=StoppingCriteriaList([*watch]),
-            )
+            with frozen_norms(model):
+                drawn = model.generate(
+                    input_ids=input_ids.to(model.device),
+                    attention_mask=attention_mask.to(model.device),
+                    generation_config=settings,
+                    logits_processor=LogitsProcessorList([drawn_with]),
+                    stopping_criteria=StoppingCriteriaList([*watch]),
+                )
         finally:
             model.generation_config = own
             model.train(was_training)

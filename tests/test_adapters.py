@@ -21,7 +21,9 @@ from grpo.checkpoint import save_model
 from grpo.config import ConfigError, ServerConfig, SharedConfig, TrainerConfig
 from grpo.logprobs import token_logprobs
 from grpo.model import checkpoint_activations, describe, load_model, load_reference, load_tokenizer, make_batcher
+from grpo.records import Example
 from grpo.ref_client import RefClient
+from grpo.rollout import Sampler
 from grpo.update import policy_logprobs
 
 peft = pytest.importorskip("peft")
@@ -275,6 +277,29 @@ def test_an_error_leaves_the_adapter_on(model_folder):
     with pytest.raises(IndexError), own.in_place():
         raise IndexError
     assert torch.equal(scores(model, batcher), moved) and trained(model)
+
+
+def test_sampling_with_dora_computes_norms_once_and_keeps_none(model_folder, adapters, tokenizer, monkeypatch):
+    examples = [Example(place, "", prompt, {}) for place, (prompt, _) in enumerate(PAIRS[::4])]
+    sampler = Sampler(tokenizer, [tokenizer.eos_token_id], 12)
+    model, _ = policy(model=adapters["DoRA"])
+    by_tokens = sampler.greedy(by_hand(model_folder, adapters["DoRA"], torch.float32), examples)
+    norms, counted = [], peft.tuners.lora.dora.DoraLinearLayer.get_weight_norm
+    monkeypatch.setattr(
+        peft.tuners.lora.dora.DoraLinearLayer,
+        "get_weight_norm",
+        lambda *args, **options: norms.append(1) or counted(*args, **options),
+    )
+    assert [one.completion_ids for one in sampler.greedy(model, examples)] == [one.completion_ids for one in by_tokens]
+    assert len(norms) == len(TARGETS) * model.config.num_hidden_layers
+    move(model)
+    moved = scores(model)
+    sampler.greedy(model, examples)
+    assert torch.equal(scores(model), moved)
+    monkeypatch.undo()
+    fresh = load_model(SharedConfig(model_name_or_path=str(adapters["DoRA"])), CPU)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(scores(fresh), moved)
 
 
 @kinds
