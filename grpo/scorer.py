@@ -59,6 +59,19 @@ class _Piece:
 
 
 _Taken = list[tuple[_Job, int]]
+_Sequences = list[tuple[np.ndarray, np.ndarray]]
+
+
+def completion_logprobs(
+    model: PreTrainedModel, batcher: Batcher, sequences: _Sequences, temperature: float
+) -> tuple[list[np.ndarray], int]:
+    """float32 log-probs of each sequence's completion, from one forward pass, and the tokens that it was fed."""
+    batch = batcher.make(sequences, model.device)
+    if len(batch.targets) == 0:
+        return [np.empty(0, np.float32)] * len(sequences), 0
+    logprobs = token_logprobs(model, batch, temperature)[0].cpu().numpy()
+    ends = np.cumsum([len(completion) for _, completion in sequences])
+    return np.split(logprobs, ends[:-1]), batch.input_ids.numel()
 
 
 @dataclass
@@ -91,7 +104,12 @@ class Scorer:
         on_death: Callable[[Exception], None],
         on_pass: Callable[[Pass], None],
         deterministic: bool = False,
+        compute: Callable[
+            [PreTrainedModel, Batcher, _Sequences, float], tuple[list[np.ndarray], int]
+        ] = completion_logprobs,
     ):
+        """`compute` makes float32 answers of a batch, one array a sequence, and says how many tokens were fed."""
+        self._compute = compute
         self._model, self._batcher, self._budget = model, batcher, max_batch_tokens
         self._limits = Load(max_queue_tokens, max_requests)
         self._on_death, self._on_pass, self._deterministic = on_death, on_pass, deterministic
@@ -115,7 +133,7 @@ class Scorer:
             return {client: (held.tokens, held.requests) for client, held in self._held.items()}
 
     def submit(self, request: LogprobsRequest, client: str = "") -> Future[np.ndarray]:
-        """Queue a request; the future gives float32 log-probs [completion_lengths.sum()] or raises ProtocolError.
+        """Queue a request; the future gives the sequences' answers end to end, or raises ProtocolError.
 
         Clients are served in turn, whatever each has queued. Raises ProtocolError, 503: the queue is closed, or full
         for this client, with the seconds until there should be room.
@@ -246,10 +264,9 @@ class Scorer:
         batches = self._batcher.cut(sequences, self._budget)
         while batches:
             rows = batches.pop()
-            logprobs = self._forward([sequences[row] for row in rows], taken[0][0].temperature)
-            if logprobs is not None:
-                ends = np.cumsum([len(sequences[row][1]) for row in rows])
-                for row, answer in zip(rows, np.split(logprobs, ends[:-1]), strict=True):
+            answers = self._forward([sequences[row] for row in rows], taken[0][0].temperature)
+            if answers is not None:
+                for row, answer in zip(rows, answers, strict=True):
                     job, place = taken[row]
                     job.answers[place] = answer
             elif len(rows) > 1:
@@ -260,24 +277,22 @@ class Scorer:
                 message = f"a sequence of {tokens} tokens does not fit the memory of the server's device"
                 taken[rows[0]][0].refusal = ProtocolError(507, "out_of_memory", message)
 
-    def _forward(self, sequences: list[tuple[np.ndarray, np.ndarray]], temperature: float) -> np.ndarray | None:
-        """float32 log-probs of all the completions, or None where the memory does not suffice."""
+    def _forward(self, sequences: _Sequences, temperature: float) -> list[np.ndarray] | None:
+        """float32 answers, one array a sequence, or None where the memory does not suffice."""
         try:
-            batch = self._batcher.make(sequences, self._model.device)
-            if len(batch.targets) == 0:
-                return np.empty(0, np.float32)
             began = time.monotonic()
-            logprobs = token_logprobs(self._model, batch, temperature)[0].cpu().numpy()
+            answers, fed = self._compute(self._model, self._batcher, sequences, temperature)
         except (MemoryError, RuntimeError) as error:
             # torch.OutOfMemoryError is a RuntimeError, as a broken device is; on a CPU only the words tell.
             full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
             if not full:
                 raise
         else:
-            if not np.isfinite(logprobs).all():
-                raise ArithmeticError("the model gives log-probs that are not finite")
-            self._note(sequences, batch.input_ids.numel(), began)
-            return logprobs
+            if not all(np.isfinite(answer).all() for answer in answers):
+                raise ArithmeticError("the model gives numbers that are not finite")
+            if fed:
+                self._note(sequences, fed, began)
+            return answers
         # Out here nothing of the failed pass is held any more by its traceback.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
