@@ -50,7 +50,7 @@ from grpo.model import (
 from grpo.plots import draw_curves
 from grpo.ranks import own_place
 from grpo.ref_client import RefClient, RefError, check_reference
-from grpo.rewards import RewardError, load_reward_funcs
+from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.rollout import Sampler
 from grpo.update import update
 
@@ -89,6 +89,7 @@ def train(config: TrainerConfig) -> None:
     else:
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
         reference = client.wait_ready()
+    reward_funcs = start_rewards(reward_funcs, config)
 
     model = load_model(config, device)
     own = describe(model, tokenizer, config.model_name_or_path)

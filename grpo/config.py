@@ -193,12 +193,20 @@ class RolloutSection:
         0, "times that prompts whose groups are without signal are replaced by others before an update (DAPO); 0: never"
     )
     reward_funcs: list[str] = option(
-        ["correctness_reward", "format_reward"], "functions of reward.py, or path/to/file.py:function"
+        ["correctness_reward", "format_reward"],
+        "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
+        "servers with --task reward",
     )
     reward_weights: Optional[list[float]] = option(None, "one weight a reward function; unset weighs each 1")
     soft_punish_cache: int = option(
         0, "tokens before max_completion_length over which a reward falls from 0 to -1 (DAPO's overlong punishment)"
     )
+    reward_timeout: Optional[float] = option(
+        None,
+        "seconds a reward function may take for a completion: it is called in other processes, on one completion at a "
+        "time, and killed if it hangs; unset calls it in the trainer",
+    )
+    reward_fallback: float = option(0.0, "reward of a completion on which a function hangs or ends its process")
 
 
 @dataclass
@@ -446,6 +454,7 @@ class TrainerConfig(
             "sapo_temperature_neg",
             "kl_target",
             "kl_horizon",
+            "reward_timeout",
             "importance_sampling_clip_max",
             "off_policy_mask_threshold",
             "lora_r",

@@ -1,50 +1,67 @@
-"""Find the reward functions that the configuration names, call them on a batch, and add up what they return."""
+"""Find the reward functions that the configuration names, and call them on a batch."""
 
-import importlib
-import importlib.util
+from __future__ import annotations
+
+import asyncio
+import functools
 import inspect
-import math
-import sys
+import logging
+import os
+import threading
 from collections.abc import Callable, Sequence
-from numbers import Real
-from pathlib import Path
-from types import ModuleType
+from concurrent.futures import Future
 
 import numpy as np
 
-from grpo.config import ConfigError
+from grpo.config import ConfigError, TrainerConfig
+from grpo.reward_functions import (
+    RewardError,
+    attempt,
+    first_to_fail,
+    is_reward,
+    load_function,
+    no_reward,
+    one_each,
+    quote,
+    row,
+)
+from grpo.reward_pool import RewardPool
 
-SHOWN_CHARACTERS = 500
-
-
-class RewardError(RuntimeError):
-    """A reward function raised, or returned something that is not one reward for each completion."""
+log = logging.getLogger(__name__)
 
 
 def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable]:
     """The functions in the order of `names`, keyed by function name.
 
-    A name is a function of the top-level `reward.py`, or "path/to/file.py:function". Raises ConfigError if there is no
-    such file or function, or if two names have the same key.
+    Raises ConfigError if there is no such file or function, or if two names have the same key.
     """
     functions: dict[str, Callable] = {}
     for name in names:
-        path, _, function_name = name.rpartition(":")
-        if function_name in functions:
+        label = name.rpartition(":")[2]
+        if label in functions:
             raise ConfigError(
-                f"reward_funcs names {function_name!r} twice, the second time as {name!r}: "
-                "remove or rename one, because each reward is logged under its function's name."
+                f"reward_funcs names {label!r} twice, the second time as {name!r}: "
+                "remove or rename one, because each reward is logged under this name."
             )
-        module = _load_file(path, name) if path else importlib.import_module("reward")
-        function = getattr(module, function_name, None)
-        if not callable(function):
-            raise ConfigError(
-                f"reward_funcs names {name!r}, but {path or 'reward.py'} has no such function: "
-                f"define it there, name one that it defines ({', '.join(_reward_functions(module)) or 'none yet'}), "
-                "or name one elsewhere as path/to/file.py:function."
-            )
-        functions[function_name] = function
+        functions[label] = load_function(name)
     return functions
+
+
+def start_rewards(functions: dict[str, Callable], config: TrainerConfig) -> dict[str, Callable]:
+    """What `load_reward_funcs` found, each with its deadline where `reward_timeout` sets one."""
+    if config.reward_timeout is None:
+        return functions
+    by_label = dict(zip(functions, config.reward_funcs, strict=True))
+    started: dict[str, Callable] = {}
+    pool = None
+    if own := [by_label[label] for label, function in functions.items() if _is_blocking(function)]:
+        pool = RewardPool(own, config.reward_timeout, config.reward_fallback, _workers())
+    for label, function in functions.items():
+        if pool is not None and _is_blocking(function):
+            started[label] = pool.function(by_label[label])
+        else:
+            started[label] = _with_deadline(label, function, config.reward_timeout, config.reward_fallback)
+    return started
 
 
 def compute_rewards(
@@ -52,69 +69,95 @@ def compute_rewards(
 ) -> np.ndarray:
     """Call each function once on the whole batch, with the dataset's columns as keyword arguments.
 
+    What is to be awaited (async functions, functions in worker processes) goes on together, and while the others run
+    one after the other.
+
     Returns float64 [len(functions), len(completions)], NaN where a function returned None: it does not apply there.
     Raises RewardError, with the function's name and the completion at fault, if a function raises, or returns the wrong
     number of rewards or a reward that is not a finite number.
     """
+    batch = prompts, completions, columns
+    awaited = {name: function for name, function in functions.items() if not _is_blocking(function)}
+    together = _submit(_await_all(awaited.values(), *batch)) if awaited else None
+    try:
+        returned = {name: attempt(function, *batch) for name, function in functions.items() if name not in awaited}
+        if together is not None:
+            returned |= zip(awaited, together.result(), strict=True)
+    finally:
+        if together is not None:
+            together.cancel()
     rewards = np.full((len(functions), len(completions)), np.nan)
-    for row, (name, function) in zip(rewards, functions.items(), strict=True):
-        returned = _attempt(function, prompts, completions, columns)
-        if isinstance(returned, Exception):
-            culprit = _first_to_fail(function, prompts, completions, columns)
-            raise RewardError(f"Reward function {name!r} failed {culprit}: {returned!r}") from returned
-        for i, reward in enumerate(returned):
-            if reward is None:
-                continue
-            if not isinstance(reward, Real) or not math.isfinite(reward):
-                raise RewardError(
-                    f"Reward function {name!r} returned {reward!r} for {_quote(completions[i])}: "
-                    "a reward is a finite number, or None where the function does not apply."
-                )
-            row[i] = reward
+    for values, (name, function) in zip(rewards, functions.items(), strict=True):
+        if isinstance(error := returned[name], Exception):
+            if isinstance(error, RewardError):
+                raise error
+            blocking = function if _is_blocking(function) else _made_blocking(function)
+            raise RewardError(
+                f"Reward function {name!r} failed {first_to_fail(blocking, *batch)}: {error!r}"
+            ) from error
+        for i, reward in enumerate(returned[name]):
+            if not is_reward(reward):
+                raise no_reward(name, repr(reward), completions[i])
+            values[i] = np.nan if reward is None else reward
     return rewards
 
 
-def _load_file(path: str, name: str) -> ModuleType:
-    if not Path(path).is_file() or not path.endswith(".py"):
-        raise ConfigError(
-            f"reward_funcs names {name!r}, but {path} is not a Python file: "
-            "write it as path/to/file.py:function, with a path that exists from the current directory."
-        )
-    module_name = str(Path(path).resolve())
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module_name])
-    return sys.modules[module_name]
+def _is_blocking(function: Callable) -> bool:
+    """Whether it is simply called; otherwise it is to be awaited."""
+    # An object may have an async __call__.
+    return not any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
-def _reward_functions(module: ModuleType) -> list[str]:
-    """Names of the module's functions that take `completions`, as a reward function must."""
-    functions = inspect.getmembers(module, inspect.isfunction)
-    return [name for name, function in functions if "completions" in inspect.signature(function).parameters]
+def _workers() -> int:
+    """As many processes as this rank has cores, but two at least: one that hangs must not hold up the others."""
+    return max(2, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
 
 
-def _attempt(
-    function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]
-) -> list | Exception:
-    """One reward for each completion, or the exception that prevented it."""
-    try:
-        returned = list(function(prompts=prompts, completions=completions, **columns))
-        if len(returned) != len(completions):
-            raise ValueError(f"returned {len(returned)} rewards for {len(completions)} completions")
-    except Exception as error:  # the user's code may raise anything; the caller says on which completion it did
-        return error
-    return returned
+async def _await_all(
+    functions: Sequence[Callable], prompts: list[str], completions: list[str], columns: dict[str, list]
+) -> list[list | BaseException]:
+    """What each returned or raised."""
+
+    async def one(function: Callable) -> list:
+        return one_each(await function(prompts=prompts, completions=completions, **columns), completions)
+
+    return await asyncio.gather(*map(one, functions), return_exceptions=True)
 
 
-def _first_to_fail(function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]) -> str:
-    for i, completion in enumerate(completions):
-        column_values = {column: values[i : i + 1] for column, values in columns.items()}
-        if isinstance(_attempt(function, prompts[i : i + 1], [completion], column_values), Exception):
-            return f"on {_quote(completion)}"
-    return f"on the batch of {len(completions)} completions, though on none of them alone"
+def _with_deadline(label: str, function: Callable, seconds: float, fallback: float) -> Callable:
+    """An async function called on each completion by itself, in this process. What is too late earns the fallback."""
+
+    async def on_one(prompts: list[str], completions: list[str], columns: dict[str, list]) -> float | None:
+        call = asyncio.ensure_future(function(prompts=prompts, completions=completions, **columns))
+        # Not wait_for: a TimeoutError of the function's own is an error like any other.
+        done, _ = await asyncio.wait([call], timeout=seconds)
+        if not done:
+            call.cancel()
+            log.error("%r gave no answer within %g s on %s: %g", label, seconds, quote(completions[0], 80), fallback)
+            return fallback
+        try:
+            return one_each(call.result(), completions)[0]
+        except Exception as error:  # the user's code may raise anything
+            raise RewardError(f"Reward function {label!r} failed on {quote(completions[0])}: {error!r}") from error
+
+    async def rewards(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
+        each = (row(i, prompts, completions, columns) for i in range(len(completions)))
+        return await asyncio.gather(*(on_one(*one) for one in each))
+
+    return rewards
 
 
-def _quote(completion: str) -> str:
-    shown = repr(completion[:SHOWN_CHARACTERS])
-    return f"the completion {shown}" + ("..." if len(completion) > SHOWN_CHARACTERS else "")
+def _made_blocking(function: Callable) -> Callable:
+    return lambda **arguments: _submit(function(**arguments)).result()
+
+
+def _submit(coroutine) -> Future:
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The one event loop of a run: what a function keeps, such as a client's connections, belongs to a loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop

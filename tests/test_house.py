@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "records", "loss"},
     {"protocol", "logprobs", "batch", "attention", "arguments", "ref_wire", "ranks"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
-    | {"http_server", "monitor", "estimate", "adapters"},
+    | {"http_server", "monitor", "estimate", "adapters", "reward_functions", "reward_pool"},
     {"accuracy", "update"},
     {"evaluate", "chat", "collect"},
 ]
