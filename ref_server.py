@@ -2,6 +2,7 @@
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py                      # the defaults: Qwen2.5-1.5B-Instruct on port 59875
     python ref_server.py --config configs/demo_cpu.yaml              # the file that the trainer reads
+    python ref_server.py --task reward --model_name_or_path org/rm   # a reward model instead: texts in, scores out
 
 Read it from the top: what it serves, how it listens, how it starts and stops. One worker thread owns the model
 (grpo/scorer.py); the web server's threads only parse, queue and wait. The wire is described in docs/protocol.md.
@@ -21,6 +22,7 @@ import threading
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +34,7 @@ from grpo.config import ConfigError, ServerConfig
 from grpo.http_server import THREADS, HttpServer
 from grpo.monitor import SUMMARY_SECONDS, Monitor
 from grpo.protocol import Health, LogprobsAnswer, LogprobsRequest, ProtocolError
+from grpo.reward_protocol import RewardAnswer
 
 log = logging.getLogger("ref_server")
 
@@ -50,35 +53,48 @@ class Service:
 
     def __init__(self, config: ServerConfig):
         self.config = config
-        self.health = Health(status="loading", model=config.model_name_or_path)
+        self.health = Health(status="loading", model=config.model_name_or_path, task=config.task)
         self.monitor = Monitor()
         self.scorer = None
         self.batch_tokens = 0
         self.death: Exception | None = None
         self.stop = threading.Event()
+        # JSON and tokens take many times the body's size while they are read: one request's at a time.
+        self.reading = threading.Lock()
+        self.read_texts = None
 
     def load(self) -> None:
         """Load the model and begin to score. Raises ConfigError where there is no such model."""
         import torch
 
         from grpo.model import describe, device_memory, load_reference, load_tokenizer, make_batcher
-        from grpo.scorer import Scorer
+        from grpo.scorer import Scorer, completion_logprobs
 
         config, device = self.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda":
             self.monitor.device_memory = device_memory
-        tokenizer, model = load_tokenizer(config), load_reference(config, device)
-        health = describe(model, tokenizer, config.model_name_or_path)
+        if config.task == "reward":
+            from grpo.reward_model import PADDED, describe_reward, load_reward_model, read_request, scores_for_queue
+
+            name = config.model_name_or_path
+            model, tokenizer = load_reward_model(config, "model_name_or_path", name, device)
+            health, batcher, compute = describe_reward(model, tokenizer, name), PADDED, scores_for_queue
+            self.read_texts = partial(read_request, tokenizer)
+        else:
+            tokenizer, model = load_tokenizer(config), load_reference(config, device)
+            health = describe(model, tokenizer, config.model_name_or_path)
+            batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
         self.batch_tokens = config.batch_tokens(device.type)
         self.scorer = Scorer(
             model,
-            make_batcher(model, tokenizer.pad_token_id),
+            batcher,
             self.batch_tokens,
             config.max_queue_tokens,
             IN_HAND,
             on_death=self._worker_died,
             on_pass=self.monitor.scored,
             deterministic=config.deterministic,
+            compute=compute,
         )
         self.health = replace(health, max_length=min(config.max_length or health.max_length, health.max_length))
 
@@ -110,12 +126,18 @@ class Service:
         if health.status != "ready":
             raise ProtocolError(503, health.status, f"the server is {health.status}", retry_after=2)
         limits = health.max_length, config.max_request_sequences, config.max_request_tokens
+        if config.task == "reward":
+            with self.reading:
+                return self.read_texts(body, *limits)
         return protocol.decode_request(body, health.vocab_size, *limits)
 
     def score(self, request: LogprobsRequest, sender: str) -> bytes:
         """The bytes of its answer. Raises ProtocolError for everything that goes wrong."""
-        logprobs = self.scorer.submit(request, request.client or sender).result()
-        return protocol.encode_answer(LogprobsAnswer(logprobs, self.health.model_fingerprint, request.request_id))
+        numbers = self.scorer.submit(request, request.client or sender).result()
+        own = self.health.model_fingerprint, request.request_id
+        if self.config.task == "reward":
+            return RewardAnswer(numbers, *own).to_json()
+        return protocol.encode_answer(LogprobsAnswer(numbers, *own))
 
     def held(self) -> dict[str, tuple[int, int]]:
         """(tokens, requests) in hand, by client."""
@@ -165,15 +187,15 @@ def make_app(service: Service):
         body = now.to_json() if allowed else b'{"status": "ok"}'
         return _answer(body, status, "application/json", retry_after=None if status == 200 else 2)
 
-    @app.post(protocol.LOGPROBS_PATH)
-    def logprobs():
+    @app.post(protocol.TASK_PATHS[service.config.task])
+    def work():
         note, sender = bottle.request.environ["note"], bottle.request.remote_addr or ""
         try:
             if bottle.request.content_length < 0:
                 raise ProtocolError(411, "length_required", "send a Content-Length")
             request = service.read(bottle.request.environ["wsgi.input"].read())
             note |= {"client": request.client, "tokens": len(request.input_ids)}
-            return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPE)
+            return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPES[service.config.task])
         except ProtocolError as error:
             note["error"] = error
             return _answer(error.to_json(), error.status, "application/json", error.retry_after)
@@ -199,7 +221,7 @@ def make_app(service: Service):
             log.error("a handler failed", exc_info=error.exception)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "internal")
         sentence = {
-            404: f"this server answers {' '.join(paths)}",
+            404: f"this server answers {' '.join(paths)}; its --task is {service.config.task}",
             405: f"use {paths.get(bottle.request.path)} for {bottle.request.path}",
         }.get(error.status_code, "the server failed; its log says how")
         error.content_type = "application/json"

@@ -81,6 +81,9 @@ class ConnectionSection:
 class ServingSection:
     _argument_group_name = "reference server"
 
+    task: Literal["logprobs", "reward"] = option(
+        "logprobs", "log-probs of a reference model, or scores of a reward model (sequence classification, one output)"
+    )
     host: str = option("127.0.0.1", "address to listen on; anything but loopback needs a token")
     max_length: Optional[int] = option(
         None, "longest prompt plus completion, in tokens; unset is the model's own maximum"
@@ -388,6 +391,9 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
             self.max_request_tokens,
             f"one client may have half of max_queue_tokens waiting: use {self.max_queue_tokens // 2} or less",
         )
+        for name, off in (("device_map", None), ("quantization", "none"), ("estimate", False)):
+            value = getattr(self, name)
+            _require(self.task == "logprobs" or value == off, name, value, "not for task reward: leave it out")
         _require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
         _require(
             self.token is not None or self.host in ("127.0.0.1", "localhost", "::1"),

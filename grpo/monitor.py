@@ -23,7 +23,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from grpo.protocol import HEALTH_PATH, LOGPROBS_PATH, ProtocolError
+from grpo.protocol import HEALTH_PATH, TASK_PATHS, ProtocolError
 
 log = logging.getLogger("ref_server")
 
@@ -84,7 +84,7 @@ class Monitor:
         self._seconds = make(
             Histogram,
             "request_seconds",
-            f"From the last byte of a {LOGPROBS_PATH} request to its answer, where that is a 200",
+            f"From the last byte of a {' or '.join(TASK_PATHS.values())} request to its answer, where that is a 200",
             buckets=[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100],
         )
         self._tokens = make(Counter, "tokens", "Tokens of scored sequences, prompts counted each time")
@@ -146,11 +146,12 @@ class Monitor:
         """A request is over. `path` is one of the server's, or "other"."""
         client = client[:_NAME_LENGTH]
         self._requests.labels(path, status).inc()
-        scored = path == LOGPROBS_PATH and status == 200
+        asked = path in TASK_PATHS.values()
+        scored = asked and status == 200
         if scored:
             self._seconds.observe(seconds)
         with self._lock:
-            if path == LOGPROBS_PATH or (status >= 400 and path != HEALTH_PATH):
+            if asked or (status >= 400 and path != HEALTH_PATH):
                 self._statuses[status] += 1
             if scored:
                 self._latencies.append(seconds)

@@ -19,11 +19,15 @@ from safetensors.numpy import save
 
 VERSION = 1
 LOGPROBS_PATH = "/v1/logprobs"
+REWARDS_PATH = "/v1/rewards"
+TASK_PATHS = {"logprobs": LOGPROBS_PATH, "reward": REWARDS_PATH}
+"""where a server of each task is asked for it"""
 HEALTH_PATH = "/health"
 METRICS_PATH = "/metrics"
 STATUS_PATH = "/status"
 PAGE_PATH = "/"
 CONTENT_TYPE = "application/octet-stream"
+CONTENT_TYPES = {"logprobs": CONTENT_TYPE, "reward": "application/json"}
 
 
 class ProtocolError(Exception):
@@ -104,6 +108,8 @@ class Health:
     queue_depth: int = 0
     """tokens waiting or being scored"""
     version: int = VERSION
+    task: str = "logprobs"
+    """what it answers with: logprobs or reward (grpo/reward_protocol.py)"""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -161,10 +167,8 @@ def decode_request(
         raise _malformed(f"a prompt length is {prompts.min()}: every prompt needs at least one token")
     if completions.min() < 0:
         raise _malformed(f"a completion length is {completions.min()}: lengths cannot be negative")
-    for what, number, limit in (("sequences", len(prompts), max_sequences), ("tokens", len(ids), max_tokens)):
-        if number > limit:
-            message = f"{number} {what} in one request: the limit is {limit}; split it"
-            raise ProtocolError(413, f"too_many_{what}", message)
+    check_number("sequences", len(prompts), max_sequences)
+    check_number("tokens", len(ids), max_tokens)
     lengths = prompts.astype(np.int64) + completions
     if lengths.sum() != len(ids):
         raise _malformed(f"the lengths add up to {lengths.sum()} but input_ids has {len(ids)} tokens")
@@ -186,9 +190,21 @@ def decode_request(
         raise _malformed(f"temperature {text[:40]!r}: send a number of at least {_LOWEST_TEMPERATURE}, such as 1.0")
     who = {name: metadata.get(name, "") for name in ("request_id", "client")}
     for name, text in who.items():
-        if len(text) > _LONGEST_NAME:
-            raise _malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
+        check_name(name, text)
     return LogprobsRequest(ids, prompts, completions, temperature, **who)
+
+
+def check_number(what: str, number: int, limit: int) -> None:
+    """Raises ProtocolError, 413, for more than `limit` tokens or sequences."""
+    if number > limit:
+        message = f"{number} {what} in one request: the limit is {limit}; split it"
+        raise ProtocolError(413, f"too_many_{what}", message)
+
+
+def check_name(name: str, text: str) -> None:
+    """Raises ProtocolError where a request_id or client is too long."""
+    if len(text) > _LONGEST_NAME:
+        raise _malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
 
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:

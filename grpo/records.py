@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+Message = dict[str, str]
+"""of a chat: its role (system, user or assistant) and its content"""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Example:
     prompt_ids: list[int]
     columns: dict[str, Any]
     """the dataset's other columns, handed to the reward functions; the gold answer is `answer`"""
+    messages: list[Message] = field(default_factory=list)
+    """the chat that the prompt was made of, for reward models, which may have another chat template"""
 
 
 @dataclass(frozen=True)
