@@ -69,7 +69,7 @@ def train(config: TrainerConfig) -> None:
     """Set up, then loop. Raises ConfigError before a model is loaded wherever the mistake can be seen by then."""
     rank, world_size, device = join_ranks(config)
     check_report_to(config)
-    reward_funcs = load_reward_funcs(config.reward_funcs)
+    found_rewards = load_reward_funcs(config.reward_funcs)
     ds_config = engine_config(config, world_size, device)
 
     tokenizer = load_tokenizer(config)
@@ -89,7 +89,7 @@ def train(config: TrainerConfig) -> None:
     else:
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
         reference = client.wait_ready()
-    reward_funcs = start_rewards(reward_funcs, config)
+    reward_funcs = start_rewards(found_rewards, config, device)
 
     model = load_model(config, device)
     own = describe(model, tokenizer, config.model_name_or_path)

@@ -159,6 +159,7 @@ class Collector:
                 [example.prompt for example in sources],
                 [rollout.text for rollout in rollouts],
                 {name: [example.columns[name] for example in sources] for name in sources[0].columns},
+                [example.messages for example in sources],
             )
         )
         if config.soft_punish_cache:

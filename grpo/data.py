@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config import AnsweringConfig, ConfigError
-from grpo.records import Example
+from grpo.records import Example, Message
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ def make_example(
     columns = {name: value for name, value in row.items() if name != config.dataset_prompt_column}
     columns["answer"] = gold_answer(columns.pop(config.dataset_answer_column))
     prompt = render_prompt(tokenizer, row[config.dataset_prompt_column], config.system_prompt)
-    return Example(index, prompt, tokenize_prompt(tokenizer, prompt), columns)
+    messages = chat_messages(row[config.dataset_prompt_column], config.system_prompt)
+    return Example(index, prompt, tokenize_prompt(tokenizer, prompt), columns, messages)
 
 
 def gold_answer(answer: Any) -> str:
@@ -76,11 +77,16 @@ def gold_answer(answer: Any) -> str:
     return str(answer).rsplit("####", 1)[-1].strip()
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]], system_prompt: str) -> str:
-    """A prompt (text, or chat messages) -> the text the model continues. Without a chat template: plain text."""
+def chat_messages(prompt: str | list[Message], system_prompt: str) -> list[Message]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], system_prompt: str) -> str:
+    """A prompt (text, or chat messages) -> the text the model continues. Without a chat template: plain text."""
+    messages = chat_messages(prompt, system_prompt)
     if tokenizer.chat_template is None:
         return "\n\n".join(message["content"] for message in messages) + "\n\n"
     try:

@@ -12,13 +12,17 @@ import random
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from grpo.config import TrainerConfig
-from grpo.protocol import Health, LogprobsRequest, encode_request
+from grpo.protocol import Health, LogprobsRequest, decode_answer, encode_request
+from grpo.records import Message
 from grpo.ref_wire import Failure, RefError, RefUnavailable, RefWire
+from grpo.reward_protocol import RewardAnswer, RewardRequest
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +93,17 @@ class _Server:
 
 
 class RefClient:
-    """Sends groups to the reference servers from threads of its own. Close it when the run ends."""
+    """Sends groups to the reference servers from threads of its own. Close it when the run ends.
 
-    def __init__(self, config: TrainerConfig):
+    Given a URL instead, it is a reward model's: texts go there, and one server is all there is.
+    """
+
+    def __init__(self, config: TrainerConfig, reward_url: str | None = None):
         """Raises RefError if `ref_ca_file` holds no certificate."""
-        self._config = config
+        self._config, self._reward_url = config, reward_url
         self._name = uuid.uuid4().hex  # the server serves clients in turn
-        self._wire = RefWire(config)
-        self._servers = [_Server(url) for url in config.ref_servers]
+        self._wire = RefWire(config, "reward" if reward_url else "logprobs")
+        self._servers = [_Server(url) for url in ([reward_url] if reward_url else config.ref_servers)]
         self._changed = threading.Condition()
         self._closing = threading.Event()
         # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
@@ -124,6 +131,11 @@ class RefClient:
             if not waiting:
                 break
             if deadline.left() <= 0:
+                if self._reward_url:
+                    raise RefUnavailable(
+                        f"no reward server at {_each(waiting)} after {deadline.seconds:.0f} s: start 'python "
+                        "ref_server.py --task reward' there, or name it in reward_funcs where it is"
+                    )
                 raise RefUnavailable(
                     f"no reference server at {_each(waiting)} after {deadline.seconds:.0f} s: start 'python "
                     f"ref_server.py --model_name_or_path {self._config.model_name_or_path}' there, or set ref_servers "
@@ -152,6 +164,10 @@ class RefClient:
         request = LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._name)
         return self._threads.submit(self._score, request)
 
+    def submit_texts(self, chats: list[list[Message]], name: str) -> Future[np.ndarray]:
+        """Ask for the scores of chats; returns at once. The future gives float32 [len(chats)], or raises RefError."""
+        return self._threads.submit(self._judge, RewardRequest(chats, name, self._name))
+
     def close(self) -> None:
         """Send nothing more; what still waits raises RefError. A thread whose request is under way ends with it."""
         self._closing.set()
@@ -160,15 +176,23 @@ class RefClient:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _score(self, request: LogprobsRequest) -> list[np.ndarray]:
+        tokens = int(request.completion_lengths.sum())
+        body, decode = encode_request(request), partial(decode_answer, tokens=tokens)
+        logprobs = self._send(body, decode, len(request.input_ids), request.request_id).logprobs
+        return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
+
+    def _judge(self, request: RewardRequest) -> np.ndarray:
+        body, decode = request.to_json(), partial(RewardAnswer.from_json, inputs=len(request.inputs))
+        return self._send(body, decode, len(body), request.request_id).scores
+
+    def _send(self, body: bytes, decode: Callable, size: int, name: str):
         """Send a request to one server after another until there is an answer. Raises RefError."""
-        body, size = encode_request(request), len(request.input_ids)
         deadline = _Deadline(self._config.ref_deadline)
         while True:
-            server, load = self._take(size, request.request_id, deadline)
+            server, load = self._take(size, name, deadline)
             sent, failure = time.monotonic(), None
             try:
-                logprobs = self._wire.ask(server.url, body, int(request.completion_lengths.sum()), deadline.left())
-                return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
+                return self._wire.ask(server.url, body, decode, deadline.left())
             except Failure as error:
                 failure = error
             finally:
@@ -188,9 +212,10 @@ class RefClient:
                         f"this run began with ({self._wire.fingerprint})"
                     )
                 if deadline.left() <= 0:
+                    what = "scores" if self._reward_url else "log-probs"
                     raise RefUnavailable(
-                        f"no log-probs for {name} after {deadline.seconds:.0f} s from {_each(self._servers)}: see the "
-                        "log there; ref_deadline sets how long to wait"
+                        f"no {what} for {name} after {deadline.seconds:.0f} s from {_each(self._servers)}: see the log "
+                        "there; ref_deadline sets how long to wait"
                     )
                 fastest = max(server.speed for server in self._servers) or 1.0
                 usable = [server for server in self._servers if server.usable()]

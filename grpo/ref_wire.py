@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import ssl
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
-import numpy as np
 import requests
 
 from grpo.config import TrainerConfig
-from grpo.protocol import CONTENT_TYPE, HEALTH_PATH, LOGPROBS_PATH, Health, ProtocolError, decode_answer
+from grpo.protocol import CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, Health, LogprobsAnswer, ProtocolError
+from grpo.reward_protocol import RewardAnswer
 
 _CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 _RETRIED = (408, 429, 502, 503, 504)  # a cut or slow body, busy, not ready, a proxy without its server
+_FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # where a task's servers are named
+_Answer = TypeVar("_Answer", LogprobsAnswer, RewardAnswer)
 
 
 class RefError(RuntimeError):
@@ -41,11 +45,11 @@ class Failure(Exception):
 
 
 class RefWire:
-    """Asks any of a run's servers; each thread over connections of its own."""
+    """Asks any of a run's servers of one task (Health.task); each thread over connections of its own."""
 
-    def __init__(self, config: TrainerConfig):
+    def __init__(self, config: TrainerConfig, task: str):
         """Raises RefError if `ref_ca_file` holds no certificate."""
-        self._config = config
+        self._config, self._task = config, task
         self._per_thread = threading.local()
         self.fingerprint: str | None = None
         """of the model that every answer must come from; None is any"""
@@ -57,14 +61,14 @@ class RefWire:
                     f"ref_ca_file={config.ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
                 ) from error
 
-    def ask(self, url: str, body: bytes, tokens: int, seconds: float) -> np.ndarray:
-        """The log-probs of `tokens` completion tokens, within `ref_request_timeout` or `seconds` if that is less.
+    def ask(self, url: str, body: bytes, decode: Callable[[bytes], _Answer], seconds: float) -> _Answer:
+        """What the server answers to a request, within `ref_request_timeout` or `seconds` if that is less.
 
         Raises Failure, or RefError where sending again is no use.
         """
         patience = max(0.1, min(self._config.ref_request_timeout, seconds))
         try:
-            answer = self._session().post(url + LOGPROBS_PATH, data=body, timeout=(_CONNECT_SECONDS, patience))
+            answer = self._session().post(url + TASK_PATHS[self._task], data=body, timeout=(_CONNECT_SECONDS, patience))
         except requests.RequestException as error:
             raise _unreached(error) from error
         if answer.status_code in _RETRIED:
@@ -72,11 +76,11 @@ class RefWire:
         if answer.status_code != 200:
             raise RefError(f"{url} refused a request with {answer.status_code}: {_sentence(answer)}")
         try:
-            decoded = decode_answer(answer.content, tokens)
+            decoded = decode(answer.content)
         except ProtocolError as error:
             raise Failure(f"sent a damaged answer ({error})") from error
         self._check_model(decoded.model_fingerprint)
-        return decoded.logprobs
+        return decoded
 
     def health(self, url: str) -> Health:
         """What a server that can score says of itself. Raises Failure, or RefError where waiting is no use."""
@@ -96,7 +100,13 @@ class RefWire:
         try:
             health = Health.from_json(answer.content)
         except ValueError as error:
-            raise RefError(f"{url} is something else ({error}): set ref_servers to the reference server") from error
+            raise RefError(f"{url} is something else ({error}): set {_FIELDS[self._task]} to the server") from error
+        if health.task != self._task:
+            raise RefError(
+                f"{url} serves {health.model} for the task {health.task}, and {_FIELDS[self._task]} needs a server of "
+                f"the task {self._task}: start one with --task {self._task}, or name this one in "
+                f"{_FIELDS.get(health.task, 'another field')}"
+            )
         self._check_model(health.model_fingerprint)
         return health
 
@@ -112,7 +122,7 @@ class RefWire:
             # A proxy in the environment is for the way out, and would swallow requests to machines of one's own.
             session.trust_env = False
             session.verify = self._config.ref_ca_file or True
-            session.headers["Content-Type"] = CONTENT_TYPE
+            session.headers["Content-Type"] = CONTENT_TYPES[self._task]
             if self._config.token:
                 session.headers["Authorization"] = f"Bearer {self._config.token}"
             self._per_thread.session = session

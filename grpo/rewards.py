@@ -1,4 +1,10 @@
-"""Find the reward functions that the configuration names, and call them on a batch."""
+"""Find the rewards that the configuration names, and have them judge a batch.
+
+format_reward             a function of reward.py
+path/to/file.py:brevity   a function of another file
+org/model, ./folder       a reward model, loaded in the trainer: one slash at least
+http://machine:59876      a reward model on a server of its own: python ref_server.py --task reward
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,17 @@ import functools
 import inspect
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from grpo.config import ConfigError, TrainerConfig
+from grpo.records import Message
 from grpo.reward_functions import (
     RewardError,
     attempt,
@@ -27,60 +37,104 @@ from grpo.reward_functions import (
 )
 from grpo.reward_pool import RewardPool
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger(__name__)
 
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable]:
-    """The functions in the order of `names`, keyed by function name.
 
-    Raises ConfigError if there is no such file or function, or if two names have the same key.
+@runtime_checkable
+class Judge(Protocol):
+    """A reward model, here or on a server: what it is given are conversations, and no columns of a dataset."""
+
+    def scores(self, conversations: list[list[Message]]) -> list[float]:
+        """One score each; or this is to be awaited."""
+
+
+def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
+    """What `reward_funcs` names, in its order, by the name that each is logged under.
+
+    Functions are imported. A reward model is still its folder, hub id or URL: `start_rewards` loads it. It is logged
+    under the last part of that, or the URL's host and port.
+
+    Raises ConfigError if there is no such file, function or folder, or if two have the same name.
     """
-    functions: dict[str, Callable] = {}
+    found: dict[str, Callable | str] = {}
     for name in names:
-        label = name.rpartition(":")[2]
-        if label in functions:
+        label, reward = _find(name)
+        if label in found:
             raise ConfigError(
                 f"reward_funcs names {label!r} twice, the second time as {name!r}: "
                 "remove or rename one, because each reward is logged under this name."
             )
-        functions[label] = load_function(name)
-    return functions
+        found[label] = reward
+    return found
 
 
-def start_rewards(functions: dict[str, Callable], config: TrainerConfig) -> dict[str, Callable]:
-    """What `load_reward_funcs` found, each with its deadline where `reward_timeout` sets one."""
-    if config.reward_timeout is None:
-        return functions
-    by_label = dict(zip(functions, config.reward_funcs, strict=True))
-    started: dict[str, Callable] = {}
+def start_rewards(
+    found: dict[str, Callable | str], config: TrainerConfig, device: torch.device
+) -> dict[str, Callable | Judge]:
+    """What `load_reward_funcs` found, ready to judge: models loaded, servers waited for, processes started.
+
+    Raises ConfigError for a model that is none, RefError for a server that cannot serve this run.
+    """
+    started: dict[str, Callable | Judge] = {}
+    by_label = dict(zip(found, config.reward_funcs, strict=True))
     pool = None
-    if own := [by_label[label] for label, function in functions.items() if _is_blocking(function)]:
+    if config.reward_timeout is not None and (own := [by_label[one] for one in found if _is_blocking(found[one])]):
         pool = RewardPool(own, config.reward_timeout, config.reward_fallback, _workers())
-    for label, function in functions.items():
-        if pool is not None and _is_blocking(function):
+    for label, reward in found.items():
+        if isinstance(reward, str) and reward.startswith(("http://", "https://")):
+            from grpo.reward_client import ServedReward
+
+            started[label] = ServedReward(config, reward)
+        elif isinstance(reward, str):
+            from grpo.reward_model import RewardModel
+
+            started[label] = RewardModel.load(config, reward, device)
+        elif config.reward_timeout is None:
+            started[label] = reward
+        elif pool is not None and _is_blocking(reward):
             started[label] = pool.function(by_label[label])
         else:
-            started[label] = _with_deadline(label, function, config.reward_timeout, config.reward_fallback)
+            started[label] = _with_deadline(label, reward, config.reward_timeout, config.reward_fallback)
     return started
 
 
 def compute_rewards(
-    functions: dict[str, Callable], prompts: list[str], completions: list[str], columns: dict[str, list]
+    functions: dict[str, Callable | Judge],
+    prompts: list[str],
+    completions: list[str],
+    columns: dict[str, list],
+    messages: Sequence[list[Message]] = (),
 ) -> np.ndarray:
     """Call each function once on the whole batch, with the dataset's columns as keyword arguments.
 
-    What is to be awaited (async functions, functions in worker processes) goes on together, and while the others run
-    one after the other.
+    Reward models are given `messages`, each prompt's chat, with the completion as the assistant's next. What is to be
+    awaited (async functions, reward models on servers, functions in worker processes) goes on together, and while the
+    others run one after the other.
 
     Returns float64 [len(functions), len(completions)], NaN where a function returned None: it does not apply there.
     Raises RewardError, with the function's name and the completion at fault, if a function raises, or returns the wrong
     number of rewards or a reward that is not a finite number.
     """
     batch = prompts, completions, columns
+    conversations = [
+        [*before, {"role": "assistant", "content": completion}]
+        for before, completion in zip(messages, completions, strict=bool(messages))
+    ]
     awaited = {name: function for name, function in functions.items() if not _is_blocking(function)}
-    together = _submit(_await_all(awaited.values(), *batch)) if awaited else None
+    together = _submit(_await_all(awaited.values(), batch, conversations)) if awaited else None
     try:
-        returned = {name: attempt(function, *batch) for name, function in functions.items() if name not in awaited}
+        returned = {
+            name: one_each(function.scores(conversations), completions)
+            if isinstance(function, Judge)
+            else attempt(function, *batch)
+            for name, function in functions.items()
+            if name not in awaited
+        }
         if together is not None:
             returned |= zip(awaited, together.result(), strict=True)
     finally:
@@ -89,7 +143,7 @@ def compute_rewards(
     rewards = np.full((len(functions), len(completions)), np.nan)
     for values, (name, function) in zip(rewards, functions.items(), strict=True):
         if isinstance(error := returned[name], Exception):
-            if isinstance(error, RewardError):
+            if isinstance(function, Judge) or isinstance(error, RewardError):
                 raise error
             blocking = function if _is_blocking(function) else _made_blocking(function)
             raise RewardError(
@@ -102,10 +156,37 @@ def compute_rewards(
     return rewards
 
 
-def _is_blocking(function: Callable) -> bool:
-    """Whether it is simply called; otherwise it is to be awaited."""
+def _find(name: str) -> tuple[str, Callable | str]:
+    """(what it is logged under, the function or where the model is)"""
+    if name.startswith(("http://", "https://")):
+        url = name.rstrip("/")
+        return url.partition("://")[2], url
+    if ":" in name or "/" not in name:
+        return name.rpartition(":")[2], load_function(name)
+    if name.endswith(".py"):
+        raise ConfigError(f"reward_funcs names {name!r}, a file: name its function too, as {name}:function.")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"reward_funcs names {name!r}, a folder without a config.json: name one that save_pretrained wrote."
+            )
+        return folder.resolve().name, str(folder)
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"reward_funcs names {name!r}, and there is no such folder: name a folder with a reward model, a hub id as "
+            "org/model, or a function as path/to/file.py:function."
+        )
+    return name.partition("/")[2], name
+
+
+def _is_blocking(reward: Callable | Judge | str) -> bool:
+    """Whether it is simply called; otherwise it is to be awaited, or no function yet."""
+    if isinstance(reward, str):
+        return False
+    call = reward.scores if isinstance(reward, Judge) else reward
     # An object may have an async __call__.
-    return not any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    return not any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
 
 
 def _workers() -> int:
@@ -114,11 +195,14 @@ def _workers() -> int:
 
 
 async def _await_all(
-    functions: Sequence[Callable], prompts: list[str], completions: list[str], columns: dict[str, list]
+    functions: Sequence[Callable | Judge], batch: tuple[list[str], list[str], dict], conversations: list[list[Message]]
 ) -> list[list | BaseException]:
     """What each returned or raised."""
 
-    async def one(function: Callable) -> list:
+    async def one(function: Callable | Judge) -> list:
+        prompts, completions, columns = batch
+        if isinstance(function, Judge):
+            return one_each(await function.scores(conversations), completions)
         return one_each(await function(prompts=prompts, completions=completions, **columns), completions)
 
     return await asyncio.gather(*map(one, functions), return_exceptions=True)

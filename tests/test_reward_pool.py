@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
+import torch
 from conftest import ENVIRONMENT, REPOSITORY
+from test_reward import is_alive, wait_until_dead
 
 from grpo.config import ConfigError, TrainerConfig
 from grpo.reward_pool import RewardPool
@@ -118,20 +119,6 @@ def rewards(functions: dict, completions: list[str], **columns: list) -> list[li
     return compute_rewards(functions, ["p"] * len(completions), completions, columns).tolist()
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def soon(condition, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.mark.parametrize("hang", ["sleep", "regex", "stubborn"])
 def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
     length = pooled("length", timeout=0.5)
@@ -185,13 +172,13 @@ def test_processes_are_reused_and_only_a_lost_one_is_replaced(pooled):
     assert pids() <= first
     assert rewards({"length": both["length"]}, ["exit"]) == [[-1]]
     assert len((pids() | pids()) & first) == 1
-    assert sum(is_gone(int(pid)) for pid in first) == 1
+    assert sum(is_alive(int(pid)) for pid in first) == 1
 
 
 def test_what_a_hung_call_started_is_killed_with_it(pooled, tmp_path):
     assert rewards(pooled("length", timeout=2), [f"child {tmp_path / 'pid'}", "a"]) == [[-1, 1]]
     pid = int((tmp_path / "pid").read_text())
-    assert soon(lambda: is_gone(pid))
+    assert wait_until_dead(pid, 10)
 
 
 def test_columns_none_and_a_batch_of_one_arrive_as_in_the_trainer(pooled):
@@ -255,20 +242,23 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end):
     with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 3
-        assert soon(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        pids.append(int((tmp_path / "pid").read_text()))
-        assert not any(is_gone(pid) for pid in pids)
+        end_of_wait = time.monotonic() + 20
+        while not (tmp_path / "pid").exists() or not (written := (tmp_path / "pid").read_text()):
+            assert time.monotonic() < end_of_wait
+            time.sleep(0.02)
+        pids.append(int(written))
+        assert all(map(is_alive, pids))
         parent.send_signal(end)
-        assert soon(lambda: all(is_gone(pid) for pid in pids)), [pid for pid in pids if not is_gone(pid)]
+        assert [pid for pid in pids if not wait_until_dead(pid, 10)] == []
 
 
 def test_a_closed_pool_leaves_no_process(functions):
-    before = set(psutil.Process().children(recursive=True))
     pool = RewardPool([f"{functions}:length"], 600.0, 0.0, workers=2)
-    assert len(set(psutil.Process().children()) - before) == 3
+    pids = [pool._keeper.pid, *(worker._process.pid for worker in pool._workers)]
     assert rewards({"f": pool.function(f"{functions}:length")}, ["a"]) == [[1]]
+    assert all(map(is_alive, pids))
     pool.close()
-    assert set(psutil.Process().children(recursive=True)) == before
+    assert not any(map(is_alive, pids))
 
 
 # --- what is awaited
@@ -344,7 +334,7 @@ def test_an_async_function_that_raises_names_the_completion():
 
 def started(functions, *names, **settings) -> dict:
     config = TrainerConfig(reward_funcs=[f"{functions}:{name}" for name in names], **settings)
-    return start_rewards(load_reward_funcs(config.reward_funcs), config)
+    return start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
 
 
 def test_without_a_timeout_functions_stay_in_the_trainer(functions):
