@@ -115,6 +115,8 @@ class Scorer:
         self._on_death, self._on_pass, self._deterministic = on_death, on_pass, deterministic
         self._held: defaultdict[str, Load] = defaultdict(Load)
         self._waiting: OrderedDict[str, deque[_Piece]] = OrderedDict()  # by client, in the order of their turns
+        self._exchange: tuple[Callable[[], None], Future[None]] | None = None
+        self._later: OrderedDict[str, deque[_Piece]] = OrderedDict()  # what came after it
         self._changed = threading.Condition()
         self._closed = False
         self._scored, self._seconds = 0.0, 0.0  # tokens and time of passes, the older the less
@@ -150,9 +152,23 @@ class Scorer:
             self._check_room(client, job.left)
             held = self._held[client]
             held.tokens, held.requests = held.tokens + job.left, held.requests + 1
-            self._waiting.setdefault(client, deque()).extend(job.pieces)
+            waiting = self._later if self._exchange else self._waiting
+            waiting.setdefault(client, deque()).extend(job.pieces)
             self._changed.notify()
         return job.future
+
+    def exchange(self, action: Callable[[], None]) -> Future[None]:
+        """Let the worker call `action` between the last request submitted so far and the first submitted from now on.
+
+        One at a time. The future tells when it is done. An action that fails may leave the model half changed: the
+        worker dies of it. Raises ProtocolError, 503: the queue is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise _unavailable("stopping", "the server is stopping", 5)
+            self._exchange = action, Future()
+            self._changed.notify()
+            return self._exchange[1]
 
     def _check_room(self, client: str, tokens: int) -> None:
         everyone = Load(*(sum(getattr(one, name) for one in self._held.values()) for name in ("tokens", "requests")))
@@ -183,7 +199,17 @@ class Scorer:
         self._worker.join(seconds)
 
     def _work(self) -> None:
-        while taken := self._take():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._exchange or self._closed)
+                due = None if self._waiting else self._exchange
+            if due is not None:
+                if (death := self._do(*due)) is not None:
+                    self._die(death, [])
+                    return
+                continue
+            if not (taken := self._take()):
+                return
             try:
                 self._score(taken)
             # Whatever one request meets must not end the others' service.
@@ -193,10 +219,22 @@ class Scorer:
                     return
             self._answer(taken)
 
-    def _take(self) -> _Taken:
-        """Wait for work, then take about a forward pass of it. Empty when closed and nothing is left."""
+    def _do(self, action: Callable[[], None], done: Future[None]) -> Exception | None:
+        """The exchange that is due. Returns what went wrong with it."""
+        try:
+            action()
+        # Whatever it was: what is half changed must answer nobody.
+        except Exception as death:
+            return death
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._exchange = None
+            self._waiting, self._later = self._later, OrderedDict()
+        done.set_result(None)
+        return None
+
+    def _take(self) -> _Taken:
+        """About a forward pass of what waits. Empty where nothing does."""
+        with self._changed:
             taken = self._take_piece() if self._deterministic else self._take_pieces()
             self._forget_taken()
             return taken
@@ -379,11 +417,13 @@ class Scorer:
     def _die(self, death: Exception, taken: _Taken) -> None:
         with self._changed:
             self._closed = True
-        lost = [job for job, _ in taken] + [piece.job for pieces in self._waiting.values() for piece in pieces]
-        for job in dict.fromkeys(lost):
-            if job.future.done():
+        waiting = (*self._waiting.values(), *self._later.values())
+        lost = [job for job, _ in taken] + [piece.job for pieces in waiting for piece in pieces]
+        futures = [job.future for job in dict.fromkeys(lost)] + ([self._exchange[1]] if self._exchange else [])
+        for future in futures:
+            if future.done():
                 continue  # refused already
-            job.future.set_exception(_unavailable("worker_died", "the server's worker died: the server is ending", 5))
+            future.set_exception(_unavailable("worker_died", "the server's worker died: the server is ending", 5))
         self._on_death(death)
 
 

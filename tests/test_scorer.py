@@ -319,6 +319,54 @@ def test_a_request_that_fails_in_a_shared_pass_fails_alone(error):
     assert not desk.dead
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_it(deterministic):
+    """Both come in several passes, from the same clients."""
+    desk = Desk(budget=12, deterministic=deterministic)
+    long = [[number] * 9 for number in range(1, 5)]
+    before = [desk.ask([50, 51], long, "a"), desk.ask([52], long, "b")]
+    expected = [desk.exact([50, 51], long), desk.exact([52], long)]
+
+    @torch.no_grad()
+    def action():
+        assert all(answer.done() for answer in before)
+        for model in (desk.model, desk.plain):
+            for tensor in model.parameters():
+                tensor.mul_(1.1)
+
+    exchanged = desk.scorer.exchange(action)
+    after = [desk.ask([50, 51], long, "a"), desk.ask([53], long, "c")]
+    assert desk.scorer.held()["a"] == (2 * 44, 2)
+    desk.go()
+    exchanged.result(30)
+    for answer, exact in zip(before, expected, strict=True):
+        assert close_to(answer, exact)
+    for answer, prompt in zip(after, ([50, 51], [53]), strict=True):
+        exact = desk.exact(prompt, long)
+        assert close_to(answer, exact) and not np.allclose(exact[:9], expected[0][:9], atol=1e-3)
+    desk.scorer.exchange(lambda: None).result(30)  # also where nothing waits, and again
+    desk.scorer.close()
+    with pytest.raises(ProtocolError, match="stopping"):
+        desk.scorer.exchange(lambda: None)
+
+
+def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
+    desk = Desk(budget=10)
+    before = desk.ask([5], [[6] * 8])
+
+    def action():
+        raise OSError("half way")
+
+    exchanged, after = desk.scorer.exchange(action), desk.ask([5], [[6] * 8])
+    desk.go()
+    assert close_to(before, desk.exact([5], [[6] * 8]))
+    for lost in (exchanged, after):
+        with pytest.raises(ProtocolError, match="died"):
+            lost.result(30)
+    desk.scorer.close()
+    assert [str(death) for death in desk.dead] == ["half way"]
+
+
 def test_a_worker_that_can_score_nothing_dies_and_answers_everyone():
     desk = Desk(budget=10)
     waiting = [desk.ask([token], [[1, 2] * 4], str(token)) for token in range(5)]
