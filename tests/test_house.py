@@ -10,7 +10,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 # From the bottom up; a module may import from lower levels, and from its own where that makes no circle.
 LEVELS = [
     {"config", "records", "loss"},
-    {"protocol", "reward_protocol", "logprobs", "batch", "attention", "arguments", "ref_wire", "ranks"},
+    {"protocol", "reward_protocol", "logprobs", "batch", "attention", "arguments", "ref_wire", "ranks", "weights"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"http_server", "monitor", "estimate", "adapters"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
