@@ -39,6 +39,7 @@ from grpo.reward_protocol import RewardAnswer
 log = logging.getLogger("ref_server")
 
 IN_HAND = THREADS - 8  # requests that wait for the model; the other threads keep /health and refusals quick
+UPDATE_PATHS = (protocol.WEIGHTS_PATH, protocol.COMMIT_PATH)
 PAGE = Path(__file__).with_name("grpo") / "page.html"
 OPEN_PATHS = (protocol.PAGE_PATH, protocol.HEALTH_PATH)  # without a token the one is empty, the other says "ok"
 # The page shows what strangers sent; whatever gets into it, it may load nothing and talk to nobody else.
@@ -55,13 +56,14 @@ class Service:
         self.config = config
         self.health = Health(status="loading", model=config.model_name_or_path, task=config.task)
         self.monitor = Monitor()
-        self.scorer = None
+        self.scorer = self.updates = None
         self.batch_tokens = 0
         self.death: Exception | None = None
         self.stop = threading.Event()
         # JSON and tokens take many times the body's size while they are read: one request's at a time.
         self.reading = threading.Lock()
         self.read_texts = None
+        self._changing = threading.Lock()
 
     def load(self) -> None:
         """Load the model and begin to score. Raises ConfigError where there is no such model."""
@@ -69,6 +71,7 @@ class Service:
 
         from grpo.model import describe, device_memory, load_reference, load_tokenizer, make_batcher
         from grpo.scorer import Scorer, completion_logprobs
+        from grpo.updates import Updates
 
         config, device = self.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda":
@@ -96,7 +99,19 @@ class Service:
             deterministic=config.deterministic,
             compute=compute,
         )
-        self.health = replace(health, max_length=min(config.max_length or health.max_length, health.max_length))
+        # A piece may be on its way for body_timeout.
+        patience = 2 * config.body_timeout
+        self.updates = Updates(self.scorer, model, health, config.update_folder, patience, on_swap=self._swapped)
+        longest = min(config.max_length or health.max_length, health.max_length)
+        self.health = replace(health, max_length=longest, takes_updates=config.update_folder is not None)
+
+    def change_health(self, **changes) -> None:
+        with self._changing:
+            self.health = replace(self.health, **changes)
+
+    def _swapped(self, fingerprint: str, sha256: str) -> None:
+        name = f"{self.config.model_name_or_path}, updated to {sha256[:12]}"
+        self.change_health(model=name, model_fingerprint=fingerprint)
 
     def _worker_died(self, death: Exception) -> None:
         self.death = death
@@ -113,6 +128,10 @@ class Service:
     def refuse(self, path: str, headers: dict[str, str]) -> ProtocolError | None:
         """Why a request is not worth its body. `headers` has them in CGI's spelling."""
         if self.allows(headers.get("AUTHORIZATION", "")):
+            if path in UPDATE_PATHS and self.config.update_folder is None:
+                return ProtocolError(
+                    403, "no_updates", "this server takes no new weights: it runs without --update_folder"
+                )
             return None
         if path not in OPEN_PATHS:
             return ProtocolError(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with the server's token")
@@ -122,22 +141,26 @@ class Service:
 
     def read(self, body: bytes) -> LogprobsRequest:
         """Raises ProtocolError: for a request that cannot be answered, or a server that cannot answer now."""
+        self.check_ready()
         config, health = self.config, self.health
-        if health.status != "ready":
-            raise ProtocolError(503, health.status, f"the server is {health.status}", retry_after=2)
         limits = health.max_length, config.max_request_sequences, config.max_request_tokens
         if config.task == "reward":
             with self.reading:
                 return self.read_texts(body, *limits)
         return protocol.decode_request(body, health.vocab_size, *limits)
 
+    def check_ready(self) -> None:
+        """Raises ProtocolError while the model cannot be asked anything."""
+        if (status := self.health.status) != "ready":
+            raise ProtocolError(503, status, f"the server is {status}", retry_after=2)
+
     def score(self, request: LogprobsRequest, sender: str) -> bytes:
         """The bytes of its answer. Raises ProtocolError for everything that goes wrong."""
-        numbers = self.scorer.submit(request, request.client or sender).result()
-        own = self.health.model_fingerprint, request.request_id
+        future, fingerprint = self.updates.submit(request, request.client or sender)
+        own = fingerprint, request.request_id
         if self.config.task == "reward":
-            return RewardAnswer(numbers, *own).to_json()
-        return protocol.encode_answer(LogprobsAnswer(numbers, *own))
+            return RewardAnswer(future.result(), *own).to_json()
+        return protocol.encode_answer(LogprobsAnswer(future.result(), *own))
 
     def held(self) -> dict[str, tuple[int, int]]:
         """(tokens, requests) in hand, by client."""
@@ -199,6 +222,31 @@ def make_app(service: Service):
         except ProtocolError as error:
             note["error"] = error
             return _answer(error.to_json(), error.status, "application/json", error.retry_after)
+
+    def update(act):
+        """`act(query, body)`, its answer as JSON."""
+        request = bottle.request
+        try:
+            if request.content_length < 0:
+                raise ProtocolError(411, "length_required", "send a Content-Length")
+            # Any web page can make a browser post to this machine, but none can with this type.
+            if request.content_type != protocol.CONTENT_TYPE:
+                message = f"send 'Content-Type: {protocol.CONTENT_TYPE}'"
+                raise ProtocolError(415, "unsupported_media_type", message)
+            service.check_ready()
+            said = act(request.query, request.environ["wsgi.input"].read())
+            return _answer(json.dumps(said).encode(), 200, "application/json")
+        except ProtocolError as error:
+            request.environ["note"]["error"] = error
+            return _answer(error.to_json(), error.status, "application/json", error.retry_after)
+
+    @app.post(protocol.WEIGHTS_PATH)
+    def weights():
+        return update(lambda query, body: service.updates.add(query, body))
+
+    @app.post(protocol.COMMIT_PATH)
+    def commit():
+        return update(lambda query, body: service.updates.commit(query))
 
     @app.get(protocol.METRICS_PATH)
     def metrics():
@@ -286,8 +334,9 @@ def run(config: ServerConfig) -> int:
     while not service.stop.wait(SUMMARY_SECONDS):
         if said := service.monitor.summary(service.held()):
             log.info(said)
+        service.updates.drop_abandoned()
 
-    service.health = replace(health, status="draining")
+    service.change_health(status="draining")
     end = time.monotonic() + config.drain_timeout
     if service.death is None:
         log.info("stopping: %d tokens in hand", service.scorer.queue_depth)

@@ -100,6 +100,11 @@ class ServingSection:
     deterministic: bool = option(
         False, "compute each request by itself: bitwise the same answer whatever else waits, before and after a restart"
     )
+    update_folder: Optional[str] = option(
+        None,
+        "let trainers replace the weights (their ref_update_steps): new ones lie in this folder until they are whole, "
+        "so its disk needs room for a model; unset refuses them",
+    )
     max_queue_tokens: int = option(
         4_000_000, "tokens that may wait, one client's at most as many as are left free; beyond it 503 with Retry-After"
     )
@@ -391,10 +396,16 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
             self.max_request_tokens,
             f"one client may have half of max_queue_tokens waiting: use {self.max_queue_tokens // 2} or less",
         )
-        for name, off in (("device_map", None), ("quantization", "none"), ("estimate", False)):
+        for name, off in (("device_map", None), ("quantization", "none"), ("estimate", False), ("update_folder", None)):
             value = getattr(self, name)
             _require(self.task == "logprobs" or value == off, name, value, "not for task reward: leave it out")
         _require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
+        _require(
+            self.update_folder is None or self.quantization == "none",
+            "update_folder",
+            self.update_folder,
+            f"weights in {self.quantization} cannot be replaced: leave update_folder or quantization out",
+        )
         _require(
             self.token is not None or self.host in ("127.0.0.1", "localhost", "::1"),
             "host",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from grpo.batch import Batcher
 from grpo.config import AnsweringConfig, ConfigError, ServerConfig, SharedConfig
 from grpo.logprobs import Head, token_logprobs
 from grpo.protocol import Health, fingerprint
+from grpo.weights import WeightsFile, sample
 
 log = logging.getLogger(__name__)
 
@@ -170,27 +172,45 @@ def check_lengths(config: AnsweringConfig, model: Health) -> None:
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Health:
     """What identifies a model, on either side of the wire."""
     tokens = fingerprint(tokenizer.get_vocab())
-    settings = model.config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures"):
-        settings.pop(volatile, None)
-    if of_adapter := scalings(model):
-        settings["adapter_scalings"] = of_adapter
-    # 64 values of each parameter, rounded to bfloat16 so that the same weights loaded in another dtype agree.
-    samples = [
-        values[:: max(1, len(values) // 64)][:64].to(torch.bfloat16).float().cpu().numpy()
-        for values in (parameter.detach().flatten() for parameter in model.parameters())
-    ]
+    samples = (parameter.detach().flatten()[sample(parameter.numel())] for parameter in model.parameters())
+    digest = getattr(model.config, "weights_sha256", "")
     placed = getattr(model, "hf_device_map", None)
     return Health(
         status="ready",
         model=name,
-        model_fingerprint=fingerprint(settings, tokens, np.concatenate(samples).tobytes()),
+        model_fingerprint=_fingerprint(model, tokens, samples, digest),
         tokenizer_fingerprint=tokens,
+        config_fingerprint=fingerprint(_settings(model)),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT,
         dtype=str(model.dtype).removeprefix("torch."),
         device=", ".join(sorted({str(place) for place in placed.values()})) if placed else str(model.device),
     )
+
+
+def fingerprint_with(model: PreTrainedModel, tokens: str, weights: WeightsFile, digest: str) -> str:
+    """The fingerprint that `describe` would give `model` with these weights and `weights_sha256: digest` in its config.
+
+    `tokens` is its tokenizer's fingerprint. The digest tells weights apart that differ by less than the samples show.
+    """
+    samples = (weights.read(name, sample(values.numel())) for name, values in model.named_parameters())
+    return _fingerprint(model, tokens, samples, digest)
+
+
+def _fingerprint(model: PreTrainedModel, tokens: str, samples: Iterable[torch.Tensor], digest: str) -> str:
+    settings = _settings(model)
+    if of_adapter := scalings(model):
+        settings["adapter_scalings"] = of_adapter
+    # Rounded to bfloat16, so that the same weights loaded in another dtype agree.
+    rounded = [values.to(torch.bfloat16).float().cpu().numpy() for values in samples]
+    return fingerprint(settings, tokens, np.concatenate(rounded).tobytes(), *([digest] if digest else []))
+
+
+def _settings(model: PreTrainedModel) -> dict:
+    """The configuration, without what two models may differ in and be one."""
+    settings = model.config.to_dict()
+    volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "weights_sha256")
+    return {name: value for name, value in settings.items() if name not in volatile}
 
 
 def device_memory() -> tuple[int, int]:

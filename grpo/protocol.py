@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -22,6 +23,8 @@ LOGPROBS_PATH = "/v1/logprobs"
 REWARDS_PATH = "/v1/rewards"
 TASK_PATHS = {"logprobs": LOGPROBS_PATH, "reward": REWARDS_PATH}
 """where a server of each task is asked for it"""
+WEIGHTS_PATH = "/v1/weights"
+COMMIT_PATH = "/v1/weights/commit"
 HEALTH_PATH = "/health"
 METRICS_PATH = "/metrics"
 STATUS_PATH = "/status"
@@ -107,6 +110,10 @@ class Health:
     device: str = ""
     queue_depth: int = 0
     """tokens waiting or being scored"""
+    config_fingerprint: str = ""
+    """of the configuration: a model of an equal one can take these weights"""
+    takes_updates: bool = False
+    """whether a trainer may replace the weights"""
     version: int = VERSION
     task: str = "logprobs"
     """what it answers with: logprobs or reward (grpo/reward_protocol.py)"""
@@ -121,6 +128,39 @@ class Health:
         if not isinstance(said, dict) or said.get("version") != VERSION:
             raise ValueError(f"not a version {VERSION} reference server: {body[:200]!r}")
         return cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a body of `POST /v1/weights` belongs: some bytes of a safetensors file with a model's weights."""
+
+    sha256: str
+    """of the whole file, in hex: which upload this is"""
+    size: int
+    """of the whole file, in bytes"""
+    offset: int
+    """of the body's first byte in the file"""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> Piece:
+        """From a request's query. Raises ProtocolError, 400."""
+        return cls(_hex(query, "sha256", 64), _count(query, "size"), _count(query, "offset"))
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What `POST /v1/weights/commit` asks: these uploaded weights for that model, which then is another."""
+
+    sha256: str
+    replaces: str
+    """fingerprint of the model that is served until then"""
+    becomes: str
+    """fingerprint of what it must be afterwards"""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> Commit:
+        """From a request's query. Raises ProtocolError, 400."""
+        return cls(_hex(query, "sha256", 64), _hex(query, "replaces", 16), _hex(query, "becomes", 16))
 
 
 def encode_request(request: LogprobsRequest) -> bytes:
@@ -261,6 +301,20 @@ def _int32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
     if tensor.dtype != np.int32:
         raise _malformed(f"tensor {name!r} is {tensor.dtype}: send int32")
     return tensor
+
+
+def _hex(query: Mapping[str, str], name: str, digits: int) -> str:
+    text = query.get(name, "")
+    if len(text) != digits or set(text) - set("0123456789abcdef"):
+        raise _malformed(f"{name}={text[:80]!r} in the query: send {digits} hex digits")
+    return text
+
+
+def _count(query: Mapping[str, str], name: str) -> int:
+    text = query.get(name, "")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise _malformed(f"{name}={text[:80]!r} in the query: send a number of bytes")
+    return int(text)
 
 
 def _malformed(message: str) -> ProtocolError:

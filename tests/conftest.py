@@ -128,6 +128,16 @@ def server(model_folder, tmp_path_factory) -> Iterator[Server]:
         yield one
 
 
+@pytest.fixture(scope="session")
+def updated_server(model_folder, tmp_path_factory) -> Iterator[Server]:
+    """A ready server whose weights the tests replace; it has those of whoever came last."""
+    folder = tmp_path_factory.mktemp("updated")
+    options = ["--update_folder", str(folder / "new"), "--deterministic", "true", "--max_batch_tokens", "64"]
+    with running_server(model_folder, folder, *options, "--body_timeout", "1") as one:
+        one.wait_ready()
+        yield one
+
+
 Launch = Callable[..., subprocess.CompletedProcess]
 
 

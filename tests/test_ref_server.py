@@ -163,6 +163,14 @@ def test_401_without_the_token(limited, sent):
     assert requests.get(limited.url + "/health", headers=headers, timeout=5).json() == {"status": "ok"}
 
 
+def test_a_server_that_was_not_told_to_takes_no_new_weights(limited):
+    for path in ("/v1/weights", "/v1/weights/commit"):
+        assert refusal(requests.post(limited.url + path, timeout=5))[:2] == (401, "unauthorized")
+        status, code, message = refusal(requests.post(limited.url + path, headers=TOKEN, timeout=5))
+        assert (status, code) == (403, "no_updates") and "--update_folder" in message
+    assert not requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()["takes_updates"]
+
+
 def test_the_token_opens_and_is_in_no_log(limited):
     assert requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()["vocab_size"] > 0
     assert requests.get(limited.url + "/status", headers=TOKEN, timeout=5).json()["health"]["status"] == "ready"
