@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,14 +39,25 @@ def save_model(
 
     Of a model with an adapter only the adapter is written, or with `merge_adapter` the whole, merged.
     """
+    with whole_folder(folder, "model") as unfinished:
+        (merged(model) if merge_adapter else model).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+
+
+@contextmanager
+def whole_folder(folder: Path, what: str) -> Iterator[Path]:
+    """A folder to write `what` into, which takes its name when all is written.
+
+    Raises SaveError for whatever goes wrong inside; `folder` is then not there.
+    """
     unfinished = folder.with_name(folder.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        (merged(model) if merge_adapter else model).save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        unfinished.mkdir(parents=True)
+        yield unfinished
         os.replace(unfinished, folder)
     # safetensors reports a full disk as an error of its own, and transformers as several: whatever it was, nothing half
     # written may stay behind.
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise SaveError(f"the model could not be saved to {folder}: {error}: nothing was left there") from error
+        raise SaveError(f"the {what} could not be saved to {folder}: {error}: nothing was left there") from error
