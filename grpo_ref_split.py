@@ -50,6 +50,7 @@ from grpo.model import (
 from grpo.plots import draw_curves
 from grpo.ranks import own_place
 from grpo.ref_client import RefClient, RefError, check_reference
+from grpo.ref_update import RefUpdates
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.rollout import Sampler
 from grpo.update import update
@@ -102,6 +103,7 @@ def train(config: TrainerConfig) -> None:
         if config.beta > 0 and config.ref == "adapter_off":
             own_reference = OwnReference(model, began_with_adapter)
     batcher = make_batcher(model, tokenizer.pad_token_id)
+    updates = RefUpdates(config, client, model, tokenizer, own, reference, folder) if config.ref_update_steps else None
     sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     engine, schedule = start_engine(config, ds_config, model)
     collector = Collector(
@@ -155,6 +157,11 @@ def train(config: TrainerConfig) -> None:
             learning_rate = schedule.get_last_lr()[0]
             stats = update(engine, part.sequences, config, batcher, clock, beta)
 
+        # Every so often, between two rounds, the policy becomes the reference. After the last step nobody would ask it.
+        if updates and step % config.ref_update_steps == 0 and step < config.max_steps:
+            with clock("publish_ref"):
+                updates.publish(step)
+
         # Log.
         rollouts = [rollout for group in part.groups for rollout in group.rollouts]
         add_stats(
@@ -180,6 +187,7 @@ def train(config: TrainerConfig) -> None:
             "grad_norm": float(engine.get_global_grad_norm()),
             "learning_rate": learning_rate,
             "num_tokens": seen_tokens,
+            **({"ref_step": updates.step} if updates else {}),
             "tokens_per_second": everyone["tokens"].total / everyone["step_time"].mean,
         }
         if config.max_resample:

@@ -352,6 +352,12 @@ class ReferenceSection:
     ref_startup_timeout: float = option(300.0, "seconds to wait at the start for a server that is not ready")
     ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again")
     ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run")
+    ref_update_steps: int = option(
+        0, "the policy becomes the reference every so many updates, on servers with update_folder; 0 is never"
+    )
+    ref_mixup_alpha: float = option(
+        1.0, "share of the policy in the new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)"
+    )
 
 
 @dataclass
@@ -498,6 +504,7 @@ class TrainerConfig(
             "save_steps",
             "seed",
             "ref_startup_timeout",
+            "ref_update_steps",
         ):
             value = getattr(self, name)
             _require(value is None or value >= 0, name, value, "use 0 or more")
@@ -520,6 +527,25 @@ class TrainerConfig(
             "ref_ca_file",
             self.ref_ca_file,
             "there is no such file: name the PEM file of the authority that signed the server's certificate",
+        )
+        _require(
+            self.ref_update_steps == 0 or (self.beta > 0 and self.ref == "server"),
+            "ref_update_steps",
+            self.ref_update_steps,
+            "there is no reference server to update: use 0, or a beta above 0 and ref server",
+        )
+        updates = self.steps_per_generation * self.num_iterations
+        _require(
+            self.ref_update_steps % updates == 0,
+            "ref_update_steps",
+            self.ref_update_steps,
+            f"a round of generation feeds {updates} updates, all with the same reference: use a multiple of {updates}",
+        )
+        _require(
+            0 < self.ref_mixup_alpha <= 1,
+            "ref_mixup_alpha",
+            self.ref_mixup_alpha,
+            "use a number above 0, and 1 at most",
         )
         for name in self.report_to:
             _require(name in ("tensorboard", "wandb", "none"), "report_to", name, "use tensorboard, wandb or none")

@@ -21,7 +21,7 @@ import numpy as np
 from grpo.config import TrainerConfig
 from grpo.protocol import Health, LogprobsRequest, decode_answer, encode_request
 from grpo.records import Message
-from grpo.ref_wire import Failure, RefError, RefUnavailable, RefWire
+from grpo.ref_wire import Failure, Outdated, Reference, RefError, RefUnavailable, RefWire
 from grpo.reward_protocol import RewardAnswer, RewardRequest
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,11 @@ def check_reference(config: TrainerConfig, policy: Health, reference: Health) ->
             f"{urls} takes at most {reference.max_length} tokens a sequence, and max_prompt_length + "
             f"max_completion_length is {config.longest_sequence}: restart it with a larger --max_length, or lower one "
             "of them"
+        )
+    if config.ref_update_steps and reference.config_fingerprint != policy.config_fingerprint:
+        raise RefError(
+            f"{urls} serves {reference.model}, whose configuration is not that of {policy.model}, so it cannot take "
+            f"these weights: {restart}, or set ref_update_steps to 0"
         )
     if reference.model_fingerprint != policy.model_fingerprint:
         log.warning(
@@ -103,6 +108,8 @@ class RefClient:
         self._config, self._reward_url = config, reward_url
         self._name = uuid.uuid4().hex  # the server serves clients in turn
         self._wire = RefWire(config, "reward" if reward_url else "logprobs")
+        self._reference: Reference | None = None  # what a server that lacks it is sent
+        self._sent = 0.0  # when a piece of it last went through
         self._servers = [_Server(url) for url in ([reward_url] if reward_url else config.ref_servers)]
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -153,8 +160,50 @@ class RefClient:
                     f"{first_url} serves {first.model} ({first.model_fingerprint}) but {url} serves "
                     f"{other.model} ({other.model_fingerprint}): start every server with the same model"
                 )
+            if self._config.ref_update_steps and not other.takes_updates:
+                raise RefError(
+                    f"{url} takes no new weights: restart it with --update_folder PATH, or set ref_update_steps to 0"
+                )
         self._wire.fingerprint = first.model_fingerprint
         return first
+
+    def expect(self, fingerprint: str) -> None:
+        """From now on use no answer but of this model. What is still on its way is asked for again."""
+        with self._changed:
+            self._wire.outdated.add(self._wire.fingerprint)
+            self._wire.fingerprint = fingerprint
+            for server in self._servers:
+                server.back = time.monotonic()  # an old request's answer speaks no longer of the server
+
+    def publish(self, reference: Reference) -> None:
+        """Bring the servers to a new reference, and from now on use only those that have it.
+
+        Returns when each has it or has failed at least once: what is left goes on in the background, now and whenever
+        a server has lost it by a restart.
+
+        Raises RefUnavailable where none has it and nothing has moved for `ref_deadline` seconds.
+        """
+        self.expect(reference.fingerprint)
+        deadline = self._config.ref_deadline
+        with self._changed:
+            self._reference, self._sent = reference, time.monotonic()
+            for server in self._servers:
+                if not server.aside:
+                    server.aside, server.on_trial, server.failures = True, False, 0
+                    server.said = "has not got all of it yet"
+                    self._knock(server, Failure(server.said))
+
+            def settled() -> bool:
+                aside = [server for server in self._servers if server.aside]
+                return len(aside) < len(self._servers) and all(server.failures for server in aside)
+
+            while not settled():
+                if time.monotonic() > self._sent + deadline:
+                    raise RefUnavailable(
+                        f"no reference server has got the new weights: nothing has moved for {deadline:.0f} s at "
+                        f"{_each(self._servers)}: see the log there; ref_deadline sets how long to wait"
+                    )
+                self._changed.wait(0.2)
 
     def submit(self, prompt_ids: list[int], completions: list[list[int]], name: str) -> Future[list[np.ndarray]]:
         """Ask for the log-probs of one prompt's completions; returns at once.
@@ -209,7 +258,7 @@ class RefClient:
                 if all(server.other_model for server in self._servers):
                     raise RefError(
                         f"every reference server has changed: {_each(self._servers)}: restart it with the model that "
-                        f"this run began with ({self._wire.fingerprint})"
+                        f"this run began with (the reference is {self._wire.fingerprint} now)"
                     )
                 if deadline.left() <= 0:
                     what = "scores" if self._reward_url else "log-probs"
@@ -248,8 +297,11 @@ class RefClient:
             elif not server.aside and sent >= server.back:
                 server.aside, server.on_trial = True, False
                 self._note(server, failure)
-                threading.Thread(target=self._bring_back, args=(server, failure), name="knock", daemon=True).start()
+                self._knock(server, failure)
             self._changed.notify_all()
+
+    def _knock(self, server: _Server, failure: Failure) -> None:
+        threading.Thread(target=self._bring_back, args=(server, failure), name="knock", daemon=True).start()
 
     def _note(self, server: _Server, failure: Failure) -> None:
         if failure.other_model and not server.other_model:
@@ -264,12 +316,14 @@ class RefClient:
         knock = not failure.retry_after  # one that names a time is alive
         while not self._closing.wait(_pause(server.failures, failure.retry_after)):
             try:
-                if knock:
-                    self._wire.health(server.url)
+                if knock or self._reference is not None:
+                    self._make_well(server)
             except Failure as error:
                 failure = error
             except RefError as error:  # another token, or something else altogether: for now
                 failure = Failure(str(error).removeprefix(f"{server.url} "))
+                if str(failure) != server.said:
+                    log.warning("%s", error)
             else:
                 with self._changed:
                     server.aside, server.back, server.other_model = False, time.monotonic(), ""
@@ -278,6 +332,28 @@ class RefClient:
             with self._changed:
                 self._note(server, failure)
                 self._changed.notify_all()
+
+    def _make_well(self, server: _Server) -> None:
+        """See whether the server can have work; give it the reference if that is what it lacks.
+
+        Raises Failure, or RefError where that is no use.
+        """
+        try:
+            self._wire.health(server.url)
+        except Outdated as missed:
+            if (reference := self._reference) is None:
+                raise  # another rank's client sends it
+            began = time.monotonic()
+            try:
+                for _ in self._wire.send_weights(server.url, reference, missed.fingerprint):
+                    if self._closing.is_set() or self._reference is not reference:
+                        raise Failure("was being sent a reference that is not wanted any more") from missed
+                    self._sent = time.monotonic()
+                    server.failures = min(server.failures, 1)  # it moves: the next attempt need not wait long
+            except OSError as error:
+                raise Failure(f"cannot be sent {reference.file} ({error.strerror or error})") from error
+            seconds = time.monotonic() - began
+            log.info("%s has the new reference: %d MiB in %.1f s", server.url, reference.size >> 20, seconds)
 
 
 class _Deadline:

@@ -1,8 +1,9 @@
-"""The talk with one reference server: a request and its answer, /health, TLS, and what can be wrong with them.
+"""The talk with one reference server: a request and its answer, /health, new weights, TLS, what can be wrong with them.
 
 RefError                  the reference cannot serve this run: wrong model, wrong token, refused request
 +-- RefUnavailable        no server answered before the deadline
 Failure                   an attempt that failed; another may not
++-- Outdated              the server has a reference that this run has replaced
 """
 
 from __future__ import annotations
@@ -10,17 +11,32 @@ from __future__ import annotations
 import json
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import requests
 
 from grpo.config import TrainerConfig
-from grpo.protocol import CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, Health, LogprobsAnswer, ProtocolError
+from grpo.protocol import (
+    COMMIT_PATH,
+    CONTENT_TYPES,
+    HEALTH_PATH,
+    TASK_PATHS,
+    WEIGHTS_PATH,
+    Commit,
+    Health,
+    LogprobsAnswer,
+    Piece,
+    ProtocolError,
+)
 from grpo.reward_protocol import RewardAnswer
 
 _CONNECT_SECONDS = 5.0  # to connect, and for all of /health
-_RETRIED = (408, 429, 502, 503, 504)  # a cut or slow body, busy, not ready, a proxy without its server
+# A cut or slow body, an upload that is not as far as was thought, busy, not ready, a proxy without its server.
+_RETRIED = (408, 409, 429, 502, 503, 504)
+_PIECE = 16 << 20  # bytes of weights in one request
 _FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # where a task's servers are named
 _Answer = TypeVar("_Answer", LogprobsAnswer, RewardAnswer)
 
@@ -41,7 +57,29 @@ class Failure(Exception):
         self.retry_after = retry_after
         """seconds after which the server wants to be asked again; 0 where it said nothing of it"""
         self.other_model = other_model
-        """fingerprint of what it serves, where that is not the model that the run began with"""
+        """fingerprint of what it serves, where that was never this run's reference"""
+
+
+class Outdated(Failure):
+    """The server has a reference that this run has replaced."""
+
+    def __init__(self, fingerprint: str):
+        super().__init__(f"has missed an update of the reference (it serves {fingerprint})")
+        self.fingerprint = fingerprint
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Weights for the reference servers."""
+
+    file: Path
+    """safetensors"""
+    size: int
+    """of the file, in bytes"""
+    sha256: str
+    """of the file, in hex"""
+    fingerprint: str
+    """of the model that they make"""
 
 
 class RefWire:
@@ -53,6 +91,8 @@ class RefWire:
         self._per_thread = threading.local()
         self.fingerprint: str | None = None
         """of the model that every answer must come from; None is any"""
+        self.outdated: set[str] = set()
+        """fingerprints of this run's earlier references"""
         if config.ref_ca_file:
             try:
                 ssl.create_default_context(cafile=config.ref_ca_file)
@@ -66,21 +106,52 @@ class RefWire:
 
         Raises Failure, or RefError where sending again is no use.
         """
-        patience = max(0.1, min(self._config.ref_request_timeout, seconds))
-        try:
-            answer = self._session().post(url + TASK_PATHS[self._task], data=body, timeout=(_CONNECT_SECONDS, patience))
-        except requests.RequestException as error:
-            raise _unreached(error) from error
-        if answer.status_code in _RETRIED:
-            raise Failure(f"said {answer.status_code}: {_sentence(answer)}", _retry_after(answer))
-        if answer.status_code != 200:
-            raise RefError(f"{url} refused a request with {answer.status_code}: {_sentence(answer)}")
+        answer = self._post(url, TASK_PATHS[self._task], body, seconds)
         try:
             decoded = decode(answer.content)
         except ProtocolError as error:
             raise Failure(f"sent a damaged answer ({error})") from error
         self._check_model(decoded.model_fingerprint)
         return decoded
+
+    def send_weights(self, url: str, reference: Reference, replaces: str) -> Iterator[None]:
+        """Bring the server from the model `replaces` to this reference; gives control back after each piece it took.
+
+        What is there already is not sent again. Raises Failure, RefError.
+        """
+        seconds, data, received = self._config.ref_request_timeout, b"", 0
+        with open(reference.file, "rb") as file:
+            while True:
+                piece = Piece(reference.sha256, reference.size, received)
+                answer = self._post(url, WEIGHTS_PATH, data, seconds, asdict(piece))
+                try:
+                    said = int(answer.json()["received"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise Failure(f"sent a damaged answer ({answer.text[:200]!r})") from error
+                if data and said <= received:
+                    raise Failure(f"does not take in the weights: it had {received} bytes and now {said}")
+                received = said
+                if data:
+                    yield
+                if received >= reference.size:
+                    break
+                file.seek(received)
+                data = file.read(_PIECE)
+        commit = Commit(reference.sha256, replaces, reference.fingerprint)
+        self._post(url, COMMIT_PATH, b"", seconds, asdict(commit))
+
+    def _post(self, url: str, path: str, body: bytes, seconds: float, query: dict | None = None) -> requests.Response:
+        """A 200 answer, within `ref_request_timeout` or `seconds` if that is less. Raises Failure, RefError."""
+        patience = max(0.1, min(self._config.ref_request_timeout, seconds))
+        try:
+            answer = self._session().post(url + path, params=query, data=body, timeout=(_CONNECT_SECONDS, patience))
+        except requests.RequestException as error:
+            raise _unreached(error) from error
+        if answer.status_code in _RETRIED:
+            raise Failure(f"said {answer.status_code}: {_sentence(answer)}", _retry_after(answer))
+        if answer.status_code != 200:
+            raise RefError(f"{url} refused a request with {answer.status_code}: {_sentence(answer)}")
+        return answer
 
     def health(self, url: str) -> Health:
         """What a server that can score says of itself. Raises Failure, or RefError where waiting is no use."""
@@ -111,10 +182,13 @@ class RefWire:
         return health
 
     def _check_model(self, fingerprint: str) -> None:
-        if self.fingerprint is not None and fingerprint != self.fingerprint:
-            raise Failure(
-                f"now serves another model ({fingerprint}, at the start {self.fingerprint})", other_model=fingerprint
-            )
+        if self.fingerprint is None or fingerprint == self.fingerprint:
+            return
+        if fingerprint in self.outdated:
+            raise Outdated(fingerprint)
+        raise Failure(
+            f"now serves another model ({fingerprint}, and this run's is {self.fingerprint})", other_model=fingerprint
+        )
 
     def _session(self) -> requests.Session:
         if not hasattr(self._per_thread, "session"):

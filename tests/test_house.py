@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "records", "loss"},
     {"protocol", "reward_protocol", "logprobs", "batch", "attention", "arguments", "ref_wire", "ranks", "weights"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
-    | {"http_server", "monitor", "estimate", "adapters", "updates"}
+    | {"http_server", "monitor", "estimate", "adapters", "updates", "ref_update"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
     {"accuracy", "update"},
     {"evaluate", "chat", "collect"},

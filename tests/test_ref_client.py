@@ -349,7 +349,7 @@ def test_a_server_that_changes_its_model_is_set_aside_and_when_all_do_the_run_en
             ask(one, 10)
         eventually(lambda: first.knocked >= 2)
         errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-        assert len(errors) == 1 and f"{first.url} now serves another model (other, at the start f)" in errors[0]
+        assert len(errors) == 1 and f"{first.url} now serves another model (other, and this run's is f)" in errors[0]
 
         models[0], before = "f", first.asked
         eventually(lambda: ask(one, 4) or first.asked > before + 1)
