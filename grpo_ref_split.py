@@ -19,7 +19,8 @@ import warnings
 from datetime import timedelta
 
 from grpo.arguments import parse_arguments, say_once
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
+from grpo.trainer_config import TrainerConfig
 
 if __name__ == "__main__":
     CONFIG = parse_arguments(TrainerConfig, __doc__)  # before the heavy imports: --help and mistakes answer at once

@@ -30,11 +30,12 @@ import bottle
 
 from grpo import protocol
 from grpo.arguments import parse_arguments
-from grpo.config import ConfigError, ServerConfig
+from grpo.config import ConfigError
 from grpo.http_server import THREADS, HttpServer
 from grpo.monitor import SUMMARY_SECONDS, Monitor
 from grpo.protocol import Health, LogprobsAnswer, LogprobsRequest, ProtocolError
 from grpo.reward_protocol import RewardAnswer
+from grpo.server_config import ServerConfig
 
 log = logging.getLogger("ref_server")
 

@@ -36,10 +36,10 @@ from benchmarks.common import REPOSITORY, machine, spread, table
 from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, reference_server, train
 from grpo.accuracy import evaluate
 from grpo.arguments import parse_arguments
-from grpo.config import TrainerConfig
 from grpo.data import load_examples
 from grpo.model import eos_token_ids, load_model, load_tokenizer
 from grpo.rollout import Sampler
+from grpo.trainer_config import TrainerConfig
 
 OURS, TWO, ONE = "ours", "TRL, 2 processes", "TRL, 1 process"
 PROCESSES = {TWO: 2, ONE: 1}

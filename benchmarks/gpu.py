@@ -41,9 +41,9 @@ from demo.model import build_tokenizer
 from demo.task import problems
 from grpo.attention import VARIANTS, switch_on, variants_for
 from grpo.batch import Batcher
-from grpo.config import LossSection
 from grpo.logprobs import token_logprobs
 from grpo.loss import StepSize, Tokens, grpo_loss
+from grpo.loss_config import LossSection
 from grpo.model import checkpoint_activations, make_batcher
 
 CUDA = torch.cuda.is_available()

@@ -46,9 +46,9 @@ from benchmarks.common import (
     table,
 )
 from grpo.batch import Batcher
-from grpo.config import LossSection
 from grpo.logprobs import token_logprobs
 from grpo.loss import StepSize, Tokens, grpo_loss
+from grpo.loss_config import LossSection
 from grpo.model import checkpoint_activations, make_batcher
 
 PAD, EPSILON, BETA = 0, 0.2, 0.04

@@ -51,10 +51,10 @@ from benchmarks.common import (
 from demo.__main__ import free_port, wait_ready
 from demo.model import build_tokenizer
 from grpo.batch import Batcher
-from grpo.config import TrainerConfig
 from grpo.logprobs import CPU_BLOCK, token_logprobs
 from grpo.model import make_batcher
 from grpo.ref_client import RefClient
+from grpo.trainer_config import TrainerConfig
 
 CLIENTS = 4
 OURS_TO_ORACLE = 1e-5

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from grpo.config import AnsweringConfig
+from grpo.answer_config import AnsweringConfig
 from grpo.metrics import gather
 from grpo.records import Example
 from grpo.rollout import Sampler

@@ -20,7 +20,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
+from grpo.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -18,7 +18,10 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
-from grpo.config import TOKEN_VARIABLE, ChatConfig, ConfigError, EvaluateConfig, ServerConfig, TrainerConfig
+from grpo.answer_config import ChatConfig, EvaluateConfig
+from grpo.config import TOKEN_VARIABLE, ConfigError
+from grpo.server_config import ServerConfig
+from grpo.trainer_config import TrainerConfig
 
 _ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig)
 _ALL = (ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig)

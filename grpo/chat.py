@@ -17,8 +17,9 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from grpo.answer_config import ChatConfig
 from grpo.arguments import parse_arguments, say_once
-from grpo.config import ChatConfig, ConfigError
+from grpo.config import ConfigError
 
 NEW = "/new"
 

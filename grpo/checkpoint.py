@@ -12,7 +12,8 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.adapters import merged
-from grpo.config import ConfigError, TrainerConfig, write_config
+from grpo.config import ConfigError, write_config
+from grpo.trainer_config import TrainerConfig
 
 
 class SaveError(RuntimeError):

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from grpo.adapters import OwnReference
 from grpo.batch import Batcher
-from grpo.config import TrainerConfig
 from grpo.data import PromptStream
 from grpo.loss import (
     advantages,
@@ -28,6 +27,7 @@ from grpo.records import Example, Group, Rollout, Sequence
 from grpo.ref_client import RefClient
 from grpo.rewards import compute_rewards
 from grpo.rollout import Sampler
+from grpo.trainer_config import TrainerConfig
 from grpo.update import policy_logprobs
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config import AnsweringConfig, ConfigError
+from grpo.answer_config import AnsweringConfig
+from grpo.config import ConfigError
 from grpo.records import Example, Message
 
 log = logging.getLogger(__name__)

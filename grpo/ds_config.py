@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from grpo.config import REPOSITORY, ConfigError, TrainerConfig
+from grpo.config import REPOSITORY, ConfigError
 from grpo.model import resolve_dtype
+from grpo.trainer_config import TrainerConfig
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:

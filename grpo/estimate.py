@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from grpo.attention import ROWS
-from grpo.config import ConfigError, ServerConfig
+from grpo.config import ConfigError
 from grpo.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32
 from grpo.model import load_auto, resolve_dtype
+from grpo.server_config import ServerConfig
 
 MIB, GIB = 2**20, 2**30
 CARDS = 8, 12, 16, 24, 40, 48, 80

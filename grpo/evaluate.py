@@ -23,8 +23,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from grpo.answer_config import EvaluateConfig
 from grpo.arguments import parse_arguments, say_once
-from grpo.config import ConfigError, EvaluateConfig, write_config
+from grpo.config import ConfigError, write_config
 
 
 def run(config: EvaluateConfig) -> None:

@@ -24,8 +24,9 @@ from waitress.server import TcpWSGIServer
 from waitress.task import ErrorTask
 from waitress.utilities import Error
 
-from grpo.config import ConfigError, ServerConfig
+from grpo.config import ConfigError
 from grpo.protocol import ProtocolError
+from grpo.server_config import ServerConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.config import LossSection
+from grpo.loss_config import LossSection
 
 _LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: large enough to show, small enough not to overflow
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
+from grpo.trainer_config import TrainerConfig
 
 _MEANS = ("step_time", "cispo_clip_ratio", "off_policy_masked", "sampling/policy_lag")
 

@@ -18,11 +18,13 @@ from transformers import (
 from transformers.utils import cached_file
 
 from grpo.adapters import base_of, load_adapter, need, scalings
+from grpo.answer_config import AnsweringConfig
 from grpo.attention import switch_off, switch_on, variants_for
 from grpo.batch import Batcher
-from grpo.config import AnsweringConfig, ConfigError, ServerConfig, SharedConfig
+from grpo.config import ConfigError, SharedConfig
 from grpo.logprobs import Head, token_logprobs
 from grpo.protocol import Health, fingerprint
+from grpo.server_config import ServerConfig
 from grpo.weights import WeightsFile, sample
 
 log = logging.getLogger(__name__)

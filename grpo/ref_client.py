@@ -18,11 +18,11 @@ from functools import partial
 
 import numpy as np
 
-from grpo.config import TrainerConfig
 from grpo.protocol import Health, LogprobsRequest, decode_answer, encode_request
 from grpo.records import Message
 from grpo.ref_wire import Failure, Outdated, Reference, RefError, RefUnavailable, RefWire
 from grpo.reward_protocol import RewardAnswer, RewardRequest
+from grpo.trainer_config import TrainerConfig
 
 log = logging.getLogger(__name__)
 

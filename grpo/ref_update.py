@@ -17,11 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.adapters import merged
 from grpo.checkpoint import whole_folder
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
 from grpo.model import fingerprint_with
 from grpo.protocol import Health
 from grpo.ref_client import RefClient
 from grpo.ref_wire import Reference
+from grpo.trainer_config import TrainerConfig
 from grpo.weights import WeightsFile, named_weights, write_weights
 
 log = logging.getLogger(__name__)

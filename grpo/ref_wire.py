@@ -18,7 +18,6 @@ from typing import TypeVar
 
 import requests
 
-from grpo.config import TrainerConfig
 from grpo.protocol import (
     COMMIT_PATH,
     CONTENT_TYPES,
@@ -32,6 +31,7 @@ from grpo.protocol import (
     ProtocolError,
 )
 from grpo.reward_protocol import RewardAnswer
+from grpo.trainer_config import TrainerConfig
 
 _CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 # A cut or slow body, an upload that is not as far as was thought, busy, not ready, a proxy without its server.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from grpo.config import TrainerConfig
 from grpo.records import Message
 from grpo.ref_client import RefClient
+from grpo.trainer_config import TrainerConfig
 
 _TOGETHER = 16  # chats in a request: few enough for one that fails to be sent again cheaply
 

@@ -23,12 +23,13 @@ from transformers import (
 )
 
 from grpo.batch import Batcher
-from grpo.config import ConfigError, SharedConfig, TrainerConfig
+from grpo.config import ConfigError, SharedConfig
 from grpo.model import describe, resolve_dtype
 from grpo.protocol import Health, LogprobsRequest, ProtocolError, check_number
 from grpo.records import Message
 from grpo.reward_functions import RewardError
 from grpo.reward_protocol import Input, RewardRequest
+from grpo.trainer_config import TrainerConfig
 
 PADDED = Batcher(pad_token_id=0, longest_packed=0)
 """cuts by a token budget; the rows are filled up in `sequence_scores`"""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
 from grpo.records import Message
 from grpo.reward_functions import (
     RewardError,
@@ -36,6 +36,7 @@ from grpo.reward_functions import (
     row,
 )
 from grpo.reward_pool import RewardPool
+from grpo.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     import torch

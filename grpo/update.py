@@ -10,11 +10,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from grpo.batch import Batcher
-from grpo.config import TrainerConfig
 from grpo.logprobs import token_logprobs
 from grpo.loss import StepSize, Tokens, grpo_loss
 from grpo.metrics import PhaseClock, Stats, add_stats, gather
 from grpo.records import Sequence
+from grpo.trainer_config import TrainerConfig
 
 
 def update(

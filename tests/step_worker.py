@@ -21,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpo_ref_split as trainer
 from grpo.arguments import parse_arguments
-from grpo.config import SharedConfig, TrainerConfig
+from grpo.config import SharedConfig
 from grpo.ds_config import engine_config
 from grpo.loss import group_advantages
 from grpo.metrics import PhaseClock, gather_stats
 from grpo.model import checkpoint_activations, load_model, make_batcher
 from grpo.records import Sequence
+from grpo.trainer_config import TrainerConfig
 from grpo.update import update
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from grpo.accuracy import evaluate, pass_at_k
+from grpo.answer_config import EvaluateConfig
 from grpo.arguments import parse_arguments
-from grpo.config import EvaluateConfig
 from grpo.data import load_examples
 from grpo.rollout import Sampler
 

@@ -18,12 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo.adapters import OwnReference, check_adapter, train_adapter
 from grpo.arguments import parse_arguments
 from grpo.checkpoint import save_model
-from grpo.config import ConfigError, ServerConfig, SharedConfig, TrainerConfig
+from grpo.config import ConfigError, SharedConfig
 from grpo.logprobs import token_logprobs
 from grpo.model import checkpoint_activations, describe, load_model, load_reference, load_tokenizer, make_batcher
 from grpo.records import Example
 from grpo.ref_client import RefClient
 from grpo.rollout import Sampler
+from grpo.server_config import ServerConfig
+from grpo.trainer_config import TrainerConfig
 from grpo.update import policy_logprobs
 
 peft = pytest.importorskip("peft")

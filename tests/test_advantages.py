@@ -7,8 +7,8 @@ import oracle
 import pytest
 import torch
 
-from grpo.config import LossSection
 from grpo.loss import advantages, decoupled_advantages, group_advantages, groups_with_signal, soft_overlong_punishment
+from grpo.loss_config import LossSection
 
 SCALES = ["group", "batch", "none"]
 

@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.arguments import parse_arguments
 from grpo.checkpoint import SaveError, create_run, save_model
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
+from grpo.trainer_config import TrainerConfig
 
 
 def config(*options) -> TrainerConfig:

@@ -4,9 +4,12 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
+from grpo.answer_config import ChatConfig, EvaluateConfig
 from grpo.arguments import parse_arguments
-from grpo.config import ChatConfig, ConfigError, EvaluateConfig, ServerConfig, TrainerConfig, write_config
+from grpo.config import ConfigError, write_config
 from grpo.ds_config import engine_config
+from grpo.server_config import ServerConfig
+from grpo.trainer_config import TrainerConfig
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import pyarrow.parquet
 import pytest
 
 from grpo.arguments import parse_arguments
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
 from grpo.data import PromptStream, gold_answer, load_examples, render_prompt
+from grpo.trainer_config import TrainerConfig
 
 ROWS = [
     {"question": "One and one?", "answer": "1+1=2\n#### 2", "level": 1},

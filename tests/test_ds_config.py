@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from grpo.arguments import parse_arguments
-from grpo.config import REPOSITORY, ConfigError, TrainerConfig
+from grpo.config import REPOSITORY, ConfigError
 from grpo.ds_config import engine_config
+from grpo.trainer_config import TrainerConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

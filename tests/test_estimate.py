@@ -20,9 +20,9 @@ from transformers import (
 
 from benchmarks.common import fresh, qwen
 from benchmarks.memory import Case, cards, gemma2, on_meta, predict
-from grpo.config import ServerConfig
 from grpo.estimate import CARDS, MIB, Shape, fit, weights, working
 from grpo.model import load_reference
+from grpo.server_config import ServerConfig
 
 CPU = torch.device("cpu")
 SMALL = dict(

@@ -9,8 +9,8 @@ from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k
 
 import reward
 from grpo import evaluate
+from grpo.answer_config import EvaluateConfig
 from grpo.arguments import parse_arguments
-from grpo.config import EvaluateConfig
 
 
 def options(model_folder, data, **changes) -> list[str]:

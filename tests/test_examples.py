@@ -10,7 +10,7 @@ import yaml
 from conftest import REPOSITORY
 
 from grpo.arguments import parse_arguments
-from grpo.config import ServerConfig
+from grpo.server_config import ServerConfig
 
 EXAMPLES = REPOSITORY / "examples"
 PAGE = (REPOSITORY / "docs/reference_server.md").read_text()

@@ -9,8 +9,8 @@ import torch
 from oracle import Completion, gradient, loss, mark_high_entropy
 from ragged import completions, gradients, step_of, tokens_of
 
-from grpo.config import LossSection
 from grpo.loss import StepSize, Tokens, grpo_loss
+from grpo.loss_config import LossSection
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]

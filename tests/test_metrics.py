@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.arguments import parse_arguments
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
 from grpo.metrics import PhaseClock, Recorder, Stats, add_stats, check_report_to, step_metrics
 from grpo.plots import draw_curves
+from grpo.trainer_config import TrainerConfig
 
 numbers = st.lists(st.floats(-1e3, 1e3), max_size=10)
 

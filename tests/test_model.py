@@ -7,9 +7,10 @@ import torch
 from conftest import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from grpo.config import ConfigError, ServerConfig, SharedConfig
+from grpo.config import ConfigError, SharedConfig
 from grpo.logprobs import token_logprobs
 from grpo.model import describe, eos_token_ids, load_model, load_reference, load_tokenizer, make_batcher
+from grpo.server_config import ServerConfig
 
 CPU = torch.device("cpu")
 

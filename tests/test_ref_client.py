@@ -18,9 +18,9 @@ from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_m
 from proxy import Plan, proxy
 
 from grpo.arguments import parse_arguments
-from grpo.config import TrainerConfig
 from grpo.protocol import Health, LogprobsAnswer, encode_answer
 from grpo.ref_client import RefClient, RefError, RefUnavailable, check_reference
+from grpo.trainer_config import TrainerConfig
 
 PROMPT, COMPLETIONS = [5, 6], [[7, 8, 9], [], [10]]
 
@@ -404,7 +404,7 @@ def test_what_still_waits_when_the_client_closes_is_given_up_and_its_threads_end
 
 def test_nothing_hangs_at_the_end_of_the_program():
     script = f"""
-from grpo.config import TrainerConfig
+from grpo.trainer_config import TrainerConfig
 from grpo.ref_client import RefClient
 with_nobody = RefClient(TrainerConfig(ref_servers=["http://127.0.0.1:{free_port()}", "http://192.0.2.1:9"]))
 futures = [with_nobody.submit([1], [[2]], "g") for _ in range(40)]

@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import ref_wire
 from grpo.adapters import train_adapter
-from grpo.config import ConfigError, ServerConfig, TrainerConfig
+from grpo.config import ConfigError
 from grpo.model import describe, load_reference
 from grpo.ref_client import RefError, RefUnavailable, check_reference
 from grpo.ref_update import RefUpdates
+from grpo.server_config import ServerConfig
+from grpo.trainer_config import TrainerConfig
 
 SETTINGS = {"ref_update_steps": 1, "ref_startup_timeout": 60, "ref_deadline": 60, "ref_request_timeout": 20}
 

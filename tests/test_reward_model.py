@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from demo.model import build_tokenizer
-from grpo.config import ConfigError, ServerConfig, TrainerConfig
+from grpo.config import ConfigError
 from grpo.data import make_example, render_prompt
 from grpo.protocol import Health, LogprobsRequest, ProtocolError, encode_request
 from grpo.ref_client import RefClient, RefError
@@ -37,6 +37,8 @@ from grpo.reward_functions import RewardError
 from grpo.reward_model import RewardModel, sequence_scores
 from grpo.reward_protocol import RewardAnswer, RewardRequest
 from grpo.rewards import compute_rewards, load_reward_funcs, start_rewards
+from grpo.server_config import ServerConfig
+from grpo.trainer_config import TrainerConfig
 
 CPU = torch.device("cpu")
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")

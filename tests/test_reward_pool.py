@@ -15,9 +15,10 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY
 from test_reward import is_alive, wait_until_dead
 
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
 from grpo.reward_pool import RewardPool
 from grpo.rewards import RewardError, compute_rewards, load_reward_funcs, start_rewards
+from grpo.trainer_config import TrainerConfig
 
 FUNCTIONS = r'''
 import asyncio, os, re, signal, subprocess, sys, time

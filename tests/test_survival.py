@@ -19,8 +19,8 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
 from proxy import accidents, proxy
 
-from grpo.config import TrainerConfig
 from grpo.ref_client import RefClient
+from grpo.trainer_config import TrainerConfig
 
 pytestmark = pytest.mark.slow
 

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import reward
 from grpo.arguments import parse_arguments
 from grpo.batch import Batcher
-from grpo.config import TrainerConfig
 from grpo.data import load_examples
 from grpo.logprobs import token_logprobs
 from grpo.loss import kl_divergence
 from grpo.ref_client import RefClient
 from grpo.rollout import Sampler
+from grpo.trainer_config import TrainerConfig
 
 
 def options(model_name_or_path, dataset_name, output_dir, **changes) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, rewards, sequences
 from transformers import AutoModelForCausalLM
 
-from grpo.config import LossSection
+from grpo.loss_config import LossSection
 
 TEMPERATURE, LONGEST = 0.8, 32  # as step_worker.py sets them
 COUNT = PROMPTS * GENERATIONS

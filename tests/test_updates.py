@@ -17,9 +17,10 @@ from test_ref_server import exact, refusal
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo.adapters import train_adapter
-from grpo.config import ConfigError, TrainerConfig
+from grpo.config import ConfigError
 from grpo.model import describe, fingerprint_with
 from grpo.protocol import LogprobsRequest, decode_answer, encode_request
+from grpo.trainer_config import TrainerConfig
 from grpo.updates import Updates
 from grpo.weights import WeightsFile, named_weights
 
