@@ -28,7 +28,7 @@ from grpo.config import ConfigError
 from grpo.model import fingerprint_with
 from grpo.protocol import Commit, Health, LogprobsRequest, Piece, ProtocolError
 from grpo.scorer import Scorer
-from grpo.weights import LONGEST_HEADER, WeightsError, WeightsFile, blocks, named_weights
+from grpo.weights import WeightsError, WeightsFile, blocks, named_weights
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +71,16 @@ class Updates:
         self._scorer, self._model, self._tokens = scorer, model, health.tokenizer_fingerprint
         self._fingerprint, self._folder, self._patience = health.model_fingerprint, folder, patience
         self._on_swap = on_swap
-        self._weights = named_weights(model)
+        self._weights: dict[str, torch.Tensor] = {}
         self._upload: _Upload | None = None
         self._served = ""
         """SHA-256 of what was swapped in last"""
         self._uploading, self._committing, self._order = threading.Lock(), threading.Lock(), threading.Lock()
         if folder is None:
             return
+        self._weights = named_weights(model)
+        # Far more than names and shapes take; JSON of a stranger's could fill the memory.
+        self._longest_header = 1024 * (64 + len(self._weights))
         if hasattr(model, "peft_config"):
             raise ConfigError(
                 f"update_folder={folder!r}: whole models come, and this one is an adapter: leave it out, or serve the "
@@ -181,7 +184,7 @@ class Updates:
             message = f"another upload is under way, {upload.received} of {upload.size} bytes: come back in {wait} s"
             raise ProtocolError(503, "other_upload", message, retry_after=min(wait, 30))
         self._drop()
-        largest = 8 + LONGEST_HEADER + sum(4 * tensor.numel() for tensor in self._weights.values())
+        largest = 8 + self._longest_header + sum(4 * tensor.numel() for tensor in self._weights.values())
         if piece.size > largest:
             message = f"{piece.size} bytes: this model's weights have {largest} at most"
             raise ProtocolError(422, "wrong_weights", message)
@@ -206,8 +209,8 @@ class Updates:
             view = view[written:]
         if upload.contents is None and upload.received >= 8:
             begins = WeightsFile.header_size(os.pread(upload.file.fileno(), 8, 0))
-            if begins > upload.size:
-                raise WeightsError(f"not safetensors: a header of {begins - 8} bytes in a file of {upload.size}")
+            if begins > 8 + self._longest_header or begins > upload.size:
+                raise WeightsError(f"not safetensors, or not of this model: a header of {begins - 8} bytes")
             if upload.received >= begins:
                 upload.contents = WeightsFile(upload.file, upload.size)
                 self._check_shapes(upload.contents)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import torch
 
-LONGEST_HEADER = 16 << 20
+_LONGEST_HEADER = 16 << 20
 _BLOCK = 4 << 20  # values that are in memory at a time
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -107,8 +107,8 @@ class WeightsFile:
     def header_size(first: bytes) -> int:
         """From a file's first eight bytes: at which byte its tensors begin. Raises WeightsError."""
         length = int.from_bytes(first, "little")
-        if length > LONGEST_HEADER:
-            raise WeightsError(f"not safetensors: a header of {length} bytes; {LONGEST_HEADER} are the most")
+        if length > _LONGEST_HEADER:
+            raise WeightsError(f"not safetensors: a header of {length} bytes; {_LONGEST_HEADER} are the most")
         return 8 + length
 
     def read(self, name: str, part: slice) -> torch.Tensor:
