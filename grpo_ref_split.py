@@ -159,6 +159,7 @@ def train(config: TrainerConfig) -> None:
             stats = update(engine, part.sequences, config, batcher, clock, beta)
 
         # Every so often, between two rounds, the policy becomes the reference. After the last step nobody would ask it.
+        of_reference = {"ref_step": updates.step} if updates else {}  # the one that this step was held against
         if updates and step % config.ref_update_steps == 0 and step < config.max_steps:
             with clock("publish_ref"):
                 updates.publish(step)
@@ -188,7 +189,7 @@ def train(config: TrainerConfig) -> None:
             "grad_norm": float(engine.get_global_grad_norm()),
             "learning_rate": learning_rate,
             "num_tokens": seen_tokens,
-            **({"ref_step": updates.step} if updates else {}),
+            **of_reference,
             "tokens_per_second": everyone["tokens"].total / everyone["step_time"].mean,
         }
         if config.max_resample:
