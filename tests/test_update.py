@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from grpo.loss_config import LossSection
 
 TEMPERATURE, LONGEST = 0.8, 32  # as step_worker.py sets them
+BETA = 0.3
 COUNT = PROMPTS * GENERATIONS
 
 LOSSES = [{"loss_type": loss_type} for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")]
@@ -51,7 +52,7 @@ UNEQUAL = {1: [36], 2: [2, 34], 3: [2, 1, 33], 4: [2, 1, 8, 25]}
 def cut(number: int, ranks: int) -> tuple[int, list[int], list[int]]:
     """A token budget, shares and an order, other ones for each case and number of ranks."""
     draw = random.Random(10 * number + ranks)
-    budget = draw.choice((1, 60, 150, 10**6))
+    budget = draw.choice((1, 60, 60, 150, 150, 10**6))  # 1: every sequence alone
     order = draw.sample(range(COUNT), COUNT)
     if draw.random() < 0.5:
         return budget, [COUNT // ranks] * ranks, order
@@ -59,19 +60,12 @@ def cut(number: int, ranks: int) -> tuple[int, list[int], list[int]]:
     return budget, UNEQUAL[ranks], first + [index for index in order if index not in first]
 
 
-def worker_case(number: int, ranks: int, checkpointing: bool, max_grad_norm: float = 0.0) -> dict:
+def worker_case(number: int, ranks: int, **more) -> dict:
     settings, old, sampled = CASES[number]
     budget, shares, order = cut(number, ranks)
-    values = {
-        "beta": 0.3,
-        **settings,
-        "micro_batch_tokens": budget,
-        "gradient_checkpointing": checkpointing,
-        "max_grad_norm": max_grad_norm,
-    }
-    options = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    values = {"beta": BETA, "max_grad_norm": 0.0, **settings, "micro_batch_tokens": budget, **more}
     return {
-        "options": options,
+        "options": [word for name, value in values.items() for word in (f"--{name}", str(value))],
         "order": order,
         "shares": shares,
         "old": old,
@@ -144,7 +138,7 @@ def expected(plain):
         if number not in known:
             values, old, sampled = CASES[number]
             olds = [one.old_logprobs.tolist() for one in sequences()] if old else None
-            known[number] = plain.step(LossSection(**{"beta": 0.3, **values}), olds, sampled)
+            known[number] = plain.step(LossSection(**{"beta": BETA, **values}), olds, sampled)
         return known[number]
 
     return of
@@ -168,58 +162,47 @@ def run(launch, ranks: int, model_folder, tmp_path, cases: list[dict]) -> list[d
     return torch.load(out)
 
 
-SOME = [number for number, (settings, *_) in enumerate(CASES) if settings in (PLAIN[0], PLAIN[-1], OPTIONS[6])]
-EVERY = range(len(CASES))
-RUNS = [
-    pytest.param(2, SOME, False, id="2 ranks, some cases"),
-    pytest.param(1, EVERY, False, id="1 rank", marks=pytest.mark.slow),
-    pytest.param(2, EVERY, False, id="2 ranks", marks=pytest.mark.slow),
-    pytest.param(3, EVERY, True, id="3 ranks, activations recomputed", marks=pytest.mark.slow),
-    pytest.param(4, EVERY, False, id="4 ranks", marks=pytest.mark.slow),
-]
+def check(number: int, result: dict, gradients: dict, metrics: dict, limit: float = 0.0) -> None:
+    case = CASES[number]
+    whole = norm(gradients)
+    assert result["norm"] == pytest.approx(whole, rel=1e-4), case  # before clipping
+    if limit and limit < whole:
+        gradients = {name: gradient * limit / (whole + 1e-6) for name, gradient in gradients.items()}
+    assert distance(result["gradient"], gradients) < 1e-5, case
+    assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6), case
+    count, total = result["stats"]["entropy"]
+    assert total / count == pytest.approx(metrics["entropy"], rel=1e-5), case
 
 
-@pytest.mark.parametrize("ranks, numbers, checkpointing", RUNS)
-def test_the_gradient_does_not_depend_on_the_cut(
-    launch, model_folder, tmp_path, expected, ranks, numbers, checkpointing
-):
-    results = run(
-        launch, ranks, model_folder, tmp_path, [worker_case(number, ranks, checkpointing) for number in numbers]
-    )
-    far = {}
-    for number, result in zip(numbers, results, strict=True):
-        gradients, metrics = expected(number)
-        if (off := distance(result["gradient"], gradients)) >= 1e-5:
-            far[str(CASES[number])] = off
-        assert result["norm"] == pytest.approx(norm(gradients), rel=1e-4)
-        assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)
-        count, total = result["stats"]["entropy"]
-        assert total / count == pytest.approx(metrics["entropy"], rel=1e-5)
-    assert not far
+def test_the_gradient_does_not_depend_on_the_cut(launch, model_folder, tmp_path, expected):
+    some = [number for number, (settings, *_) in enumerate(CASES) if settings in (PLAIN[0], PLAIN[-1], OPTIONS[6])]
+    results = run(launch, 2, model_folder, tmp_path, [worker_case(number, 2) for number in some])
+    for number, result in zip(some, results, strict=True):
+        check(number, result, *expected(number))
 
 
 @pytest.mark.slow
-def test_a_gradient_beyond_max_grad_norm_is_scaled_down_to_it(launch, model_folder, tmp_path, expected):
-    gradients, _ = expected(0)
-    limit = norm(gradients) / 4
-    (result,) = run(launch, 2, model_folder, tmp_path, [worker_case(0, 2, False, max_grad_norm=limit)])
-    assert distance(result["gradient"], {name: gradient / 4 for name, gradient in gradients.items()}) < 1e-4
-    assert result["norm"] == pytest.approx(norm(gradients), rel=1e-4)  # before clipping
+@pytest.mark.parametrize(
+    "ranks, clipping, checkpointing",
+    [(1, False, False), (2, True, False), (3, False, True), (4, False, False)],
+    ids=["1 rank", "2 ranks, gradients clipped", "3 ranks, activations recomputed", "4 ranks"],
+)
+def test_every_loss_with_every_option(launch, model_folder, tmp_path, plain, expected, ranks, clipping, checkpointing):
+    """All cases in one launch; then some losses with two updates on the same completions."""
+    numbers = range(len(CASES))
+    limit = sorted(norm(expected(number)[0]) for number in numbers)[len(numbers) // 2] if clipping else 0.0
+    engine = {"gradient_checkpointing": checkpointing, "max_grad_norm": limit}
+    cases = [worker_case(number, ranks, **engine) for number in numbers]
+    twice = [number for number in numbers if CASES[number][0] in PLAIN[::6]][ranks - 1 :: 4]
+    cases += [worker_case(number, ranks, num_iterations=2, **engine) | {"small_steps": [0.3]} for number in twice]
+    results = run(launch, ranks, model_folder, tmp_path, cases)
+    for number, result in zip(numbers, results, strict=False):
+        check(number, result, *expected(number), limit)
 
-
-@pytest.mark.slow
-def test_the_second_update_on_the_same_completions_is_held_to_the_policy_before_the_first(
-    launch, model_folder, tmp_path, plain
-):
-    numbers = [CASES.index((settings, False, False)) for settings in PLAIN if settings["scale_rewards"] == "group"]
-    cases = [worker_case(number, 2, False) | {"small_steps": [0.3]} for number in numbers]
-    for case in cases:
-        case["options"] += ["--num_iterations", "2"]
+    # The second update is held to the policy before the first.
     old = [row[0].tolist() for row in plain.rows]
-    for number, result in zip(numbers, run(launch, 2, model_folder, tmp_path, cases), strict=True):
+    for number, result in zip(twice, results[len(numbers) :], strict=True):
         moved = Plain(model_folder, result["before"])
-        ratios = torch.cat([row[0] for row in moved.rows]) - torch.cat([row[0] for row in plain.rows])
-        assert ratios.abs().max() > 0.2  # beyond the clip
-        gradients, metrics = moved.step(LossSection(**{"beta": 0.3, **CASES[number][0]}), old, False)
-        assert distance(result["gradient"], gradients) < 1e-5, CASES[number]
-        assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)
+        change = torch.cat([row[0] for row in moved.rows]) - torch.cat([row[0] for row in plain.rows])
+        assert change.abs().max() > 0.2, "within the clip"
+        check(number, result, *moved.step(LossSection(beta=BETA, **CASES[number][0]), old, False), limit)
