@@ -160,7 +160,7 @@ class RefClient:
                     f"{first_url} serves {first.model} ({first.model_fingerprint}) but {url} serves "
                     f"{other.model} ({other.model_fingerprint}): start every server with the same model"
                 )
-            if self._config.ref_update_steps and not other.takes_updates:
+            if self._config.ref_update_steps and not self._reward_url and not other.takes_updates:
                 raise RefError(
                     f"{url} takes no new weights: restart it with --update_folder PATH, or set ref_update_steps to 0"
                 )

@@ -22,7 +22,7 @@ from grpo import ref_wire
 from grpo.adapters import train_adapter
 from grpo.config import ConfigError
 from grpo.model import describe, load_reference
-from grpo.ref_client import RefError, RefUnavailable, check_reference
+from grpo.ref_client import RefClient, RefError, RefUnavailable, check_reference
 from grpo.ref_update import RefUpdates
 from grpo.server_config import ServerConfig
 from grpo.trainer_config import TrainerConfig
@@ -180,8 +180,7 @@ def test_an_upload_that_is_cut_again_and_again_goes_on_from_where_it_was(
     ):
         train(policy, 100 + reset)
         between.plan = lambda: Plan(request_bytes=130_000, reset=reset)
-        one._wire = ref_wire.RefWire(one._config, "logprobs")  # new connections, to which the plan applies
-        one._wire.fingerprint = describe_of(server)
+        one._wire._per_thread = ref_wire.threading.local()  # new connections, to which the plan applies
         updates.publish(1)
         between.plan = Plan
         size = (tmp_path / "run" / "reference-1" / "model.safetensors").stat().st_size
@@ -298,6 +297,12 @@ def test_servers_that_cannot_be_updated_are_refused_at_the_start(model_folder, t
     with fake() as closed, client(closed.url, **SETTINGS) as one, pytest.raises(RefError) as refused:
         one.wait_ready()
     assert f"{closed.url} takes no new weights: restart it with --update_folder" in str(refused.value)
+
+    # A reward model's server is none of these.
+    with fake(health=lambda: (200, {}, replace(HEALTH, task="reward").to_json())) as reward:
+        one = RefClient(TrainerConfig(ref_update_steps=1), reward.url)
+        assert one.wait_ready().task == "reward"
+        one.close()
 
     config = TrainerConfig(ref_update_steps=5)
     other = replace(HEALTH, config_fingerprint="other")
