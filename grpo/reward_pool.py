@@ -215,7 +215,7 @@ class _Worker:
 
     def _end_and_tell(self) -> str:
         try:
-            code = self._process.wait(1.0)  # its sockets close a moment before it is gone
+            code = self._process.wait(0.5)  # its sockets close a moment before it is gone
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             how = "it closed its connection"
