@@ -9,7 +9,7 @@ import torch
 from oracle import Completion, gradient, loss, mark_high_entropy
 from ragged import completions, gradients, step_of, tokens_of
 
-from grpo.loss import StepSize, Tokens, grpo_loss
+from grpo.loss import StepSize, Tokens, adapt_beta, grpo_loss
 from grpo.loss_config import LossSection
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
@@ -90,6 +90,15 @@ def test_without_a_reference_there_is_no_kl(loss_type, seed):
     value, metrics, _ = ours(some, settings)
     assert value.item() == pytest.approx(loss(some, settings, BETA, LONGEST), rel=1e-6)
     assert "kl" not in metrics
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_with_the_kl_in_the_reward_it_is_reported_and_not_in_the_loss(loss_type):
+    some = completions(seed=2)
+    within, metrics, tokens = ours(some, LossSection(loss_type=loss_type, kl_in_reward=True))
+    without, _, other = ours([dataclasses.replace(one, ref=None) for one in some], LossSection(loss_type=loss_type))
+    assert within.item() == without.item() and torch.equal(gradients(within, tokens)[0], gradients(without, other)[0])
+    assert torch.equal(metrics["kl"], ours(some, LossSection(loss_type=loss_type))[1]["kl"])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -225,3 +234,9 @@ def test_clipping_is_counted_where_it_stops_the_gradient(loss_type):
     assert metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
     assert metrics["clip_ratio/region_mean"].tolist() == [1, 0, 0, 1]
     assert (gradients(value, tokens)[0] == 0).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("kl, error", [(0.05, -0.2), (0.09, -0.1), (0.1, 0.0), (0.115, 0.15), (3.0, 0.2), (-1.0, -0.2)])
+def test_an_adaptive_beta_follows_the_kl_by_a_fifth_at_most(kl, error):
+    """Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with the horizon in completions."""
+    assert adapt_beta(0.04, kl, sequences=500, target=0.1, horizon=10_000) == pytest.approx(0.04 * (1 + error * 0.05))
