@@ -128,6 +128,21 @@ def test_delta_bounds_what_a_bad_token_can_weigh(loss_type):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_only_bad_sequences_beyond_the_threshold_are_dropped(loss_type):
+    """DeepSeek-V3.2 eq. 9 drops what is above the threshold: the mean over tokens, so 0.125 of 0, 0.25 is still in."""
+    settings = LossSection(loss_type=loss_type, off_policy_mask_threshold=0.125)
+    moves = [(0.0, 0.0), (0.0, 0.25), (0.0, 0.3125), (0.25, 0.25), (-0.25, -0.25)]
+    some = [
+        Completion(sign, [-1.0, -1.0], [0.0, 0.0], [-1.0, -1.0], sampling=[-1.0 + move for move in pair])
+        for sign in (-1.0, 1.0)
+        for pair in moves
+    ]
+    value, _, tokens = ours(some, settings)
+    kept = gradients(value, tokens)[0].view(-1, 2).ne(0).all(dim=1).tolist()
+    assert kept == [True, True, False, False, True] + [True] * 5
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_of_one_token_sequences_the_sequence_level_is_the_token_level(loss_type):
     some = [
         dataclasses.replace(one, **{name: getattr(one, name)[:1] for name in ("logp", "old", "ref", "entropy")})
