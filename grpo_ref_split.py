@@ -104,7 +104,9 @@ def train(config: TrainerConfig) -> None:
         if config.beta > 0 and config.ref == "adapter_off":
             own_reference = OwnReference(model, began_with_adapter)
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    updates = RefUpdates(config, client, model, tokenizer, own, reference, folder) if config.ref_update_steps else None
+    ref_updates = (
+        RefUpdates(config, client, model, tokenizer, own, reference, folder) if config.ref_update_steps else None
+    )
     sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     engine, schedule = start_engine(config, ds_config, model)
     collector = Collector(
@@ -159,10 +161,10 @@ def train(config: TrainerConfig) -> None:
             stats = update(engine, part.sequences, config, batcher, clock, beta)
 
         # Every so often, between two rounds, the policy becomes the reference. After the last step nobody would ask it.
-        of_reference = {"ref_step": updates.step} if updates else {}  # the one that this step was held against
-        if updates and step % config.ref_update_steps == 0 and step < config.max_steps:
+        of_reference = {"ref_step": ref_updates.step} if ref_updates else {}  # the one that this step was held against
+        if ref_updates and step % config.ref_update_steps == 0 and step < config.max_steps:
             with clock("publish_ref"):
-                updates.publish(step)
+                ref_updates.publish(step)
 
         # Log.
         rollouts = [rollout for group in part.groups for rollout in group.rollouts]
