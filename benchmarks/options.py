@@ -45,6 +45,11 @@ OPTIONS = {
     "soft_punish_cache 30": "--soft_punish_cache 30",
     "max_resample 4": "--max_resample 4",
     "importance_sampling_mode token_truncate": "--importance_sampling_mode token_truncate",
+    "off_policy_mask_threshold 0.01, 4 iterations": "--off_policy_mask_threshold 0.01 --num_iterations 4",
+    "ref_update_steps 20": "--ref_update_steps 20",
+    "ref_update_steps 20, ref_mixup_alpha 0.5": "--ref_update_steps 20 --ref_mixup_alpha 0.5",
+    "LoRA, adapter_off, learning rate 5e-3": "--use_peft --ref adapter_off --lora_target_modules all-linear "
+    "--learning_rate 0.005",
 }
 
 
@@ -59,12 +64,12 @@ def main() -> None:
     for seed in arguments.seeds:
         folder = (arguments.folder / f"seed{seed}").absolute()
         prepare(folder, seed)
-        with reference_server(folder) as url:
-            for name in chosen:
+        for name in chosen:
+            with reference_server(folder, "--update_folder", str(folder / "updates")) as url:
                 train(folder, seed, url, "--eval_steps", "5", "--report_to", "none", *OPTIONS[name].split())
-                lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-                runs[name].append([json.loads(line) for line in lines])
-                print(f"seed {seed}: {name}: {'; '.join(columns(runs[name][-1:]))}", file=sys.stderr, flush=True)
+            lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+            runs[name].append([json.loads(line) for line in lines])
+            print(f"seed {seed}: {name}: {'; '.join(columns(runs[name][-1:]))}", file=sys.stderr, flush=True)
     print(f"{machine()}; seeds {' '.join(map(str, arguments.seeds))}\n")
     head = ["option", "steps to 80 %", "accuracy at the end", "final KL", "final length"]
     print(table(head, [[name, *columns(runs[name])] for name in chosen]))

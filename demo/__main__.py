@@ -86,7 +86,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 @contextmanager
-def reference_server(folder: Path) -> Iterator[str]:
+def reference_server(folder: Path, *options: str) -> Iterator[str]:
     """Start `python ref_server.py`; its URL once it is ready. Afterwards end it as an operator would, with SIGTERM."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "ref_server.py", "--config", CONFIG, "--model_name_or_path", str(folder / "model")]
@@ -94,7 +94,10 @@ def reference_server(folder: Path) -> Iterator[str]:
     print(f"starting the reference server on {url}; its log is {log}")
     with open(log, "w") as output:
         server = subprocess.Popen(
-            [*command, "--port", url.rsplit(":", 1)[1]], env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT
+            [*command, "--port", url.rsplit(":", 1)[1], *options],
+            env=ENVIRONMENT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         wait_ready(url, server, log)
