@@ -110,7 +110,8 @@ def test_the_kl_in_the_reward_moves_the_advantages(model_folder, data_folder, se
     assert all("time/old_logprobs" in row for row in rows)
 
 
-def test_beta_follows_the_target(model_folder, data_folder, server, own_rewards, tmp_path):
+@pytest.mark.parametrize("place", [{}, {"kl_in_reward": None}], ids=["in the loss", "in the reward"])
+def test_beta_follows_the_target(model_folder, data_folder, server, own_rewards, tmp_path, place):
     rows = run(
         model_folder,
         data_folder,
@@ -121,6 +122,7 @@ def test_beta_follows_the_target(model_folder, data_folder, server, own_rewards,
         kl_target=1e-4,
         kl_horizon=100,
         max_steps=5,
+        **place,
     )
     expected = 0.5
     for row in rows:
