@@ -4,8 +4,8 @@
     python -m benchmarks.options --seeds 0 --only dapo "k1"       those whose name has one of these in it
 
 Prints a table: the first step at which held-out accuracy was 80 % or more (it is looked at every fifth step), and the
-mean of the last five steps' KL to the reference (by the run's own estimator) and completion length. Steps are optimizer
-updates, so an option that trains on a completion twice has drawn half as many by then.
+mean of the last five steps' KL to the reference (by the run's own estimator), completion length and entropy. Steps are
+optimizer updates, so an option that trains on a completion twice has drawn half as many by then.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
             runs[name].append([json.loads(line) for line in lines])
             print(f"seed {seed}: {name}: {'; '.join(columns(runs[name][-1:]))}", file=sys.stderr, flush=True)
     print(f"{machine()}; seeds {' '.join(map(str, arguments.seeds))}\n")
-    head = ["option", "steps to 80 %", "accuracy at the end", "final KL", "final length"]
+    head = ["option", "steps to 80 %", "accuracy at the end", "final KL", "final length", "final entropy"]
     print(table(head, [[name, *columns(runs[name])] for name in chosen]))
 
 
@@ -85,7 +85,8 @@ def columns(runs: list[list[dict]]) -> list[str]:
     accuracy = [f"{run[-1]['eval_accuracy']:.2f}" for run in runs]
     kl = [f"{last(run, 'kl'):.3f}" for run in runs]
     length = [f"{last(run, 'completions/mean_length'):.1f}" for run in runs]
-    return [", ".join(values) for values in (reached, accuracy, kl, length)]
+    entropy = [f"{last(run, 'entropy'):.2f}" for run in runs]
+    return [", ".join(values) for values in (reached, accuracy, kl, length, entropy)]
 
 
 if __name__ == "__main__":
