@@ -224,10 +224,12 @@ class Monitor:
         if not new and not scored and not held:
             return None
         codes = ", ".join(f"{count} x {status}" for status, count in sorted(new.items())) or "none"
-        times = f", p50 {quantile(latencies, 0.5) * 1e3:.0f} ms, p99 {quantile(latencies, 0.99) * 1e3:.0f} ms"
+        times = ""
+        if latencies:
+            times = f", p50 {quantile(latencies, 0.5) * 1e3:.0f} ms, p99 {quantile(latencies, 0.99) * 1e3:.0f} ms"
         waiting, memory = sum(tokens for tokens, _ in held.values()), (_resident() or 0) >> 20
         return (
-            f"last {now - then:.0f} s: answers {codes}{times if latencies else ''}; {scored / (now - then):.0f} "
+            f"last {now - then:.0f} s: answers {codes}{times}; {scored / (now - then):.0f} "
             f"tokens/s; {waiting} tokens of {len(held)} clients wait; {memory} MiB"
         )
 

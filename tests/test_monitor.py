@@ -132,3 +132,13 @@ def test_memory_stays_bounded_however_many_clients_and_errors_come():
     assert all(len(client["name"]) <= 64 for client in shown["clients"])
     assert all(len(error["message"]) == 300 for error in shown["errors"])
     assert shown["requests"] == {"200": 1000, "400": 1000} and shown["latency"]["requests"] == 1000
+
+
+def test_a_while_in_which_everything_was_refused_has_a_summary_too():
+    """It has no latencies, and the server's own thread writes it."""
+    monitor = Monitor()
+    monitor.answered("POST", "/v1/logprobs", 400, 0.01, "127.0.0.1", error=ProtocolError(400, "malformed", "no"))
+    said = monitor.summary({})
+    assert "answers 1 x 400; 0 tokens/s" in said, said
+    assert monitor.summary({}) is None
+    assert "answers none" in monitor.summary({"one": (7, 1)})
