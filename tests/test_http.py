@@ -301,7 +301,7 @@ def is_served(connection: socket.socket) -> bool:
 def test_headers_have_a_time(low):
     with connect(low) as connection:
         connection.sendall(GET)
-        time.sleep(HEADER_SECONDS / 2)
+        time.sleep(HEADER_SECONDS / 4)
         connection.sendall(b"\r\n")
         assert read(connection, 1)[0][0] == 200
     drip(low, GET + b"X: ", b"a")
@@ -311,7 +311,7 @@ def test_headers_have_a_time(low):
 def test_a_body_has_a_time(low):
     with connect(low) as connection:
         connection.sendall(POST + LENGTH + b"\r\n" + BODY[:50])
-        time.sleep(BODY_SECONDS / 2)
+        time.sleep(BODY_SECONDS / 4)
         connection.sendall(BODY[50:])
         assert read(connection, 1)[0][0] == 200
     drip(low, POST + b"Content-Length: 900000\r\n\r\n", b"a")
