@@ -13,15 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo.adapters import OwnReference
+from grpo.advantages import advantages, groups_with_signal, soft_overlong_punishment, total_rewards
 from grpo.batch import Batcher
 from grpo.data import PromptStream
-from grpo.loss import (
-    advantages,
-    groups_with_signal,
-    kl_divergence,
-    soft_overlong_punishment,
-    total_rewards,
-)
+from grpo.loss import kl_divergence
 from grpo.metrics import PhaseClock, gather
 from grpo.records import Example, Group, Rollout, Sequence
 from grpo.ref_client import RefClient

@@ -1,4 +1,4 @@
-"""The objective: advantages within groups, and the family of GRPO losses. Pure functions of tensors, without ranks.
+"""The objective: the family of GRPO losses and their KL term. Pure functions of tensors, without ranks.
 
 GRPO: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 1 to 4. The others stand at their formulas.
 
@@ -66,12 +66,9 @@ def grpo_loss(
     if per_sequence:
         log_ratio = _sequence_sums(log_ratio, tokens.lengths) / tokens.lengths.clamp(min=1)
     ratio = _exp(log_ratio)
-    policy, metrics = _policy_term(
-        ratio if not per_sequence else _to_tokens(ratio, tokens.lengths),
-        _to_tokens(tokens.advantages, tokens.lengths),
-        logprobs,
-        settings,
-    )
+    if per_sequence:
+        ratio = _to_tokens(ratio, tokens.lengths)
+    policy, metrics = _policy_term(ratio, _to_tokens(tokens.advantages, tokens.lengths), logprobs, settings)
     if per_sequence:
         # One value a sequence, read off its first token; an empty sequence has none.
         metrics = {name: values[_first_tokens(tokens.lengths)] for name, values in metrics.items()}
@@ -93,7 +90,7 @@ def grpo_loss(
     if tokens.ref_logprobs is not None:
         kl = kl_divergence(logprobs, tokens.ref_logprobs, settings.kl_estimator)
         if settings.use_bias_correction_kl:
-            kl = kl * (_to_tokens(ratio, tokens.lengths) if per_sequence else ratio)
+            kl = kl * ratio
         metrics["kl"] = kl
         if not settings.kl_in_reward:
             per_token = per_token + beta * kl
@@ -150,80 +147,6 @@ def adapt_beta(beta: float, kl: float, sequences: int, target: float, horizon: f
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + error * sequences / horizon)
-
-
-def total_rewards(by_function: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over the functions, [functions, ...] -> [...]. A function that does not apply (NaN) adds nothing;
-    where none applies the sum is NaN."""
-    total = torch.tensordot(weights, by_function.nan_to_num(nan=0.0), dims=1)
-    return total.masked_fill(by_function.isnan().all(dim=0), torch.nan)
-
-
-def advantages(
-    by_function: torch.Tensor, weights: torch.Tensor, settings: LossSection, penalty: torch.Tensor | float = 0.0
-) -> torch.Tensor:
-    """What each completion was worth beside the others, float64 [groups, num_generations].
-
-    by_function: float64 [functions, groups, num_generations] of all ranks; penalty: [groups, num_generations], taken
-    off the sum.
-    """
-    if settings.multi_objective_aggregation == "normalize_then_sum":
-        return decoupled_advantages(by_function, weights, settings.reward_tolerance)
-    rewards = total_rewards(by_function, weights) - penalty
-    return group_advantages(rewards, settings.scale_rewards, settings.reward_tolerance)
-
-
-def groups_with_signal(by_function: torch.Tensor, weights: torch.Tensor, settings: LossSection) -> torch.Tensor:
-    """bool [groups]: whether these rewards ([functions, groups, num_generations]) tell good completions from bad."""
-    compared = by_function
-    if settings.multi_objective_aggregation == "sum_then_normalize":
-        compared = total_rewards(by_function, weights).unsqueeze(0)
-    return torch.stack([has_signal(rewards, settings.reward_tolerance) for rewards in compared]).any(dim=0)
-
-
-def group_advantages(rewards: torch.Tensor, scale_rewards: str = "group", tolerance: float = 0.0) -> torch.Tensor:
-    """(reward - group mean) / (std + 1e-4), std with ddof 1. Both [groups, num_generations], of all ranks.
-
-    scale_rewards "group": the group's std (DeepSeekMath, section 4.1.2); "batch": that of all rewards; "none": not
-    divided (Dr. GRPO). NaN, a completion to which no reward function applies, is left out of mean and std and gets 0.
-    So does every completion of a group without signal, whose rewards differ by no more than `tolerance`: exactly 0.
-    """
-    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    if scale_rewards == "group":
-        centred = centred / (_std(rewards).unsqueeze(1) + 1e-4)
-    elif scale_rewards == "batch":
-        centred = centred / (_std(rewards.flatten()) + 1e-4)
-    return torch.where(has_signal(rewards, tolerance).unsqueeze(1), centred, 0.0).nan_to_num(nan=0.0)
-
-
-def decoupled_advantages(by_function: torch.Tensor, weights: torch.Tensor, tolerance: float = 0.0) -> torch.Tensor:
-    """Each function's rewards normalised within the group, the weighted sum of them normalised over the batch.
-
-    GDPO, arXiv:2601.05242; `normalize_then_sum` in TRL. by_function: float64 [functions, groups, num_generations] of
-    all ranks, NaN where a function does not apply; weights: [functions]. Returns [groups, num_generations].
-    """
-    nothing = by_function.isnan().all(dim=0)
-    alive = torch.stack([has_signal(rewards, tolerance) for rewards in by_function]).any(dim=0)
-    each = torch.stack([group_advantages(rewards, "group", tolerance) for rewards in by_function])
-    total = torch.einsum("f,fgn->gn", weights, each).masked_fill(nothing, torch.nan)
-    scaled = (total - total.nanmean()) / (_std(total.flatten()) + 1e-4)
-    return torch.where(alive.unsqueeze(1), scaled, 0.0).nan_to_num(nan=0.0)
-
-
-def has_signal(rewards: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """bool [groups]: whether a group's rewards ([groups, num_generations], NaN left out) differ by more than that."""
-    highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
-    lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
-    return highest - lowest > tolerance
-
-
-def soft_overlong_punishment(lengths: torch.Tensor, max_completion_length: int, soft_punish_cache: int) -> torch.Tensor:
-    """0 up to max_completion_length - soft_punish_cache tokens, from there falling to -1 at the maximum. float64 [n].
-
-    DAPO, arXiv:2503.14476, equation 13.
-    """
-    beyond = lengths.double() - (max_completion_length - soft_punish_cache)
-    return -(beyond / soft_punish_cache).clamp(0.0, 1.0)
 
 
 def _policy_term(
@@ -285,13 +208,6 @@ def _sampler_correction(tokens: Tokens, old: torch.Tensor, settings: LossSection
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
-
-
-def _std(rewards: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, ddof 1, NaN left out; 0 where fewer than two are left."""
-    count = (~rewards.isnan()).sum(dim=-1)
-    squares = (rewards - rewards.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1)
-    return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def _to_tokens(of_sequences: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpo_ref_split as trainer
+from grpo.advantages import group_advantages
 from grpo.arguments import parse_arguments
 from grpo.config import SharedConfig
 from grpo.ds_config import engine_config
-from grpo.loss import group_advantages
 from grpo.metrics import PhaseClock, gather_stats
 from grpo.model import checkpoint_activations, load_model, make_batcher
 from grpo.records import Sequence

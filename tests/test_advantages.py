@@ -7,7 +7,13 @@ import oracle
 import pytest
 import torch
 
-from grpo.loss import advantages, decoupled_advantages, group_advantages, groups_with_signal, soft_overlong_punishment
+from grpo.advantages import (
+    advantages,
+    decoupled_advantages,
+    group_advantages,
+    groups_with_signal,
+    soft_overlong_punishment,
+)
 from grpo.loss_config import LossSection
 
 SCALES = ["group", "batch", "none"]

@@ -14,7 +14,8 @@ import pytest
 import torch
 from ragged import completions, gradients, step_of, tokens_of
 
-from grpo.loss import grpo_loss, soft_overlong_punishment
+from grpo.advantages import soft_overlong_punishment
+from grpo.loss import grpo_loss
 from grpo.loss_config import LossSection
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_trainer import lines, options, plain_python
 
-from grpo.loss import group_advantages
+from grpo.advantages import group_advantages
 
 pytestmark = pytest.mark.slow
 
