@@ -366,7 +366,7 @@ def main() -> int:
         logging.getLogger(name).setLevel(config.log_level.upper())
     try:
         if config.estimate:
-            from grpo.estimate import estimate_report
+            from grpo.estimate_report import estimate_report
 
             print(estimate_report(config))
             return 0

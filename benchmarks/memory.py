@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from benchmarks.common import forget_peak, fresh, machine, peak_above, qwen, random_model, table
-from grpo.estimate import CARDS, MIB, estimate, fit, weights
+from grpo.estimate import MIB, estimate, weights
+from grpo.estimate_report import CARDS, fit
 from grpo.logprobs import token_logprobs
 from grpo.model import make_batcher
 from ref_server import keep_memory_flat

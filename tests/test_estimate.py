@@ -20,7 +20,8 @@ from transformers import (
 
 from benchmarks.common import fresh, qwen
 from benchmarks.memory import Case, cards, gemma2, on_meta, predict
-from grpo.estimate import CARDS, MIB, Shape, fit, weights, working
+from grpo.estimate import MIB, Shape, weights, working
+from grpo.estimate_report import CARDS, fit
 from grpo.model import load_reference
 from grpo.server_config import ServerConfig
 

@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"},
     {"protocol", "reward_protocol", "logprobs", "batch", "attention", "arguments", "ref_wire", "ranks", "weights"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
-    | {"http_server", "monitor", "estimate", "adapters", "updates", "ref_update"}
+    | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
     {"accuracy", "update"},
     {"evaluate", "chat", "collect"},
