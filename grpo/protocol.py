@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -42,6 +41,11 @@ class ProtocolError(Exception):
 
     def to_json(self) -> bytes:
         return json.dumps({"error": {"code": self.code, "message": self.message}}).encode()
+
+
+def malformed(message: str) -> ProtocolError:
+    """A 400. Not the whole message where that repeats what was sent, which may be a name as long as the body."""
+    return ProtocolError(400, "malformed", message[:500])
 
 
 @dataclass(frozen=True)
@@ -130,39 +134,6 @@ class Health:
         return cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Where a body of `POST /v1/weights` belongs: some bytes of a safetensors file with a model's weights."""
-
-    sha256: str
-    """of the whole file, in hex: which upload this is"""
-    size: int
-    """of the whole file, in bytes"""
-    offset: int
-    """of the body's first byte in the file"""
-
-    @classmethod
-    def of(cls, query: Mapping[str, str]) -> Piece:
-        """From a request's query. Raises ProtocolError, 400."""
-        return cls(_hex(query, "sha256", 64), _count(query, "size"), _count(query, "offset"))
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What `POST /v1/weights/commit` asks: these uploaded weights for that model, which then is another."""
-
-    sha256: str
-    replaces: str
-    """fingerprint of the model that is served until then"""
-    becomes: str
-    """fingerprint of what it must be afterwards"""
-
-    @classmethod
-    def of(cls, query: Mapping[str, str]) -> Commit:
-        """From a request's query. Raises ProtocolError, 400."""
-        return cls(_hex(query, "sha256", 64), _hex(query, "replaces", 16), _hex(query, "becomes", 16))
-
-
 def encode_request(request: LogprobsRequest) -> bytes:
     tensors = {
         "input_ids": request.input_ids,
@@ -196,24 +167,24 @@ def decode_request(
         _int32(tensors, name) for name in ("input_ids", "prompt_lengths", "completion_lengths")
     )
     if unknown := tensors.keys() - {"input_ids", "prompt_lengths", "completion_lengths"}:
-        raise _malformed(f"unknown tensor {min(unknown)!r}; version {VERSION} has no such thing")
+        raise malformed(f"unknown tensor {min(unknown)!r}; version {VERSION} has no such thing")
     if len(prompts) == 0:
-        raise _malformed("prompt_lengths is empty: send at least one sequence")
+        raise malformed("prompt_lengths is empty: send at least one sequence")
     if len(prompts) != len(completions):
-        raise _malformed(
+        raise malformed(
             f"{len(prompts)} prompt_lengths but {len(completions)} completion_lengths: send one of each a sequence"
         )
     if prompts.min() < 1:
-        raise _malformed(f"a prompt length is {prompts.min()}: every prompt needs at least one token")
+        raise malformed(f"a prompt length is {prompts.min()}: every prompt needs at least one token")
     if completions.min() < 0:
-        raise _malformed(f"a completion length is {completions.min()}: lengths cannot be negative")
+        raise malformed(f"a completion length is {completions.min()}: lengths cannot be negative")
     check_number("sequences", len(prompts), max_sequences)
     check_number("tokens", len(ids), max_tokens)
     lengths = prompts.astype(np.int64) + completions
     if lengths.sum() != len(ids):
-        raise _malformed(f"the lengths add up to {lengths.sum()} but input_ids has {len(ids)} tokens")
+        raise malformed(f"the lengths add up to {lengths.sum()} but input_ids has {len(ids)} tokens")
     if ids.min() < 0 or ids.max() >= vocab_size:
-        raise _malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
+        raise malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
     if lengths.max() > max_length:
         longest = int(lengths.argmax())
         raise ProtocolError(
@@ -227,7 +198,7 @@ def decode_request(
     except ValueError:
         temperature = math.nan
     if not (temperature >= _LOWEST_TEMPERATURE and math.isfinite(temperature)):
-        raise _malformed(f"temperature {text[:40]!r}: send a number of at least {_LOWEST_TEMPERATURE}, such as 1.0")
+        raise malformed(f"temperature {text[:40]!r}: send a number of at least {_LOWEST_TEMPERATURE}, such as 1.0")
     who = {name: metadata.get(name, "") for name in ("request_id", "client")}
     for name, text in who.items():
         check_name(name, text)
@@ -244,7 +215,7 @@ def check_number(what: str, number: int, limit: int) -> None:
 def check_name(name: str, text: str) -> None:
     """Raises ProtocolError where a request_id or client is too long."""
     if len(text) > _LONGEST_NAME:
-        raise _malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
+        raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
 
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:
@@ -258,9 +229,9 @@ def decode_answer(body: bytes, tokens: int) -> LogprobsAnswer:
     logprobs = tensors.get("logprobs")
     if logprobs is None or logprobs.dtype != np.float32 or logprobs.shape != (tokens,):
         found = "none" if logprobs is None else f"{logprobs.dtype} {list(logprobs.shape)}"
-        raise _malformed(f"the answer's logprobs should be float32 [{tokens}], found {found}")
+        raise malformed(f"the answer's logprobs should be float32 [{tokens}], found {found}")
     if not np.isfinite(logprobs).all():
-        raise _malformed("the answer's logprobs hold NaN or infinity")
+        raise malformed("the answer's logprobs hold NaN or infinity")
     return LogprobsAnswer(logprobs, metadata.get("model_fingerprint", ""), metadata.get("request_id", ""))
 
 
@@ -280,14 +251,14 @@ def _read(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
         entries = deserialize(body)
     except SafetensorError as error:
-        raise _malformed(f"not safetensors: {error}") from error
+        raise malformed(f"not safetensors: {error}") from error
     tensors = {}
     for name, entry in entries:
         if entry["dtype"] not in _DTYPES:
-            raise _malformed(f"tensor {name!r} has dtype {entry['dtype']}: use {' or '.join(_DTYPES)}")
+            raise malformed(f"tensor {name!r} has dtype {entry['dtype']}: use {' or '.join(_DTYPES)}")
         # numpy cannot make every shape that safetensors lets pass: 65 dimensions, or 0 x 2^63.
         if len(entry["shape"]) != 1:
-            raise _malformed(f"tensor {name!r} has {len(entry['shape'])} dimensions: send one dimension")
+            raise malformed(f"tensor {name!r} has {len(entry['shape'])} dimensions: send one dimension")
         tensors[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
     # deserialize checked this header already: eight bytes of length, then JSON; metadata is str -> str.
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
@@ -296,26 +267,8 @@ def _read(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 def _int32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
     if name not in tensors:
-        raise _malformed(f"tensor {name!r} is missing")
+        raise malformed(f"tensor {name!r} is missing")
     tensor = tensors[name]
     if tensor.dtype != np.int32:
-        raise _malformed(f"tensor {name!r} is {tensor.dtype}: send int32")
+        raise malformed(f"tensor {name!r} is {tensor.dtype}: send int32")
     return tensor
-
-
-def _hex(query: Mapping[str, str], name: str, digits: int) -> str:
-    text = query.get(name, "")
-    if len(text) != digits or set(text) - set("0123456789abcdef"):
-        raise _malformed(f"{name}={text[:80]!r} in the query: send {digits} hex digits")
-    return text
-
-
-def _count(query: Mapping[str, str], name: str) -> int:
-    text = query.get(name, "")
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise _malformed(f"{name}={text[:80]!r} in the query: send a number of bytes")
-    return int(text)
-
-
-def _malformed(message: str) -> ProtocolError:
-    return ProtocolError(400, "malformed", message[:500])  # it may hold a name as long as the body

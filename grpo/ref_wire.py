@@ -24,14 +24,13 @@ from grpo.protocol import (
     HEALTH_PATH,
     TASK_PATHS,
     WEIGHTS_PATH,
-    Commit,
     Health,
     LogprobsAnswer,
-    Piece,
     ProtocolError,
 )
 from grpo.reward_protocol import RewardAnswer
 from grpo.trainer_config import TrainerConfig
+from grpo.update_protocol import Commit, Piece
 
 _CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 # A cut or slow body, an upload that is not as far as was thought, busy, not ready, a proxy without its server.

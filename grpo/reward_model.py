@@ -25,7 +25,7 @@ from transformers import (
 from grpo.batch import Batcher
 from grpo.config import ConfigError, SharedConfig
 from grpo.model import describe, resolve_dtype
-from grpo.protocol import Health, LogprobsRequest, ProtocolError, check_number
+from grpo.protocol import Health, LogprobsRequest, ProtocolError, check_number, malformed
 from grpo.records import Message
 from grpo.reward_functions import RewardError
 from grpo.reward_protocol import Input, RewardRequest
@@ -112,7 +112,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, inputs: Iterable[Input], max_le
             ids = np.asarray(tokenizer(text, add_special_tokens=added, verbose=False)["input_ids"], np.int32)
             much = f"{len(ids)} tokens"
             if len(ids) == 0:
-                raise ProtocolError(400, "malformed", f"input {place} is a text without a token, which has no score")
+                raise malformed(f"input {place} is a text without a token, which has no score")
             if len(ids) <= max_length:
                 yield ids
                 continue
@@ -187,4 +187,4 @@ def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Messa
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except jinja2.TemplateError as error:
         refused = f"input {place}: the reward model's chat template refuses these messages ({error})"
-        raise ProtocolError(400, "malformed", refused[:500]) from error
+        raise malformed(refused) from error

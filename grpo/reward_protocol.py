@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo.protocol import ProtocolError, check_name, check_number
+from grpo.protocol import check_name, check_number, malformed
 from grpo.records import Message
 
 Input = str | list[Message]
@@ -33,17 +33,17 @@ class RewardRequest:
         """Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` inputs."""
         said = _read(body)
         if unknown := said.keys() - cls.__dataclass_fields__.keys():
-            raise _malformed(f"unknown field {min(unknown)!r}; use {', '.join(cls.__dataclass_fields__)}")
+            raise malformed(f"unknown field {min(unknown)!r}; use {', '.join(cls.__dataclass_fields__)}")
         inputs = said.get("inputs")
         if not isinstance(inputs, list) or not inputs:
-            raise _malformed("inputs should be a list of at least one text or chat")
+            raise malformed("inputs should be a list of at least one text or chat")
         check_number("sequences", len(inputs), max_sequences)
         for place, one in enumerate(inputs):
             _check_input(place, one)
         who = {name: said.get(name, "") for name in ("request_id", "client")}
         for name, text in who.items():
             if not isinstance(text, str):
-                raise _malformed(f"{name} should be a text")
+                raise malformed(f"{name} should be a text")
             check_name(name, text)
         return cls(inputs, **who)
 
@@ -64,10 +64,10 @@ class RewardAnswer:
         said = _read(body)
         scores = said.get("scores")
         if not isinstance(scores, list) or len(scores) != inputs or not all(isinstance(x, float) for x in scores):
-            raise _malformed(f"the answer's scores should be {inputs} numbers")
+            raise malformed(f"the answer's scores should be {inputs} numbers")
         array = np.array(scores, np.float32)
         if not np.isfinite(array).all():
-            raise _malformed("the answer's scores hold NaN or infinity")
+            raise malformed("the answer's scores hold NaN or infinity")
         return cls(array, str(said.get("model_fingerprint", "")), str(said.get("request_id", "")))
 
 
@@ -75,9 +75,9 @@ def _read(body: bytes) -> dict:
     try:
         said = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise _malformed(f"not JSON: {error}") from error
+        raise malformed(f"not JSON: {error}") from error
     if not isinstance(said, dict):
-        raise _malformed("not a JSON object")
+        raise malformed("not a JSON object")
     return said
 
 
@@ -90,13 +90,9 @@ def _check_input(place: int, one: object) -> None:
         for message in chat
     )
     if not well_made or not chat:
-        raise _malformed(f'input {place} should be a text, or a list of {{"role": text, "content": text}}')
+        raise malformed(f'input {place} should be a text, or a list of {{"role": text, "content": text}}')
     try:
         for message in chat:
             (message["role"] + message["content"]).encode()
     except UnicodeEncodeError as error:
-        raise _malformed(f"input {place} holds half of a surrogate pair, which is no text") from error
-
-
-def _malformed(message: str) -> ProtocolError:
-    return ProtocolError(400, "malformed", message[:500])
+        raise malformed(f"input {place} holds half of a surrogate pair, which is no text") from error

@@ -26,8 +26,9 @@ from transformers import PreTrainedModel
 
 from grpo.config import ConfigError
 from grpo.model import fingerprint_with
-from grpo.protocol import Commit, Health, LogprobsRequest, Piece, ProtocolError
+from grpo.protocol import Health, LogprobsRequest, ProtocolError, malformed
 from grpo.scorer import Scorer
+from grpo.update_protocol import Commit, Piece
 from grpo.weights import WeightsError, WeightsFile, blocks, named_weights
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Updates:
         """
         piece = Piece.of(query)
         if piece.offset + len(data) > piece.size:
-            raise ProtocolError(400, "malformed", f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
+            raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
         with self._uploading:
             if piece.sha256 == self._served:
                 return {"received": piece.size}
@@ -177,7 +178,7 @@ class Updates:
         upload = self._upload
         if upload is not None and upload.sha256 == piece.sha256:
             if upload.size != piece.size:
-                raise ProtocolError(400, "malformed", f"this upload has {upload.size} bytes, not {piece.size}")
+                raise malformed(f"this upload has {upload.size} bytes, not {piece.size}")
             return upload
         if upload is not None and (left := self._left(upload)) > 0:
             wait = math.ceil(min(left, self._patience))

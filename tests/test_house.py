@@ -10,7 +10,8 @@ from conftest import ENVIRONMENT, REPOSITORY
 # From the bottom up; a module may import from lower levels, and from its own where that makes no circle.
 LEVELS = [
     {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"},
-    {"protocol", "reward_protocol", "logprobs", "batch", "attention", "arguments", "ref_wire", "ranks", "weights"},
+    {"protocol", "reward_protocol", "update_protocol", "ref_wire", "weights"}
+    | {"logprobs", "batch", "attention", "arguments", "ranks"},
     {"data", "model", "rollout", "ref_client", "scorer", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
