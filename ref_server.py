@@ -4,15 +4,13 @@
     python ref_server.py --config configs/demo_cpu.yaml              # the file that the trainer reads
     python ref_server.py --task reward --model_name_or_path org/rm   # a reward model instead: texts in, scores out
 
-Read it from the top: what it serves, how it listens, how it starts and stops. One worker thread owns the model
-(grpo/scorer.py); the web server's threads only parse, queue and wait. The wire is described in docs/protocol.md.
+Read it from the top: what it answers where, how it starts and stops. The web server's threads only parse, queue and
+wait (grpo/service.py); one worker thread owns the model (grpo/scorer.py). The wire is described in docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import hmac
 import json
 import logging
 import os
@@ -21,8 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -31,161 +27,20 @@ import bottle
 from grpo import protocol
 from grpo.arguments import parse_arguments
 from grpo.config import ConfigError
-from grpo.http_server import THREADS, HttpServer
-from grpo.monitor import SUMMARY_SECONDS, Monitor
-from grpo.protocol import Health, LogprobsAnswer, LogprobsRequest, ProtocolError
-from grpo.reward_protocol import RewardAnswer
+from grpo.http_server import HttpServer
+from grpo.monitor import SUMMARY_SECONDS
+from grpo.protocol import ProtocolError
 from grpo.server_config import ServerConfig
+from grpo.service import Service
 
 log = logging.getLogger("ref_server")
 
-IN_HAND = THREADS - 8  # requests that wait for the model; the other threads keep /health and refusals quick
-UPDATE_PATHS = (protocol.WEIGHTS_PATH, protocol.COMMIT_PATH)
 PAGE = Path(__file__).with_name("grpo") / "page.html"
-OPEN_PATHS = (protocol.PAGE_PATH, protocol.HEALTH_PATH)  # without a token the one is empty, the other says "ok"
 # The page shows what strangers sent; whatever gets into it, it may load nothing and talk to nobody else.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-
-
-class Service:
-    """What the HTTP threads share: the state, and once the model is loaded, the scorer."""
-
-    def __init__(self, config: ServerConfig):
-        self.config = config
-        self.health = Health(status="loading", model=config.model_name_or_path, task=config.task)
-        self.monitor = Monitor()
-        self.scorer = self.updates = None
-        self.batch_tokens = 0
-        self.death: Exception | None = None
-        self.stop = threading.Event()
-        # JSON and tokens take many times the body's size while they are read: one request's at a time.
-        self.reading = threading.Lock()
-        self.read_texts = None
-        self._changing = threading.Lock()
-
-    def load(self) -> None:
-        """Load the model and begin to score. Raises ConfigError where there is no such model."""
-        import torch
-
-        from grpo.model import describe, device_memory, load_reference, load_tokenizer, make_batcher
-        from grpo.scorer import Scorer, completion_logprobs
-        from grpo.updates import Updates
-
-        config, device = self.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if device.type == "cuda":
-            self.monitor.device_memory = device_memory
-        if config.task == "reward":
-            from grpo.reward_model import PADDED, describe_reward, load_reward_model, read_request, scores_for_queue
-
-            name = config.model_name_or_path
-            model, tokenizer = load_reward_model(config, "model_name_or_path", name, device)
-            health, batcher, compute = describe_reward(model, tokenizer, name), PADDED, scores_for_queue
-            self.read_texts = partial(read_request, tokenizer)
-        else:
-            tokenizer, model = load_tokenizer(config), load_reference(config, device)
-            health = describe(model, tokenizer, config.model_name_or_path)
-            batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
-        self.batch_tokens = config.batch_tokens(device.type)
-        self.scorer = Scorer(
-            model,
-            batcher,
-            self.batch_tokens,
-            config.max_queue_tokens,
-            IN_HAND,
-            on_death=self._worker_died,
-            on_pass=self.monitor.scored,
-            deterministic=config.deterministic,
-            compute=compute,
-        )
-        # A piece may be on its way for body_timeout.
-        patience = 2 * config.body_timeout
-        self.updates = Updates(self.scorer, model, health, config.update_folder, patience, on_swap=self._swapped)
-        longest = min(config.max_length or health.max_length, health.max_length)
-        self.health = replace(health, max_length=longest, takes_updates=config.update_folder is not None)
-
-    def change_health(self, **changes) -> None:
-        with self._changing:
-            self.health = replace(self.health, **changes)
-
-    def _swapped(self, fingerprint: str, sha256: str) -> None:
-        name = f"{self.config.model_name_or_path}, updated to {sha256[:12]}"
-        self.change_health(model=name, model_fingerprint=fingerprint)
-
-    def _worker_died(self, death: Exception) -> None:
-        self.death = death
-        self.stop.set()
-
-    def allows(self, authorization: str) -> bool:
-        """Whether a request with this header may know and ask everything."""
-        if self.config.token is None:
-            return True
-        # Digests, because compare_digest tells by its time whether the lengths are the same.
-        sent, right = (hashlib.sha256(text.encode()) for text in (authorization, f"Bearer {self.config.token}"))
-        return hmac.compare_digest(sent.digest(), right.digest())
-
-    def refuse(self, path: str, headers: dict[str, str]) -> ProtocolError | None:
-        """Why a request is not worth its body. `headers` has them in CGI's spelling."""
-        if self.allows(headers.get("AUTHORIZATION", "")):
-            if path in UPDATE_PATHS and self.config.update_folder is None:
-                return ProtocolError(
-                    403, "no_updates", "this server takes no new weights: it runs without --update_folder"
-                )
-            return None
-        if path not in OPEN_PATHS:
-            return ProtocolError(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with the server's token")
-        if headers.get("CONTENT_LENGTH", "0") != "0":
-            return ProtocolError(413, "request_entity_too_large", f"{path} takes no body")
-        return None
-
-    def read(self, body: bytes) -> LogprobsRequest:
-        """Raises ProtocolError: for a request that cannot be answered, or a server that cannot answer now."""
-        self.check_ready()
-        config, health = self.config, self.health
-        limits = health.max_length, config.max_request_sequences, config.max_request_tokens
-        if config.task == "reward":
-            with self.reading:
-                return self.read_texts(body, *limits)
-        return protocol.decode_request(body, health.vocab_size, *limits)
-
-    def check_ready(self) -> None:
-        """Raises ProtocolError while the model cannot be asked anything."""
-        if (status := self.health.status) != "ready":
-            raise ProtocolError(503, status, f"the server is {status}", retry_after=2)
-
-    def score(self, request: LogprobsRequest, sender: str) -> bytes:
-        """The bytes of its answer. Raises ProtocolError for everything that goes wrong."""
-        future, fingerprint = self.updates.submit(request, request.client or sender)
-        own = fingerprint, request.request_id
-        if self.config.task == "reward":
-            return RewardAnswer(future.result(), *own).to_json()
-        return protocol.encode_answer(LogprobsAnswer(future.result(), *own))
-
-    def held(self) -> dict[str, tuple[int, int]]:
-        """(tokens, requests) in hand, by client."""
-        return self.scorer.held() if self.scorer else {}
-
-    def current_health(self) -> Health:
-        return replace(self.health, queue_depth=self.scorer.queue_depth if self.scorer else 0)
-
-    def status(self) -> dict:
-        """What the live page shows."""
-        config, held = self.config, self.held()
-        tokens, requests = (sum(one[place] for one in held.values()) for place in (0, 1))
-        return {
-            "health": vars(self.current_health()),
-            "deterministic": config.deterministic,
-            "max_batch_tokens": self.batch_tokens,
-            "queue": {
-                "tokens": tokens,
-                "requests": requests,
-                "max_tokens": config.max_queue_tokens,
-                "max_requests": IN_HAND,
-            },
-            **self.monitor.status(held),
-        }
 
 
 def keep_memory_flat() -> None:
@@ -203,51 +58,55 @@ def make_app(service: Service):
     """The WSGI app: bottle's, with every answer noted by the monitor."""
     app = bottle.Bottle()
 
+    def refusable(handler):
+        """A handler that may raise ProtocolError as its answer."""
+
+        def answer_or_refusal(*args, **kwargs):
+            try:
+                if bottle.request.method == "POST" and bottle.request.content_length < 0:
+                    raise ProtocolError(411, "length_required", "send a Content-Length")
+                return handler(*args, **kwargs)
+            except ProtocolError as error:
+                bottle.request.environ["note"]["error"] = error
+                return _answer(error.to_json(), error.status, "application/json", error.retry_after)
+
+        return answer_or_refusal
+
+    app.install(refusable)
+
+    def body() -> bytes:
+        return bottle.request.environ["wsgi.input"].read()
+
+    def updates():
+        # Any web page can make a browser post to this machine, but none can with this type.
+        if bottle.request.content_type != protocol.CONTENT_TYPE:
+            message = f"send 'Content-Type: {protocol.CONTENT_TYPE}'"
+            raise ProtocolError(415, "unsupported_media_type", message)
+        service.check_ready()
+        return service.updates
+
     @app.get(protocol.HEALTH_PATH)
     def health():
         now = service.current_health()
         status = 200 if now.status == "ready" else 503
         allowed = service.allows(bottle.request.get_header("Authorization", ""))
-        body = now.to_json() if allowed else b'{"status": "ok"}'
-        return _answer(body, status, "application/json", retry_after=None if status == 200 else 2)
+        said = now.to_json() if allowed else b'{"status": "ok"}'
+        return _answer(said, status, "application/json", retry_after=None if status == 200 else 2)
 
     @app.post(protocol.TASK_PATHS[service.config.task])
     def work():
-        note, sender = bottle.request.environ["note"], bottle.request.remote_addr or ""
-        try:
-            if bottle.request.content_length < 0:
-                raise ProtocolError(411, "length_required", "send a Content-Length")
-            request = service.read(bottle.request.environ["wsgi.input"].read())
-            note |= {"client": request.client, "tokens": len(request.input_ids)}
-            return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPES[service.config.task])
-        except ProtocolError as error:
-            note["error"] = error
-            return _answer(error.to_json(), error.status, "application/json", error.retry_after)
-
-    def update(act):
-        """`act(query, body)`, its answer as JSON."""
-        request = bottle.request
-        try:
-            if request.content_length < 0:
-                raise ProtocolError(411, "length_required", "send a Content-Length")
-            # Any web page can make a browser post to this machine, but none can with this type.
-            if request.content_type != protocol.CONTENT_TYPE:
-                message = f"send 'Content-Type: {protocol.CONTENT_TYPE}'"
-                raise ProtocolError(415, "unsupported_media_type", message)
-            service.check_ready()
-            said = act(request.query, request.environ["wsgi.input"].read())
-            return _answer(json.dumps(said).encode(), 200, "application/json")
-        except ProtocolError as error:
-            request.environ["note"]["error"] = error
-            return _answer(error.to_json(), error.status, "application/json", error.retry_after)
+        sender = bottle.request.remote_addr or ""
+        request = service.read(body())
+        bottle.request.environ["note"] |= {"client": request.client, "tokens": len(request.input_ids)}
+        return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPES[service.config.task])
 
     @app.post(protocol.WEIGHTS_PATH)
     def weights():
-        return update(lambda query, body: service.updates.add(query, body))
+        return _json(updates().add(bottle.request.query, body()))
 
     @app.post(protocol.COMMIT_PATH)
     def commit():
-        return update(lambda query, body: service.updates.commit(query))
+        return _json(updates().commit(bottle.request.query))
 
     @app.get(protocol.METRICS_PATH)
     def metrics():
@@ -255,7 +114,7 @@ def make_app(service: Service):
 
     @app.get(protocol.STATUS_PATH)
     def status():
-        return _answer(json.dumps(service.status()).encode(), 200, "application/json")
+        return _json(service.status())
 
     @app.get(protocol.PAGE_PATH)
     def page():
@@ -288,12 +147,12 @@ def make_app(service: Service):
             status[:] = [int(line[:3])]
             return start_response(line, headers, exc_info)
 
-        body = app(environ, start)
+        answer = app(environ, start)
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         seconds = time.perf_counter() - began
         sender = environ.get("REMOTE_ADDR", "")
         service.monitor.answered(method, path if path in paths else "other", *status, seconds, sender, **note)
-        return body
+        return answer
 
     return noted
 
@@ -303,6 +162,10 @@ def _answer(body: bytes, status: int, content_type: str, retry_after: int | None
     if retry_after is not None:
         headers["Retry-After"] = str(retry_after)
     return bottle.HTTPResponse(body, status, headers)
+
+
+def _json(said: dict) -> bottle.HTTPResponse:
+    return _answer(json.dumps(said).encode(), 200, "application/json")
 
 
 def run(config: ServerConfig) -> int:

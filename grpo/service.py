@@ -1,0 +1,158 @@
+"""What a server's HTTP threads share: who may ask, what is read and scored, what the server says of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+from dataclasses import replace
+from functools import partial
+
+from grpo import protocol
+from grpo.http_server import THREADS
+from grpo.monitor import Monitor
+from grpo.protocol import Health, LogprobsAnswer, LogprobsRequest, ProtocolError
+from grpo.reward_protocol import RewardAnswer
+from grpo.server_config import ServerConfig
+
+IN_HAND = THREADS - 8  # requests that wait for the model; the other threads keep /health and refusals quick
+UPDATE_PATHS = (protocol.WEIGHTS_PATH, protocol.COMMIT_PATH)
+OPEN_PATHS = (protocol.PAGE_PATH, protocol.HEALTH_PATH)  # without a token the one is empty, the other says "ok"
+
+
+class Service:
+    """What the HTTP threads share: the state, and once the model is loaded, the scorer."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.health = Health(status="loading", model=config.model_name_or_path, task=config.task)
+        self.monitor = Monitor()
+        self.scorer = self.updates = None
+        self.batch_tokens = 0
+        self.death: Exception | None = None
+        self.stop = threading.Event()
+        # JSON and tokens take many times the body's size while they are read: one request's at a time.
+        self.reading = threading.Lock()
+        self.read_texts = None
+        self._changing = threading.Lock()
+
+    def load(self) -> None:
+        """Load the model and begin to score. Raises ConfigError where there is no such model."""
+        import torch
+
+        from grpo.model import describe, device_memory, load_reference, load_tokenizer, make_batcher
+        from grpo.scorer import Scorer, completion_logprobs
+        from grpo.updates import Updates
+
+        config, device = self.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda":
+            self.monitor.device_memory = device_memory
+        if config.task == "reward":
+            from grpo.reward_model import PADDED, describe_reward, load_reward_model, read_request, scores_for_queue
+
+            name = config.model_name_or_path
+            model, tokenizer = load_reward_model(config, "model_name_or_path", name, device)
+            health, batcher, compute = describe_reward(model, tokenizer, name), PADDED, scores_for_queue
+            self.read_texts = partial(read_request, tokenizer)
+        else:
+            tokenizer, model = load_tokenizer(config), load_reference(config, device)
+            health = describe(model, tokenizer, config.model_name_or_path)
+            batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
+        self.batch_tokens = config.batch_tokens(device.type)
+        self.scorer = Scorer(
+            model,
+            batcher,
+            self.batch_tokens,
+            config.max_queue_tokens,
+            IN_HAND,
+            on_death=self._worker_died,
+            on_pass=self.monitor.scored,
+            deterministic=config.deterministic,
+            compute=compute,
+        )
+        # A piece may be on its way for body_timeout.
+        patience = 2 * config.body_timeout
+        self.updates = Updates(self.scorer, model, health, config.update_folder, patience, on_swap=self._swapped)
+        longest = min(config.max_length or health.max_length, health.max_length)
+        self.health = replace(health, max_length=longest, takes_updates=config.update_folder is not None)
+
+    def change_health(self, **changes) -> None:
+        with self._changing:
+            self.health = replace(self.health, **changes)
+
+    def _swapped(self, fingerprint: str, sha256: str) -> None:
+        name = f"{self.config.model_name_or_path}, updated to {sha256[:12]}"
+        self.change_health(model=name, model_fingerprint=fingerprint)
+
+    def _worker_died(self, death: Exception) -> None:
+        self.death = death
+        self.stop.set()
+
+    def allows(self, authorization: str) -> bool:
+        """Whether a request with this header may know and ask everything."""
+        if self.config.token is None:
+            return True
+        # Digests, because compare_digest tells by its time whether the lengths are the same.
+        sent, right = (hashlib.sha256(text.encode()) for text in (authorization, f"Bearer {self.config.token}"))
+        return hmac.compare_digest(sent.digest(), right.digest())
+
+    def refuse(self, path: str, headers: dict[str, str]) -> ProtocolError | None:
+        """Why a request is not worth its body. `headers` has them in CGI's spelling."""
+        if self.allows(headers.get("AUTHORIZATION", "")):
+            if path in UPDATE_PATHS and self.config.update_folder is None:
+                return ProtocolError(
+                    403, "no_updates", "this server takes no new weights: it runs without --update_folder"
+                )
+            return None
+        if path not in OPEN_PATHS:
+            return ProtocolError(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with the server's token")
+        if headers.get("CONTENT_LENGTH", "0") != "0":
+            return ProtocolError(413, "request_entity_too_large", f"{path} takes no body")
+        return None
+
+    def read(self, body: bytes) -> LogprobsRequest:
+        """Raises ProtocolError: for a request that cannot be answered, or a server that cannot answer now."""
+        self.check_ready()
+        config, health = self.config, self.health
+        limits = health.max_length, config.max_request_sequences, config.max_request_tokens
+        if config.task == "reward":
+            with self.reading:
+                return self.read_texts(body, *limits)
+        return protocol.decode_request(body, health.vocab_size, *limits)
+
+    def check_ready(self) -> None:
+        """Raises ProtocolError while the model cannot be asked anything."""
+        if (status := self.health.status) != "ready":
+            raise ProtocolError(503, status, f"the server is {status}", retry_after=2)
+
+    def score(self, request: LogprobsRequest, sender: str) -> bytes:
+        """The bytes of its answer. Raises ProtocolError for everything that goes wrong."""
+        future, fingerprint = self.updates.submit(request, request.client or sender)
+        own = fingerprint, request.request_id
+        if self.config.task == "reward":
+            return RewardAnswer(future.result(), *own).to_json()
+        return protocol.encode_answer(LogprobsAnswer(future.result(), *own))
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """(tokens, requests) in hand, by client."""
+        return self.scorer.held() if self.scorer else {}
+
+    def current_health(self) -> Health:
+        return replace(self.health, queue_depth=self.scorer.queue_depth if self.scorer else 0)
+
+    def status(self) -> dict:
+        """What the live page shows."""
+        config, held = self.config, self.held()
+        tokens, requests = (sum(one[place] for one in held.values()) for place in (0, 1))
+        return {
+            "health": vars(self.current_health()),
+            "deterministic": config.deterministic,
+            "max_batch_tokens": self.batch_tokens,
+            "queue": {
+                "tokens": tokens,
+                "requests": requests,
+                "max_tokens": config.max_queue_tokens,
+                "max_requests": IN_HAND,
+            },
+            **self.monitor.status(held),
+        }
