@@ -203,7 +203,7 @@ def run(config: ServerConfig) -> int:
     service.change_health(status="draining")
     end = time.monotonic() + config.drain_timeout
     if service.death is None:
-        log.info("stopping: %d tokens in hand", service.scorer.queue_depth)
+        log.info("stopping: %d tokens in hand", service.queue.depth)
         service.scorer.close(config.drain_timeout)
     while server.unanswered and time.monotonic() < end:
         time.sleep(0.01)

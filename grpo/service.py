@@ -27,8 +27,7 @@ class Service:
         self.config = config
         self.health = Health(status="loading", model=config.model_name_or_path, task=config.task)
         self.monitor = Monitor()
-        self.scorer = self.updates = None
-        self.batch_tokens = 0
+        self.queue = self.scorer = self.updates = None
         self.death: Exception | None = None
         self.stop = threading.Event()
         # JSON and tokens take many times the body's size while they are read: one request's at a time.
@@ -40,6 +39,7 @@ class Service:
         """Load the model and begin to score. Raises ConfigError where there is no such model."""
         import torch
 
+        from grpo.fair_queue import FairQueue
         from grpo.model import describe, device_memory, load_reference, load_tokenizer, make_batcher
         from grpo.scorer import Scorer, completion_logprobs
         from grpo.updates import Updates
@@ -58,21 +58,19 @@ class Service:
             tokenizer, model = load_tokenizer(config), load_reference(config, device)
             health = describe(model, tokenizer, config.model_name_or_path)
             batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
-        self.batch_tokens = config.batch_tokens(device.type)
-        self.scorer = Scorer(
-            model,
+        self.queue = FairQueue(
             batcher,
-            self.batch_tokens,
+            config.batch_tokens(device.type),
             config.max_queue_tokens,
             IN_HAND,
-            on_death=self._worker_died,
-            on_pass=self.monitor.scored,
             deterministic=config.deterministic,
-            compute=compute,
+        )
+        self.scorer = Scorer(
+            self.queue, model, batcher, on_death=self._worker_died, on_pass=self.monitor.scored, compute=compute
         )
         # A piece may be on its way for body_timeout.
         patience = 2 * config.body_timeout
-        self.updates = Updates(self.scorer, model, health, config.update_folder, patience, on_swap=self._swapped)
+        self.updates = Updates(self.queue, model, health, config.update_folder, patience, on_swap=self._swapped)
         longest = min(config.max_length or health.max_length, health.max_length)
         self.health = replace(health, max_length=longest, takes_updates=config.update_folder is not None)
 
@@ -135,10 +133,10 @@ class Service:
 
     def held(self) -> dict[str, tuple[int, int]]:
         """(tokens, requests) in hand, by client."""
-        return self.scorer.held() if self.scorer else {}
+        return self.queue.held() if self.queue else {}
 
     def current_health(self) -> Health:
-        return replace(self.health, queue_depth=self.scorer.queue_depth if self.scorer else 0)
+        return replace(self.health, queue_depth=self.queue.depth if self.queue else 0)
 
     def status(self) -> dict:
         """What the live page shows."""
@@ -147,7 +145,7 @@ class Service:
         return {
             "health": vars(self.current_health()),
             "deterministic": config.deterministic,
-            "max_batch_tokens": self.batch_tokens,
+            "max_batch_tokens": self.queue.budget if self.queue else 0,
             "queue": {
                 "tokens": tokens,
                 "requests": requests,

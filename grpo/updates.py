@@ -25,9 +25,9 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo.config import ConfigError
+from grpo.fair_queue import FairQueue
 from grpo.model import fingerprint_with
 from grpo.protocol import Health, LogprobsRequest, ProtocolError, malformed
-from grpo.scorer import Scorer
 from grpo.update_protocol import Commit, Piece
 from grpo.weights import WeightsError, WeightsFile, blocks, named_weights
 
@@ -57,7 +57,7 @@ class Updates:
 
     def __init__(
         self,
-        scorer: Scorer,
+        queue: FairQueue,
         model: PreTrainedModel,
         health: Health,
         folder: str | None,
@@ -69,7 +69,7 @@ class Updates:
 
         Raises ConfigError for a folder that cannot be written, or a model of which parts are not in memory.
         """
-        self._scorer, self._model, self._tokens = scorer, model, health.tokenizer_fingerprint
+        self._queue, self._model, self._tokens = queue, model, health.tokenizer_fingerprint
         self._fingerprint, self._folder, self._patience = health.model_fingerprint, folder, patience
         self._on_swap = on_swap
         self._weights: dict[str, torch.Tensor] = {}
@@ -100,9 +100,9 @@ class Updates:
             raise ConfigError(f"update_folder={folder!r}: {error.strerror}: name a folder to write to") from error
 
     def submit(self, request: LogprobsRequest, client: str) -> tuple[Future[np.ndarray], str]:
-        """Queue a request, as Scorer.submit does. Returns also the fingerprint of the model that will answer it."""
+        """Queue a request, as FairQueue.submit does. Returns also the fingerprint of the model that will answer it."""
         with self._order:
-            return self._scorer.submit(request, client), self._fingerprint
+            return self._queue.submit(request, client), self._fingerprint
 
     def add(self, query: Mapping[str, str], data: bytes) -> dict:
         """Keep a piece of an upload. Returns how many bytes are here by now, from the first on without a gap.
@@ -151,7 +151,7 @@ class Updates:
                 try:
                     self._check(upload, commit)
                     with self._order:
-                        swapped = self._scorer.exchange(lambda: self._install(upload.contents))
+                        swapped = self._queue.exchange(lambda: self._install(upload.contents))
                         self._fingerprint = commit.becomes
                     swapped.result()
                     self._served = upload.sha256

@@ -13,6 +13,7 @@ import torch
 from test_logprobs import CONFIGS, build
 
 from grpo.batch import Batcher
+from grpo.fair_queue import FairQueue
 from grpo.logprobs import token_logprobs
 from grpo.model import make_batcher
 from grpo.monitor import Pass
@@ -42,16 +43,8 @@ class Desk:
         self._fits, self._poison, self._error = fits, poison, error
         self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.notes: list[Pass] = []
-        self.scorer = Scorer(
-            self.model,
-            self.batcher,
-            budget,
-            queue,
-            requests,
-            on_death=self.dead.append,
-            on_pass=self.notes.append,
-            deterministic=deterministic,
-        )
+        self.queue = FairQueue(self.batcher, budget, queue, requests, deterministic)
+        self.scorer = Scorer(self.queue, self.model, self.batcher, on_death=self.dead.append, on_pass=self.notes.append)
         self.first = self.ask([63], [[62]])
         assert self._busy.wait(30)
 
@@ -66,7 +59,7 @@ class Desk:
             raise self._error(f"token {self._poison} hurts")
 
     def ask(self, prompt, completions, client="", temperature=1.0) -> Future:
-        return self.scorer.submit(LogprobsRequest.of(prompt, completions, temperature), client)
+        return self.queue.submit(LogprobsRequest.of(prompt, completions, temperature), client)
 
     def go(self) -> None:
         self._go.set()
@@ -159,11 +152,11 @@ def test_a_client_may_hold_as_many_tokens_as_stay_free_and_a_newcomer_finds_room
     answers.append(desk.ask([7], [[8] * 23], "b"))  # 24 of its own, 25 free
     refused(desk, [7], [[]], "b")
     answers.append(desk.ask([9], [[1] * 11], "c"))
-    assert desk.scorer.queue_depth == 2 + 49 + 24 + 12
+    assert desk.queue.depth == 2 + 49 + 24 + 12
     desk.go()
     for answer in answers:
         answer.result(30)
-    assert desk.scorer.queue_depth == 0 and desk.scorer.held() == {}
+    assert desk.queue.depth == 0 and desk.queue.held() == {}
     desk.ask([5], [[6] * 49], "a").result(30)  # half of the queue when alone
     refused(desk, [5], [[6] * 50], "a")
 
@@ -177,12 +170,12 @@ def test_requests_are_shared_out_like_tokens():
     desk.go()
     for answer in answers:
         answer.result(30)
-    assert desk.scorer.held() == {}
+    assert desk.queue.held() == {}
 
 
 def test_the_time_to_come_back_follows_from_the_measured_speed_and_what_must_be_done_first():
     desk = Desk(budget=1000, queue=10_000)
-    desk.scorer._scored, desk.scorer._seconds = 50.0, 1.0  # tokens a second
+    desk.queue.tokens_per_second = 50.0
     desk.ask([5], [[6] * 3999], "a")
     desk.ask([5], [[6] * 1999], "b")
     # a: 4000 + 1000 against 10000 - 6002 - 1000 free: 2002 too many, and a token of its own that is done counts twice.
@@ -200,7 +193,7 @@ def test_the_speed_is_measured():
     for _ in range(20):
         desk.ask([5], [[6] * 99]).result(30)
     spent = sum(note.seconds for note in desk.notes[-5:])
-    assert desk.scorer._scored / desk.scorer._seconds == pytest.approx(500 / spent, rel=1)
+    assert desk.queue.tokens_per_second == pytest.approx(500 / spent, rel=1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -212,7 +205,7 @@ def test_an_answered_request_is_not_kept_until_the_garbage_collector_comes(deter
     try:
         request = LogprobsRequest.of([5, 6], [[7] * 9, [8]], 1.0)
         body = weakref.ref(request.input_ids)
-        desk.scorer.submit(request).result(30)
+        desk.queue.submit(request).result(30)
         del request
         desk.ask([9], [[10]]).result(30)  # until then the worker has the last pass in its hand
         assert body() is None
@@ -303,7 +296,7 @@ def test_a_sequence_that_does_not_fit_alone_is_its_requests_507_and_nobody_elses
         huge.result(30)
     assert (refusal.value.status, refusal.value.code) == (507, "out_of_memory")
     assert close_to(desk.ask([5], [[7] * 2]), desk.exact([5], [[7] * 2]))
-    assert desk.scorer.queue_depth == 0
+    assert desk.queue.depth == 0
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, NotImplementedError])
@@ -334,9 +327,9 @@ def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_i
             for tensor in model.parameters():
                 tensor.mul_(1.1)
 
-    exchanged = desk.scorer.exchange(action)
+    exchanged = desk.queue.exchange(action)
     after = [desk.ask([50, 51], long, "a"), desk.ask([53], long, "c")]
-    assert desk.scorer.held()["a"] == (2 * 44, 2)
+    assert desk.queue.held()["a"] == (2 * 44, 2)
     desk.go()
     exchanged.result(30)
     for answer, exact in zip(before, expected, strict=True):
@@ -344,10 +337,10 @@ def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_i
     for answer, prompt in zip(after, ([50, 51], [53]), strict=True):
         exact = desk.exact(prompt, long)
         assert close_to(answer, exact) and not np.allclose(exact[:9], expected[0][:9], atol=1e-3)
-    desk.scorer.exchange(lambda: None).result(30)  # also where nothing waits, and again
+    desk.queue.exchange(lambda: None).result(30)  # also where nothing waits, and again
     desk.scorer.close()
     with pytest.raises(ProtocolError, match="stopping"):
-        desk.scorer.exchange(lambda: None)
+        desk.queue.exchange(lambda: None)
 
 
 def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
@@ -357,7 +350,7 @@ def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
     def action():
         raise OSError("half way")
 
-    exchanged, after = desk.scorer.exchange(action), desk.ask([5], [[6] * 8])
+    exchanged, after = desk.queue.exchange(action), desk.ask([5], [[6] * 8])
     desk.go()
     assert close_to(before, desk.exact([5], [[6] * 8]))
     for lost in (exchanged, after):
