@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"},
     {"protocol", "reward_protocol", "update_protocol", "ref_wire", "weights"}
     | {"logprobs", "batch", "attention", "arguments", "ranks"},
-    {"data", "model", "rollout", "ref_client", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
+    {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"fair_queue", "scorer"}
     | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},

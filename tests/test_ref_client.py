@@ -262,7 +262,7 @@ def test_a_busy_servers_work_goes_to_the_other_at_once():
 def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
     caplog.set_level("INFO")
     with fake() as stays, client(stays.url, f"http://127.0.0.1:{free_port()}", ref_deadline=20) as one:
-        comes = one._servers[1].url
+        comes = one._servers.all[1].url
         ask(one, 20)
         eventually(lambda: f"{comes} cannot be reached" in caplog.text)
         with fake(port=int(comes.rsplit(":")[-1])) as back:
