@@ -4,9 +4,10 @@
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py
     deepspeed --num_gpus 2 grpo_ref_split.py --config configs/demo_cpu.yaml      (no GPU: two CPU processes)
 
-Read it from the top: `train` sets up and then is THE loop, in phase order; `update` is one optimizer step. A step is
-one optimizer update: prompts_per_step prompts x num_generations completions over all ranks, each used once, right after
-it was drawn. So the probability ratio is 1 and the clipping idle; both are there for when a batch is used again.
+Read it from the top: `train` sets up and then is THE loop, in phase order. A step is one optimizer update, from
+prompts_per_step prompts x num_generations completions over all ranks (grpo/update.py). A round (grpo/collect.py) draws,
+rewards and compares what steps_per_generation steps train on, num_iterations times each; by default a round is a step,
+and each completion is used once, by the policy that drew it: the probability ratio is 1 and the clipping idle.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import sys
 import warnings
 from datetime import timedelta
 
-from grpo.arguments import parse_arguments, say_once
-from grpo.config import ConfigError
+from grpo.arguments import parse_arguments
 from grpo.trainer_config import TrainerConfig
 
 if __name__ == "__main__":
@@ -37,6 +37,7 @@ from grpo.checkpoint import SaveError, create_run, save_model
 from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
+from grpo.ending import exit_code
 from grpo.loss import adapt_beta
 from grpo.metrics import PhaseClock, Recorder, add_stats, check_report_to, gather_stats, step_metrics
 from grpo.model import (
@@ -283,30 +284,12 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
     return engine, schedule
 
 
-def main(config: TrainerConfig) -> int:
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    try:
-        train(config)
-    except ConfigError as error:
-        say_once(str(error))
-        return 2
-    except (RefError, RewardError, SaveError, OSError) as error:
-        say_once(str(error))
-        return 1
-    except RuntimeError as error:
-        if "Connection closed by peer" not in str(error):
-            raise
-        print("grpo_ref_split.py: another rank has ended; what it said stands by itself", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        say_once("interrupted; what was saved is in the run's folder")
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    code = main(CONFIG)
+    code = exit_code(
+        lambda: train(CONFIG),
+        (RefError, RewardError, SaveError, OSError),
+        "interrupted; what was saved is in the run's folder",
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     if code:

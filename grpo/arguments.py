@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-import time
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import HfArgumentParser
 
 from grpo.answer_config import ChatConfig, EvaluateConfig
 from grpo.config import TOKEN_VARIABLE, ConfigError
+from grpo.ending import say_once
 from grpo.server_config import ServerConfig
 from grpo.trainer_config import TrainerConfig
 
@@ -62,19 +62,6 @@ def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[s
             file=sys.stderr,
         )
     return config
-
-
-def say_once(message: str) -> None:
-    """Print an error that several ranks may have met at the same time, once.
-
-    Rank 0 says it at once; its end is the end of the others, who wait for that. Whoever is still there after five
-    seconds was alone with it, and says it.
-    """
-    rank, line = os.environ.get("RANK", "0"), f"{Path(sys.argv[0]).name}: error: "
-    if rank != "0":
-        time.sleep(5)
-        line = f"\n{line}rank {rank}: "  # rank 0's progress bar stands in the current line
-    print(line + message, file=sys.stderr, flush=True)
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):

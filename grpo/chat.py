@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from grpo.answer_config import ChatConfig
-from grpo.arguments import parse_arguments, say_once
+from grpo.arguments import parse_arguments
 from grpo.config import ConfigError
+from grpo.ending import say_once
 
 NEW = "/new"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.adapters import merged
+from grpo.answer_config import EvaluateConfig
 from grpo.config import ConfigError, write_config
 from grpo.trainer_config import TrainerConfig
 
@@ -21,15 +22,20 @@ class SaveError(RuntimeError):
 
 
 def create_run(config: TrainerConfig) -> Path:
-    """Make the run's folder and write the resolved config into it. Raises ConfigError where a run is there already."""
-    folder = Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    if (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"output_dir='{folder}': it holds a run already: name another folder, or delete it")
+    """Make the run's folder. Raises ConfigError as new_folder."""
+    return new_folder("output_dir", config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"), config)
+
+
+def new_folder(field: str, name: str, config: TrainerConfig | EvaluateConfig) -> Path:
+    """Make a folder for results and write the resolved config into it. Raises ConfigError where it has results."""
+    folder = Path(name)
+    if any((folder / results).exists() for results in ("metrics.jsonl", "metrics.json")):
+        raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / "config.yaml")
     except OSError as error:
-        raise ConfigError(f"output_dir='{folder}': {error.strerror}: name a folder that can be written") from error
+        raise ConfigError(f"{field}='{folder}': {error.strerror}: name a folder that can be written") from error
     return folder
 
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import math
-import os
 import sys
 import time
 from datetime import timedelta
@@ -24,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.answer_config import EvaluateConfig
-from grpo.arguments import parse_arguments, say_once
-from grpo.config import ConfigError, write_config
+from grpo.arguments import parse_arguments
+from grpo.ending import exit_code
 
 
 def run(config: EvaluateConfig) -> None:
@@ -33,6 +31,7 @@ def run(config: EvaluateConfig) -> None:
     import torch.distributed as dist
 
     from grpo.accuracy import evaluate
+    from grpo.checkpoint import new_folder
     from grpo.data import load_examples
     from grpo.metrics import gather
     from grpo.model import check_lengths, describe, eos_token_ids, load_model, load_tokenizer
@@ -43,7 +42,7 @@ def run(config: EvaluateConfig) -> None:
     if world_size > 1:
         # For verdicts and texts only, so gloo on GPUs too. A rank may finish long before the last one.
         dist.init_process_group("gloo", timeout=timedelta(days=1))
-    folder = _make_folder(config) if config.output and rank == 0 else None
+    folder = new_folder("output", config.output, config) if config.output and rank == 0 else None
     reward = importlib.import_module("reward")  # the user's file
 
     tokenizer = load_tokenizer(config)
@@ -98,18 +97,6 @@ def _split(config: EvaluateConfig) -> str:
     return config.dataset_train_split if _is_file(config) else config.dataset_test_split
 
 
-def _make_folder(config: EvaluateConfig) -> Path:
-    folder = Path(config.output)
-    if (folder / "config.yaml").exists():
-        raise ConfigError(f"output='{folder}': it holds a run or an evaluation: name another folder, or delete it")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_config(config, folder / "config.yaml")
-    except OSError as error:
-        raise ConfigError(f"output='{folder}': {error.strerror}: name a folder that can be written") from error
-    return folder
-
-
 def _write(folder: Path, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
     """metrics.json, a number that does not exist (NaN) as null; completions.jsonl, a line each, by problem."""
     with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
@@ -121,25 +108,7 @@ def _write(folder: Path, metrics: dict[str, float], completions: list[dict[str, 
 
 def main() -> int:
     config = parse_arguments(EvaluateConfig, __doc__)
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    try:
-        run(config)
-    except ConfigError as error:
-        say_once(str(error))
-        return 2
-    except OSError as error:
-        say_once(str(error))
-        return 1
-    except RuntimeError as error:
-        if "Connection closed by peer" not in str(error):
-            raise
-        print("evaluate.py: another rank has ended; what it said stands by itself", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        say_once("interrupted")
-        return 130
-    return 0
+    return exit_code(lambda: run(config), (OSError,), "interrupted")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match="output_dir=.*holds a run already"):
+    with pytest.raises(ConfigError, match="output_dir=.*holds a run or"):
         create_run(config("--output_dir", str(tmp_path)))
 
 

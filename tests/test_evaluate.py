@@ -104,6 +104,7 @@ def failed(main, capsys):
 def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data_folder, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("seed: 1\n")
+    (tmp_path / "run/metrics.jsonl").touch()
     (tmp_path / "file").write_text("")
     for changes, said in [
         (dict(model="/no/model"), "model_name_or_path='/no/model'"),

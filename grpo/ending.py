@@ -1,0 +1,55 @@
+"""How a program ends that may be one of several ranks: with one line that says why, and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo.config import ConfigError
+
+
+def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
+    """Do a rank's work. 0, or where it failed, 2 for a bad setting, 1 for one of `failures`, 130 for Ctrl-C.
+
+    Whatever else goes wrong is a mistake of ours, and is raised with its traceback.
+    """
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    try:
+        work()
+    except ConfigError as error:
+        say_once(str(error))
+        return 2
+    except failures as error:
+        say_once(str(error))
+        return 1
+    except RuntimeError as error:
+        if "Connection closed by peer" not in str(error):
+            raise
+        print(f"{_program()}: another rank has ended; what it said stands by itself", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        say_once(interrupted)
+        return 130
+    return 0
+
+
+def say_once(message: str) -> None:
+    """Print an error that several ranks may have met at the same time, once.
+
+    Rank 0 says it at once; its end is the end of the others, who wait for that. Whoever is still there after five
+    seconds was alone with it, and says it.
+    """
+    rank, line = os.environ.get("RANK", "0"), f"{_program()}: error: "
+    if rank != "0":
+        time.sleep(5)
+        line = f"\n{line}rank {rank}: "  # rank 0's progress bar stands in the current line
+    print(line + message, file=sys.stderr, flush=True)
+
+
+def _program() -> str:
+    return Path(sys.argv[0]).name
