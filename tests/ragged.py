@@ -1,4 +1,4 @@
-"""Random ragged sequences for the tests of the loss, as Python lists for the oracles and as tensors for ours."""
+"""Random ragged sequences for the tests of the loss, lists for the oracles and tensors for ours; settings to try."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from oracle import Completion, size
 from grpo.loss import StepSize, Tokens
 
 LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+BOUNDS = {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6}
+EVERYTHING = {
+    "delta": 1.7,
+    "epsilon_high": 0.28,
+    "use_bias_correction_kl": True,
+    "entropy_coef": 0.02,
+    "top_entropy_quantile": 0.4,
+    "off_policy_mask_threshold": 0.05,
+    "importance_sampling_mode": "token_mask",
+}
+"""settings that act on a loss, as many as go together"""
 FAR = 25.0  # in log: beyond where ratios are clamped
 
 

@@ -7,17 +7,15 @@ import random
 import pytest
 import torch
 from oracle import Completion, gradient, loss, mark_high_entropy
-from ragged import completions, gradients, step_of, tokens_of
+from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
 
 from grpo.loss import StepSize, Tokens, adapt_beta, grpo_loss
 from grpo.loss_config import LossSection
 
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]
 LEVELS = ["token", "sequence"]
 BETA, LONGEST = 0.3, 12
 
-BOUNDS = {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6}
 # What is set beside loss_type, level and estimator; and what the sequences are like.
 MODES = {
     "as drawn": ({}, {"off_policy": False}),
@@ -38,18 +36,7 @@ MODES = {
         {"importance_sampling_mode": "token_truncate", **BOUNDS, "off_policy_mask_threshold": 0.05},
         {"sampled": True, "off_policy": False},
     ),
-    "everything": (
-        {
-            "delta": 1.7,
-            "epsilon_high": 0.28,
-            "use_bias_correction_kl": True,
-            "entropy_coef": 0.02,
-            "top_entropy_quantile": 0.4,
-            "off_policy_mask_threshold": 0.05,
-            "importance_sampling_mode": "token_mask",
-        },
-        {"sampled": True},
-    ),
+    "everything": (EVERYTHING, {"sampled": True}),
 }
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
-from ragged import completions, gradients, step_of, tokens_of
+from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
 
 from grpo.advantages import soft_overlong_punishment
 from grpo.loss import grpo_loss
@@ -21,8 +21,6 @@ from grpo.loss_config import LossSection
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")
 
 LONGEST = 12
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
-BOUNDS = {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6}
 # What is set, beta, and what the sequences are like.
 MODES = {
     "as drawn": ({}, 0.0, {"off_policy": False}),
@@ -41,19 +39,7 @@ MODES = {
     "token_mask": ({"importance_sampling_mode": "token_mask", **BOUNDS}, 0.3, {"sampled": True}),
     "sequence_truncate": ({"importance_sampling_mode": "sequence_truncate", **BOUNDS}, 0.3, {"sampled": True}),
     "sequence_mask": ({"importance_sampling_mode": "sequence_mask", **BOUNDS}, 0.3, {"sampled": True}),
-    "everything": (
-        {
-            "delta": 1.7,
-            "epsilon_high": 0.28,
-            "use_bias_correction_kl": True,
-            "entropy_coef": 0.02,
-            "top_entropy_quantile": 0.4,
-            "off_policy_mask_threshold": 0.05,
-            "importance_sampling_mode": "token_mask",
-        },
-        0.3,
-        {"sampled": True},
-    ),
+    "everything": (EVERYTHING, 0.3, {"sampled": True}),
 }
 
 

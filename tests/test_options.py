@@ -26,12 +26,28 @@ def own_rewards(tmp_path_factory):
     return path
 
 
-def run(folder, data, output, server, reward, **changes) -> list[dict]:
-    """One rank of the trainer, no evaluation; its metrics a step."""
-    settings = options(folder, data, output, ref_servers=server.url, eval_steps=0, **changes)
-    ended = plain_python(*settings, "--reward_funcs", reward, "--report_to", "none")
-    assert ended.returncode == 0, ended.stdout
-    return lines(output / "metrics.jsonl")
+@pytest.fixture
+def settings(model_folder, data_folder, server, own_rewards, tmp_path):
+    """`settings(name, reward, **changes)`: the trainer's options for a run into that folder, without evaluation."""
+
+    def make(name: str = "run", reward: str = "letters", **changes) -> list[str]:
+        changes = {"ref_servers": server.url, "eval_steps": 0, **changes}
+        own = ["--reward_funcs", f"{own_rewards}:{reward}", "--report_to", "none"]
+        return [*options(model_folder, data_folder, tmp_path / name, **changes), *own]
+
+    return make
+
+
+@pytest.fixture
+def run(settings, tmp_path):
+    """`run(name, reward, **changes)`: one rank of the trainer; its metrics a step."""
+
+    def rows(name: str = "run", reward: str = "letters", **changes) -> list[dict]:
+        ended = plain_python(*settings(name, reward, **changes))
+        assert ended.returncode == 0, ended.stdout
+        return lines(tmp_path / name / "metrics.jsonl")
+
+    return rows
 
 
 def by_step(output) -> dict[int, list[dict]]:
@@ -42,19 +58,8 @@ def by_step(output) -> dict[int, list[dict]]:
     return steps
 
 
-def test_a_round_of_generation_feeds_several_steps_several_times(
-    model_folder, data_folder, server, own_rewards, tmp_path
-):
-    rows = run(
-        model_folder,
-        data_folder,
-        tmp_path / "run",
-        server,
-        f"{own_rewards}:letters",
-        steps_per_generation=2,
-        num_iterations=2,
-        max_steps=5,
-    )
+def test_a_round_of_generation_feeds_several_steps_several_times(run, tmp_path):
+    rows = run(steps_per_generation=2, num_iterations=2, max_steps=5)
     assert [row["sampling/policy_lag"] for row in rows] == [0, 1, 2, 3, 0]
     assert ["time/generate" in row for row in rows] == [True, False, False, False, True]
     # The old log-probs of every step are those of the policy that drew, however far training has gone since.
@@ -66,40 +71,26 @@ def test_a_round_of_generation_feeds_several_steps_several_times(
     assert texts[1] == texts[3] != texts[2] == texts[4] and texts[5] not in (texts[1], texts[2])
 
 
-def test_prompts_without_signal_are_replaced(launch, model_folder, data_folder, server, own_rewards, tmp_path):
+def test_prompts_without_signal_are_replaced(launch, run, settings, tmp_path):
     """Half of all prompts reward every completion alike. Two ranks, which seldom have equally many of them."""
-    reward = f"{own_rewards}:picky"
-    plain = run(model_folder, data_folder, tmp_path / "plain", server, reward, prompts_per_step=8)
+    plain = run("plain", "picky", prompts_per_step=8)
     assert sum(row["frac_reward_zero_std"] for row in plain) > 0 and "resampled_groups" not in plain[0]
-    output = tmp_path / "resampled"
-    settings = options(
-        model_folder,
-        data_folder,
-        output,
-        ref_servers=server.url,
-        eval_steps=0,
-        prompts_per_step=8,
-        max_resample=12,
-    )
-    ended = launch(2, "grpo_ref_split.py", *settings, "--reward_funcs", reward, "--report_to", "none")
+    resampled = settings("resampled", "picky", prompts_per_step=8, max_resample=12)
+    ended = launch(2, "grpo_ref_split.py", *resampled)
     assert ended.returncode == 0, ended.stdout
-    rows = lines(output / "metrics.jsonl")
+    rows = lines(tmp_path / "resampled/metrics.jsonl")
     assert [row["frac_reward_zero_std"] for row in rows] == [0, 0, 0]
     assert all(row["resampled_groups"] >= 1 for row in rows)
-    prompts = {sample["prompt"] for samples in by_step(output).values() for sample in samples}
+    prompts = {sample["prompt"] for samples in by_step(tmp_path / "resampled").values() for sample in samples}
     assert all(zlib.crc32(prompt.encode()) % 2 for prompt in prompts)
 
 
-def test_the_kl_in_the_reward_moves_the_advantages(model_folder, data_folder, server, own_rewards, tmp_path):
-    reward = f"{own_rewards}:letters"
-    output = tmp_path / "run"
-    rows = run(
-        model_folder, data_folder, output, server, reward, kl_in_reward=None, kl_estimator="k1", beta=1.0, max_steps=4
-    )
+def test_the_kl_in_the_reward_moves_the_advantages(run, tmp_path):
+    rows = run(kl_in_reward=None, kl_estimator="k1", beta=1.0, max_steps=4)
 
     def distance(step: int) -> float:
         """Between the advantages that were used and those of the rewards alone."""
-        samples = by_step(output)[step]
+        samples = by_step(tmp_path / "run")[step]
         rewards = torch.tensor([[sample["reward"] for sample in samples]], dtype=torch.float64)
         used = torch.tensor([[sample["advantage"] for sample in samples]], dtype=torch.float64)
         return (group_advantages(rewards) - used).abs().max().item()
@@ -111,19 +102,8 @@ def test_the_kl_in_the_reward_moves_the_advantages(model_folder, data_folder, se
 
 
 @pytest.mark.parametrize("place", [{}, {"kl_in_reward": None}], ids=["in the loss", "in the reward"])
-def test_beta_follows_the_target(model_folder, data_folder, server, own_rewards, tmp_path, place):
-    rows = run(
-        model_folder,
-        data_folder,
-        tmp_path / "run",
-        server,
-        f"{own_rewards}:letters",
-        beta=0.5,
-        kl_target=1e-4,
-        kl_horizon=100,
-        max_steps=5,
-        **place,
-    )
+def test_beta_follows_the_target(run, place):
+    rows = run(beta=0.5, kl_target=1e-4, kl_horizon=100, max_steps=5, **place)
     expected = 0.5
     for row in rows:
         assert row["beta"] == pytest.approx(expected)
@@ -132,13 +112,8 @@ def test_beta_follows_the_target(model_folder, data_folder, server, own_rewards,
     assert rows[-1]["beta"] > min(row["beta"] for row in rows)
 
 
-def test_many_options_at_once(model_folder, data_folder, server, own_rewards, tmp_path):
+def test_many_options_at_once(run):
     rows = run(
-        model_folder,
-        data_folder,
-        tmp_path / "run",
-        server,
-        f"{own_rewards}:letters",
         loss_type="cispo",
         num_iterations=2,
         max_steps=4,
@@ -160,10 +135,9 @@ def test_many_options_at_once(model_folder, data_folder, server, own_rewards, tm
     assert rows[0]["off_policy_masked"] == 0 and rows[0]["grad_norm"] > 0
 
 
-def test_the_resolved_settings_of_a_run_are_kept(model_folder, data_folder, server, own_rewards, tmp_path):
+def test_the_resolved_settings_of_a_run_are_kept(run, tmp_path):
     """config.yaml of a run with such options starts the same run again."""
-    reward = f"{own_rewards}:letters"
-    first = run(model_folder, data_folder, tmp_path / "one", server, reward, loss_type="dapo", delta=4, max_steps=1)
+    first = run("one", loss_type="dapo", delta=4, max_steps=1)
     ended = plain_python("--config", str(tmp_path / "one/config.yaml"), "--output_dir", str(tmp_path / "two"))
     assert ended.returncode == 0, ended.stdout
     again = json.loads((tmp_path / "two/metrics.jsonl").read_text())
