@@ -62,6 +62,7 @@ def conversation(model, tokenizer, *questions) -> str:
 SHORT_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "24"]
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_the_answers_and_nothing_else(model_folder, model, tokenizer):
     first, second = "What is 2+2?", "And 3+3?"
     ended = piped(model_folder, f"{first}\n\n{second}\n/new\n{second}", *SHORT_AND_GREEDY)

@@ -74,7 +74,7 @@ def test_the_trained_model_has_the_accuracy_that_its_run_recorded(built, tmp_pat
     assert f"accuracy, greedy {100 * recorded['eval_accuracy']:.1f} %" in " ".join(ended.stdout.split())
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_demo_learns_with_other_seeds(tmp_path, seed):
     check(tmp_path / "demo", run(tmp_path / "demo", "--seed", str(seed)))
 

@@ -139,6 +139,7 @@ def estimated(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_server_prints_it_for_a_folder_without_weights(tmp_path):
     CONFIGS["qwen2, tied"].save_pretrained(tmp_path)
     done = estimated("--model_name_or_path", str(tmp_path), "--max_length", "2048", "--max_batch_tokens", "1024")

@@ -351,7 +351,8 @@ def test_503_while_loading(model_folder, tmp_path):
         assert ask(server, [5], [[6]]).status_code == 200
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_what_is_in_hand_finish_and_takes_nothing_new(model_folder, tmp_path, number):
     with holding_server(model_folder, tmp_path) as (server, go), ThreadPoolExecutor() as pool:
         waiting = pool.submit(ask, server, [5], [[6] * 300] * 3)
@@ -413,6 +414,7 @@ grpo.scorer.token_logprobs = breaking
 """
 
 
+@pytest.mark.slow
 def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(model_folder, tmp_path):
     with running_server(model_folder, tmp_path, code=BREAK) as server:
         server.wait_ready()
