@@ -50,9 +50,10 @@ from grpo.model import (
     make_batcher,
 )
 from grpo.plots import draw_curves
-from grpo.ranks import own_place
+from grpo.ranks import from_first, own_place
 from grpo.ref_client import RefClient, RefError, check_reference
 from grpo.ref_update import RefUpdates
+from grpo.resume import Checkpoints, Progress, find_checkpoint
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.rollout import Sampler
 from grpo.update import update
@@ -83,7 +84,9 @@ def train(config: TrainerConfig) -> None:
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=rank == 0)
 
-    folder = create_run(config) if rank == 0 else None
+    checkpoint = find_checkpoint(config)
+    folder = from_first(create_run(config, checkpoint) if rank == 0 else None)
+    goes_on = checkpoint is not None
     client = RefClient(config) if config.beta > 0 and config.ref == "server" else None
     if config.beta == 0:
         log.info("beta is 0: no KL term, no reference server")
@@ -91,7 +94,7 @@ def train(config: TrainerConfig) -> None:
         log.info("ref is adapter_off: no reference server")
     else:
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
-        reference = client.wait_ready()
+        reference = client.wait_ready(any_version=goes_on and config.ref_update_steps > 0)
     reward_funcs = start_rewards(found_rewards, config, device)
 
     model = load_model(config, device)
@@ -105,18 +108,28 @@ def train(config: TrainerConfig) -> None:
         if config.beta > 0 and config.ref == "adapter_off":
             own_reference = OwnReference(model, began_with_adapter)
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    ref_updates = (
-        RefUpdates(config, client, model, tokenizer, own, reference, folder) if config.ref_update_steps else None
-    )
+    ref_updates = None
+    if config.ref_update_steps:
+        ref_updates = RefUpdates(config, client, model, tokenizer, own, folder if rank == 0 else None)
     sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     engine, schedule = start_engine(config, ds_config, model)
     collector = Collector(
         config, engine.module, sampler, batcher, examples, stream, reward_funcs, client, own_reference, rank, world_size
     )
 
-    recorder = Recorder(config, folder) if folder else None
+    asked = reference.model_fingerprint if client is not None else ""
+    checkpoints = Checkpoints(config, folder, tokenizer, own.model_fingerprint, asked, examples, rank, world_size)
+    progress = checkpoints.load(checkpoint, engine) if goes_on else Progress(config.beta, reference=asked)
+    if ref_updates and goes_on:
+        ref_updates.go_on(progress.ref_step, progress.reference)
+    elif ref_updates:
+        ref_updates.begin(reference)
+    collector.ask_again(progress.parts)
+    recorder = Recorder(config, folder, after=progress.step if goes_on else None) if rank == 0 else None
     log.info(
-        "%d prompts, %d held out; %d x %s; run folder %s", len(examples), len(held_out), world_size, device, folder
+        "%d prompts, %d held out; %d x %s; run folder %s%s",
+        *(len(examples), len(held_out), world_size, device, folder),
+        f"; goes on after step {progress.step}" if goes_on else "",
     )
 
     def evaluation(step: int) -> dict[str, float]:
@@ -140,21 +153,23 @@ def train(config: TrainerConfig) -> None:
             )
         return numbers
 
-    evaluated = evaluation(0) if held_out else {}
+    evaluated = evaluation(0) if held_out and progress.step == 0 else {}
     if recorder and evaluated:
         recorder.metrics(0, evaluated)
-    seen_tokens, beta = 0, config.beta
 
-    bar = tqdm(range(1, config.max_steps + 1), desc="grpo", disable=rank != 0)
+    steps = range(progress.step + 1, config.max_steps + 1)
+    bar = tqdm(steps, desc="grpo", initial=progress.step, total=config.max_steps, disable=rank != 0)
     for step in bar:
         clock = PhaseClock()
         number, within = divmod(step - 1, config.steps_per_generation * config.num_iterations)
         iteration, place = divmod(within, config.steps_per_generation)
+        beta = progress.beta
 
         # Sample, reward while the reference is at work, and compare within each group.
-        if within == 0:
-            parts, replaced = collector.collect(number, step - 1, beta, clock)
-        part = parts[place]
+        if progress.round != number:
+            progress.parts, progress.resampled = collector.collect(number, step - 1, beta, clock)
+            progress.round = number
+        part = progress.parts[place]
 
         # Update; what the reference said is collected on the way, when the policy's own forward pass is done.
         with clock("update"):
@@ -165,7 +180,8 @@ def train(config: TrainerConfig) -> None:
         of_reference = {"ref_step": ref_updates.step} if ref_updates else {}  # the one that this step was held against
         if ref_updates and step % config.ref_update_steps == 0 and step < config.max_steps:
             with clock("publish_ref"):
-                ref_updates.publish(step)
+                ref_updates.publish(step, needed=checkpoints.references())
+            progress.ref_step = step
 
         # Log.
         rollouts = [rollout for group in part.groups for rollout in group.rollouts]
@@ -187,26 +203,29 @@ def train(config: TrainerConfig) -> None:
         )
         everyone = gather_stats(stats)
         if iteration == 0:
-            seen_tokens += int(everyone["tokens"].total)
+            progress.num_tokens += int(everyone["tokens"].total)
         numbers = step_metrics(everyone, collector.reward_names) | {
             "grad_norm": float(engine.get_global_grad_norm()),
             "learning_rate": learning_rate,
-            "num_tokens": seen_tokens,
+            "num_tokens": progress.num_tokens,
             **of_reference,
             "tokens_per_second": everyone["tokens"].total / everyone["step_time"].mean,
         }
         if config.max_resample:
-            numbers["resampled_groups"] = replaced
+            numbers["resampled_groups"] = progress.resampled
         if config.kl_target is not None and "kl" in everyone:
             numbers["beta"] = beta
-            beta = adapt_beta(beta, everyone["kl"].mean, everyone["length"].count, config.kl_target, config.kl_horizon)
+            kl, completions = everyone["kl"].mean, everyone["length"].count
+            progress.beta = adapt_beta(beta, kl, completions, config.kl_target, config.kl_horizon)
         if not engine.was_step_applied():
             log.warning("step %d was skipped: its gradient is not finite", step)
 
-        # Evaluate and save.
+        # Evaluate, record and save.
         last = step == config.max_steps
+        progress.step, progress.accuracy = step, None
         if held_out and (last or step % config.eval_steps == 0):
             numbers |= (evaluated := evaluation(step))
+            progress.accuracy = evaluated["eval_accuracy"]
         if recorder:
             recorder.metrics(step, numbers)
             recorder.completions(
@@ -229,10 +248,11 @@ def train(config: TrainerConfig) -> None:
                 f"reference {numbers.get('time/wait_ref', 0.0):.2f} s",
                 refresh=False,
             )
-            if last or (config.save_steps and step % config.save_steps == 0):
-                name = "model" if last else f"checkpoint-{step}"
-                save_model(engine.module, tokenizer, folder / name, config.merge_on_save)
+        if config.save_steps and step % config.save_steps == 0:
+            checkpoints.save(engine, progress)
 
+    if recorder:
+        save_model(engine.module, tokenizer, folder / "model", config.merge_on_save)
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if client is not None:
         client.close()

@@ -1,4 +1,4 @@
-"""A run's folder and the models saved in it: whole or not at all."""
+"""A run's folder, and what is saved in it: whole or not at all, whatever kills the process or the machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ class SaveError(RuntimeError):
     """A model could not be written. The message says where, why, and that nothing half-written was left."""
 
 
-def create_run(config: TrainerConfig) -> Path:
-    """Make the run's folder. Raises ConfigError as new_folder."""
-    return new_folder("output_dir", config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"), config)
+def create_run(config: TrainerConfig, checkpoint: Path | None = None) -> Path:
+    """The run's folder: that of the checkpoint it continues from, else a new one. Raises ConfigError as new_folder."""
+    if checkpoint is not None:
+        return checkpoint.parent
+    name = config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S")
+    return new_folder("output_dir", name, config, again=config.resume_from_checkpoint is not None)
 
 
-def new_folder(field: str, name: str, config: TrainerConfig | EvaluateConfig) -> Path:
-    """Make a folder for results and write the resolved config into it. Raises ConfigError where it has results."""
+def new_folder(field: str, name: str, config: TrainerConfig | EvaluateConfig, again: bool = False) -> Path:
+    """Make a folder for results and write the resolved config into it.
+
+    Raises ConfigError where it cannot be written or, unless `again`, has results.
+    """
     folder = Path(name)
-    if any((folder / results).exists() for results in ("metrics.jsonl", "metrics.json")):
+    if not again and any((folder / results).exists() for results in ("metrics.jsonl", "metrics.json")):
         raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,8 +53,13 @@ def save_model(
     Of a model with an adapter only the adapter is written, or with `merge_adapter` the whole, merged.
     """
     with whole_folder(folder, "model") as unfinished:
-        (merged(model) if merge_adapter else model).save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        write_model(model, tokenizer, unfinished, merge_adapter)
+
+
+def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool) -> None:
+    """As save_model, file by file, into a folder that may be left half written. Raises what the libraries raise."""
+    (merged(model) if merge_adapter else model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @contextmanager
@@ -62,9 +73,31 @@ def whole_folder(folder: Path, what: str) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
-        os.replace(unfinished, folder)
+        put_in_place(unfinished, folder)
     # safetensors reports a full disk as an error of its own, and transformers as several: whatever it was, nothing half
     # written may stay behind.
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise SaveError(f"the {what} could not be saved to {folder}: {error}: nothing was left there") from error
+
+
+def put_in_place(unfinished: Path, folder: Path) -> None:
+    """Give a written folder its name. One of that name is there until then."""
+    to_disk(unfinished)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.is_dir():
+        os.replace(folder, old)
+    os.replace(unfinished, folder)
+    to_disk(folder.parent, deep=False)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def to_disk(folder: Path, deep: bool = True) -> None:
+    """Wait until a folder's names, and with `deep` all that is in it, would outlive a power cut."""
+    for path in [*(folder.rglob("*") if deep else ()), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

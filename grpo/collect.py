@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -126,9 +126,7 @@ class Collector:
             requests: list[Future[list[np.ndarray]] | None] = [None] * len(some)
 
             def ask(place: int, rollouts: list[Rollout], start=start, some=some, requests=requests) -> None:
-                completions = [rollout.completion_ids for rollout in rollouts]
-                name = f"group {ids[start + place]}"
-                requests[place] = self._client.submit(some[place].prompt_ids, completions, name)
+                requests[place] = self._ask(ids[start + place], some[place], rollouts)
 
             sampled = self._sampler.sample(
                 self._model,
@@ -142,6 +140,22 @@ class Collector:
             )
             groups += map(Group, ids[start:], some, sampled, requests)
         return groups
+
+    def _ask(self, group: int, example: Example, rollouts: list[Rollout]) -> Future[list[np.ndarray]]:
+        completions = [rollout.completion_ids for rollout in rollouts]
+        return self._client.submit(example.prompt_ids, completions, f"group {group}")
+
+    def ask_again(self, parts: list[Part]) -> None:
+        """Ask the reference for what it had not said of these when the run was saved."""
+        for part in parts:
+            copies = self._config.num_generations
+            for place, group in enumerate(part.groups):
+                rows = part.sequences[place * copies : (place + 1) * copies]
+                if self._client is not None and any(one.ref_logprobs is None for one in rows):
+                    request = self._ask(group.id, group.example, group.rollouts)
+                    part.groups[place] = replace(group, reference=request)
+                    for column, one in enumerate(rows):
+                        one.ref_logprobs = partial(reference_logprobs, request, column)
 
     def _reward(self, groups: list[Group]) -> torch.Tensor:
         """float64 [functions, groups, num_generations], NaN where a function does not apply."""

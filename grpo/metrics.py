@@ -132,14 +132,19 @@ class PhaseClock:
 class Recorder:
     """The files of a run, written by rank 0: metrics.jsonl, completions.jsonl, and what `report_to` names."""
 
-    def __init__(self, config: TrainerConfig, folder: Path):
+    def __init__(self, config: TrainerConfig, folder: Path, after: int | None = None):
+        """`after`: the run goes on after this step. What is recorded of later ones was lost, and will be again."""
+        for name in ("metrics.jsonl", "completions.jsonl"):
+            _cut_after(folder / name, -1 if after is None else after)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._completions = open(folder / "completions.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._tensorboard = self._wandb = None
         if "tensorboard" in config.report_to and importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=None if after is None else after + 1
+            )
         if "wandb" in config.report_to:
             import wandb
 
@@ -166,6 +171,22 @@ class Recorder:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Leave the lines of steps up to this one, up to the first that is not whole: a killed run may end within one."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        end = 0
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except ValueError:  # what a power cut left
+                break
+            end += len(line)
+        file.truncate(end)
 
 
 def check_report_to(config: TrainerConfig) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
+
+_T = TypeVar("_T")
 
 
 def own_place() -> tuple[int, int, torch.device]:
@@ -23,3 +27,11 @@ def own_place() -> tuple[int, int, torch.device]:
     if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets none, and ranks would fight for the cores
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
     return rank, world_size, torch.device("cpu")
+
+
+def from_first(value: _T) -> _T:
+    """What rank 0 has, on every rank. All must call it."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]

@@ -74,8 +74,10 @@ class RefClient:
         # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
         self._threads = ThreadPoolExecutor(IN_FLIGHT * len(urls), thread_name_prefix="reference")
 
-    def wait_ready(self) -> Health:
+    def wait_ready(self, any_version: bool = False) -> Health:
         """Wait until every server is ready and check that all serve the same model; return what they say of it.
+
+        With `any_version` each may have another of this run's references: `publish` or `expect` says which it is.
 
         Says every 15 seconds what it waits for.
 
@@ -114,7 +116,7 @@ class RefClient:
         first_url = self._servers.all[0].url
         first = healths[first_url]
         for url, other in healths.items():
-            if other.model_fingerprint != first.model_fingerprint:
+            if other.model_fingerprint != first.model_fingerprint and not any_version:
                 raise RefError(
                     f"{first_url} serves {first.model} ({first.model_fingerprint}) but {url} serves "
                     f"{other.model} ({other.model_fingerprint}): start every server with the same model"
@@ -124,6 +126,8 @@ class RefClient:
                     f"{url} takes no new weights: restart it with --update_folder PATH, or set ref_update_steps to 0"
                 )
         self._wire.fingerprint = first.model_fingerprint
+        if any_version:
+            self._wire.outdated.update(one.model_fingerprint for one in healths.values())
         return first
 
     def expect(self, fingerprint: str) -> None:

@@ -7,12 +7,13 @@ stays there until the next one: a server that was restarted is sent it again, or
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.adapters import merged
@@ -20,6 +21,7 @@ from grpo.checkpoint import whole_folder
 from grpo.config import ConfigError
 from grpo.model import fingerprint_with
 from grpo.protocol import Health
+from grpo.ranks import from_first
 from grpo.ref_client import RefClient
 from grpo.ref_wire import Reference
 from grpo.trainer_config import TrainerConfig
@@ -40,47 +42,69 @@ class RefUpdates:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         policy: Health,
-        reference: Health,
         folder: Path | None,
     ):
-        """`policy` describes `model`, `reference` what the servers have. `folder` is the run's, on rank 0; else None.
-
-        Raises ConfigError where the servers' first weights are needed for a mixture and are not those of the policy,
-        SaveError.
-        """
+        """`policy` describes `model`. `folder` is the run's, on rank 0; else None."""
         self._client, self._model, self._tokenizer = client, model, tokenizer
-        self._alpha, self._tokens, self._folder = config.ref_mixup_alpha, policy.tokenizer_fingerprint, folder
+        self._alpha, self._policy, self._folder = config.ref_mixup_alpha, policy, folder
         self.step = 0
         """after which the policy became part of the reference; 0 is what the servers began with"""
         self._current: Path | None = None
-        if self._alpha == 1:
-            return
-        if policy.model_fingerprint != reference.model_fingerprint:
+
+    def begin(self, reference: Health) -> None:
+        """Keep what the servers begin with: for mixtures, and for a run that goes on from before the first update.
+
+        Raises ConfigError where a mixture needs it and it is not what the policy begins with, SaveError.
+        """
+        same = self._policy.model_fingerprint == reference.model_fingerprint
+        if self._alpha < 1 and not same:
             raise ConfigError(
                 f"ref_mixup_alpha={self._alpha}: the servers have other weights than the policy begins with, and the "
                 "mixture needs them: start the servers with the policy's model, or use 1"
             )
-        if folder is not None:
+        if self._folder is not None and same:
             self._save(0)
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, needed: Iterable[int] = ()) -> None:
         """Make the policy, as it is after this step, the reference. Returns when no older one will be used any more.
 
-        Raises RefError where no server can have it, SaveError.
+        Of the older ones those of the steps in `needed` are kept. Raises RefError where no server can have it,
+        SaveError.
         """
-        fingerprint: list[str | None] = [None]
+        self._announce(step, self._save(step) if self._folder is not None else None)
         if self._folder is not None:
-            before = self._current
-            reference = self._save(step)
-            self._client.publish(reference)
-            fingerprint = [reference.fingerprint]
-            if before is not None:
-                shutil.rmtree(before)
-        dist.broadcast_object_list(fingerprint)
-        if self._folder is None:
-            self._client.expect(fingerprint[0])
+            keep = {f"reference-{one}" for one in (step, *needed)}
+            for old in self._folder.glob("reference-*"):
+                if old.name not in keep:
+                    shutil.rmtree(old)
+
+    def go_on(self, step: int, first: str) -> None:
+        """Make what was the reference after this step's update the reference again, whatever the servers have by now.
+
+        `first` is the fingerprint of what they began with. Raises RefError where no server can have it, ConfigError
+        where it is not in the run's folder any more.
+        """
+        kept = None
+        if self._folder is not None:
+            self._current = self._folder / f"reference-{step}"
+            if self._current.is_dir():
+                kept = self._kept()
+            elif step > 0:
+                raise ConfigError(
+                    f"resume_from_checkpoint: {self._current}, the reference of that checkpoint, is not there: put it "
+                    "back, or resume from another checkpoint"
+                )
+        self._announce(step, kept, first)
+
+    def _announce(self, step: int, new: Reference | None, first: str = "") -> None:
+        """Bring rank 0's reference to the servers; where it has none, they are to have the first."""
+        if new is not None:
+            self._client.publish(new)
+        fingerprint = from_first(new.fingerprint if new is not None else first)
+        if new is None:
+            self._client.expect(fingerprint)
         self.step = step
-        log.info("the reference is the policy of step %d now (%s)", step, fingerprint[0])
+        log.info("the reference is the policy of step %d now (%s)", step, fingerprint)
 
     def _save(self, step: int) -> Reference:
         """Write the new reference as a model that the server, or anybody, can load."""
@@ -97,10 +121,16 @@ class RefUpdates:
             if model.generation_config is not None:
                 model.generation_config.save_pretrained(unfinished)
         self._current = folder
-        size = (folder / _FILE).stat().st_size
-        with open(folder / _FILE, "rb") as file:
-            fingerprint = fingerprint_with(model, self._tokens, WeightsFile(file, size), sha256)
-        return Reference(folder / _FILE, size, sha256, fingerprint)
+        return self._kept()
+
+    def _kept(self) -> Reference:
+        """The reference that is in `_current`."""
+        path = self._current / _FILE
+        size, sha256 = path.stat().st_size, json.loads((self._current / "config.json").read_text())["weights_sha256"]
+        model = merged(self._model) if hasattr(self._model, "peft_config") else self._model
+        with open(path, "rb") as file:
+            fingerprint = fingerprint_with(model, self._policy.tokenizer_fingerprint, WeightsFile(file, size), sha256)
+        return Reference(path, size, sha256, fingerprint)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
         """alpha * policy + (1 - alpha) * old reference: TR-DPO's soft update (Gorbatovski et al., arXiv:2404.09656).

@@ -114,7 +114,11 @@ class RecordSection:
 
     eval_steps: int = option(50, "evaluate every so many updates, and before the first and after the last; 0 is never")
     eval_samples: int = option(256, "held-out problems, the first of the test split; 0 is all")
-    save_steps: int = option(100, "save the model every so many updates; 0 is only at the end")
+    save_steps: int = option(100, "save a checkpoint every so many updates, to use or continue from; 0 is never")
+    save_total_limit: int = option(2, "newest checkpoints to keep, beside the best by evaluation; 0 keeps all")
+    resume_from_checkpoint: Optional[str] = option(
+        None, "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any"
+    )
     output_dir: Optional[str] = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME")
     report_to: list[str] = option(
         ["tensorboard"], "any of tensorboard, wandb, or none; tensorboard is skipped where it is not installed"
@@ -198,6 +202,7 @@ class TrainerConfig(
             "eval_steps",
             "eval_samples",
             "save_steps",
+            "save_total_limit",
             "seed",
             "ref_startup_timeout",
             "ref_update_steps",

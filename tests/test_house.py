@@ -17,7 +17,7 @@ LEVELS = [
     | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
     {"accuracy", "update"},
-    {"evaluate", "chat", "collect", "service"},
+    {"evaluate", "chat", "collect", "resume", "service"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ENTRIES = {

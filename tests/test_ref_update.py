@@ -57,7 +57,9 @@ def updated_by(urls, policy, tokenizer, folder, alpha=1.0, **changes):
     with client(*urls, **(SETTINGS | changes)) as one:
         reference = one.wait_ready()
         config = TrainerConfig(ref_mixup_alpha=alpha, ref_update_steps=1)
-        yield one, RefUpdates(config, one, policy, tokenizer, describe(policy, tokenizer, "p"), reference, folder)
+        updates = RefUpdates(config, one, policy, tokenizer, describe(policy, tokenizer, "p"), folder)
+        updates.begin(reference)
+        yield one, updates
 
 
 def open_server(folder, tmp_path, *words, **options):
@@ -138,7 +140,8 @@ def test_of_a_policy_with_an_adapter_the_whole_is_published(server, policy, toke
     train_adapter(policy, TrainerConfig(use_peft=True, lora_r=4, lora_target_modules=["all-linear"]))
     with client(server.url, **SETTINGS) as one:
         config = TrainerConfig(ref_update_steps=1, ref_mixup_alpha=0.5)
-        updates = RefUpdates(config, one, policy, tokenizer, described, one.wait_ready(), tmp_path)
+        updates = RefUpdates(config, one, policy, tokenizer, described, tmp_path)
+        updates.begin(one.wait_ready())
         adapter = [tensor for tensor in policy.parameters() if tensor.requires_grad]
         with torch.no_grad():
             for tensor in adapter:
@@ -232,7 +235,7 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
         train(policy, 1)
 
         def kill():
-            eventually(lambda: one._sent and (tmp_path / "new").exists() and between.happened["delay"] >= 4)
+            eventually(lambda: one._servers._sent and (tmp_path / "new").exists() and between.happened["delay"] >= 4)
             first.end(signal.SIGKILL)
             assert not list((tmp_path / "new").iterdir())
             second = servers.enter_context(open_server(model_folder, tmp_path, port=first.port))
@@ -274,7 +277,7 @@ def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_bac
             eventually(lambda: "it runs without --update_folder" in caplog.text)
             for each in (one, other):
                 check_answers(each, policy)
-            eventually(lambda: "has missed an update of the reference" in other._servers[1].said)
+            eventually(lambda: "has missed an update of the reference" in other._servers.all[1].said)
         with open_server(model_folder, tmp_path, port=dies.port) as back:
             back.wait_ready()
             eventually(lambda: describe_of(back) == one._wire.fingerprint)
@@ -315,7 +318,9 @@ def test_a_mixture_with_unknown_weights_is_refused(model_folder, policy, tokeniz
     described = describe(policy, tokenizer, "p")
     config = TrainerConfig(ref_mixup_alpha=0.5, ref_update_steps=1)
     with pytest.raises(ConfigError, match="ref_mixup_alpha=0.5: the servers have other weights"):
-        RefUpdates(config, None, policy, tokenizer, described, replace(described, model_fingerprint="x"), tmp_path)
+        RefUpdates(config, None, policy, tokenizer, described, tmp_path).begin(
+            replace(described, model_fingerprint="x")
+        )
 
 
 @pytest.mark.slow

@@ -1,0 +1,308 @@
+"""Checkpoints that a run continues from as if nothing had happened. Each is there whole or not at all.
+
+`checkpoint-STEP` is a model that `from_pretrained` reads. Beside it lies what only this run can use: `engine/` has
+DeepSpeed's weights, optimizer and schedule, `rank-K.pickle` a rank's random states and what it has drawn and not yet
+trained on, `progress.json` the rest. To read pickles is to run what is in them: continue from checkpoints you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from grpo.checkpoint import SaveError, put_in_place, write_model
+from grpo.collect import Part
+from grpo.config import ConfigError
+from grpo.metrics import gather
+from grpo.protocol import fingerprint
+from grpo.records import Example
+from grpo.trainer_config import TrainerConfig
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+ENGINE = "engine"
+PROGRESS = "progress.json"
+LIBRARIES = "torch", "transformers", "deepspeed"
+
+# What may be another when a run goes on: it changes no number, or (the second line) only its rounding.
+FREE = {
+    *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
+    *("micro_batch_tokens", "gradient_checkpointing"),
+    *("eval_steps", "eval_samples", "num_generations_eval", "pass_at_k", "report_to", "merge_on_save", "deepspeed"),
+    *("ref_servers", "host", "port", "token", "token_file", "ref_ca_file"),
+    *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout"),
+}
+
+
+@dataclass
+class Progress:
+    """How far a run is: what all ranks know alike, and this rank's round of completions."""
+
+    beta: float
+    step: int = 0
+    """updates done"""
+    num_tokens: int = 0
+    """that were trained on, over all ranks"""
+    accuracy: float | None = None
+    """of the evaluation after the last step; None where there was none"""
+    round: int = -1
+    """which `parts` are of; -1: none was drawn"""
+    parts: list[Part] = field(default_factory=list)
+    reference: str = ""
+    """fingerprint of what the reference servers began with; empty where nobody is asked"""
+    ref_step: int = 0
+    """after which the policy became part of the reference; 0: it never did"""
+    resampled: int = 0
+    """groups that were replaced in this round, on all ranks"""
+
+
+def find_checkpoint(config: TrainerConfig) -> Path | None:
+    """The checkpoint to continue from; None where the run begins. Raises ConfigError where there is no such one."""
+    asked = config.resume_from_checkpoint
+    if asked is None:
+        return None
+    if asked == "last":
+        if config.output_dir is None:
+            raise ConfigError("resume_from_checkpoint='last': of which run? set output_dir to its folder")
+        return max(checkpoints(Path(config.output_dir)), key=step_of, default=None)
+    path = Path(asked)
+    if not (path / PROGRESS).is_file():
+        raise ConfigError(
+            f"resume_from_checkpoint='{path}': there is no {PROGRESS} in it: name a folder checkpoint-STEP of a run, "
+            "or 'last' with its output_dir"
+        )
+    if config.output_dir is not None and Path(config.output_dir).resolve() != path.resolve().parent:
+        raise ConfigError(
+            f"resume_from_checkpoint='{path}': it is of the run {path.parent}, not of "
+            f"output_dir='{config.output_dir}': leave output_dir out"
+        )
+    if later := [other.name for other in checkpoints(path.parent) if step_of(other) > step_of(path)]:
+        raise ConfigError(
+            f"resume_from_checkpoint='{path}': the run has {' and '.join(later)} too, which go another way from there: "
+            "delete them, or use 'last'"
+        )
+    return path
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The whole checkpoints of a run's folder, the oldest first."""
+    found = [one.parent for one in run.glob(f"checkpoint-*/{PROGRESS}") if one.parent.name[11:].isdecimal()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+class Checkpoints:
+    """Saves a run's checkpoints and loads one. Every rank has one; all call it together."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        model: str,
+        reference: str,
+        examples: list[Example],
+        rank: int,
+        world_size: int,
+    ):
+        """`folder` is the run's. `model` and `reference` are fingerprints of what the policy begins as, and of what the
+        reference servers have; empty is where nobody is asked."""
+        self._config, self._folder, self._tokenizer, self._reference = config, folder, tokenizer, reference
+        self._rank, self._size = rank, 0
+        for left in [*folder.glob("*.unfinished"), *folder.glob("*.old")] if rank == 0 else []:
+            shutil.rmtree(left)
+        prompts = [one.prompt for one in examples]
+        self._about = {
+            "format": FORMAT,
+            "ranks": world_size,
+            "model": model,
+            "prompts": [len(prompts), fingerprint(prompts)],
+            "settings": {name: value for name, value in asdict(config).items() if name not in FREE},
+            "versions": {name: version(name) for name in LIBRARIES},
+        }
+
+    def save(self, engine, progress: Progress) -> None:
+        """Write `checkpoint-STEP`, then delete what `save_total_limit` leaves no room for.
+
+        Raises SaveError on every rank where one of them could not write; nothing is left of it then.
+        """
+        final = self._folder / f"checkpoint-{progress.step}"
+        # For others and for DeepSpeed, and in float32 with AdamW's two moments.
+        trained = [one for one in engine.module.parameters() if one.requires_grad]
+        self._size = sum(2 * one.nbytes + 12 * one.numel() for one in trained)
+        unfinished = final.with_name(final.name + ".unfinished")
+
+        def begin() -> None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            write_model(engine.module, self._tokenizer, unfinished, self._config.merge_on_save)
+
+        def save_engine() -> None:
+            try:
+                engine.save_checkpoint(
+                    str(unfinished), tag=ENGINE, save_latest=False, exclude_frozen_parameters=self._config.use_peft
+                )
+            except Exception:
+                torch.distributed.barrier()  # the others wait for this rank in the one at its end
+                raise
+
+        def save_own() -> None:
+            with open(unfinished / f"rank-{self._rank}.pickle", "wb") as file:
+                pickle.dump({"random": _random_states(), "parts": _settled(self._due(progress))}, file)
+
+        def finish() -> None:
+            about = self._about | {name: getattr(progress, name) for name in _SHARED}
+            (unfinished / PROGRESS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+            put_in_place(unfinished, final)
+
+        for action, ranks in ((begin, [0]), (save_engine, None), (save_own, None), (finish, [0])):
+            self._together(action, ranks, final, unfinished)
+        if self._rank == 0:
+            self._delete_old()
+
+    def load(self, checkpoint: Path, engine) -> Progress:
+        """Bring this rank and its engine to where the checkpoint is. What it had asked the reference is lost.
+
+        Raises ConfigError, with the difference, for a checkpoint of another model, data, settings or format.
+        """
+        said = _read(checkpoint)
+        self._check(checkpoint, said)
+        for name, now in self._about["versions"].items():
+            if (then := said["versions"].get(name)) != now:
+                log.warning("%s was %s when %s was saved, and is %s: numbers may differ", name, then, checkpoint, now)
+        engine.load_checkpoint(str(checkpoint), tag=ENGINE, load_module_strict=not self._config.use_peft)
+        with open(checkpoint / f"rank-{self._rank}.pickle", "rb") as file:
+            own = pickle.load(file)
+        _set_random_states(own["random"])
+        return Progress(parts=own["parts"], **{name: said[name] for name in _SHARED})
+
+    def references(self) -> set[int]:
+        """After which steps the policy became a reference that a checkpoint needs."""
+        return {_read(one)["ref_step"] for one in checkpoints(self._folder)}
+
+    def _due(self, progress: Progress) -> list[Part]:
+        """The round, where not all of it was trained on."""
+        updates = self._config.steps_per_generation * self._config.num_iterations
+        return progress.parts if progress.round == progress.step // updates else []
+
+    def _together(self, action: Callable[[], None], ranks: list[int] | None, final: Path, unfinished: Path) -> None:
+        failure = None
+        if ranks is None or self._rank in ranks:
+            try:
+                action()
+            # Whatever it was, on whichever rank: the others must not go on as if the checkpoint were there.
+            except Exception as error:
+                failure = f"{getattr(error, 'strerror', None) or error}"
+        failures = {rank: one for rank, one in enumerate(gather(failure)) if one}
+        if not failures:
+            return
+        if self._rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        rank, reason = next(iter(failures.items()))
+        last = max(checkpoints(self._folder), key=step_of, default=None)
+        raise SaveError(
+            f"{final} could not be saved: {reason} (rank {rank}): nothing was left there. A checkpoint takes about "
+            f"{self._size >> 20} MiB: make room, and "
+            + (f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again")
+        )
+
+    def _delete_old(self) -> None:
+        """Keep the newest save_total_limit, and the one whose evaluation was the best."""
+        limit, all_of_them = self._config.save_total_limit, checkpoints(self._folder)
+        if limit == 0:
+            return
+        keep = {*all_of_them[-limit:], _best(all_of_them)}
+        for old in all_of_them:
+            if old not in keep:
+                # Gone as a checkpoint in one step: a kill while it is deleted leaves none that is half there.
+                rest = old.with_name(old.name + ".unfinished")
+                os.replace(old, rest)
+                shutil.rmtree(rest)
+
+    def _check(self, checkpoint: Path, said: dict[str, Any]) -> None:
+        def refuse(what: str, there: Any, here: Any, remedy: str) -> None:
+            if there != here:
+                raise ConfigError(
+                    f"resume_from_checkpoint='{checkpoint}': {what} is {there!r} there and {here!r} here: {remedy}"
+                )
+
+        own = self._about
+        refuse("the checkpoint's format", said.get("format"), FORMAT, "use the version of this program that wrote it")
+        refuse("the number of ranks", said["ranks"], own["ranks"], f"start it with {said['ranks']}")
+        refuse("the model's fingerprint", said["model"], own["model"], "set model_name_or_path to the same model")
+        if not self._config.ref_update_steps:
+            remedy = "start the reference server with the model that it had"
+            refuse("the reference's fingerprint", said["reference"], self._reference, remedy)
+        refuse("the prompts' count and sum", said["prompts"], own["prompts"], "set dataset_name to the same data")
+        constant = self._config.lr_scheduler_type.startswith("constant")
+        for name in sorted(said["settings"].keys() | own["settings"].keys()):
+            if name == "max_steps" and constant:
+                continue  # the learning rate does not depend on it
+            refuse(name, said["settings"].get(name), own["settings"].get(name), "leave it as it was")
+
+
+_SHARED = [name for name in Progress.__dataclass_fields__ if name != "parts"]
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
+
+
+def _best(all_of_them: list[Path]) -> Path | None:
+    """The newest of those with the highest accuracy."""
+    known = {}
+    for one in all_of_them:
+        if (accuracy := _read(one)["accuracy"]) is not None:
+            known[one] = accuracy, step_of(one)
+    return max(known, key=known.get, default=None)
+
+
+def _settled(parts: list[Part]) -> list[Part]:
+    """The parts without what is on its way: answers of the reference that are here, the others to be asked again."""
+
+    def plain(part: Part) -> Part:
+        sequences = []
+        copies = len(part.sequences) // max(1, len(part.groups))
+        for place, one in enumerate(part.sequences):
+            asked = part.groups[place // copies].reference
+            if asked is not None:
+                here = asked.done() and not asked.cancelled() and asked.exception() is None
+                known = partial(np.asarray, asked.result()[place % copies]) if here else None
+                one = replace(one, ref_logprobs=known)
+            sequences.append(one)
+        groups = [replace(group, reference=None) for group in part.groups]
+        return replace(part, groups=groups, sequences=sequences)
+
+    return [plain(part) for part in parts]
+
+
+def _random_states() -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,42 @@
+"""Runs grpo_ref_split.py and kills this process, as `kill -9` would, at a named moment. Arguments: MOMENT RANK OPTIONS.
+
+MOMENT is module:function:when:count, as in grpo.resume:put_in_place:before:2, the second call of it; a dot goes into a
+class. Only the process of that rank is killed.
+"""
+
+import importlib
+import os
+import runpy
+import signal
+import sys
+from functools import reduce
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def arm(module: str, function: str, when: str, count: str) -> None:
+    *path, name = function.split(".")
+    owner = reduce(getattr, path, importlib.import_module(module))
+    real, calls = getattr(owner, name), 0
+
+    def armed(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls == int(count) and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        value = real(*arguments, **options)
+        if calls == int(count) and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+    setattr(owner, name, armed)
+
+
+if __name__ == "__main__":
+    own = [word for word in sys.argv if word.startswith("--local_rank")]  # the launcher puts it first
+    moment, rank, *rest = [word for word in sys.argv[1:] if word not in own]
+    sys.argv = ["grpo_ref_split.py", *own, *rest]
+    if os.environ.get("RANK", "0") == rank:
+        arm(*moment.split(":"))
+    runpy.run_path("grpo_ref_split.py", run_name="__main__")

@@ -1,0 +1,317 @@
+"""A run that was killed goes on as if nothing had happened: the same numbers, the same weights, bit for bit."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from safetensors.torch import load_file
+from test_trainer import letters, lines, options  # noqa: F401
+
+from grpo.config import ConfigError
+from grpo.metrics import Recorder
+from grpo.resume import Checkpoints, checkpoints, find_checkpoint, step_of
+from grpo.trainer_config import TrainerConfig
+
+STEPS = 10
+# Rounds of two steps, each trained on twice, and checkpoints in the middle of them.
+OPTIONS = {
+    "max_steps": STEPS,
+    "save_steps": 2,
+    "eval_steps": 5,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "kl_target": 1e-4,
+    "kl_horizon": 100,
+    "report_to": "none",
+    "ref_deadline": 120,
+}
+KINDS = {
+    "full": {},
+    "reference updates": {"ref_update_steps": 4, "ref_mixup_alpha": 0.6},
+    "LoRA": {"use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear", "learning_rate": 1e-2},
+}
+
+
+@pytest.fixture(scope="module")
+def setting(model_folder, data_folder, letters):  # noqa: F811
+    """`setting(run, kind, **changes)`: the trainer's options."""
+
+    def make(run: Path, kind: str, **changes) -> list[str]:
+        return [*options(model_folder, data_folder, run, **{**OPTIONS, **KINDS[kind], **changes}), *letters]
+
+    return make
+
+
+@contextmanager
+def reference(model_folder: Path, folder: Path):
+    """A server whose answers do not depend on what else waits, and that takes updates."""
+    folder.mkdir()
+    words = ["--deterministic", "true", "--update_folder", str(folder / "new")]
+    with running_server(model_folder, folder, *words) as server:
+        server.wait_ready()
+        yield server
+
+
+def command_of(ranks: int, words: list[str], *program: str) -> list[str]:
+    """`program` stands before the trainer's options."""
+    command = [sys.executable]
+    if ranks > 1:
+        launcher = str(Path(sys.executable).with_name("deepspeed"))
+        command = [launcher, "-q", "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return [*command, *(program or ["grpo_ref_split.py"]), *words]
+
+
+@contextmanager
+def training(ranks: int, words: list[str], *program: str):
+    """A trainer on its way, in a process group of its own."""
+    process = subprocess.Popen(
+        command_of(ranks, words, *program),
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def finish(ranks: int, words: list[str]) -> str:
+    """Run to a good end; what it said."""
+    with training(ranks, words) as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(setting, model_folder, tmp_path_factory):
+    """`undisturbed(ranks, kind)`: the folder of a run from beginning to end."""
+    known: dict[tuple[int, str], Path] = {}
+
+    def of(ranks: int, kind: str) -> Path:
+        if (ranks, kind) not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            with reference(model_folder, folder / "server") as server:
+                finish(ranks, setting(folder / "run", kind, ref_servers=server.url))
+            rows = numbers(folder / "run")
+            assert [row["step"] for row in rows] == list(range(STEPS + 1))
+            assert len({row["grad_norm"] for row in rows[1:]}) == STEPS and len({row["beta"] for row in rows[1:]}) > 2
+            known[ranks, kind] = folder / "run"
+        return known[ranks, kind]
+
+    return of
+
+
+def numbers(run: Path) -> list[dict]:
+    """The recorded steps without times."""
+    timed = ("step_time", "tokens_per_second", "eval_runtime")
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/") and name not in timed}
+        for row in lines(run / "metrics.jsonl")
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+def check_same(run: Path, undisturbed: Path) -> None:
+    assert numbers(run) == numbers(undisturbed)
+    assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
+    for folder in ("model", "checkpoint-10"):
+        here, there = weights(run / folder), weights(undisturbed / folder)
+        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in there)
+    left = [path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith("reference-")]
+    assert sorted(left) == ["checkpoint-10", "checkpoint-8", "model"]
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    found = [one.pid for one in below if any("--local_rank" in word for word in one.cmdline())]
+    return [pid for pid in found if psutil.Process(pid).ppid() not in found]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5)])
+def test_killed_at_any_moment_it_ends_with_the_same_weights(
+    ranks, kind, kills, setting, undisturbed, model_folder, tmp_path
+):
+    expected, run, chance = undisturbed(ranks, kind), tmp_path / "run", random.Random(ranks)
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
+        for _ in range(kills):
+            with training(ranks, words) as process:
+                recorded = run / "metrics.jsonl"
+                before = recorded.stat().st_mtime_ns if recorded.exists() else 0
+                deadline = time.monotonic() + 120
+                # From its first sign of life on it has a second or two to its end.
+                while not (recorded.exists() and recorded.stat().st_mtime_ns != before):
+                    assert process.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.01)
+                time.sleep(chance.uniform(0, 0.6))
+                if ranks == 2 and chance.random() < 0.5 and (alive := ranks_of(process)):
+                    os.kill(chance.choice(alive), signal.SIGKILL)
+                    process.communicate(timeout=60)
+                    assert process.returncode != 0
+                else:
+                    os.killpg(process.pid, signal.SIGKILL)
+        finish(ranks, words)
+    check_same(run, expected)
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
+    setting, undisturbed, model_folder, tmp_path
+):
+    """A limit to what one file may have stands in for the full disk."""
+    run = tmp_path / "run"
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+        with training(2, words, "tests/killed_at.py", "grpo.resume:Checkpoints._delete_old:after:1", "0") as process:
+            process.communicate(timeout=120)
+        limited = ["-c", f"trap '' XFSZ; ulimit -f 400; exec {' '.join(command_of(2, words))}"]
+        ended = subprocess.run(["bash", *limited], cwd=REPOSITORY, env=ENVIRONMENT, text=True, capture_output=True)
+        assert ended.returncode != 0
+        said = [line for line in (ended.stdout + ended.stderr).splitlines() if "could not be saved" in line]
+        assert len(said) == 1 and said[0].startswith("grpo_ref_split.py: error: ")
+        assert "checkpoint-4 could not be saved: " in said[0] and "MiB: make room" in said[0]
+        assert said[0].endswith("--resume_from_checkpoint last goes on from checkpoint-2")
+        assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
+        assert went_on(finish(2, words)) == 2
+    check_same(run, undisturbed(2, "full"))
+
+
+# When it is killed (killed_at.py; calls are counted from each start), and the last step that was not lost then.
+MOMENTS = {
+    "deepspeed:DeepSpeedEngine._save_zero_checkpoint:after:1": 0,
+    "grpo.resume:put_in_place:after:1": 2,
+    "grpo.ref_wire:Commit:before:1": 2,
+    "grpo.ref_update:RefUpdates._announce:before:2": 2,
+    "grpo.ref_update:RefUpdates._announce:after:2": 2,
+    "grpo.resume:write_model:before:2": 4,
+    "grpo.metrics:Recorder.metrics:after:2": 4,
+    "grpo.resume:write_model:after:2": 6,
+    "grpo.ref_update:write_weights:before:1": 6,
+    "grpo.resume:put_in_place:before:1": 6,
+    "grpo.resume:Checkpoints._delete_old:before:1": 8,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_in_the_middle_of_all_that_is_written(setting, undisturbed, model_folder, tmp_path):
+    kind, run, kept = "reference updates", tmp_path / "run", 0
+    expected = undisturbed(1, kind)
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
+        for moment, step in MOMENTS.items():
+            with training(1, words, "tests/killed_at.py", moment, "0") as process:
+                output, _ = process.communicate(timeout=120)
+            assert process.returncode == -signal.SIGKILL, (moment, output)
+            assert went_on(output) in (0, kept), moment  # 0: killed before it said so
+            kept = step
+        assert went_on(finish(1, words)) == kept
+    check_same(run, expected)
+
+
+def went_on(output: str) -> int:
+    said = re.findall(r"goes on after step (\d+)", output)
+    return int(said[0]) if said else 0
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """`whole(step, accuracy, **said)`: a folder that is a checkpoint by its name and progress."""
+
+    def make(step: int, accuracy: float | None = None, **said) -> Path:
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        about = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)._about
+        (folder / "progress.json").write_text(json.dumps(about | {"reference": "r", "accuracy": accuracy, **said}))
+        return folder
+
+    return make
+
+
+def found(tmp_path, asked: str, output_dir: str | None = None) -> Path | None:
+    return find_checkpoint(TrainerConfig(resume_from_checkpoint=asked, output_dir=output_dir))
+
+
+def test_the_last_one_is_the_newest_that_is_whole(whole, tmp_path):
+    run = str(tmp_path / "run")
+    assert found(tmp_path, "last", run) is None
+    whole(9), whole(10)
+    for name in ("checkpoint-30", "checkpoint-40.unfinished", "checkpoint-x"):
+        (tmp_path / "run" / name).mkdir()
+    (tmp_path / "run/checkpoint-40.unfinished/progress.json").touch()
+    assert found(tmp_path, "last", run) == tmp_path / "run/checkpoint-10"
+    assert found(tmp_path, run + "/checkpoint-10") == tmp_path / "run/checkpoint-10"
+    for asked, output_dir, said in [
+        ("last", None, "of which run"),
+        (run, None, "there is no progress.json in it"),
+        (run + "/checkpoint-30", None, "there is no progress.json in it"),
+        (run + "/checkpoint-10", str(tmp_path), "leave output_dir out"),
+        (run + "/checkpoint-9", None, "the run has checkpoint-10 too"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*{said}"):
+            found(tmp_path, asked, output_dir)
+
+
+def test_the_newest_and_the_best_are_kept(whole, tmp_path):
+    for step, accuracy in ((2, 0.5), (4, 0.9), (6, 0.9), (8, None), (10, 0.7), (12, None)):
+        whole(step, accuracy)
+    run = tmp_path / "run"
+    for limit, kept in ((0, [2, 4, 6, 8, 10, 12]), (5, [4, 6, 8, 10, 12]), (2, [6, 10, 12]), (1, [6, 12])):
+        Checkpoints(TrainerConfig(save_total_limit=limit), run, None, "m", "r", [], 0, 1)._delete_old()
+        assert [step_of(one) for one in checkpoints(run)] == kept
+        assert len([*run.iterdir()]) == len(kept)
+
+
+@pytest.mark.parametrize(
+    "said, changes, words",
+    [
+        ({"format": 99}, {}, "the checkpoint's format is 99 there and 1 here: use the version"),
+        ({"ranks": 2}, {}, "the number of ranks is 2 there and 1 here: start it with 2"),
+        ({"model": "x"}, {}, "the model's fingerprint is 'x' there and 'm' here: set model_name_or_path"),
+        ({"reference": "x"}, {}, "the reference's fingerprint is 'x' there and 'r' here: start the reference server"),
+        ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),
+        ({}, {"learning_rate": 2e-6}, "learning_rate is 1e-06 there and 2e-06 here: leave it as it was"),
+        ({}, {"num_generations": 4}, "num_generations is 8 there and 4 here"),
+        ({}, {"max_steps": 7, "lr_scheduler_type": "linear"}, "lr_scheduler_type is 'constant_with_warmup' there"),
+    ],
+)
+def test_another_model_data_setting_or_format_is_refused_with_the_difference(whole, tmp_path, said, changes, words):
+    own = Checkpoints(TrainerConfig(**changes), tmp_path, None, "m", "r", [], 0, 1)
+    with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
+        own.load(whole(5, **said), None)
+
+
+def test_a_killed_runs_records_are_cut_where_it_goes_on(tmp_path):
+    rows = [{"step": step, "reward": 0.5} for step in range(6)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for after, end, kept in ((3, "", 4), (9, '{"step": 6, "rew', 6), (9, "\x00\x00\n", 6), (None, "", 0)):
+        (tmp_path / "metrics.jsonl").write_text(text + end)
+        recorder = Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=after)
+        recorder.metrics(7, {"reward": 1.0})
+        recorder.close()
+        assert lines(tmp_path / "metrics.jsonl") == [*rows[:kept], {"step": 7, "reward": 1.0}]
