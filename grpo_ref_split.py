@@ -37,7 +37,7 @@ from grpo.checkpoint import SaveError, create_run, save_model
 from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
-from grpo.ending import exit_code
+from grpo.ending import Stopped, exit_code
 from grpo.loss import adapt_beta
 from grpo.metrics import PhaseClock, Recorder, add_stats, check_report_to, gather_stats, step_metrics
 from grpo.model import (
@@ -53,9 +53,11 @@ from grpo.plots import draw_curves
 from grpo.ranks import from_first, own_place
 from grpo.ref_client import RefClient, RefError, check_reference
 from grpo.ref_update import RefUpdates
+from grpo.ref_wire import ReferenceLost
 from grpo.resume import Checkpoints, Progress, find_checkpoint
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.rollout import Sampler
+from grpo.stopping import StopSignals
 from grpo.update import update
 
 if not torch.cuda.is_available():
@@ -125,6 +127,7 @@ def train(config: TrainerConfig) -> None:
     elif ref_updates:
         ref_updates.begin(reference)
     collector.ask_again(progress.parts)
+    stop = StopSignals()
     recorder = Recorder(config, folder, after=progress.step if goes_on else None) if rank == 0 else None
     log.info(
         "%d prompts, %d held out; %d x %s; run folder %s%s",
@@ -165,23 +168,29 @@ def train(config: TrainerConfig) -> None:
         iteration, place = divmod(within, config.steps_per_generation)
         beta = progress.beta
 
-        # Sample, reward while the reference is at work, and compare within each group.
-        if progress.round != number:
-            progress.parts, progress.resampled = collector.collect(number, step - 1, beta, clock)
-            progress.round = number
-        part = progress.parts[place]
+        try:
+            # Sample, reward while the reference is at work, and compare within each group.
+            if progress.round != number:
+                progress.parts, progress.resampled = collector.collect(number, step - 1, beta, clock)
+                progress.round = number
+            part = progress.parts[place]
 
-        # Update; what the reference said is collected on the way, when the policy's own forward pass is done.
-        with clock("update"):
-            learning_rate = schedule.get_last_lr()[0]
-            stats = update(engine, part.sequences, config, batcher, clock, beta)
+            # Update; what the reference said is collected on the way, when the policy's own forward pass is done.
+            with clock("update"):
+                learning_rate = schedule.get_last_lr()[0]
+                stats = update(engine, part.sequences, config, batcher, clock, beta)
+        except ReferenceLost as lost:
+            raise RefError(f"{lost}; {checkpoints.leave(engine, progress)}") from lost
 
         # Every so often, between two rounds, the policy becomes the reference. After the last step nobody would ask it.
-        of_reference = {"ref_step": ref_updates.step} if ref_updates else {}  # the one that this step was held against
+        of_reference, unpublished = {"ref_step": ref_updates.step} if ref_updates else {}, None
         if ref_updates and step % config.ref_update_steps == 0 and step < config.max_steps:
-            with clock("publish_ref"):
-                ref_updates.publish(step, needed=checkpoints.references())
             progress.ref_step = step
+            with clock("publish_ref"):
+                try:
+                    ref_updates.publish(step, needed=checkpoints.references())
+                except ReferenceLost as lost:
+                    unpublished = lost  # once this step is recorded
 
         # Log.
         rollouts = [rollout for group in part.groups for rollout in group.rollouts]
@@ -199,6 +208,7 @@ def train(config: TrainerConfig) -> None:
                 "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
                 **clock.seconds,
                 "step_time": clock.total(),
+                "signal": [stop.asked],
             },
         )
         everyone = gather_stats(stats)
@@ -250,6 +260,10 @@ def train(config: TrainerConfig) -> None:
             )
         if config.save_steps and step % config.save_steps == 0:
             checkpoints.save(engine, progress)
+        if unpublished:
+            raise RefError(f"{unpublished}; {checkpoints.leave(engine, progress)}") from unpublished
+        if (signalled := int(everyone["signal"].high)) and not last:
+            raise Stopped(f"stopped by signal {signalled}; {checkpoints.leave(engine, progress)}", signalled)
 
     if recorder:
         save_model(engine.module, tokenizer, folder / "model", config.merge_on_save)
@@ -308,7 +322,7 @@ if __name__ == "__main__":
     code = exit_code(
         lambda: train(CONFIG),
         (RefError, RewardError, SaveError, OSError),
-        "interrupted; what was saved is in the run's folder",
+        "interrupted before the first step",
     )
     sys.stdout.flush()
     sys.stderr.flush()

@@ -19,11 +19,11 @@ from grpo.data import PromptStream
 from grpo.loss import kl_divergence
 from grpo.metrics import PhaseClock, gather
 from grpo.records import Example, Group, Rollout, Sequence
-from grpo.ref_client import RefClient
+from grpo.ref_client import RefClient, RefError
 from grpo.rewards import compute_rewards
 from grpo.rollout import Sampler
 from grpo.trainer_config import TrainerConfig
-from grpo.update import policy_logprobs
+from grpo.update import policy_logprobs, raise_together
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Collector:
 
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[Part], int]:
         """Round `number` (from 0), drawn after so many updates: the parts for its steps, and how many groups were
-        replaced on all ranks. All ranks call it together."""
+        replaced on all ranks. All ranks call it together. Raises ReferenceLost."""
         config = self._config
         first, share = number * config.steps_per_generation, config.prompts_per_step // self._world_size
         steps = range(first, first + config.steps_per_generation)
@@ -98,9 +98,14 @@ class Collector:
 
         penalty = torch.zeros(by_function.shape[1:], dtype=torch.float64)
         if config.kl_in_reward:
+            lost = None
             with clock("wait_ref"):
-                kl = torch.stack([summed_kl(sequence, config.kl_estimator) for sequence in sequences])
-            penalty = beta * kl.view(penalty.shape)
+                try:
+                    kl = torch.stack([summed_kl(sequence, config.kl_estimator) for sequence in sequences])
+                    penalty = beta * kl.view(penalty.shape)
+                except RefError as error:
+                    lost = error
+            raise_together(lost, self._model.device)
         # Some ways to compare look at the rewards of all ranks.
         all_rewards, all_penalties = zip(*gather((by_function, penalty)), strict=True)
         compared = advantages(torch.cat(all_rewards, dim=1), self._weights, config, torch.cat(all_penalties))

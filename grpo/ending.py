@@ -12,8 +12,16 @@ from pathlib import Path
 from grpo.config import ConfigError
 
 
+class Stopped(Exception):
+    """A signal has ended the work, on all ranks at the same place. The message says what is left and how to go on."""
+
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.number = number
+
+
 def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
-    """Do a rank's work. 0, or where it failed, 2 for a bad setting, 1 for one of `failures`, 130 for Ctrl-C.
+    """Do a rank's work. 0, or where it failed, 2 for a bad setting, 1 for one of `failures`, 128 + a signal's number.
 
     Whatever else goes wrong is a mistake of ours, and is raised with its traceback.
     """
@@ -24,6 +32,10 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
     except ConfigError as error:
         say_once(str(error))
         return 2
+    except Stopped as error:
+        if os.environ.get("RANK", "0") == "0":
+            say_once(str(error))
+        return 128 + error.number
     except failures as error:
         say_once(str(error))
         return 1

@@ -22,8 +22,8 @@ from grpo.config import ConfigError
 from grpo.model import fingerprint_with
 from grpo.protocol import Health
 from grpo.ranks import from_first
-from grpo.ref_client import RefClient
-from grpo.ref_wire import Reference
+from grpo.ref_client import RefClient, RefError
+from grpo.ref_wire import Reference, ReferenceLost
 from grpo.trainer_config import TrainerConfig
 from grpo.weights import WeightsFile, named_weights, write_weights
 
@@ -68,7 +68,7 @@ class RefUpdates:
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
         """Make the policy, as it is after this step, the reference. Returns when no older one will be used any more.
 
-        Of the older ones those of the steps in `needed` are kept. Raises RefError where no server can have it,
+        Of the older ones those of the steps in `needed` are kept. Raises ReferenceLost where no server can have it,
         SaveError.
         """
         self._announce(step, self._save(step) if self._folder is not None else None)
@@ -98,9 +98,16 @@ class RefUpdates:
 
     def _announce(self, step: int, new: Reference | None, first: str = "") -> None:
         """Bring rank 0's reference to the servers; where it has none, they are to have the first."""
+        fingerprint, lost = first, None
         if new is not None:
-            self._client.publish(new)
-        fingerprint = from_first(new.fingerprint if new is not None else first)
+            fingerprint = new.fingerprint
+            try:
+                self._client.publish(new)
+            except RefError as error:
+                lost = str(error)
+        fingerprint, lost = from_first((fingerprint, lost))
+        if lost:
+            raise ReferenceLost(lost)
         if new is None:
             self._client.expect(fingerprint)
         self.step = step

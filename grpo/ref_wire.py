@@ -44,6 +44,10 @@ class RefError(RuntimeError):
     """The reference cannot serve this run. The message says which server, what it said, and what to do."""
 
 
+class ReferenceLost(RefError):
+    """Some rank gets no answer. Raised on every rank at the same place, with weights as after the last step."""
+
+
 class RefUnavailable(RefError):
     """No server answered before the deadline."""
 

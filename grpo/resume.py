@@ -177,6 +177,15 @@ class Checkpoints:
         if self._rank == 0:
             self._delete_old()
 
+    def leave(self, engine, progress: Progress) -> str:
+        """Save where the run stands, if that is not done yet; says how to go on from there. Raises SaveError."""
+        if progress.step == 0:
+            return "nothing is lost: no step was done"
+        saved = self._folder / f"checkpoint-{progress.step}"
+        if not (saved / PROGRESS).exists():
+            self.save(engine, progress)
+        return f"--resume_from_checkpoint last --output_dir {self._folder} goes on after step {progress.step}"
+
     def load(self, checkpoint: Path, engine) -> Progress:
         """Bring this rank and its engine to where the checkpoint is. What it had asked the reference is lost.
 

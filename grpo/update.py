@@ -14,6 +14,7 @@ from grpo.logprobs import token_logprobs
 from grpo.loss import StepSize, Tokens, grpo_loss
 from grpo.metrics import PhaseClock, Stats, add_stats, gather
 from grpo.records import Sequence
+from grpo.ref_wire import ReferenceLost, RefError
 from grpo.trainer_config import TrainerConfig
 
 
@@ -25,6 +26,8 @@ def update(
     The gradient is that of the loss over the whole step: a token's weight is fixed by the step's size, and ZeRO's mean
     over ranks is undone by the factor world_size. Where sequences are to be trained on again, their `old_logprobs` are
     set to what the policy says of them here, before this step.
+
+    Raises ReferenceLost, on every rank and with the weights as they were, where one gets no answer of the reference.
     """
     device = engine.module.device
     if config.mask_truncated_completions:
@@ -38,6 +41,7 @@ def update(
     size, most = _whole_step(sequences, high_entropy, len(micro_batches), device)
 
     stats: dict[str, Stats] = {}
+    lost: RefError | None = None
     # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
     # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
     filler = Sequence([0], [0], True, ref_logprobs=lambda: np.zeros(1, np.float32))
@@ -51,7 +55,11 @@ def update(
         reference = None
         if config.beta > 0:
             with clock("wait_ref"):
-                reference = [one.ref_logprobs() for one in rows]
+                try:
+                    reference = [one.ref_logprobs() for one in rows]
+                except RefError as error:
+                    # The others are in this step's collectives: it goes through its motions, to no effect.
+                    lost, reference = error, [np.zeros(len(one.completion_ids), np.float32) for one in rows]
         tokens = Tokens(
             lengths,
             torch.tensor([one.advantage for one in rows], device=device),
@@ -70,8 +78,17 @@ def update(
         if config.num_iterations > 1 and tokens.old_logprobs is None:
             for one, own in zip(rows, logprobs.detach().split(lengths.tolist()), strict=True):
                 one.old_logprobs = own.cpu().numpy()
+    raise_together(lost, device)
     engine.step()
     return stats
+
+
+def raise_together(own: RefError | None, device: torch.device) -> None:
+    """Raises ReferenceLost on every rank where some have met a RefError. All must call it."""
+    failed = torch.tensor(int(own is not None), device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if failed:
+        raise ReferenceLost(next(said for said in gather(str(own) if own else None) if said))
 
 
 @torch.no_grad()

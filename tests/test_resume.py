@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -143,6 +143,38 @@ def check_same(run: Path, undisturbed: Path) -> None:
     assert sorted(left) == ["checkpoint-10", "checkpoint-8", "model"]
 
 
+def left_of(pids: list[int]) -> list[int]:
+    """Those that are still running after five seconds."""
+
+    def running(pid: int) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    deadline = time.monotonic() + 5
+    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def begun_again(process: subprocess.Popen, run: Path) -> None:
+    """Wait until it writes into the run's files."""
+    recorded = run / "metrics.jsonl"
+    before = recorded.stat().st_mtime_ns if recorded.exists() else 0
+    deadline = time.monotonic() + 120
+    while not (recorded.exists() and recorded.stat().st_mtime_ns != before):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def reach(process: subprocess.Popen, run: Path, step: int) -> None:
+    """Wait until this step is recorded, of this process: it begins with cutting off what is beyond where it goes on."""
+    begun_again(process, run)
+    while not any(f'{{"step": {step},' in line for line in (run / "metrics.jsonl").read_text().splitlines()):
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """Process ids of the ranks."""
     below = psutil.Process(process.pid).children(recursive=True)
@@ -161,13 +193,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_weights(
         words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
         for _ in range(kills):
             with training(ranks, words) as process:
-                recorded = run / "metrics.jsonl"
-                before = recorded.stat().st_mtime_ns if recorded.exists() else 0
-                deadline = time.monotonic() + 120
-                # From its first sign of life on it has a second or two to its end.
-                while not (recorded.exists() and recorded.stat().st_mtime_ns != before):
-                    assert process.poll() is None and time.monotonic() < deadline
-                    time.sleep(0.01)
+                begun_again(process, run)  # from then on it has a second or two to its end
                 time.sleep(chance.uniform(0, 0.6))
                 if ranks == 2 and chance.random() < 0.5 and (alive := ranks_of(process)):
                     os.kill(chance.choice(alive), signal.SIGKILL)
@@ -199,6 +225,89 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
         assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
         assert went_on(finish(2, words)) == 2
     check_same(run, undisturbed(2, "full"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_folder, tmp_path):
+    """SIGINT and SIGTERM, to all, to the launcher alone, to one rank: each ends all, and nothing is lost."""
+    run, kept = tmp_path / "run", 0
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+        for whom, number in [
+            ("all", signal.SIGINT),
+            ("the launcher", signal.SIGTERM),
+            ("all", signal.SIGTERM),
+            ("one rank", signal.SIGTERM),
+            ("the launcher", signal.SIGINT),
+        ]:
+            with training(2, words) as process:
+                reach(process, run, kept + 1)
+                alive = ranks_of(process)
+                below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+                if whom == "all":
+                    os.killpg(process.pid, number)
+                else:
+                    os.kill(process.pid if whom == "the launcher" else alive[1], number)
+                output, _ = process.communicate(timeout=60)  # until nobody has it open any more
+            assert process.returncode != 0 and len(alive) == 2, (whom, output)
+            assert not left_of(below), whom
+            said = re.findall(r"error: stopped by signal \d+; .*last --output_dir .* goes on after step (\d+)", output)
+            assert len(said) == 1 and int(said[0]) > kept, (whom, output)
+            kept = int(said[0])
+            assert (run / f"checkpoint-{kept}").is_dir()
+            if kept >= STEPS - 2:
+                break
+        assert kept >= 2
+        assert went_on(finish(2, words)) == kept
+    assert numbers(run) == numbers(undisturbed(2, "full"))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(setting, model_folder, tmp_path):
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(tmp_path / "run", "full", ref_servers=server.url, max_steps=10**6, save_steps=0, eval_steps=0)
+        for name in ("twice", "dead"):
+            words[2] = f"--output_dir={tmp_path / name}"
+            with training(2, words) as process:
+                reach(process, tmp_path / name, 1)
+                alive = ranks_of(process)
+                below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+                server.process.send_signal(signal.SIGSTOP)  # a step now takes for ever
+                time.sleep(1)
+                began = time.monotonic()
+                if name == "twice":
+                    os.killpg(process.pid, signal.SIGINT)
+                    time.sleep(1)
+                    assert all(psutil.pid_exists(pid) for pid in alive)
+                    began = time.monotonic()
+                    os.killpg(process.pid, signal.SIGINT)
+                else:
+                    os.kill(alive[1], signal.SIGKILL)
+                process.communicate(timeout=60)
+                assert time.monotonic() - began < 10  # 5 on a machine that has nothing else to do
+            assert not left_of(below)
+            server.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_lost_costs_no_step(setting, undisturbed, model_folder, tmp_path):
+    run = tmp_path / "run"
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last", ref_deadline=3)
+        with training(2, words) as process:
+            reach(process, run, 3)
+            server.end(signal.SIGKILL)
+            output, _ = process.communicate(timeout=90)
+        assert process.returncode != 0
+        said = re.findall(r"error: no log-probs for .*ref_deadline .*; .* goes on after step (\d+)", output)
+        assert len(said) == 1, output
+    with running_server(model_folder, tmp_path, "--deterministic", "true") as server:
+        server.wait_ready()
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+        assert went_on(finish(2, words)) == int(said[0])
+    assert numbers(run) == numbers(undisturbed(2, "full"))
+    assert torch.equal(*(next(iter(weights(one / "model").values())) for one in (run, undisturbed(2, "full"))))
 
 
 # When it is killed (killed_at.py; calls are counted from each start), and the last step that was not lost then.

@@ -393,7 +393,9 @@ def test_ctrl_c_ends_in_one_line(model_folder, data_folder, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "interrupted" in one_line(output)
+    said = one_line(output)
+    assert "stopped by signal 2; --resume_from_checkpoint last" in said
+    assert (run / f"checkpoint-{said.split()[-1]}").is_dir()
 
 
 @pytest.mark.slow

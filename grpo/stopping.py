@@ -1,0 +1,107 @@
+"""SIGINT and SIGTERM: the first one lets a run finish its step and save, a second one ends it at once.
+
+The deepspeed launcher has two processes above the ranks. The upper one dies of a signal and leaves everything running;
+the lower one passes a signal on and kills what is still there after 30 seconds. So a rank watches both: a launcher that
+is gone is a signal to stop, and one that would kill is held until the rank has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+_GRACE = 5.0  # seconds after the first signal in which a SIGTERM is the launcher's, which passes the first one on
+_LOOK = 0.5  # seconds between two looks at the launcher
+
+
+class StopSignals:
+    """From its making on, signals only ask. A thread of its own reads them: the main thread may be in a collective."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        """number of the signal that asked to stop, once there was one"""
+        self._since = 0.0
+        self._guard: subprocess.Popen | None = None
+        self._launcher = _launcher()
+        self._above = _parent(self._launcher) if self._launcher else 0
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(write)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._read], [], [], _LOOK)
+            for number in os.read(self._read, 64) if ready else b"":
+                self._signalled(number)
+            if self._launcher and not self.asked and _parent(self._launcher) != self._above:
+                self._ask(signal.SIGTERM, "the launcher is gone")
+
+    def _signalled(self, number: int) -> None:
+        passed_on = number == signal.SIGTERM and time.monotonic() < self._since + _GRACE
+        if self.asked and not passed_on:
+            os._exit(128 + number)
+        if number == signal.SIGTERM and self._launcher and _children(self._launcher) < _ranks_here():
+            os._exit(128 + number)  # another rank has died, and the launcher ends the others
+        if not self.asked:
+            self._ask(number, signal.Signals(number).name)
+
+    def _ask(self, number: int, reason: str) -> None:
+        self.asked, self._since = number, time.monotonic()
+        if self._launcher and os.environ.get("LOCAL_RANK", "0") == "0":
+            self._guard = _hold(self._launcher)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\n{reason}: stopping after this step; once more ends it at once", file=sys.stderr, flush=True)
+
+
+def _launcher() -> int:
+    """The process that started this rank, if it is DeepSpeed's launcher; else 0."""
+    parent = os.getppid()
+    try:
+        return parent if b"deepspeed.launcher.launch" in Path(f"/proc/{parent}/cmdline").read_bytes() else 0
+    except OSError:
+        return 0
+
+
+def _parent(process: int) -> int:
+    """0 where the process is gone."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0
+    return int(status.rpartition(")")[2].split()[1])
+
+
+def _children(process: int) -> int:
+    """How many processes it has below it that have not ended."""
+    try:
+        found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return 0
+    return sum(not _ended(int(child)) for child in found)
+
+
+def _ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_SIZE", "1"))
+
+
+def _hold(launcher: int) -> subprocess.Popen:
+    """Stop the launcher until this process has ended, however that comes: a shell reads a pipe until nobody has its
+    other end."""
+    script = f"kill -STOP {launcher}; cat >/dev/null; kill -CONT {launcher}"
+    return subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
