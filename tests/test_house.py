@@ -11,7 +11,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 LEVELS = [
     {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"},
     {"protocol", "reward_protocol", "update_protocol", "ref_wire", "weights"}
-    | {"logprobs", "batch", "attention", "arguments", "ending", "ranks", "stopping"},
+    | {"logprobs", "batch", "attention", "arguments", "ending", "ranks", "stopping", "run_files", "curves", "phases"},
     {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"fair_queue", "scorer"}
     | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
