@@ -20,19 +20,21 @@ from transformers import HfArgumentParser
 from grpo.answer_config import ChatConfig, EvaluateConfig
 from grpo.config import TOKEN_VARIABLE, ConfigError
 from grpo.ending import say_once
+from grpo.report_config import ReportConfig
 from grpo.server_config import ServerConfig
 from grpo.trainer_config import TrainerConfig
 
-_ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig)
-_ALL = (ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig)
+_ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig, ReportConfig)
+_ALL = (ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig, ReportConfig)
 
 
 def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[str] | None = None) -> _ConfigT:
     """Read `argv` (unset: the command line). On a bad setting print one sentence and exit with 2."""
     sections = [base for base in reversed(config_class.__mro__) if "_argument_group_name" in vars(base)]
+    alone = getattr(config_class, "POSITIONAL", None)
     parser = _Parser(
         sections,
-        usage="%(prog)s [--config FILE.yaml] [--field value ...]",
+        usage=f"%(prog)s {'RUN [RUN ...] ' if alone else ''}[--config FILE.yaml] [--field value ...]",
         description=description,
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
@@ -40,6 +42,8 @@ def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[s
     parser.add_argument("--config", metavar="FILE.yaml", help="settings, one 'field: value' a line; for all programs")
     for short, name in getattr(config_class, "SHORT", {}).items():
         parser.add_argument(f"--{short}", dest=name, default=SUPPRESS, help=f"short for --{name}")
+    if alone:
+        parser.add_argument(alone, nargs="*", default=SUPPRESS, help=SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it
     arguments = sys.argv[1:] if argv is None else argv
     try:

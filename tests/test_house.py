@@ -9,7 +9,8 @@ from conftest import ENVIRONMENT, REPOSITORY
 
 # From the bottom up; a module may import from lower levels, and from its own where that makes no circle.
 LEVELS = [
-    {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"},
+    {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"}
+    | {"report_config"},
     {"protocol", "reward_protocol", "update_protocol", "ref_wire", "weights"}
     | {"logprobs", "batch", "attention", "arguments", "ending", "ranks", "stopping", "run_files", "curves", "phases"},
     {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
@@ -17,7 +18,7 @@ LEVELS = [
     | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
     {"accuracy", "update"},
-    {"evaluate", "chat", "collect", "resume", "service"},
+    {"evaluate", "chat", "collect", "resume", "service", "report"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ENTRIES = {
@@ -25,6 +26,7 @@ ENTRIES = {
     "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
     "grpo/evaluate": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
     "grpo/chat": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
+    "grpo/report": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests", "torch", "datasets"},
 }
 
 
@@ -100,4 +102,4 @@ except SystemExit as ended:
     ).stdout
     assert shown.splitlines()[-1] == "exit 0 []"
     commands = (f"python {entry}.py", f"deepspeed {entry}.py", f"python -m {entry.replace('/', '.')}")
-    assert "--model_name_or_path" in shown and any(command in shown for command in commands)
+    assert "--config" in shown and any(command in shown for command in commands)
