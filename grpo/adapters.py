@@ -93,30 +93,40 @@ def check_adapter(config: TrainerConfig) -> None:
 
 def load_adapter(model: PreTrainedModel, name: str) -> None:
     """Put the adapter from a folder or hub id into its base model. Raises ConfigError where the two do not fit."""
-    need("model_name_or_path", name, "peft")
-    from peft import LoraConfig, PeftConfig, load_peft_weights, set_peft_model_state_dict
+    put_adapter(model, name)
+    from peft import load_peft_weights, set_peft_model_state_dict
 
-    def refuse(reason: str) -> ConfigError:
-        return ConfigError(f"model_name_or_path={name!r}: {reason}: merge it into its base and start from that")
+    weights = {key.removeprefix("base_model.model."): value for key, value in load_peft_weights(name, "cpu").items()}
+    try:
+        loaded = set_peft_model_state_dict(model, weights, NAME)
+    except RuntimeError as error:
+        raise _refused(name, f"its weights do not fit its base ({' '.join(str(error).split())[:300]})") from error
+    if wrong := loaded.unexpected_keys + [key for key in loaded.missing_keys if ".lora_" in key]:
+        raise _refused(name, f"its weights and its configuration name different layers ({wrong[0]})")
+
+
+def put_adapter(model: PreTrainedModel, name: str) -> None:
+    """As `load_adapter`, without the weights: the model may be on device meta."""
+    need("model_name_or_path", name, "peft")
+    from peft import LoraConfig, PeftConfig
 
     config = PeftConfig.from_pretrained(name)
     if not isinstance(config, LoraConfig):
-        raise refuse(f"its adapter is {config.peft_type}, not LoRA")
+        raise _refused(name, f"its adapter is {config.peft_type}, not LoRA")
     plain = LoraConfig()
     for field in fields(config):
         value = getattr(config, field.name)
         known = field.name in _KNOWN_FIELDS or value == getattr(plain, field.name)
         if not known and not (field.name == "init_lora_weights" and value in _KNOWN_STARTS):
-            raise refuse(f"its adapter_config.json has {field.name}={value!r}, which is more than LoRA, rsLoRA or DoRA")
+            raise _refused(
+                name, f"its adapter_config.json has {field.name}={value!r}, which is more than LoRA, rsLoRA or DoRA"
+            )
     config.lora_dropout, config.init_lora_weights, config.inference_mode = 0.0, True, False
     _put_in(model, config, "model_name_or_path", name)
-    weights = {key.removeprefix("base_model.model."): value for key, value in load_peft_weights(name, "cpu").items()}
-    try:
-        loaded = set_peft_model_state_dict(model, weights, NAME)
-    except RuntimeError as error:
-        raise refuse(f"its weights do not fit its base ({' '.join(str(error).split())[:300]})") from error
-    if wrong := loaded.unexpected_keys + [key for key in loaded.missing_keys if ".lora_" in key]:
-        raise refuse(f"its weights and its configuration name different layers ({wrong[0]})")
+
+
+def _refused(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"model_name_or_path={name!r}: {reason}: merge it into its base and start from that")
 
 
 def train_adapter(model: PreTrainedModel, config: TrainerConfig) -> bool:

@@ -35,14 +35,20 @@ def new_folder(field: str, name: str, config: TrainerConfig | EvaluateConfig, ag
     Raises ConfigError where it cannot be written or, unless `again`, has results.
     """
     folder = Path(name)
-    if not again and any((folder / results).exists() for results in ("metrics.jsonl", "metrics.json")):
-        raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
+    if not again:
+        check_unused(field, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / "config.yaml")
     except OSError as error:
         raise ConfigError(f"{field}='{folder}': {error.strerror}: name a folder that can be written") from error
     return folder
+
+
+def check_unused(field: str, folder: Path) -> None:
+    """Raises ConfigError where the folder has results."""
+    if any((folder / results).exists() for results in ("metrics.jsonl", "metrics.json")):
+        raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
 
 
 def save_model(

@@ -150,6 +150,14 @@ def working(
     shape: Shape, dtype: torch.dtype, quantization: str, tokens: int, longest: int, device_type: str
 ) -> list[Term]:
     """The terms of one forward pass at its highest point. Grows with `tokens` and with `longest`."""
+    terms = forward(shape, dtype, quantization, tokens, longest, device_type)
+    return terms + overhead(terms, device_type)
+
+
+def forward(
+    shape: Shape, dtype: torch.dtype, quantization: str, tokens: int, longest: int, device_type: str
+) -> list[Term]:
+    """As `working`, without what the device's allocator takes beside the tensors."""
     item, cuda = dtype.itemsize, device_type == "cuda"
     row = tokens * item  # bytes of a number for every token
     hidden, wide, queries, keys = shape.hidden, shape.wide, shape.queries, shape.keys
@@ -214,14 +222,17 @@ def working(
         width = 1 << max(0, longest - 1).bit_length()  # cached in powers of two, as grpo/attention.py does
         masks = item * (64 * ROWS**2 + ROWS * (2 * width + 8 * ROWS))
         terms.append(Term("masks", masks, "of groups and of completions, kept for the next pass"))
-    tensors = sum(term.size for term in terms)
-    if cuda:
-        terms.append(Term("products' workspace", CUDA_SCRATCH, "assumed"))
-        terms.append(Term("allocator", round(CUDA_ROUNDING * tensors), f"assumed: {CUDA_ROUNDING:.0%} of the above"))
-    else:
-        kept = CPU_HEAP + round(CPU_HOLES * tensors)
-        terms.append(Term("heap", kept, f"{CPU_HEAP // MIB} MiB and {CPU_HOLES:.0%}: what glibc does not give back"))
     return terms
+
+
+def overhead(terms: list[Term], device_type: str) -> list[Term]:
+    """What the device's allocator takes beside these tensors."""
+    tensors = sum(term.size for term in terms)
+    if device_type == "cuda":
+        rounding = Term("allocator", round(CUDA_ROUNDING * tensors), f"assumed: {CUDA_ROUNDING:.0%} of the above")
+        return [Term("products' workspace", CUDA_SCRATCH, "assumed"), rounding]
+    kept = CPU_HEAP + round(CPU_HOLES * tensors)
+    return [Term("heap", kept, f"{CPU_HEAP // MIB} MiB and {CPU_HOLES:.0%}: what glibc does not give back")]
 
 
 def _linears(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:

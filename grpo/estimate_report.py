@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo.config import ConfigError
+from grpo.config import ConfigError, SharedConfig
 from grpo.estimate import CUDA_CONTEXT, CUDA_ROUNDING, GROUP, MIB, Shape, estimate, weights, working
-from grpo.model import load_auto, resolve_dtype
+from grpo.model import load_settings, resolve_dtype
 from grpo.server_config import ServerConfig
 
 GIB = 2**30
@@ -22,20 +22,10 @@ CARD_USABLE = 0.9  # of what a card is sold with: error correction, driver, disp
 
 def estimate_report(config: ServerConfig) -> str:
     """The table of `--estimate`. Raises ConfigError where there is no such model."""
-    settings = load_auto(AutoConfig, config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(config, device)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                settings, dtype=dtype, trust_remote_code=config.trust_remote_code
-            ).eval()
-    except ValueError as error:
-        raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: not a causal language model "
-            f"({' '.join(str(error).split())[:300]}): name one"
-        ) from error
-    text = settings.get_text_config()
+    model = on_meta(config, dtype)
+    text = model.config.get_text_config()
     own = getattr(text, "max_position_embeddings", None) or CEILING
     longest = min(config.max_length or own, own)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -47,9 +37,28 @@ def estimate_report(config: ServerConfig) -> str:
         "",
         *_cards(model, resolve_dtype(config, torch.device("cuda")), config.quantization, longest),
     ]
-    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if has_experts(model):
         lines += ["", "This model has experts, which the formula does not know: its working memory may be larger."]
     return "\n".join(lines)
+
+
+def on_meta(config: SharedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without its weights. Raises ConfigError where there is no such model."""
+    settings = load_settings(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    except ValueError as error:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: not a causal language model "
+            f"({' '.join(str(error).split())[:300]}): name one"
+        ) from error
+    return model.eval()
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    text = model.config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _breakdown(
@@ -59,17 +68,17 @@ def _breakdown(
     alone = estimate(model, dtype, quantization, longest, longest, device_type)
     measured = "not measured on a card" if device_type == "cuda" else "held against measured peaks"
     lines = [
-        f"On this machine ({device_type}, {_name(dtype)}, quantization {quantization}; {measured}), MiB:",
-        _row("weights", full.weights, "a tied head once"),
-        _row("process", full.process, "assumed: CUDA's context" if device_type == "cuda" else "without a model"),
-        _row(f"forward pass of {budget:,} tokens", full.working, "at its highest point; of that:"),
-        *(_row(f"  {term.name}", term.size, term.why) for term in full.terms),
-        _row("together", full.total, f"--max_batch_tokens {budget}"),
+        f"On this machine ({device_type}, {name_of(dtype)}, quantization {quantization}; {measured}), MiB:",
+        row("weights", full.weights, "a tied head once"),
+        row("process", full.process, "assumed: CUDA's context" if device_type == "cuda" else "without a model"),
+        row(f"forward pass of {budget:,} tokens", full.working, "at its highest point; of that:"),
+        *(row(f"  {term.name}", term.size, term.why) for term in full.terms),
+        row("together", full.total, f"--max_batch_tokens {budget}"),
     ]
     if longest > budget:
-        lines.append(_row(f"one sequence of {longest:,}", alone.total, "together; --max_length lowers it"))
+        lines.append(row(f"one sequence of {longest:,}", alone.total, "together; --max_length lowers it"))
     else:
-        lines.append(_row(f"at least, {longest:,} tokens", alone.total, "together: one sequence must fit by itself"))
+        lines.append(row(f"at least, {longest:,} tokens", alone.total, "together: one sequence must fit by itself"))
     return lines
 
 
@@ -83,13 +92,13 @@ def fit(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: 
 
     if not fits(256, min(256, longest)):
         return 0, 0
-    budget = _most(lambda tokens: fits(tokens, min(tokens, longest)), CEILING)
-    return budget // 256 * 256, _most(lambda tokens: fits(tokens, tokens), longest)
+    budget = most(lambda tokens: fits(tokens, min(tokens, longest)), CEILING)
+    return budget // 256 * 256, most(lambda tokens: fits(tokens, tokens), longest)
 
 
 def _cards(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: int) -> list[str]:
     lines = [
-        f"On a card (cuda, {_name(dtype)}, quantization {quantization}): the same formula, not measured there.",
+        f"On a card (cuda, {name_of(dtype)}, quantization {quantization}): the same formula, not measured there.",
         f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_CONTEXT // MIB} MiB of that CUDA's context; the allocator "
         f"rounds up by {CUDA_ROUNDING:.0%}; groups of {GROUP}.",
         f"{'card':>6}  {'weights':>9}  {'--max_batch_tokens up to':>24}  {'longest sequence':>17}",
@@ -97,13 +106,13 @@ def _cards(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longes
     held = weights(model, dtype, quantization) / GIB
     for card in CARDS:
         budget, length = fit(model, dtype, quantization, longest, card)
-        most = f"{budget:,}" + (" or more" if budget == CEILING else "") if budget else "does not fit"
+        budgets = f"{budget:,}" + (" or more" if budget == CEILING else "") if budget else "does not fit"
         alone = f"all {length:,}" if length == longest else f"{length:,}" if length else ""
-        lines.append(f"{card:>3} GB  {held:>5.1f} GiB  {most:>24}  {alone:>17}".rstrip())
+        lines.append(f"{card:>3} GB  {held:>5.1f} GiB  {budgets:>24}  {alone:>17}".rstrip())
     return lines
 
 
-def _most(holds: Callable[[int], bool], ceiling: int) -> int:
+def most(holds: Callable[[int], bool], ceiling: int) -> int:
     """The largest number up to `ceiling` for which it holds, as for all smaller ones; 0 where there is none."""
     low, high = 0, ceiling + 1
     while high - low > 1:
@@ -112,9 +121,9 @@ def _most(holds: Callable[[int], bool], ceiling: int) -> int:
     return low
 
 
-def _row(name: str, size: int, why: str) -> str:
+def row(name: str, size: int, why: str) -> str:
     return f"  {name:<34}{size / MIB:>10,.0f}  {why}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

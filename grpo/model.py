@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -84,12 +86,17 @@ def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedMode
     return model.requires_grad_(False)
 
 
-def _load_model(config: SharedConfig, dtype: torch.dtype, **options) -> PreTrainedModel:
+def load_settings(config: SharedConfig) -> PretrainedConfig:
+    """The model's configuration, without dropout."""
     settings = load_auto(AutoConfig, config)
     for name, value in vars(settings).items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(settings, name, 0.0)
-    model = load_auto(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options)
+    return settings
+
+
+def _load_model(config: SharedConfig, dtype: torch.dtype, **options) -> PreTrainedModel:
+    model = load_auto(AutoModelForCausalLM, config, config=load_settings(config), dtype=dtype, **options)
     if base_of(config.model_name_or_path) is not None:
         load_adapter(model, config.model_name_or_path)
     return model.eval()
@@ -173,15 +180,19 @@ def check_lengths(config: AnsweringConfig, model: Health) -> None:
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Health:
     """What identifies a model, on either side of the wire."""
-    tokens = fingerprint(tokenizer.get_vocab())
+    said = describe_without_weights(model, tokenizer, name)
     samples = (parameter.detach().flatten()[sample(parameter.numel())] for parameter in model.parameters())
     digest = getattr(model.config, "weights_sha256", "")
+    return replace(said, model_fingerprint=_fingerprint(model, said.tokenizer_fingerprint, samples, digest))
+
+
+def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Health:
+    """As `describe`, of a model that may be on device meta: all but `model_fingerprint`."""
     placed = getattr(model, "hf_device_map", None)
     return Health(
         status="ready",
         model=name,
-        model_fingerprint=_fingerprint(model, tokens, samples, digest),
-        tokenizer_fingerprint=tokens,
+        tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
         config_fingerprint=fingerprint(_settings(model)),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT,
