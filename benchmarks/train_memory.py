@@ -1,0 +1,229 @@
+"""The formula of `grpo_ref_split.py --dry_run` against measured peaks: grpo/train_estimate.py on a CPU, random weights.
+
+    python -m benchmarks.train_memory                  # all cases, one after the other
+    python -m benchmarks.train_memory --only LoRA
+    python -m benchmarks.train_memory --heap           # with glibc's heap as it is by default
+
+Each case is a rank (or two) in processes of their own, set up as the trainer sets itself up: a model loaded from a
+folder, DeepSpeed's engine, then twice a call of `generate` and an update, of prompts and completions of full length.
+What is shown is the most resident memory in each phase of the second round, above that of the process before a model
+was loaded. Blocks of 1 MiB and more go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_), so that what is
+resident is what tensors take; with --heap they do not. The table goes to stdout, progress to stderr. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from benchmarks.common import REPOSITORY, forget_peak, machine, peak_above, qwen, random_model, table
+from benchmarks.memory import gpt2, on_meta
+from demo.__main__ import free_port
+from grpo.adapters import train_adapter
+from grpo.ds_config import engine_config
+from grpo.estimate import MIB
+from grpo.metrics import PhaseClock
+from grpo.model import load_model, load_tokenizer, make_batcher
+from grpo.records import Example, Sequence
+from grpo.rollout import Sampler
+from grpo.train_estimate import Load, Memory, Policy, memory
+from grpo.trainer_config import TrainerConfig
+from grpo.update import update
+
+PROMPT, COMPLETION, GENERATIONS = 64, 48, 8
+SETTINGS = {
+    "max_prompt_length": PROMPT,
+    "max_completion_length": COMPLETION,
+    "num_generations": GENERATIONS,
+    "prompts_per_step": 4,
+    "sequences_per_generate": 16,
+    "micro_batch_tokens": 1024,
+    "beta": 0.0,
+    "eval_steps": 0,
+}
+NO_CHECKPOINTS = {"gradient_checkpointing": False}
+LORA = {"use_peft": True, "lora_target_modules": ["all-linear"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    config: Callable[[], PretrainedConfig]
+    settings: dict = field(default_factory=dict)
+    ranks: int = 1
+
+    def trainer(self, **more) -> TrainerConfig:
+        return TrainerConfig(**(SETTINGS | self.settings | more))
+
+
+def widths(layers: int = 4, vocabulary: int = 32768, **changes) -> Callable[[], PretrainedConfig]:
+    return lambda: qwen(layers, vocabulary, **changes)
+
+
+def all_heads() -> PretrainedConfig:
+    """A small body whose every head has keys: sampling is the highest point."""
+    heads = dict(num_attention_heads=8, num_key_value_heads=8)
+    return qwen(8, 4096, hidden_size=512, intermediate_size=1024, **heads)
+
+
+CASES = {
+    "qwen2 0.5B's widths, 4 layers": Case(widths()),
+    "... no checkpointing": Case(widths(), NO_CHECKPOINTS),
+    "... no checkpointing, 2,048 tokens": Case(widths(), NO_CHECKPOINTS | {"micro_batch_tokens": 2048}),
+    "... no checkpointing, 2 layers": Case(widths(2), NO_CHECKPOINTS),
+    "... 2 ranks": Case(widths(), ranks=2),
+    "... 2 ranks, no checkpointing": Case(widths(), NO_CHECKPOINTS, ranks=2),
+    "... LoRA": Case(widths(), LORA),
+    "... LoRA, no checkpointing": Case(widths(), LORA | NO_CHECKPOINTS),
+    "... 1 layer, all its vocabulary": Case(widths(1, 151936)),
+    "... head of its own": Case(widths(2, tie_word_embeddings=False)),
+    "gpt2, no checkpointing": Case(gpt2, NO_CHECKPOINTS),
+    "many completions at once": Case(
+        all_heads, {"sequences_per_generate": 64, "max_prompt_length": 128, "prompts_per_step": 8}
+    ),
+}
+PHASES = {"sampling": ["sampling"], "backward": ["backward pass, its begin", "backward pass, its end"]}
+PHASES["AdamW's step"] = ["AdamW's step"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names that contain this")
+    parser.add_argument("--heap", action="store_true")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.measure:
+        name, folder = options.measure
+        print(json.dumps(measure(CASES[name], folder)), flush=True)
+        os._exit(0)  # DeepSpeed has nothing left to do
+    rows = []
+    for name, case in CASES.items():
+        if options.only and options.only not in name:
+            continue
+        row: list[object] = [name]
+        expected = predict(case)
+        measured = run("-m", "benchmarks.train_memory", "--measure", name, case=case, heap=options.heap)
+        for phase in PHASES:
+            there, here = measured[phase], expected.held + most_of(expected, phase)
+            row += [here // MIB, there // MIB, f"{here / there:.2f}"]
+        here, there = expected.total - expected.process, max(measured[phase] for phase in PHASES)
+        rows.append([*row, f"{here / there:.2f}"])
+        print(*rows[-1], measured["process"] // MIB, file=sys.stderr, flush=True)
+    print(f"{machine()}\n")
+    head = [name for phase in PHASES for name in (f"{phase}, predicted", "measured", "ratio")]
+    print(table(["MiB above the process", *head, "highest: ratio"], rows))
+
+
+def most_of(expected: Memory, phase: str) -> int:
+    return max(expected.of_phase(name) for name in PHASES[phase])
+
+
+def predict(case: Case) -> Memory:
+    config = case.trainer()
+    model = on_meta(case.config(), torch.float32).eval()
+    if config.use_peft:
+        train_adapter(model, config)
+    ds_config = engine_config(config, case.ranks, torch.device("cpu"))
+    policy = Policy.of(model, config.longest_sequence)
+    return memory(policy, Load.of(config, ds_config, case.ranks, config.max_prompt_length, 0), "cpu")
+
+
+def run(*command: str, case: Case, heap: bool = False) -> dict[str, int]:
+    """Make the model, run a process for each rank, return the most of each phase over ranks, in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = case.config()
+        random_model(config).save_pretrained(folder)
+        words = {f"w{place}": place for place in range(config.vocab_size)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0").save_pretrained(folder)
+        place = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        if not heap:
+            alone["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *command, folder],
+                cwd=REPOSITORY,
+                env={**os.environ, **alone, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(case.ranks)
+        ]
+        ended = [process.communicate() for process in processes]
+    for process, (_, said) in zip(processes, ended, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{said[-3000:]}")
+    found = [json.loads(output.strip().splitlines()[-1]) for output, _ in ended]
+    return {phase: max(one[phase] for one in found) for phase in found[0]}
+
+
+def measure(case: Case, folder: str) -> dict[str, int]:
+    """Bytes of this rank: of the process before there was a model, and in each phase above that."""
+    import grpo_ref_split as trainer
+
+    config = case.trainer(model_name_or_path=str(Path(folder).resolve()))
+    rank, world_size, device = trainer.join_ranks(config)
+    ds_config = engine_config(config, world_size, device)
+    start = forget_peak()
+    tokenizer, model = load_tokenizer(config), load_model(config, device)
+    if config.use_peft:
+        train_adapter(model, config)
+    batcher = make_batcher(model, tokenizer.pad_token_id)
+    sampler = Sampler(tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
+    engine, _ = trainer.start_engine(config, ds_config, model)
+    watched = Watched(engine)
+    draw = random.Random(rank)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(3, 1000) for _ in range(count)]
+
+    peaks = {"process": start}
+    for turn in range(2):
+        prompts = [ids(config.max_prompt_length) for _ in range(config.prompts_per_step // world_size)]
+        at_once = config.sequences_per_generate // config.num_generations
+        examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:at_once])]
+        forget_peak()
+        sampler.sample(engine.module, examples, config.num_generations, 1.0, seed=turn)
+        peaks["sampling"] = peak_above(start)
+        sequences = [
+            Sequence(prompt, ids(config.max_completion_length), True, advantage=draw.gauss(0, 1))
+            for prompt in prompts
+            for _ in range(config.num_generations)
+        ]
+        forget_peak()
+        update(watched, sequences, config, batcher, PhaseClock(), 0.0)
+        peaks["backward"], peaks["AdamW's step"] = watched.before_step - start, peak_above(start)
+    return peaks
+
+
+class Watched:
+    """A DeepSpeed engine that notes the peak before its step."""
+
+    def __init__(self, engine):
+        self._engine, self.before_step = engine, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    def step(self) -> None:
+        self.before_step = peak_above(0)
+        forget_peak()
+        self._engine.step()
+
+
+if __name__ == "__main__":
+    main()
