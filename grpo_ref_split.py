@@ -36,6 +36,7 @@ from grpo.adapters import OwnReference, check_adapter, train_adapter
 from grpo.checkpoint import SaveError, create_run, save_model
 from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
+from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
 from grpo.loss import adapt_beta
@@ -320,7 +321,7 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
 
 if __name__ == "__main__":
     code = exit_code(
-        lambda: train(CONFIG),
+        lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG),
         (RefError, RewardError, SaveError, OSError),
         "interrupted before the first step",
     )

@@ -123,6 +123,9 @@ class RecordSection:
     report_to: list[str] = option(
         ["tensorboard"], "any of tensorboard, wandb, or none; tensorboard is skipped where it is not installed"
     )
+    dry_run: bool = option(
+        False, "check every setting, print a step's shape and the memory that it needs, load no weights, and end"
+    )
 
 
 @dataclass

@@ -19,7 +19,7 @@ LEVELS = [
     | {"activations", "train_estimate", "train_report"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
     {"accuracy", "update"},
-    {"evaluate", "chat", "collect", "resume", "service", "report"},
+    {"evaluate", "chat", "collect", "resume", "service", "report", "dry_run"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ENTRIES = {

@@ -1,0 +1,166 @@
+"""`grpo_ref_split.py --dry_run`: what it finds out, what it refuses, and what it leaves alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY, free_port
+from transformers import AutoConfig
+
+from demo.task import write_dataset
+from grpo.config import ConfigError
+from grpo.dry_run import dry_run
+from grpo.estimate_report import CARDS
+from grpo.trainer_config import TrainerConfig
+
+
+@pytest.fixture(scope="module")
+def weightless(model, tokenizer, tmp_path_factory) -> str:
+    """The tiny model's folder without its weights."""
+    folder = tmp_path_factory.mktemp("weightless")
+    AutoConfig.from_pretrained(model.config._name_or_path).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("few")
+    write_dataset(folder, seed=0, train_size=80, test_size=16)
+    return str(folder)
+
+
+@pytest.fixture
+def given(weightless, few, tmp_path) -> dict:
+    return {
+        "model_name_or_path": weightless,
+        "dataset_name": few,
+        "output_dir": str(tmp_path / "run"),
+        "system_prompt": "",
+        "max_prompt_length": 96,
+        "max_completion_length": 24,
+        "num_generations": 4,
+        "prompts_per_step": 6,
+        "micro_batch_tokens": 200,
+        "eval_samples": 10,
+        "ref_servers": [f"http://127.0.0.1:{free_port()}"],
+        "report_to": ["none"],
+    }
+
+
+def options(settings: dict) -> list[str]:
+    return [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
+    ]
+
+
+def test_it_finds_everything_and_leaves_nothing(given, model, capsys, tmp_path):
+    dry_run(TrainerConfig(**given))
+    said = capsys.readouterr().out
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"{count:,} parameters, {count:,} of them trained" in said
+    assert "80 prompts to train on" in said and "10 held out" in said
+    assert "correctness_reward x 1, format_reward x 1" in said
+    assert f"{given['ref_servers'][0]} cannot be reached (Connection refused): a run would wait for it" in said
+    assert "6 prompts x 4 completions over 1 rank" in said and "1 call of generate a round, 6 groups" in said
+    for words in ("masters", "AdamW's moments", "KV cache", "buckets", "layers' inputs", "not measured there"):
+        assert words in said
+    assert all(f"{card} GB" in said for card in CARDS) and "use_peft" in said
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_step_is_cut_as_the_update_cuts_it(given, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dry_run(TrainerConfig(**given))
+    said = capsys.readouterr().out
+    longest = int(said.split("prompts to train on, of ")[1].split(" to ")[1].split()[0])
+    # A group is one micro-batch: longest + 4 x 24 tokens, two of them are more than 200.
+    assert 2 * (longest + 4 * 24) > 200 and longest + 4 * 24 <= 200
+    assert "over 2 ranks" in said and "3 of 4 completions" in said and "3 at most, of 200 tokens at most" in said
+    assert f"{3 * (longest + 4 * 24)} at most, a shared prompt once" in said
+
+
+def test_only_rank_0_says_it(given, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    dry_run(TrainerConfig(**given))
+    assert capsys.readouterr().out == ""
+
+
+def test_it_asks_the_server_once(given, server, capsys):
+    dry_run(TrainerConfig(**given | {"ref_servers": [server.url]}))
+    assert f"{server.url} is ready: " in capsys.readouterr().out
+
+
+def test_a_server_that_cannot_serve_is_named_and_no_failure(given, server, capsys):
+    dry_run(TrainerConfig(**given | {"reward_funcs": ["format_reward", server.url], "beta": 0.0}))
+    said = capsys.readouterr().out
+    assert f"{server.url} cannot serve this run: serves" in said and "none: beta is 0" in said
+
+
+def test_an_adapter_is_counted(given, capsys):
+    pytest.importorskip("peft")
+    dry_run(TrainerConfig(**given | {"use_peft": True, "lora_target_modules": ["q_proj"], "ref": "adapter_off"}))
+    said = capsys.readouterr().out
+    assert "the trainer itself, its adapter off" in said and "use_peft" not in said
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reward_funcs": ["no_such_reward"]},
+        {"deepspeed": "nowhere.json"},
+        {"dataset_prompt_column": "problem"},
+        {"prompts_per_step": 81},
+        {"max_completion_length": 10**6, "soft_punish_cache": 0},
+        {"use_peft": True, "lora_target_modules": ["nowhere_proj"]},
+        {"reward_funcs": ["./nowhere/model"]},
+    ],
+    ids=lambda wrong: [*wrong][-1],
+)
+def test_a_mistake_is_refused(given, wrong):
+    with pytest.raises(ConfigError) as refused:
+        dry_run(TrainerConfig(**given | wrong))
+    assert str(refused.value).startswith(tuple(wrong))
+
+
+def test_a_folder_with_a_run_is_refused(given, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="it holds a run"):
+        dry_run(TrainerConfig(**given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "environment"),
+    [({"dataset_answer_column": "gold"}, {}), ({}, {"RANK": "0", "WORLD_SIZE": "4"})],
+    ids=["a column", "the number of ranks"],
+)
+def test_a_run_would_have_said_the_same(given, wrong, environment):
+    command = [sys.executable, "grpo_ref_split.py", *options(given | wrong)]
+    ended = [
+        subprocess.run(
+            [*command, *more],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        for more in (["--dry_run"], [])
+    ]
+    assert [one.returncode for one in ended] == [2, 2]
+    dry, real = (one.stderr.strip().splitlines()[-1] for one in ended)
+    assert dry == real and dry.startswith("grpo_ref_split.py: error: ")
+
+
+@pytest.mark.slow
+def test_under_the_launcher_one_rank_says_it(given, launch, tmp_path):
+    ended = launch(2, "grpo_ref_split.py", "--dry_run", *options(given))
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("A step: 6 prompts x 4 completions over 2 ranks") == 1
+    assert os.listdir(tmp_path) == []
