@@ -28,6 +28,7 @@ from grpo.ranks import own_place
 from grpo.records import Example
 from grpo.ref_client import check_reference
 from grpo.ref_wire import Failure, RefError, RefWire
+from grpo.resume import find_checkpoint
 from grpo.rewards import load_reward_funcs
 from grpo.train_estimate import Load, Policy
 from grpo.train_report import breakdown, cards
@@ -52,7 +53,8 @@ def dry_run(config: TrainerConfig) -> None:
     held_out = []
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples)
-    if config.output_dir:
+    checkpoint = find_checkpoint(config)
+    if config.output_dir and config.resume_from_checkpoint is None:
         check_unused("output_dir", Path(config.output_dir))
     model = policy_on_meta(config, resolve_dtype(config, device))
     own = describe_without_weights(model, tokenizer, config.model_name_or_path)
@@ -66,7 +68,8 @@ def dry_run(config: TrainerConfig) -> None:
     }
     offloaded = "offload_optimizer" in ds_config["zero_optimization"]
     parts = [
-        _found(config, rewards, examples, held_out, model, own),
+        _found(config, rewards, examples, held_out, model, own)
+        + ([f"  goes on    from {checkpoint}"] if checkpoint else []),
         _step(config, loads[ranks], examples),
         _memory(config, loads, model, own, rewards, ranks, device, offloaded),
     ]

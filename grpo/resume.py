@@ -41,9 +41,10 @@ LIBRARIES = "torch", "transformers", "deepspeed"
 
 # What may be another when a run goes on: it changes no number, or (the second line) only its rounding.
 FREE = {
-    *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
+    *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
     *("micro_batch_tokens", "gradient_checkpointing"),
-    *("eval_steps", "eval_samples", "num_generations_eval", "pass_at_k", "report_to", "merge_on_save", "deepspeed"),
+    *("save_steps", "save_total_limit", "report_to", "merge_on_save", "deepspeed"),
+    *("eval_steps", "eval_samples", "num_generations_eval", "pass_at_k"),
     *("ref_servers", "host", "port", "token", "token_file", "ref_ca_file"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout"),
 }
