@@ -22,8 +22,9 @@ from grpo import ref_wire
 from grpo.adapters import train_adapter
 from grpo.config import ConfigError
 from grpo.model import describe, load_reference
-from grpo.ref_client import RefClient, RefError, RefUnavailable, check_reference
+from grpo.ref_client import RefClient, RefError, check_reference
 from grpo.ref_update import RefUpdates
+from grpo.ref_wire import ReferenceLost
 from grpo.server_config import ServerConfig
 from grpo.trainer_config import TrainerConfig
 
@@ -291,7 +292,7 @@ def test_where_no_server_can_have_it_the_run_ends_with_what_each_said(policy, to
         server = gone.enter_context(fake(health=lambda: (200, {}, replace(HEALTH, takes_updates=True).to_json())))
         with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (_, updates):
             gone.close()
-            with pytest.raises(RefUnavailable, match="no reference server has got the new weights: .* for 1 s") as said:
+            with pytest.raises(ReferenceLost, match="no reference server has got the new weights: .* for 1 s") as said:
                 updates.publish(1)
     assert server.url in str(said.value) and "Connection refused" in str(said.value)
 
