@@ -129,7 +129,7 @@ def train(config: TrainerConfig) -> None:
         ref_updates.begin(reference)
     collector.ask_again(progress.parts)
     stop = StopSignals()
-    recorder = Recorder(config, folder, after=progress.step if goes_on else None) if rank == 0 else None
+    recorder = Recorder(config, folder, after=progress.step if goes_on else -1) if rank == 0 else None
     log.info(
         "%d prompts, %d held out; %d x %s; run folder %s%s",
         *(len(examples), len(held_out), world_size, device, folder),

@@ -133,9 +133,10 @@ class Recorder:
     """The files of a run, written by rank 0: metrics.jsonl, completions.jsonl, and what `report_to` names."""
 
     def __init__(self, config: TrainerConfig, folder: Path, after: int | None = None):
-        """`after`: the run goes on after this step. What is recorded of later ones was lost, and will be again."""
-        for name in ("metrics.jsonl", "completions.jsonl"):
-            _cut_after(folder / name, -1 if after is None else after)
+        """`after`: the run goes on after this step (-1: it begins again); what is recorded of later ones is cut off,
+        to be recorded again. None appends to what is there."""
+        for name in ("metrics.jsonl", "completions.jsonl") if after is not None else ():
+            _cut_after(folder / name, after)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._completions = open(folder / "completions.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._tensorboard = self._wandb = None

@@ -418,7 +418,7 @@ def test_another_model_data_setting_or_format_is_refused_with_the_difference(who
 def test_a_killed_runs_records_are_cut_where_it_goes_on(tmp_path):
     rows = [{"step": step, "reward": 0.5} for step in range(6)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    for after, end, kept in ((3, "", 4), (9, '{"step": 6, "rew', 6), (9, "\x00\x00\n", 6), (None, "", 0)):
+    for after, end, kept in ((3, "", 4), (9, '{"step": 6, "rew', 6), (9, "\x00\x00\n", 6), (-1, "", 0)):
         (tmp_path / "metrics.jsonl").write_text(text + end)
         recorder = Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=after)
         recorder.metrics(7, {"reward": 1.0})
