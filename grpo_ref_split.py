@@ -165,7 +165,7 @@ def train(config: TrainerConfig) -> None:
     bar = tqdm(steps, desc="grpo", initial=progress.step, total=config.max_steps, disable=rank != 0)
     for step in bar:
         clock = PhaseClock()
-        number, within = divmod(step - 1, config.steps_per_generation * config.num_iterations)
+        number, within = divmod(step - 1, config.updates_per_round)
         iteration, place = divmod(within, config.steps_per_generation)
         beta = progress.beta
 

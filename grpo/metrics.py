@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import ConfigError
+from grpo.run_files import read_record
 from grpo.trainer_config import TrainerConfig
 
 _MEANS = ("step_time", "cispo_clip_ratio", "off_policy_masked", "sampling/policy_lag")
@@ -181,10 +182,8 @@ def _cut_after(path: Path, step: int) -> None:
     with open(path, "rb+") as file:
         end = 0
         for line in file:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except ValueError:  # what a power cut left
+            record = read_record(line)
+            if record is None or record["step"] > step or not line.endswith(b"\n"):
                 break
             end += len(line)
         file.truncate(end)

@@ -88,7 +88,7 @@ class RefUpdates:
         if self._folder is not None:
             self._current = self._folder / f"reference-{step}"
             if self._current.is_dir():
-                kept = self._kept()
+                kept = self._kept(self._whole())
             elif step > 0:
                 raise ConfigError(
                     f"resume_from_checkpoint: {self._current}, the reference of that checkpoint, is not there: put it "
@@ -117,7 +117,7 @@ class RefUpdates:
         """Write the new reference as a model that the server, or anybody, can load."""
         folder = self._folder / f"reference-{step}"
         with whole_folder(folder, "reference") as unfinished:
-            model = merged(self._model) if hasattr(self._model, "peft_config") else self._model
+            model = self._whole()
             sha256 = self._write(unfinished / _FILE, named_weights(model))
             settings = copy.deepcopy(model.config)
             settings.weights_sha256 = sha256  # part of its fingerprint
@@ -128,13 +128,16 @@ class RefUpdates:
             if model.generation_config is not None:
                 model.generation_config.save_pretrained(unfinished)
         self._current = folder
-        return self._kept()
+        return self._kept(model)
 
-    def _kept(self) -> Reference:
-        """The reference that is in `_current`."""
+    def _whole(self) -> PreTrainedModel:
+        """The policy as a plain model, an adapter merged into it."""
+        return merged(self._model) if hasattr(self._model, "peft_config") else self._model
+
+    def _kept(self, model: PreTrainedModel) -> Reference:
+        """The reference that is in `_current`: other weights of this plain model."""
         path = self._current / _FILE
         size, sha256 = path.stat().st_size, json.loads((self._current / "config.json").read_text())["weights_sha256"]
-        model = merged(self._model) if hasattr(self._model, "peft_config") else self._model
         with open(path, "rb") as file:
             fingerprint = fingerprint_with(model, self._policy.tokenizer_fingerprint, WeightsFile(file, size), sha256)
         return Reference(path, size, sha256, fingerprint)

@@ -80,7 +80,7 @@ def find_checkpoint(config: TrainerConfig) -> Path | None:
     if asked == "last":
         if config.output_dir is None:
             raise ConfigError("resume_from_checkpoint='last': of which run? set output_dir to its folder")
-        return max(checkpoints(Path(config.output_dir)), key=step_of, default=None)
+        return last_checkpoint(Path(config.output_dir))
     path = Path(asked)
     if not (path / PROGRESS).is_file():
         raise ConfigError(
@@ -106,6 +106,10 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def last_checkpoint(run: Path) -> Path | None:
+    return max(checkpoints(run), key=step_of, default=None)
+
+
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
@@ -127,7 +131,7 @@ class Checkpoints:
         """`folder` is the run's. `model` and `reference` are fingerprints of what the policy begins as, and of what the
         reference servers have; empty is where nobody is asked."""
         self._config, self._folder, self._tokenizer, self._reference = config, folder, tokenizer, reference
-        self._rank, self._size = rank, 0
+        self._rank = rank
         for left in [*folder.glob("*.unfinished"), *folder.glob("*.old")] if rank == 0 else []:
             shutil.rmtree(left)
         prompts = [one.prompt for one in examples]
@@ -146,9 +150,6 @@ class Checkpoints:
         Raises SaveError on every rank where one of them could not write; nothing is left of it then.
         """
         final = self._folder / f"checkpoint-{progress.step}"
-        # For others and for DeepSpeed, and in float32 with AdamW's two moments.
-        trained = [one for one in engine.module.parameters() if one.requires_grad]
-        self._size = sum(2 * one.nbytes + 12 * one.numel() for one in trained)
         unfinished = final.with_name(final.name + ".unfinished")
 
         def begin() -> None:
@@ -173,8 +174,16 @@ class Checkpoints:
             (unfinished / PROGRESS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
             put_in_place(unfinished, final)
 
-        for action, ranks in ((begin, [0]), (save_engine, None), (save_own, None), (finish, [0])):
-            self._together(action, ranks, final, unfinished)
+        for action, on_all in ((begin, False), (save_engine, True), (save_own, True), (finish, False)):
+            if (reason := self._fails(action, on_all)) is not None:
+                if self._rank == 0:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                last = last_checkpoint(self._folder)
+                raise SaveError(
+                    f"{final} could not be saved: {reason}: nothing was left there. A checkpoint takes about "
+                    f"{_size(engine) >> 20} MiB: make room, and "
+                    + (f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again")
+                )
         if self._rank == 0:
             self._delete_old()
 
@@ -209,29 +218,18 @@ class Checkpoints:
 
     def _due(self, progress: Progress) -> list[Part]:
         """The round, where not all of it was trained on."""
-        updates = self._config.steps_per_generation * self._config.num_iterations
-        return progress.parts if progress.round == progress.step // updates else []
+        return progress.parts if progress.round == progress.step // self._config.updates_per_round else []
 
-    def _together(self, action: Callable[[], None], ranks: list[int] | None, final: Path, unfinished: Path) -> None:
+    def _fails(self, action: Callable[[], None], on_all: bool) -> str | None:
+        """Do it, on every rank or on the first. What went wrong, on whichever rank, is known to all."""
         failure = None
-        if ranks is None or self._rank in ranks:
+        if on_all or self._rank == 0:
             try:
                 action()
             # Whatever it was, on whichever rank: the others must not go on as if the checkpoint were there.
             except Exception as error:
-                failure = f"{getattr(error, 'strerror', None) or error}"
-        failures = {rank: one for rank, one in enumerate(gather(failure)) if one}
-        if not failures:
-            return
-        if self._rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        rank, reason = next(iter(failures.items()))
-        last = max(checkpoints(self._folder), key=step_of, default=None)
-        raise SaveError(
-            f"{final} could not be saved: {reason} (rank {rank}): nothing was left there. A checkpoint takes about "
-            f"{self._size >> 20} MiB: make room, and "
-            + (f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again")
-        )
+                failure = f"{getattr(error, 'strerror', None) or error} (rank {self._rank})"
+        return next((one for one in gather(failure) if one), None)
 
     def _delete_old(self) -> None:
         """Keep the newest save_total_limit, and the one whose evaluation was the best."""
@@ -269,6 +267,11 @@ class Checkpoints:
 
 
 _SHARED = [name for name in Progress.__dataclass_fields__ if name != "parts"]
+
+
+def _size(engine) -> int:
+    """Bytes of a checkpoint: what is trained, for others and for DeepSpeed, and in float32 with AdamW's two moments."""
+    return sum(2 * one.nbytes + 12 * one.numel() for one in engine.module.parameters() if one.requires_grad)
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, int, dict[str, A
     damaged, number, offset, raw = [], 0, 0, b"\n"
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
-            record = _record(raw)
+            record = read_record(raw)
             if record is None:
                 damaged.append(number)
             else:
@@ -177,7 +177,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, int, dict[str, A
         notes.append(f"damaged lines of {path.name} that are left out: {some} ({len(damaged)} in all)")
 
 
-def _record(raw: bytes) -> dict[str, Any] | None:
+def read_record(raw: bytes) -> dict[str, Any] | None:
+    """A line of a run's files; None where it is damaged or has no step."""
     try:
         record = json.loads(raw.decode("utf-8", "replace"))
     except (ValueError, RecursionError):

@@ -71,13 +71,18 @@ def _launcher() -> int:
         return 0
 
 
+def _stat(process: int) -> list[str]:
+    """Its state, its parent and more, as proc(5) has them after the name; empty where the process is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def _parent(process: int) -> int:
     """0 where the process is gone."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return 0
-    return int(status.rpartition(")")[2].split()[1])
+    stat = _stat(process)
+    return int(stat[1]) if stat else 0
 
 
 def _children(process: int) -> int:
@@ -86,14 +91,7 @@ def _children(process: int) -> int:
         found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:
         return 0
-    return sum(not _ended(int(child)) for child in found)
-
-
-def _ended(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    return sum(_stat(int(child))[:1] not in ([], ["Z"]) for child in found)
 
 
 def _ranks_here() -> int:

@@ -244,7 +244,7 @@ class TrainerConfig(
             self.ref_update_steps,
             "there is no reference server to update: use 0, or a beta above 0 and ref server",
         )
-        updates = self.steps_per_generation * self.num_iterations
+        updates = self.updates_per_round
         require(
             self.ref_update_steps % updates == 0,
             "ref_update_steps",
@@ -288,6 +288,11 @@ class TrainerConfig(
             self.lora_dropout,
             "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
         )
+
+    @property
+    def updates_per_round(self) -> int:
+        """That one round of generation feeds."""
+        return self.steps_per_generation * self.num_iterations
 
     def check_ranks(self, world_size: int) -> None:
         """Refuse a global batch that cannot be shared equally. Raises ConfigError."""

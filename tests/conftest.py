@@ -138,6 +138,12 @@ def updated_server(model_folder, tmp_path_factory) -> Iterator[Server]:
         yield one
 
 
+def launcher(ranks: int) -> list[str]:
+    """What stands before a script that the deepspeed launcher starts."""
+    command = [str(Path(sys.executable).with_name("deepspeed")), "-q", "--num_gpus", str(ranks)]
+    return [*command, "--master_port", str(free_port())]
+
+
 Launch = Callable[..., subprocess.CompletedProcess]
 
 
@@ -147,9 +153,8 @@ def launch() -> Iterator[Launch]:
     started: list[subprocess.Popen] = []
 
     def run(ranks: int, script: str, *options: str, environment: dict | None = None, seconds: float = 240):
-        command = [str(Path(sys.executable).with_name("deepspeed")), "-q", "--num_gpus", str(ranks)]
         process = subprocess.Popen(
-            [*command, "--master_port", str(free_port()), script, *options],
+            [*launcher(ranks), script, *options],
             cwd=REPOSITORY,
             env={**ENVIRONMENT, **(environment or {})},
             stdout=subprocess.PIPE,

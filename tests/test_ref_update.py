@@ -15,7 +15,7 @@ from conftest import running_server
 from proxy import Plan, proxy
 from test_ref_client import COMPLETIONS, HEALTH, PROMPT, client, eventually, fake
 from test_ref_server import exact
-from test_trainer import letters, lines, options, start, wait_for_steps  # noqa: F401
+from test_trainer import letters, lines, options, start, timeless, wait_for_steps  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import ref_wire
@@ -369,12 +369,9 @@ def test_a_server_killed_between_two_updates_changes_no_number_of_the_run(model_
             output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
         assert ("is set aside" in output) == disturb and output.count("has the new reference") >= 3
-        timeless = [
-            {key: value for key, value in row.items() if "time" not in key and key != "tokens_per_second"}
-            for row in lines(tmp_path / name / "metrics.jsonl")
-        ]
-        assert [row["ref_step"] for row in timeless] == [0, 0, 2, 2, 4, 4, 6]
-        return timeless
+        rows = timeless(tmp_path / name)
+        assert [row["ref_step"] for row in rows] == [0, 0, 2, 2, 4, 4, 6]
+        return rows
 
     quiet = run("quiet", disturb=False)
     # It grows until the next update; the first step on a new reference has the same weights as that.

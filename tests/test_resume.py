@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
 from safetensors.torch import load_file
-from test_trainer import letters, lines, options  # noqa: F401
+from test_trainer import letters, lines, options, timeless  # noqa: F401
 
 from grpo.config import ConfigError
 from grpo.metrics import Recorder
@@ -65,11 +65,7 @@ def reference(model_folder: Path, folder: Path):
 
 def command_of(ranks: int, words: list[str], *program: str) -> list[str]:
     """`program` stands before the trainer's options."""
-    command = [sys.executable]
-    if ranks > 1:
-        launcher = str(Path(sys.executable).with_name("deepspeed"))
-        command = [launcher, "-q", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    return [*command, *(program or ["grpo_ref_split.py"]), *words]
+    return [*(launcher(ranks) if ranks > 1 else [sys.executable]), *(program or ["grpo_ref_split.py"]), *words]
 
 
 @contextmanager
@@ -110,7 +106,7 @@ def undisturbed(setting, model_folder, tmp_path_factory):
             folder = tmp_path_factory.mktemp("undisturbed")
             with reference(model_folder, folder / "server") as server:
                 finish(ranks, setting(folder / "run", kind, ref_servers=server.url))
-            rows = numbers(folder / "run")
+            rows = timeless(folder / "run")
             assert [row["step"] for row in rows] == list(range(STEPS + 1))
             assert len({row["grad_norm"] for row in rows[1:]}) == STEPS and len({row["beta"] for row in rows[1:]}) > 2
             known[ranks, kind] = folder / "run"
@@ -119,22 +115,13 @@ def undisturbed(setting, model_folder, tmp_path_factory):
     return of
 
 
-def numbers(run: Path) -> list[dict]:
-    """The recorded steps without times."""
-    timed = ("step_time", "tokens_per_second", "eval_runtime")
-    return [
-        {name: value for name, value in row.items() if not name.startswith("time/") and name not in timed}
-        for row in lines(run / "metrics.jsonl")
-    ]
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     (file,) = folder.glob("*model.safetensors")
     return load_file(file)
 
 
 def check_same(run: Path, undisturbed: Path) -> None:
-    assert numbers(run) == numbers(undisturbed)
+    assert timeless(run) == timeless(undisturbed)
     assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
     for folder in ("model", "checkpoint-10"):
         here, there = weights(run / folder), weights(undisturbed / folder)
@@ -260,7 +247,7 @@ def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_
                 break
         assert kept >= 2
         assert went_on(finish(2, words)) == kept
-    assert numbers(run) == numbers(undisturbed(2, "full"))
+    assert timeless(run) == timeless(undisturbed(2, "full"))
 
 
 @pytest.mark.slow
@@ -306,7 +293,7 @@ def test_a_reference_that_is_lost_costs_no_step(setting, undisturbed, model_fold
         server.wait_ready()
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
         assert went_on(finish(2, words)) == int(said[0])
-    assert numbers(run) == numbers(undisturbed(2, "full"))
+    assert timeless(run) == timeless(undisturbed(2, "full"))
     assert torch.equal(*(next(iter(weights(one / "model").values())) for one in (run, undisturbed(2, "full"))))
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
 from proxy import accidents, proxy
+from test_trainer import timeless
 
 from grpo.ref_client import RefClient
 from grpo.trainer_config import TrainerConfig
@@ -48,15 +49,7 @@ class Training:
     def finish(self) -> tuple[list[dict], list[str]]:
         """Wait for a good end. Returns the numbers of each step without times, and the samples with their rewards."""
         assert self.process.wait(timeout=300) == 0, self.log.read_text()
-        timeless = [
-            {
-                name: value
-                for name, value in row.items()
-                if not name.startswith("time/") and name not in ("step_time", "tokens_per_second")
-            }
-            for row in self.steps()
-        ]
-        return timeless, (self.run / "completions.jsonl").read_text().splitlines()
+        return timeless(self.run), (self.run / "completions.jsonl").read_text().splitlines()
 
     def said(self, words: str) -> int:
         """How often the first rank said so."""
@@ -75,8 +68,11 @@ def training(demo: Path, run: Path, *urls: str, max_steps: int, **changes):
         "max_steps": max_steps,
         "ref_deadline": 200,
     } | changes
-    command = [Path(sys.executable).with_name("deepspeed"), "-q", "--num_gpus", 2, "--master_port", free_port()]
-    command += ["grpo_ref_split.py", *(word for name, value in settings.items() for word in (f"--{name}", value))]
+    command = [
+        *launcher(2),
+        "grpo_ref_split.py",
+        *(word for name, value in settings.items() for word in (f"--{name}", value)),
+    ]
     log = run.with_suffix(".log")
     with open(log, "w") as output:
         process = subprocess.Popen(

@@ -76,6 +76,15 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def timeless(run) -> list[dict]:
+    """A run's recorded steps without times."""
+    timed = ("step_time", "tokens_per_second", "eval_runtime")
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/") and name not in timed}
+        for row in lines(run / "metrics.jsonl")
+    ]
+
+
 NAMES = [
     "reward",
     "reward_std",
