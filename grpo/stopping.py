@@ -46,12 +46,15 @@ class StopSignals:
                 self._ask(signal.SIGTERM, "the launcher is gone")
 
     def _signalled(self, number: int) -> None:
-        passed_on = number == signal.SIGTERM and time.monotonic() < self._since + _GRACE
-        if self.asked and not passed_on:
-            os._exit(128 + number)
         if number == signal.SIGTERM and self._launcher and _children(self._launcher) < _ranks_here():
             os._exit(128 + number)  # another rank has died, and the launcher ends the others
-        if not self.asked:
+        if self.asked:
+            # What was passed on may be handled first: of two signals that wait, Linux runs SIGTERM's handler first.
+            passed_on = signal.SIGTERM in (number, self.asked) and time.monotonic() < self._since + _GRACE
+            if not passed_on:
+                os._exit(128 + number)
+            self.asked = min(self.asked, number)  # SIGINT, where it was a Ctrl-C
+        else:
             self._ask(number, signal.Signals(number).name)
 
     def _ask(self, number: int, reason: str) -> None:

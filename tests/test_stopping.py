@@ -1,0 +1,86 @@
+"""The signals of one process: what asks, and what ends at once. Whole runs are stopped in test_resume.py."""
+
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+from conftest import REPOSITORY
+
+from grpo.stopping import _GRACE
+
+WORK = """
+import sys, time
+from grpo.stopping import StopSignals
+stop = StopSignals()
+print("ready", flush=True)
+while not stop.asked:
+    time.sleep(0.01)
+print("asked", flush=True)
+sys.stdin.readline()
+print(stop.asked, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def worker():
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORK],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def send(process, *numbers: int) -> None:
+    """All at the same time, as far as the process can see."""
+    process.send_signal(signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        pass
+    for number in numbers:
+        process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+
+
+def next_line(process) -> str:
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)]
+)
+def test_a_signal_and_what_the_launcher_makes_of_it_ask_once(numbers):
+    with worker() as process:
+        send(process, *numbers)
+        assert process.stdout.readline() == "asked\n"
+        send(process, signal.SIGTERM)
+        assert next_line(process) == f"{min(numbers)}\n"
+        _, errors = process.communicate("\n", timeout=20)
+        assert process.returncode == 0 and errors.count("stopping after this step") == 1
+
+
+@pytest.mark.parametrize(
+    "number, pause", [(signal.SIGINT, 0.1), pytest.param(signal.SIGTERM, _GRACE + 0.5, marks=pytest.mark.slow)]
+)
+def test_a_second_signal_ends_at_once(number, pause):
+    with worker() as process:
+        send(process, number)
+        assert process.stdout.readline() == "asked\n"
+        time.sleep(pause)
+        send(process, number)
+        assert process.wait(timeout=20) == 128 + number
