@@ -18,6 +18,7 @@ import socket
 import sys
 import warnings
 from datetime import timedelta
+from itertools import chain
 
 from grpo.arguments import parse_arguments
 from grpo.trainer_config import TrainerConfig
@@ -40,7 +41,7 @@ from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
 from grpo.loss import adapt_beta
-from grpo.metrics import PhaseClock, Recorder, add_stats, check_report_to, gather_stats, step_metrics
+from grpo.metrics import PhaseClock, Recorder, add_stats, check_report_to, gather, gather_stats, step_metrics
 from grpo.model import (
     check_lengths,
     checkpoint_activations,
@@ -59,7 +60,7 @@ from grpo.resume import Checkpoints, Progress, find_checkpoint
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.rollout import Sampler
 from grpo.stopping import StopSignals
-from grpo.update import update
+from grpo.update import NotFinite, update
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
@@ -218,18 +219,20 @@ def train(config: TrainerConfig) -> None:
         numbers = step_metrics(everyone, collector.reward_names) | {
             "grad_norm": float(engine.get_global_grad_norm()),
             "learning_rate": learning_rate,
+            "skipped_steps": engine.skipped_steps,
             "num_tokens": progress.num_tokens,
             **of_reference,
             "tokens_per_second": everyone["tokens"].total / everyone["step_time"].mean,
         }
         if config.max_resample:
             numbers["resampled_groups"] = progress.resampled
+        good = engine.was_step_applied()
+        progress.bad_steps = [] if good else [*progress.bad_steps, step]
         if config.kl_target is not None and "kl" in everyone:
             numbers["beta"] = beta
-            kl, completions = everyone["kl"].mean, everyone["length"].count
-            progress.beta = adapt_beta(beta, kl, completions, config.kl_target, config.kl_horizon)
-        if not engine.was_step_applied():
-            log.warning("step %d was skipped: its gradient is not finite", step)
+            if good:
+                kl, completions = everyone["kl"].mean, everyone["length"].count
+                progress.beta = adapt_beta(beta, kl, completions, config.kl_target, config.kl_horizon)
 
         # Evaluate, record and save.
         last = step == config.max_steps
@@ -239,30 +242,28 @@ def train(config: TrainerConfig) -> None:
             progress.accuracy = evaluated["eval_accuracy"]
         if recorder:
             recorder.metrics(step, numbers)
-            recorder.completions(
-                step,
-                "train",
-                [
-                    {
-                        "prompt": part.groups[0].example.prompt,
-                        "completion": rollout.text,
-                        "answer": part.groups[0].example.columns["answer"],
-                        "reward": part.rewards[0, column].item(),
-                        "advantage": part.sequences[column].advantage,
-                    }
-                    for column, rollout in enumerate(part.groups[0].rollouts)
-                ],
-            )
+            recorder.completions(step, "train", part.samples(1))
             bar.set_postfix_str(
                 f"reward {numbers['reward']:.2f}, accuracy {evaluated.get('eval_accuracy', '-'):.4}, "
                 f"kl {numbers.get('kl', 0.0):.3f}, {numbers['tokens_per_second']:.0f} tokens/s, "
                 f"reference {numbers.get('time/wait_ref', 0.0):.2f} s",
                 refresh=False,
             )
+        bad = [] if good else list(chain.from_iterable(gather(part.samples())))
+        if recorder and bad:
+            recorder.bad_step(step, bad)
+            kept = f"its {len(bad)} completions are in {recorder.bad_steps}"
+            log.warning("step %d is skipped: its loss or gradient is not finite; %s", step, kept)
         if config.save_steps and step % config.save_steps == 0:
             checkpoints.save(engine, progress)
         if unpublished:
             raise RefError(f"{unpublished}; {checkpoints.leave(engine, progress)}") from unpublished
+        if progress.bad_steps and len(progress.bad_steps) % config.max_bad_steps == 0:
+            raise NotFinite(
+                f"the loss or gradient of steps {', '.join(map(str, progress.bad_steps))} was not finite, and none of "
+                f"them was applied: their completions are in {folder / 'bad_steps.jsonl'}, look there for rewards out "
+                f"of scale, or begin a new run with a lower learning_rate; {checkpoints.leave(engine, progress)}"
+            )
         if (signalled := int(everyone["signal"].high)) and not last:
             raise Stopped(f"stopped by signal {signalled}; {checkpoints.leave(engine, progress)}", signalled)
 
@@ -322,7 +323,7 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
 if __name__ == "__main__":
     code = exit_code(
         lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG),
-        (RefError, RewardError, SaveError, OSError),
+        (RefError, RewardError, SaveError, NotFinite, OSError),
         "interrupted before the first step",
     )
     sys.stdout.flush()

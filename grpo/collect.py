@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,21 @@ class Part:
     """bool [groups]"""
     sequences: list[Sequence]
     """groups x num_generations"""
+
+    def samples(self, most: int | None = None) -> list[dict[str, Any]]:
+        """The completions of all groups, or of the first so many, with what they earned: to be recorded."""
+        copies = self.rewards.shape[1]
+        return [
+            {
+                "prompt": group.example.prompt,
+                "completion": rollout.text,
+                "answer": group.example.columns["answer"],
+                "reward": self.rewards[row, column].item(),
+                "advantage": self.sequences[row * copies + column].advantage,
+            }
+            for row, group in enumerate(self.groups[:most])
+            for column, rollout in enumerate(group.rollouts)
+        ]
 
 
 class Collector:

@@ -53,5 +53,9 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
     fill(settings, "gradient_accumulation_steps", 1, "the token-budget cutting into micro-batches")
     fill(settings, "managed_gradient_accumulation", False, "the token-budget cutting into micro-batches")
     fill(settings, "gradient_clipping", config.max_grad_norm, "max_grad_norm")
-    fill(settings.setdefault("bf16", {}), "enabled", resolve_dtype(config, device) == torch.bfloat16, "dtype", "bf16.")
+    bf16 = settings.setdefault("bf16", {})
+    fill(bf16, "enabled", resolve_dtype(config, device) == torch.bfloat16, "dtype", "bf16.")
+    # A step whose gradient is not finite is left out.
+    fill(bf16, "check_grad_overflow", True, "max_bad_steps", "bf16.")
+    fill(zero, "compute_grad_norm", True, "max_bad_steps", "zero_optimization.")
     return settings

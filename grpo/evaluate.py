@@ -13,8 +13,6 @@ the samples follow from seed, temperature and sequences_per_generate.
 from __future__ import annotations
 
 import importlib
-import json
-import math
 import sys
 import time
 from datetime import timedelta
@@ -98,12 +96,13 @@ def _split(config: EvaluateConfig) -> str:
 
 
 def _write(folder: Path, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
-    """metrics.json, a number that does not exist (NaN) as null; completions.jsonl, a line each, by problem."""
+    """metrics.json; completions.jsonl, a line each, by problem."""
+    from grpo.metrics import to_json
+
     with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
         for one in sorted(completions, key=lambda one: (one["problem"], one["sample"])):
-            file.write(json.dumps(one, ensure_ascii=False) + "\n")
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    (folder / "metrics.json").write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+            file.write(to_json(one))
+    (folder / "metrics.json").write_text(to_json(metrics, indent=2), encoding="utf-8")
 
 
 def main() -> int:

@@ -111,6 +111,16 @@ def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[st
     return metrics
 
 
+def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """One record and a line's end. A number that does not exist (NaN) or is infinite is null: JSON has neither."""
+
+    def known(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    finite = {name: known(value) for name, value in record.items()}
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
+
+
 class PhaseClock:
     """Seconds by phase of one step, as `time/...`. A phase inside another is taken out of it: none counts twice."""
 
@@ -131,12 +141,15 @@ class PhaseClock:
 
 
 class Recorder:
-    """The files of a run, written by rank 0: metrics.jsonl, completions.jsonl, and what `report_to` names."""
+    """The files of a run, written by rank 0: metrics.jsonl, completions.jsonl, bad_steps.jsonl where there was one, and
+    what `report_to` names."""
 
     def __init__(self, config: TrainerConfig, folder: Path, after: int | None = None):
         """`after`: the run goes on after this step (-1: it begins again); what is recorded of later ones is cut off,
         to be recorded again. None appends to what is there."""
-        for name in ("metrics.jsonl", "completions.jsonl") if after is not None else ():
+        self.bad_steps = folder / "bad_steps.jsonl"
+        """completions of the steps that were skipped"""
+        for name in ("metrics.jsonl", "completions.jsonl", self.bad_steps.name) if after is not None else ():
             _cut_after(folder / name, after)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._completions = open(folder / "completions.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -153,9 +166,8 @@ class Recorder:
             self._wandb = wandb.init(project="grpo", dir=str(folder), config=vars(config) | {"token": None})
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One line a step, appended. A number that does not exist (NaN) is null: JSON has no NaN."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
+        """One line a step, appended."""
+        self._metrics.write(to_json({"step": step, **values}))
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -164,7 +176,11 @@ class Recorder:
 
     def completions(self, step: int, phase: str, samples: list[dict[str, Any]]) -> None:
         for sample in samples:
-            self._completions.write(json.dumps({"step": step, "phase": phase, **sample}, ensure_ascii=False) + "\n")
+            self._completions.write(to_json({"step": step, "phase": phase, **sample}))
+
+    def bad_step(self, step: int, samples: list[dict[str, Any]]) -> None:
+        with open(self.bad_steps, "a", encoding="utf-8") as file:
+            file.writelines(to_json({"step": step, **sample}) for sample in samples)
 
     def close(self) -> None:
         self._metrics.close()

@@ -42,7 +42,7 @@ LIBRARIES = "torch", "transformers", "deepspeed"
 # What may be another when a run goes on: it changes no number, or (the second line) only its rounding.
 FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
-    *("micro_batch_tokens", "gradient_checkpointing"),
+    *("micro_batch_tokens", "gradient_checkpointing", "max_bad_steps"),
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "deepspeed"),
     *("eval_steps", "eval_samples", "num_generations_eval", "pass_at_k"),
     *("ref_servers", "host", "port", "token", "token_file", "ref_ca_file"),
@@ -68,6 +68,8 @@ class Progress:
     """fingerprint of what the reference servers began with; empty where nobody is asked"""
     ref_step: int = 0
     """after which the policy became part of the reference; 0: it never did"""
+    bad_steps: list[int] = field(default_factory=list)
+    """the last ones, in a row, whose loss or gradient was not finite"""
     resampled: int = 0
     """groups that were replaced in this round, on all ranks"""
 

@@ -57,6 +57,9 @@ class TrainingSection:
     adam_epsilon: float = option(1e-8, "AdamW")
     weight_decay: float = option(0.0, "AdamW")
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off")
+    max_bad_steps: int = option(
+        5, "steps in a row whose loss or gradient is not finite, each skipped, after which the run ends"
+    )
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
     deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")
 
@@ -174,6 +177,7 @@ class TrainerConfig(
             "num_iterations",
             "micro_batch_tokens",
             "max_steps",
+            "max_bad_steps",
             "learning_rate",
             "adam_epsilon",
             "sapo_temperature_pos",

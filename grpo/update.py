@@ -18,6 +18,10 @@ from grpo.ref_wire import ReferenceLost, RefError
 from grpo.trainer_config import TrainerConfig
 
 
+class NotFinite(Exception):
+    """Too many steps in a row whose loss or gradient is NaN or infinite."""
+
+
 def update(
     engine, sequences: Many[Sequence], config: TrainerConfig, batcher: Batcher, clock: PhaseClock, beta: float
 ) -> dict[str, Stats]:
@@ -25,7 +29,8 @@ def update(
 
     The gradient is that of the loss over the whole step: a token's weight is fixed by the step's size, and ZeRO's mean
     over ranks is undone by the factor world_size. Where sequences are to be trained on again, their `old_logprobs` are
-    set to what the policy says of them here, before this step.
+    set to what the policy says of them here, before this step. A step whose loss or gradient is not finite changes
+    nothing on any rank; `engine.was_step_applied()` says so.
 
     Raises ReferenceLost, on every rank and with the weights as they were, where one gets no answer of the reference.
     """
@@ -71,10 +76,12 @@ def update(
             _joined([high_entropy[index] for index in indices] if high_entropy and real else None, device),
         )
         loss, metrics = grpo_loss(tokens, size, config, beta=beta, max_completion_length=config.max_completion_length)
-        engine.backward(loss * real * dist.get_world_size(), scale_wrt_gas=False)
+        # DeepSpeed leaves out, on all ranks, a step whose gradient is not finite: so it is where the loss is not.
+        finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+        engine.backward(loss * finite * real * dist.get_world_size(), scale_wrt_gas=False)
         if not real:
             continue
-        add_stats(stats, {**metrics, "loss": loss.detach()})
+        add_stats(stats, {**metrics, "loss": Stats(1, loss.item())})
         if config.num_iterations > 1 and tokens.old_logprobs is None:
             for one, own in zip(rows, logprobs.detach().split(lengths.tolist()), strict=True):
                 one.old_logprobs = own.cpu().numpy()

@@ -5,13 +5,15 @@ same weights, with plain SGD, so that the change of the weights is the gradient.
 
 CASES is a JSON list of {"options": [...], "shares": [...], "order": [...], "old": bool, "sampled": bool, "small_steps":
 [...]}: the trainer's options; how many sequences each rank has, and of all sequences which stands where; whether they
-come with old and the sampler's log-probs; learning rates of updates on the same sequences before the one looked at.
+come with old and the sampler's log-probs; learning rates of updates on the same sequences before the one looked at. A
+case with "spoiled", a sequence and an advantage for it, begins with an update that must change nothing on any rank.
 """
 
 import json
 import random
 import sys
 from functools import partial
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +95,19 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
+def check_skipped(engine, case: dict, config: TrainerConfig, batcher, rank: int) -> None:
+    number, advantage = case["spoiled"]
+    end = sum(case["shares"][: rank + 1])
+    own, mine = own_share(case, config, rank), case["order"][end - case["shares"][rank] : end]
+    if number in mine:
+        own[mine.index(number)].advantage = advantage
+    before, skipped = weights_of(engine.module), engine.skipped_steps
+    stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), beta=config.beta))
+    assert not engine.was_step_applied() and engine.skipped_steps == skipped + 1
+    assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
+    assert isfinite(stats["loss"].total) == isfinite(np.float32(advantage))
+
+
 def main(model, cases_file, out) -> None:
     cases = json.loads(Path(cases_file).read_text())
     configs = [read_config(case) for case in cases]
@@ -114,6 +129,8 @@ def main(model, cases_file, out) -> None:
                     weight.copy_(first[name])
         engine.optimizer.refresh_fp32_params()
         own = own_share(case, config, rank)
+        if "spoiled" in case:
+            check_skipped(engine, case, config, batcher, rank)
         # The last update is the one that is looked at; those before it move the weights a little.
         for rate in (*case["small_steps"], LEARNING_RATE):
             for group in optimizer.param_groups:

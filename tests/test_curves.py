@@ -23,6 +23,7 @@ KNOWN = [
     "kl",
     "entropy",
     "grad_norm",
+    "skipped_steps",
     "learning_rate",
     "num_tokens",
     "step_time",

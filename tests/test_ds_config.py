@@ -22,10 +22,10 @@ def test_the_shipped_file_is_filled():
     assert filled["zero_optimization"]["stage"] == 2
     assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (56 * 8, 64)
     assert (filled["gradient_accumulation_steps"], filled["managed_gradient_accumulation"]) == (1, False)
-    assert filled["gradient_clipping"] == 1.0 and filled["bf16"] == {"enabled": True}
+    assert filled["gradient_clipping"] == 1.0 and filled["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert "auto" not in json.dumps(filled)
-    assert engine_config(config(), 1, CPU)["bf16"] == {"enabled": False}
-    assert engine_config(config("--dtype", "bfloat16"), 1, CPU)["bf16"] == {"enabled": True}
+    assert engine_config(config(), 1, CPU)["bf16"]["enabled"] is False
+    assert engine_config(config("--dtype", "bfloat16"), 1, CPU)["bf16"]["enabled"] is True
 
 
 def test_the_shipped_file_says_no_size_and_no_rate():
@@ -52,6 +52,11 @@ def with_file(tmp_path):
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4 but .* makes it 1"),
         ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but max_grad_norm makes it 1.0"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True but dtype makes it False"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow is False but max_bad_steps makes it True"),
+        (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm is False but max_bad_steps makes it True",
+        ),
         ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
         ({"optimizer": {"type": "Adam"}}, "optimizer is set there, but learning_rate"),
         ({"scheduler": {}}, "scheduler is set there, but lr_scheduler_type"),

@@ -94,6 +94,7 @@ NAMES = [
     "entropy",
     "grad_norm",
     "learning_rate",
+    "skipped_steps",
     "num_tokens",
     "step_time",
     "tokens_per_second",

@@ -199,3 +199,15 @@ def test_every_loss_with_every_option(launch, model_folder, tmp_path, plain, exp
         change = torch.cat([row[0] for row in moved.rows]) - torch.cat([row[0] for row in plain.rows])
         assert change.abs().max() > 0.2, "within the clip"
         check(number, result, *moved.step(LossSection(beta=BETA, **CASES[number][0]), old, False), limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_step_that_is_not_finite_changes_nothing_and_leaves_no_trace(launch, model_folder, tmp_path, expected, ranks):
+    """An advantage that makes the loss infinite, or NaN, and one whose gradient alone is too large for float32."""
+    numbers = [number for number, (settings, old, _) in enumerate(CASES) if settings in PLAIN[::7] and not old]
+    spoiled = [(10, float("inf")), (11, float("nan")), (12, 1e30)]
+    cases = [worker_case(number, ranks) | {"spoiled": spoiled[place % 3]} for place, number in enumerate(numbers)]
+    assert len(cases) >= 3
+    for number, result in zip(numbers, run(launch, ranks, model_folder, tmp_path, cases), strict=True):
+        check(number, result, *expected(number))
