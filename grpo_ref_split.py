@@ -59,6 +59,7 @@ from grpo.ref_wire import ReferenceLost
 from grpo.resume import Checkpoints, Progress, find_checkpoint
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.rollout import Sampler
+from grpo.stalls import TIME_OUT, Stalls
 from grpo.stopping import StopSignals
 from grpo.update import NotFinite, update
 
@@ -162,10 +163,11 @@ def train(config: TrainerConfig) -> None:
     if recorder and evaluated:
         recorder.metrics(0, evaluated)
 
+    stalls = Stalls(rank, world_size)
     steps = range(progress.step + 1, config.max_steps + 1)
     bar = tqdm(steps, desc="grpo", initial=progress.step, total=config.max_steps, disable=rank != 0)
     for step in bar:
-        clock = PhaseClock()
+        stalls.step, stalls.clock = step, (clock := PhaseClock())
         number, within = divmod(step - 1, config.updates_per_round)
         iteration, place = divmod(within, config.steps_per_generation)
         beta = progress.beta
@@ -269,6 +271,7 @@ def train(config: TrainerConfig) -> None:
 
     if recorder:
         save_model(engine.module, tokenizer, folder / "model", config.merge_on_save)
+    stalls.close()
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if client is not None:
         client.close()
@@ -296,7 +299,7 @@ def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # A rank may wait for the reference up to its deadline while the others wait for that rank.
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=1800 + config.ref_deadline))
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=TIME_OUT + config.ref_deadline))
     return rank, world_size, device
 
 

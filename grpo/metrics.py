@@ -127,11 +127,18 @@ class PhaseClock:
     def __init__(self) -> None:
         self.start = time.perf_counter()
         self.seconds: dict[str, float] = {}
+        self.open: list[str] = []
+        """phases that are not over, the outermost first"""
+        self.ended = ""
+        """the last one that was not within another"""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start, booked = time.perf_counter(), sum(self.seconds.values())
+        self.open.append(phase)
         yield
+        self.open.pop()
+        self.ended = self.ended if self.open else phase
         within = sum(self.seconds.values()) - booked
         own = time.perf_counter() - start - within
         self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + own

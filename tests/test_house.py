@@ -18,7 +18,7 @@ LEVELS = [
     | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"activations", "train_estimate", "train_report"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
-    {"accuracy", "update"},
+    {"accuracy", "update", "stalls"},
     {"evaluate", "chat", "collect", "resume", "service", "report", "dry_run"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
