@@ -8,6 +8,7 @@ from conftest import REPOSITORY
 from messages import GAP, Program, tidy
 
 from grpo.answer_config import ChatConfig, EvaluateConfig
+from grpo.arguments import parse_arguments
 from grpo.report_config import ReportConfig
 from grpo.server_config import ServerConfig
 from grpo.trainer_config import TrainerConfig
@@ -65,6 +66,33 @@ def test_every_message_of_the_page_is_still_in_a_program(messages):
 def test_a_message_of_the_page_says_something():
     """One that is little but gaps would stand for any message."""
     assert all(len(re.findall(r"[a-zA-Z_]{2,}", text)) > 1 for _, text in entries())
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (TrainerConfig, ["--num_generations", "1"]),
+        (TrainerConfig, ["--max_steps", "0"]),
+        (TrainerConfig, ["--beta", "inf"]),
+        (TrainerConfig, ["--nothing", "7"]),
+        (TrainerConfig, ["--config", "nowhere.yaml"]),
+        (TrainerConfig, ["--reward_weights", "1"]),
+        (TrainerConfig, ["--ref_servers", "http://a", "http://a/"]),
+        (TrainerConfig, ["--token_file", "/nowhere"]),
+        (TrainerConfig, ["--delta", "1.1"]),
+        (ServerConfig, ["--host", "0.0.0.0"]),
+        (ServerConfig, ["--task", "reward", "--update_folder", "new"]),
+        (EvaluateConfig, ["--pass_at_k", "4"]),
+        (ChatConfig, ["--temperature", "-1"]),
+        (ReportConfig, []),
+    ],
+)
+def test_what_a_program_has_said_is_found_in_the_page(config, options, capsys):
+    """As its reader would: the line itself, whatever stands in the gaps."""
+    with pytest.raises(SystemExit):
+        parse_arguments(config, "", options)
+    said = capsys.readouterr().err.splitlines()[-1].partition(": error: ")[2]
+    assert any(re.fullmatch(".*".join(map(re.escape, text.split(GAP))), tidy(said)) for _, text in entries())
 
 
 def known_names() -> set[str]:
