@@ -11,12 +11,6 @@ from pathlib import Path
 
 from grpo.config import ConfigError
 
-# What gloo says of another rank, and what is to be said.
-_OF_OTHERS = {
-    "Connection closed by peer": "another rank has ended; what it said stands by itself",
-    "Timed out waiting": "another rank has not come for too long; which one, and where it was, is said above",
-}
-
 
 class Stopped(Exception):
     """A signal has ended the work, on all ranks at the same place. The message says what is left and how to go on."""
@@ -46,8 +40,11 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         say_once(str(error))
         return 1
     except RuntimeError as error:
-        said = next((said for gloo, said in _OF_OTHERS.items() if gloo in str(error)), None)
-        if said is None:
+        if "Connection closed by peer" in str(error):
+            said = "another rank has ended; what it said stands by itself"
+        elif "Timed out waiting" in str(error):
+            said = "another rank has not come for too long; which one, and where it was, is said above"
+        else:
             raise
         print(f"\n{_program()}: {said}", file=sys.stderr)
         return 1
