@@ -19,6 +19,7 @@ import sys
 import warnings
 from datetime import timedelta
 from itertools import chain
+from operator import itemgetter
 
 from grpo.arguments import parse_arguments
 from grpo.trainer_config import TrainerConfig
@@ -35,6 +36,7 @@ import reward as reward_module
 from grpo.accuracy import evaluate
 from grpo.adapters import OwnReference, check_adapter, train_adapter
 from grpo.checkpoint import SaveError, create_run, save_model
+from grpo.checkpoint_list import find_checkpoint, ranks_of
 from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
 from grpo.dry_run import dry_run
@@ -53,10 +55,11 @@ from grpo.model import (
 )
 from grpo.plots import draw_curves
 from grpo.ranks import from_first, own_place
+from grpo.rearrange import SETTINGS
 from grpo.ref_client import RefClient, RefError, check_reference
 from grpo.ref_update import RefUpdates
 from grpo.ref_wire import ReferenceLost
-from grpo.resume import Checkpoints, Progress, find_checkpoint
+from grpo.resume import Checkpoints, Progress
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.rollout import Sampler
 from grpo.stalls import TIME_OUT, Stalls
@@ -92,6 +95,8 @@ def train(config: TrainerConfig) -> None:
     checkpoint = find_checkpoint(config)
     folder = from_first(create_run(config, checkpoint) if rank == 0 else None)
     goes_on = checkpoint is not None
+    if goes_on and ranks_of(checkpoint) != world_size:
+        ds_config.setdefault("checkpoint", {}).update(SETTINGS)
     client = RefClient(config) if config.beta > 0 and config.ref == "server" else None
     if config.beta == 0:
         log.info("beta is 0: no KL term, no reference server")
@@ -149,8 +154,9 @@ def train(config: TrainerConfig) -> None:
             rank,
             world_size,
         )
+        greedy = chain.from_iterable(gather([one for one in completions if one["sample"] == 0]))
         if recorder:
-            recorder.completions(step, "eval", [one for one in completions if one["sample"] == 0][:EVAL_RECORDED])
+            recorder.completions(step, "eval", sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED])
             tqdm.write(
                 f"step {step}: held-out accuracy {numbers['eval_accuracy']:.3f} ± {numbers['eval_accuracy_se']:.3f} "
                 f"(n={numbers['eval_n']}), format {numbers['eval_format']:.3f}"

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from grpo.adapters import base_of, check_adapter, put_adapter, train_adapter
 from grpo.batch import Batcher
 from grpo.checkpoint import check_unused
+from grpo.checkpoint_list import find_checkpoint
 from grpo.config import ConfigError
 from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
@@ -28,7 +29,6 @@ from grpo.ranks import own_place
 from grpo.records import Example
 from grpo.ref_client import check_reference
 from grpo.ref_wire import Failure, RefError, RefWire
-from grpo.resume import find_checkpoint
 from grpo.rewards import load_reward_funcs
 from grpo.train_estimate import Load, Policy
 from grpo.train_report import breakdown, cards

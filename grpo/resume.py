@@ -25,18 +25,19 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.checkpoint import SaveError, put_in_place, write_model
+from grpo.checkpoint_list import PROGRESS, best, checkpoints, last_checkpoint, read_progress
 from grpo.collect import Part
 from grpo.config import ConfigError
 from grpo.metrics import gather
 from grpo.protocol import fingerprint
+from grpo.rearrange import shared_anew, to_universal
 from grpo.records import Example
 from grpo.trainer_config import TrainerConfig
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 ENGINE = "engine"
-PROGRESS = "progress.json"
 LIBRARIES = "torch", "transformers", "deepspeed"
 
 # What may be another when a run goes on: it changes no number, or (the second line) only its rounding.
@@ -72,48 +73,6 @@ class Progress:
     """the last ones, in a row, whose loss or gradient was not finite"""
     resampled: int = 0
     """groups that were replaced in this round, on all ranks"""
-
-
-def find_checkpoint(config: TrainerConfig) -> Path | None:
-    """The checkpoint to continue from; None where the run begins. Raises ConfigError where there is no such one."""
-    asked = config.resume_from_checkpoint
-    if asked is None:
-        return None
-    if asked == "last":
-        if config.output_dir is None:
-            raise ConfigError("resume_from_checkpoint='last': of which run? set output_dir to its folder")
-        return last_checkpoint(Path(config.output_dir))
-    path = Path(asked)
-    if not (path / PROGRESS).is_file():
-        raise ConfigError(
-            f"resume_from_checkpoint='{path}': there is no {PROGRESS} in it: name a folder checkpoint-STEP of a run, "
-            "or 'last' with its output_dir"
-        )
-    if config.output_dir is not None and Path(config.output_dir).resolve() != path.resolve().parent:
-        raise ConfigError(
-            f"resume_from_checkpoint='{path}': it is of the run {path.parent}, not of "
-            f"output_dir='{config.output_dir}': leave output_dir out"
-        )
-    if later := [other.name for other in checkpoints(path.parent) if step_of(other) > step_of(path)]:
-        raise ConfigError(
-            f"resume_from_checkpoint='{path}': the run has {' and '.join(later)} too, which go another way from there: "
-            "delete them, or use 'last'"
-        )
-    return path
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run's folder, the oldest first."""
-    found = [one.parent for one in run.glob(f"checkpoint-*/{PROGRESS}") if one.parent.name[11:].isdecimal()]
-    return sorted(found, key=step_of)
-
-
-def last_checkpoint(run: Path) -> Path | None:
-    return max(checkpoints(run), key=step_of, default=None)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 class Checkpoints:
@@ -203,20 +162,36 @@ class Checkpoints:
 
         Raises ConfigError, with the difference, for a checkpoint of another model, data, settings or format.
         """
-        said = _read(checkpoint)
+        said = read_progress(checkpoint)
         self._check(checkpoint, said)
         for name, now in self._about["versions"].items():
             if (then := said["versions"].get(name)) != now:
                 log.warning("%s was %s when %s was saved, and is %s: numbers may differ", name, then, checkpoint, now)
-        engine.load_checkpoint(str(checkpoint), tag=ENGINE, load_module_strict=not self._config.use_peft)
-        with open(checkpoint / f"rank-{self._rank}.pickle", "rb") as file:
-            own = pickle.load(file)
-        _set_random_states(own["random"])
-        return Progress(parts=own["parts"], **{name: said[name] for name in _SHARED})
+        there, here = said["ranks"], self._about["ranks"]
+        load = partial(engine.load_checkpoint, load_module_strict=not self._config.use_peft)
+        if there == here:
+            load(str(checkpoint), tag=ENGINE)
+        else:
+            log.info("%s is of %d ranks: DeepSpeed rearranges it for %d", checkpoint, there, here)
+            universal = checkpoint.with_name(checkpoint.name + ".universal.unfinished")
+            failure = self._fails(partial(to_universal, checkpoint / ENGINE, universal / ENGINE), on_all=False)
+            failure = failure or self._fails(partial(load, str(universal), tag=ENGINE), on_all=True)
+            if self._rank == 0:
+                shutil.rmtree(universal, ignore_errors=True)
+            if failure:
+                raise SaveError(
+                    f"{checkpoint} could not be rearranged for {here} ranks: {failure}: this needs about as much room "
+                    f"as the checkpoint has; or start it with {there}"
+                )
+        every = [_unpickled(checkpoint, rank) for rank in range(there)]
+        if self._rank < there:
+            _set_random_states(every[self._rank]["random"])
+        parts = shared_anew([one["parts"] for one in every], self._rank, here)
+        return Progress(parts=parts, **{name: said[name] for name in _SHARED})
 
     def references(self) -> set[int]:
         """After which steps the policy became a reference that a checkpoint needs."""
-        return {_read(one)["ref_step"] for one in checkpoints(self._folder)}
+        return {read_progress(one)["ref_step"] for one in checkpoints(self._folder)}
 
     def _due(self, progress: Progress) -> list[Part]:
         """The round, where not all of it was trained on."""
@@ -238,7 +213,7 @@ class Checkpoints:
         limit, all_of_them = self._config.save_total_limit, checkpoints(self._folder)
         if limit == 0:
             return
-        keep = {*all_of_them[-limit:], _best(all_of_them)}
+        keep = {*all_of_them[-limit:], best(all_of_them)}
         for old in all_of_them:
             if old not in keep:
                 # Gone as a checkpoint in one step: a kill while it is deleted leaves none that is half there.
@@ -255,7 +230,6 @@ class Checkpoints:
 
         own = self._about
         refuse("the checkpoint's format", said.get("format"), FORMAT, "use the version of this program that wrote it")
-        refuse("the number of ranks", said["ranks"], own["ranks"], f"start it with {said['ranks']}")
         refuse("the model's fingerprint", said["model"], own["model"], "set model_name_or_path to the same model")
         if not self._config.ref_update_steps:
             remedy = "start the reference server with the model that it had"
@@ -276,17 +250,9 @@ def _size(engine) -> int:
     return sum(2 * one.nbytes + 12 * one.numel() for one in engine.module.parameters() if one.requires_grad)
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
-
-
-def _best(all_of_them: list[Path]) -> Path | None:
-    """The newest of those with the highest accuracy."""
-    known = {}
-    for one in all_of_them:
-        if (accuracy := _read(one)["accuracy"]) is not None:
-            known[one] = accuracy, step_of(one)
-    return max(known, key=known.get, default=None)
+def _unpickled(checkpoint: Path, rank: int) -> dict[str, Any]:
+    with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
+        return pickle.load(file)
 
 
 def _settled(parts: list[Part]) -> list[Part]:

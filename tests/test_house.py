@@ -12,14 +12,15 @@ LEVELS = [
     {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"}
     | {"report_config"},
     {"protocol", "reward_protocol", "update_protocol", "ref_wire", "weights"}
-    | {"logprobs", "batch", "attention", "arguments", "ending", "ranks", "stopping", "run_files", "curves", "phases"},
+    | {"logprobs", "batch", "attention", "arguments", "ending", "ranks", "stopping", "run_files", "curves", "phases"}
+    | {"checkpoint_list"},
     {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"fair_queue", "scorer"}
     | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"activations", "train_estimate", "train_report"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
     {"accuracy", "update", "stalls"},
-    {"evaluate", "chat", "collect", "resume", "service", "report", "dry_run"},
+    {"evaluate", "chat", "collect", "rearrange", "resume", "service", "report", "dry_run"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ENTRIES = {
