@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.adapters import merged
@@ -64,7 +65,15 @@ def save_model(
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool) -> None:
     """As save_model, file by file, into a folder that may be left half written. Raises what the libraries raise."""
-    (merged(model) if merge_adapter else model).save_pretrained(folder)
+    if merge_adapter:
+        model = merged(model)
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(folder)
+    else:
+        # ZeRO has all weights in one storage, and transformers would copy each that shares one with others. From DLPack
+        # comes the same memory as a storage of its own. Of weights on a GPU one shard is in the host's memory.
+        weights = {name: torch.from_dlpack(weight.detach()) for name, weight in model.state_dict().items()}
+        model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
     tokenizer.save_pretrained(folder)
 
 

@@ -17,10 +17,12 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
 from safetensors.torch import load_file
 from test_trainer import letters, lines, options, timeless  # noqa: F401
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo.checkpoint_list import checkpoints, find_checkpoint, step_of
 from grpo.config import ConfigError
 from grpo.metrics import Recorder
-from grpo.resume import Checkpoints, checkpoints, find_checkpoint, step_of
+from grpo.resume import Checkpoints
 from grpo.trainer_config import TrainerConfig
 
 STEPS = 10
@@ -88,9 +90,9 @@ def training(ranks: int, words: list[str], *program: str):
         process.communicate()
 
 
-def finish(ranks: int, words: list[str]) -> str:
+def finish(ranks: int, words: list[str], *program: str) -> str:
     """Run to a good end; what it said."""
-    with training(ranks, words) as process:
+    with training(ranks, words, *program) as process:
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     return output
@@ -212,6 +214,31 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
         assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
         assert went_on(finish(2, words)) == 2
     check_same(run, undisturbed(2, "full"))
+
+
+@pytest.mark.slow
+def test_saving_holds_no_second_copy_of_the_weights(setting, model_folder, tmp_path):
+    """A model of 40 million parameters, 160 MiB in float32; a checkpoint has five times that."""
+    large = tmp_path / "large"
+    shape = AutoConfig.from_pretrained(model_folder)
+    shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 512, 4096, 6
+    shape.num_attention_heads = shape.num_key_value_heads = 8
+    shape.layer_types = ["full_attention"] * shape.num_hidden_layers
+    made = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    weigh = sum(one.nbytes for one in made.parameters()) >> 20
+    assert weigh > 150
+    made.save_pretrained(large)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(large)
+    one_step = {"prompts_per_step": 1, "num_generations": 2, "max_completion_length": 4, "max_steps": 1}
+    words = setting(tmp_path / "run", "full", beta=0.0, eval_steps=0, save_steps=1, kl_target=1.0, **one_step)
+    words[0] = f"--model_name_or_path={large}"
+    words = [word for word in words if not word.startswith(("--kl_", "--steps_per", "--num_iter"))]
+    ended = finish(1, ["grpo.resume:Checkpoints.save", *words], "tests/peak_of.py")
+    ((before, peak),) = re.findall(r"MEMORY before=(\d+) peak=(\d+)", ended)
+    size = sum(one.stat().st_size for one in (tmp_path / "run/checkpoint-1").rglob("*") if one.is_file()) >> 20
+    print(f"weights {weigh}, checkpoint {size}, before {before}, peak {peak} MiB")
+    assert size > 4.5 * weigh
+    assert int(peak) - int(before) < weigh / 2
 
 
 @pytest.mark.slow
@@ -386,8 +413,7 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
 @pytest.mark.parametrize(
     "said, changes, words",
     [
-        ({"format": 99}, {}, "the checkpoint's format is 99 there and 1 here: use the version"),
-        ({"ranks": 2}, {}, "the number of ranks is 2 there and 1 here: start it with 2"),
+        ({"format": 99}, {}, "the checkpoint's format is 99 there and 2 here: use the version"),
         ({"model": "x"}, {}, "the model's fingerprint is 'x' there and 'm' here: set model_name_or_path"),
         ({"reference": "x"}, {}, "the reference's fingerprint is 'x' there and 'r' here: start the reference server"),
         ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),
