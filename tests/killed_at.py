@@ -1,7 +1,7 @@
 """Runs grpo_ref_split.py and kills this process, as `kill -9` would, at a named moment. Arguments: MOMENT RANK OPTIONS.
 
 MOMENT is module:function:when:count, as in grpo.resume:put_in_place:before:2, the second call of it; a dot goes into a
-class. Only the process of that rank is killed.
+class. Only the process of that rank is killed. Where WHEN is "raises", it makes a mistake instead.
 """
 
 import importlib
@@ -25,6 +25,8 @@ def arm(module: str, function: str, when: str, count: str) -> None:
         calls += 1
         if calls == int(count) and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
+        if calls == int(count) and when == "raises":
+            raise LookupError("a mistake of ours")
         value = real(*arguments, **options)
         if calls == int(count) and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -264,6 +265,7 @@ def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_
                 else:
                     os.kill(process.pid if whom == "the launcher" else alive[1], number)
                 output, _ = process.communicate(timeout=60)  # until nobody has it open any more
+            socket.create_server(("127.0.0.1", int(process.args[process.args.index("--master_port") + 1]))).close()
             assert process.returncode != 0 and len(alive) == 2, (whom, output)
             assert not left_of(below), whom
             said = re.findall(r"error: stopped by signal \d+; .*last --output_dir .* goes on after step (\d+)", output)
@@ -302,6 +304,23 @@ def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(setting, m
                 assert time.monotonic() - began < 10  # 5 on a machine that has nothing else to do
             assert not left_of(below)
             server.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_path):
+    words = setting(tmp_path / "run", "full", beta=0.0, eval_steps=0, save_steps=0, max_steps=10**6)
+    words = [word for word in words if not word.startswith("--kl_")]
+    moment = "grpo.collect:Collector.collect:raises:2"
+    with training(2, words, "tests/killed_at.py", moment, "1") as process:
+        reach(process, tmp_path / "run", 4)  # all that the first round feeds
+        below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - began < 10  # 2 on a machine that has nothing else to do
+    assert process.returncode != 0 and not left_of(below)
+    others = ("grpo:", "grpo_ref_split.py: another rank has ended")
+    said = [line for line in output.splitlines() if line.strip() and not line.startswith(others)]
+    assert "launch.py" in said[-1] and said[-2] == "[rank1]: LookupError: a mistake of ours", output
 
 
 @pytest.mark.slow
