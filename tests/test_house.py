@@ -1,6 +1,7 @@
 """The rules of the house: imports only go down, entries stay light, --help answers before anything heavy is loaded."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -105,3 +106,11 @@ except SystemExit as ended:
     assert shown.splitlines()[-1] == "exit 0 []"
     commands = (f"python {entry}.py", f"deepspeed {entry}.py", f"python -m {entry.replace('/', '.')}")
     assert "--config" in shown and any(command in shown for command in commands)
+
+
+def test_every_module_stands_in_the_map_for_contributors():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    known = {file for line in text.splitlines() if line.startswith("| `") for file in re.findall(r"`([a-z_.]+)`", line)}
+    assert known >= {path.name for path in (REPOSITORY / "grpo").iterdir() if path.suffix in (".py", ".html")} - {
+        "__init__.py"
+    }
