@@ -108,9 +108,9 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def to_disk(folder: Path, deep: bool = True) -> None:
-    """Wait until a folder's names, and with `deep` all that is in it, would outlive a power cut."""
-    for path in [*(folder.rglob("*") if deep else ()), folder]:
+def to_disk(top: Path, deep: bool = True) -> None:
+    """Wait until a file, or a folder's names and with `deep` all that is in it, would outlive a power cut."""
+    for path in [*(top.rglob("*") if deep else ()), top]:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

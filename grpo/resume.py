@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grpo.checkpoint import SaveError, put_in_place, write_model
+from grpo.checkpoint import SaveError, put_in_place, to_disk, write_model
 from grpo.checkpoint_list import PROGRESS, best, checkpoints, last_checkpoint, read_progress
 from grpo.collect import Part
 from grpo.config import ConfigError
@@ -133,6 +133,9 @@ class Checkpoints:
         def finish() -> None:
             about = self._about | {name: getattr(progress, name) for name in _SHARED}
             (unfinished / PROGRESS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+            # A run that goes on from here will not write again what comes before.
+            for records in self._folder.glob("*.jsonl"):
+                to_disk(records, deep=False)
             put_in_place(unfinished, final)
 
         for action, on_all in ((begin, False), (save_engine, True), (save_own, True), (finish, False)):

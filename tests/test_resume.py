@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_trainer import letters, lines, options, timeless  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -129,8 +130,8 @@ def check_same(run: Path, undisturbed: Path) -> None:
     for folder in ("model", "checkpoint-10"):
         here, there = weights(run / folder), weights(undisturbed / folder)
         assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in there)
-    left = [path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith("reference-")]
-    assert sorted(left) == ["checkpoint-10", "checkpoint-8", "model"]
+    left = {path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith("reference-")}
+    assert sorted(left - {"tensorboard"}) == ["checkpoint-10", "checkpoint-8", "model"]
 
 
 def left_of(pids: list[int]) -> list[int]:
@@ -365,7 +366,7 @@ def test_killed_in_the_middle_of_all_that_is_written(setting, undisturbed, model
     kind, run, kept = "reference updates", tmp_path / "run", 0
     expected = undisturbed(1, kind)
     with reference(model_folder, tmp_path / "server") as server:
-        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
+        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last", report_to="tensorboard")
         for moment, step in MOMENTS.items():
             with training(1, words, "tests/killed_at.py", moment, "0") as process:
                 output, _ = process.communicate(timeout=120)
@@ -373,6 +374,8 @@ def test_killed_in_the_middle_of_all_that_is_written(setting, undisturbed, model
             assert went_on(output) in (0, kept), moment  # 0: killed before it said so
             kept = step
         assert went_on(finish(1, words)) == kept
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [one.step for one in events.Scalars("reward")] == list(range(1, STEPS + 1))
     check_same(run, expected)
 
 
