@@ -2,11 +2,13 @@
 
 The deepspeed launcher has two processes above the ranks. The upper one dies of a signal and leaves everything running;
 the lower one passes a signal on and kills what is still there after 30 seconds. So a rank watches both: a launcher that
-is gone is a signal to stop, and one that would kill is held until the rank has ended.
+is gone is a signal to stop, and one that would kill is held until the rank has ended. Whoever reads what the ranks say
+(tee, ssh) may die of the same Ctrl-C, or be all that ends: that is a signal to stop too, and no error.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -14,7 +16,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 _GRACE = 5.0  # seconds after the first signal in which a SIGTERM is the launcher's, which passes the first one on
 _LOOK = 0.5  # seconds between two looks at the launcher
@@ -35,6 +39,7 @@ class StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(write)
+        sys.stdout, sys.stderr = _Screen(sys.stdout, self._unread), _Screen(sys.stderr, self._unread)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def _watch(self) -> None:
@@ -57,12 +62,44 @@ class StopSignals:
         else:
             self._ask(number, signal.Signals(number).name)
 
+    def _unread(self) -> None:
+        if not self.asked:
+            self._ask(signal.SIGTERM, "nobody reads this")
+
     def _ask(self, number: int, reason: str) -> None:
         self.asked, self._since = number, time.monotonic()
-        if self._launcher and os.environ.get("LOCAL_RANK", "0") == "0":
-            self._guard = _hold(self._launcher)
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            if self._launcher:
+                self._guard = _hold(self._launcher)
             print(f"\n{reason}: stopping after this step; once more ends it at once", file=sys.stderr, flush=True)
+
+
+class _Screen:
+    """A stream whose reader may go away: `unread` is called then, and what is written from then on is lost."""
+
+    def __init__(self, stream: TextIO, unread: Callable[[], None]) -> None:
+        self._stream, self._unread = stream, unread
+
+    def write(self, text: str) -> int:
+        self._attempt(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, action: Callable, *arguments: str) -> None:
+        try:
+            action(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a pipe without a reader, a terminal that was closed
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            self._unread()
 
 
 def _launcher() -> int:

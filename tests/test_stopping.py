@@ -24,12 +24,22 @@ sys.stdin.readline()
 print(stop.asked, flush=True)
 sys.stdin.readline()
 """
+UNREAD = """
+import sys
+from grpo.stopping import StopSignals
+stop = StopSignals()
+sys.stdin.readline()
+print("lost", flush=True)
+print("lost too", file=sys.stderr, flush=True)
+print("lost as well")
+sys.exit(stop.asked)
+"""
 
 
 @contextmanager
-def worker():
+def worker(work: str = WORK):
     process = subprocess.Popen(
-        [sys.executable, "-c", WORK],
+        [sys.executable, "-c", work],
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -39,7 +49,6 @@ def worker():
     )
     with process:
         try:
-            assert process.stdout.readline() == "ready\n"
             yield process
         finally:
             process.kill()
@@ -66,6 +75,7 @@ def next_line(process) -> str:
 )
 def test_a_signal_and_what_the_launcher_makes_of_it_ask_once(numbers):
     with worker() as process:
+        assert process.stdout.readline() == "ready\n"
         send(process, *numbers)
         assert process.stdout.readline() == "asked\n"
         send(process, signal.SIGTERM)
@@ -79,8 +89,17 @@ def test_a_signal_and_what_the_launcher_makes_of_it_ask_once(numbers):
 )
 def test_a_second_signal_ends_at_once(number, pause):
     with worker() as process:
+        assert process.stdout.readline() == "ready\n"
         send(process, number)
         assert process.stdout.readline() == "asked\n"
         time.sleep(pause)
         send(process, number)
         assert process.wait(timeout=20) == 128 + number
+
+
+def test_a_screen_that_nobody_reads_any_more_asks_and_is_no_error():
+    with worker(UNREAD) as process:
+        process.stdout.close(), process.stderr.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(timeout=20) == signal.SIGTERM
