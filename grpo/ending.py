@@ -11,6 +11,8 @@ from pathlib import Path
 
 from grpo.config import ConfigError
 
+_GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
+
 
 class Stopped(Exception):
     """A signal has ended the work, on all ranks at the same place. The message says what is left and how to go on."""
@@ -33,14 +35,14 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         say_once(str(error))
         return 2
     except Stopped as error:
-        if os.environ.get("RANK", "0") == "0":
+        if _first_here():
             say_once(str(error))
         return 128 + error.number
     except failures as error:
         say_once(str(error))
         return 1
     except RuntimeError as error:
-        if "Connection closed by peer" in str(error):
+        if any(sign in str(error) for sign in _GONE):
             said = "another rank has ended; what it said stands by itself"
         elif "Timed out waiting" in str(error):
             said = "another rank has not come for too long; which one, and where it was, is said above"
@@ -55,16 +57,20 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
 
 
 def say_once(message: str) -> None:
-    """Print an error that several ranks may have met at the same time, once.
+    """Print an error that several ranks may have met at the same time, once on each machine.
 
-    Rank 0 says it at once; its end is the end of the others, who wait for that. Whoever is still there after five
-    seconds was alone with it, and says it.
+    The machine's first rank says it at once; its end is the end of the others there, who wait for that. Whoever is
+    still there after five seconds was alone with it, and says it.
     """
-    rank, line = os.environ.get("RANK", "0"), f"{_program()}: error: "
-    if rank != "0":
+    line = f"{_program()}: error: "
+    if not _first_here():
         time.sleep(5)
-        line = f"\n{line}rank {rank}: "  # rank 0's progress bar stands in the current line
+        line = f"\n{line}rank {os.environ.get('RANK')}: "  # rank 0's progress bar stands in the current line
     print(line + message, file=sys.stderr, flush=True)
+
+
+def _first_here() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _program() -> str:
