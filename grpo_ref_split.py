@@ -35,14 +35,15 @@ from transformers import get_scheduler
 import reward as reward_module
 from grpo.accuracy import evaluate
 from grpo.adapters import OwnReference, check_adapter, train_adapter
-from grpo.checkpoint import SaveError, create_run, save_model
-from grpo.checkpoint_list import find_checkpoint, ranks_of
+from grpo.checkpoint import SaveError, save_model
+from grpo.checkpoint_list import ranks_of
 from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
 from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
 from grpo.loss import adapt_beta
+from grpo.machines import check_alike, given, open_run
 from grpo.metrics import PhaseClock, Recorder, add_stats, check_report_to, gather, gather_stats, step_metrics
 from grpo.model import (
     check_lengths,
@@ -54,7 +55,7 @@ from grpo.model import (
     make_batcher,
 )
 from grpo.plots import draw_curves
-from grpo.ranks import from_first, own_place
+from grpo.ranks import own_place
 from grpo.rearrange import SETTINGS
 from grpo.ref_client import RefClient, RefError, check_reference
 from grpo.ref_update import RefUpdates
@@ -92,8 +93,8 @@ def train(config: TrainerConfig) -> None:
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=rank == 0)
 
-    checkpoint = find_checkpoint(config)
-    folder = from_first(create_run(config, checkpoint) if rank == 0 else None)
+    check_alike(given(config, ds_config, found_rewards, [examples, held_out]))
+    checkpoint, folder = open_run(config, rank)
     goes_on = checkpoint is not None
     if goes_on and ranks_of(checkpoint) != world_size:
         ds_config.setdefault("checkpoint", {}).update(SETTINGS)
@@ -110,6 +111,7 @@ def train(config: TrainerConfig) -> None:
     model = load_model(config, device)
     own = describe(model, tokenizer, config.model_name_or_path)
     check_lengths(config, own)
+    check_alike({"the model's fingerprint": own.model_fingerprint})
     if client is not None:
         check_reference(config, own, reference)
     own_reference = None

@@ -30,6 +30,7 @@ from grpo.collect import Part
 from grpo.config import ConfigError
 from grpo.metrics import gather
 from grpo.protocol import fingerprint
+from grpo.ranks import from_first
 from grpo.rearrange import shared_anew, to_universal
 from grpo.records import Example
 from grpo.trainer_config import TrainerConfig
@@ -156,7 +157,7 @@ class Checkpoints:
         if progress.step == 0:
             return "nothing is lost: no step was done"
         saved = self._folder / f"checkpoint-{progress.step}"
-        if not (saved / PROGRESS).exists():
+        if not from_first((saved / PROGRESS).exists()):  # another machine may see it later
             self.save(engine, progress)
         return f"--resume_from_checkpoint last --output_dir {self._folder} goes on after step {progress.step}"
 

@@ -21,7 +21,7 @@ LEVELS = [
     | {"activations", "train_estimate", "train_report"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
     {"accuracy", "update", "stalls"},
-    {"evaluate", "chat", "collect", "rearrange", "resume", "service", "report", "dry_run"},
+    {"evaluate", "chat", "collect", "rearrange", "resume", "service", "report", "dry_run", "machines"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 ENTRIES = {

@@ -1,0 +1,97 @@
+"""What ranks must have alike, between two real processes that do not."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from grpo.config import ConfigError
+from grpo.machines import check_alike, given, open_run
+from grpo.records import Example
+from grpo.rewards import load_reward_funcs
+from grpo.trainer_config import TrainerConfig
+
+
+def examples(answers: str) -> list[Example]:
+    return [Example(place, "2+2?", [1], {"answer": answer}, []) for place, answer in enumerate(answers)]
+
+
+def compare(other: bool, settings: dict | None = None, train="45", held_out="6", engine=None, own="") -> None:
+    """`other`: this rank is the one that was given something else."""
+    settings = {"reward_funcs": ["own.py:own"]} | ((settings or {}) if other else {})
+    Path("own.py").write_text("def own(completions, **_):\n    return [0.0 for _ in completions]\n" + own * other)
+    sys.modules.pop(str(Path("own.py").resolve()), None)
+    config = TrainerConfig(**settings)
+    data = [examples(train if other else "45"), examples(held_out if other else "6")]
+    check_alike(
+        given(config, (engine if other else None) or {"stage": 2}, load_reward_funcs(config.reward_funcs), data)
+    )
+
+
+PLACES = {
+    "model_name_or_path": "/a",
+    "dataset_name": "/b",
+    "ref_servers": ["http://c:1"],
+    "token": "d",
+    "deepspeed": "/e.json",
+}
+# What the second rank has otherwise, and what both say.
+CASES = [
+    ({"settings": PLACES}, None),
+    ({"settings": {"learning_rate": 2e-6}}, "learning_rate is 1e-06 for rank 0 on .* and 2e-06 for rank 1 on "),
+    ({"settings": {"output_dir": "x"}}, "output_dir is None for rank 0 .* and 'x' for rank 1 "),
+    ({"train": "46"}, "the fingerprint of the prompts and answers is '"),
+    ({"train": "4"}, "the fingerprint of the prompts and answers is '"),
+    ({"held_out": "7"}, "the fingerprint of the held-out ones is '"),
+    ({"engine": {"stage": 1}}, "deepspeed is {'stage': 2} for rank 0 .* and {'stage': 1} for rank 1 "),
+    ({"own": "# another file"}, "the fingerprint of the file of own is '"),
+]
+
+
+def rank_of_two(rank: int, folder: Path) -> None:
+    """Both have a current directory of their own, and so other disks as far as relative paths go."""
+    os.chdir(folder / str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    said = []
+
+    def attempt(action, *arguments, **options) -> None:
+        try:
+            said.append([str(one) for one in action(*arguments, **options) or ()])
+        except ConfigError as error:
+            said.append(str(error))
+
+    for changes, _ in CASES:
+        attempt(compare, rank == 1, **changes)
+    for path in (str(folder / "shared"), "runs", str(folder / "used")):
+        attempt(open_run, TrainerConfig(output_dir=path), rank)
+    # Only rank 0 looks for the checkpoint: the other one may see an older state of the disk.
+    attempt(open_run, TrainerConfig(output_dir=str(folder / "used"), resume_from_checkpoint="last"), rank)
+    dist.destroy_process_group()
+    (folder / f"said-{rank}").write_text(json.dumps(said))
+
+
+@pytest.mark.slow
+def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(tmp_path):
+    for name in ("0", "1/runs", "used/checkpoint-3"):  # the second one has a folder, but no disk in common
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("metrics.jsonl", "checkpoint-3/progress.json"):
+        (tmp_path / "used" / name).touch()
+    processes.spawn(rank_of_two, (tmp_path,), nprocs=2)
+    said, by_other = (json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2))
+    assert said == by_other
+    alike, (shared, hidden, used, goes_on) = said[: len(CASES)], said[len(CASES) :]
+    for (changes, expected), found in zip(CASES, alike, strict=True):
+        if expected is None:
+            assert found == [], changes
+        else:
+            assert re.match(expected, found) and found.endswith("the same settings, data and programs"), changes
+    assert shared == ["None", str(tmp_path / "shared")]
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["config.yaml"]
+    assert hidden.startswith("output_dir='runs': ") and f" does not see in its {tmp_path}/1/runs what " in hidden
+    assert used.startswith(f"output_dir='{tmp_path}/used': it holds a run")
+    assert goes_on == [str(tmp_path / "used/checkpoint-3"), str(tmp_path / "used")]
