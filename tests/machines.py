@@ -1,0 +1,90 @@
+"""Machines to test with: network namespaces joined by a bridge, or loopback where such cannot be made."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from conftest import ENVIRONMENT, REPOSITORY
+
+NAMES = ("node-1", "node-2", "other-machine")
+# A machine has a name of its own and knows the others by theirs, as from a name server.
+_BECOME = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+
+
+@dataclass
+class Machine:
+    host: str
+    """by which the others reach it"""
+    prefix: list[str] = field(default_factory=list)
+    """what a command begins with to run there"""
+
+    @contextmanager
+    def running(self, command: list[str], log: Path) -> Iterator[subprocess.Popen]:
+        """A command on its way, in a process group of its own, which is killed at the end."""
+        with open(log, "w") as output:
+            process = subprocess.Popen(
+                [*self.prefix, *command],
+                cwd=REPOSITORY,
+                env=ENVIRONMENT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # What a shell starts in the background ignores it, and so would all that this starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def machines(folder: Path) -> Iterator[dict[str, Machine]]:
+    """By name, on a network of their own; the last one is the switch as well. Raises OSError or CalledProcessError
+    where this system does not let us."""
+    spaces = {name: f"grpo-{os.getpid()}-{name}" for name in NAMES}
+    addresses = {name: f"10.77.0.{place}" for place, name in enumerate(NAMES, 1)}
+    hosts = folder / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items()))
+    switch = spaces[NAMES[-1]]
+    try:
+        for space in spaces.values():
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
+        _ip("-n", switch, "link", "add", "eth0", "type", "bridge")
+        for name in NAMES[:-1]:
+            _ip(
+                "-n", switch, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", spaces[name]
+            )
+            _ip("-n", switch, "link", "set", f"to-{name}", "master", "eth0", "up")
+        for name, space in spaces.items():
+            _ip("-n", space, "address", "add", f"{addresses[name]}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "eth0", "up")
+        made = {
+            name: Machine(
+                name, ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", _BECOME, name, str(hosts)]
+            )
+            for name, space in spaces.items()
+        }
+        subprocess.run([*made[NAMES[0]].prefix, "true"], check=True, capture_output=True)
+        yield made
+    finally:
+        for space in spaces.values():
+            with suppress(OSError):
+                subprocess.run(["ip", "netns", "delete", space], capture_output=True)
+
+
+def loopback() -> dict[str, Machine]:
+    return {name: Machine("127.0.0.1") for name in NAMES}
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

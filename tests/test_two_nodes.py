@@ -1,0 +1,168 @@
+"""Two machines train and a third has the reference, each with a launcher of its own, as configs/two_nodes says it.
+
+They are network namespaces, each with its own name and address, joined by a switch; or, where those cannot be made, all
+of them are this machine. The name of each test says which.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import REPOSITORY, free_port
+from machines import loopback, machines
+from test_resume import OPTIONS, STEPS, check_same, left_of, reach, weights, went_on
+from test_trainer import letters, options, timeless  # noqa: F401
+
+DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
+CONFIG = "configs/two_nodes/config.yaml"
+
+
+@pytest.fixture(scope="module", params=["network namespaces", "loopback"])
+def network(request, tmp_path_factory):
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(machines(tmp_path_factory.mktemp("network")))
+        except (OSError, subprocess.CalledProcessError) as error:
+            if request.param != "loopback":
+                pytest.skip(f"they cannot be made here: {error}")
+            made = loopback()
+        else:
+            if request.param == "loopback":
+                pytest.skip("network namespaces can be made here")
+        yield made
+
+
+class Cluster:
+    """The machines, with all that a run on them needs."""
+
+    def __init__(self, network, folder: Path, words: list[str]):
+        self.network, self.folder, self.words = network, folder, words
+        self.port = free_port()
+        hosts = (REPOSITORY / "configs/two_nodes/hostfile").read_text()
+        (folder / "hostfile").write_text(hosts.replace("slots=8", "slots=1"))
+        self.reference: subprocess.Popen
+
+    @contextmanager
+    def launched(self, run: Path, *more: str):
+        """The two launchers, on their way."""
+        words = [f"--hostfile={self.folder / 'hostfile'}", "--no_ssh", f"--master_addr={self.network['node-1'].host}"]
+        words += [f"--master_port={self.port}"]
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(
+                    self.network[name].running(
+                        [DEEPSPEED, "-q", *words, f"--node_rank={rank}", *self.program(run), *more], self.log(name)
+                    )
+                )
+                for rank, name in enumerate(("node-1", "node-2"))
+            ]
+
+    def program(self, run: Path) -> list[str]:
+        return ["grpo_ref_split.py", "--config", CONFIG, *self.words, f"--output_dir={run}"]
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def said(self, name: str) -> str:
+        return self.log(name).read_text()
+
+    def wait_until(self, words: str, launchers: list[subprocess.Popen]) -> None:
+        """Rank 0 has said them."""
+        while words not in self.said("node-1"):
+            assert all(one.poll() is None for one in launchers), self.said("node-1") + self.said("node-2")
+            time.sleep(0.01)
+
+    def finish(self, run: Path, *more: str) -> str:
+        """Run to a good end; what rank 0 said."""
+        with self.launched(run, *more) as launchers:
+            codes = [one.wait(timeout=240) for one in launchers]
+        assert codes == [0, 0], self.said("node-1") + self.said("node-2")
+        return self.said("node-1")
+
+
+def processes_of(launchers: list[subprocess.Popen]) -> list[int]:
+    return [one.pid for launcher in launchers for one in psutil.Process(launcher.pid).children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def cluster(network, model_folder, data_folder, letters, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "token").write_text("two-machines-and-a-third")
+    with_reference = {"port": free_port(), "token_file": folder / "token"}
+    url = f"http://{network['other-machine'].host}:{with_reference['port']}"
+    changes = OPTIONS | with_reference | {"ref_servers": url, "ref_startup_timeout": 120}
+    one = Cluster(network, folder, [*options(model_folder, data_folder, "", **changes), *letters])
+    server = [sys.executable, "ref_server.py", "--config", CONFIG, f"--model_name_or_path={model_folder}"]
+    server += [
+        "--host=0.0.0.0",
+        "--deterministic=true",
+        *(f"--{name}={value}" for name, value in with_reference.items()),
+    ]
+    with network["other-machine"].running(server, one.log("other-machine")) as one.reference:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster) -> Path:
+    """The folder of a run on both machines from beginning to end."""
+    run = cluster.folder / "undisturbed"
+    cluster.finish(run)
+    assert [row["step"] for row in timeless(run)] == list(range(STEPS + 1))
+    return run
+
+
+@pytest.mark.slow
+def test_two_machines_do_what_two_ranks_on_one_do(cluster, undisturbed):
+    run = cluster.folder / "one"
+    command = [DEEPSPEED, "-q", "--num_gpus=2", f"--master_port={cluster.port}", *cluster.program(run)]
+    with cluster.network["node-1"].running(command, cluster.log("one")) as launcher:
+        assert launcher.wait(timeout=240) == 0, cluster.said("one")
+    check_same(undisturbed, run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_or_stopped_on_one_machine_all_end_and_the_run_goes_on(cluster, undisturbed):
+    run, kept = cluster.folder / "run", 2
+    for name, number in (("node-2", signal.SIGKILL), ("node-2", signal.SIGINT), ("node-1", signal.SIGTERM)):
+        with cluster.launched(run, "--resume_from_checkpoint=last") as launchers:
+            hit = launchers[name == "node-2"]
+            if number == signal.SIGKILL:
+                reach(launchers[0], run, kept + 1)
+                below = processes_of(launchers)
+                os.killpg(hit.pid, number)  # the machine
+            else:
+                cluster.wait_until("goes on after step", launchers)
+                below = processes_of(launchers)
+                cluster.reference.send_signal(signal.SIGSTOP)  # no later round begins before the signal has come
+                os.kill(hit.pid, number)  # the launcher alone
+                hit.wait(timeout=60)
+                time.sleep(1)
+                cluster.reference.send_signal(signal.SIGCONT)
+            began = time.monotonic()
+            codes = [one.wait(timeout=60) for one in launchers]
+            lasted = time.monotonic() - began
+            assert not left_of(below) and 0 not in codes, (name, number)
+        said = [cluster.said("node-1"), cluster.said("node-2")]
+        if number == signal.SIGKILL:
+            assert lasted < 10  # 2 on a machine that has nothing else to do
+            assert "another rank has ended" in said[0] and "Traceback" not in said[0]
+        else:
+            lines = [
+                re.findall(r"error: stopped by signal 15; .*last --output_dir .* after step (\d+)", one) for one in said
+            ]
+            assert len(lines[0]) == 1 and lines[0] == lines[1] and int(lines[0][0]) > kept, said
+            kept = int(lines[0][0])
+        assert (run / f"checkpoint-{kept}").is_dir()
+    assert went_on(cluster.finish(run, "--resume_from_checkpoint=last")) == kept
+    assert timeless(run) == timeless(undisturbed)
+    here, there = weights(run / "model"), weights(undisturbed / "model")
+    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in there)
