@@ -35,6 +35,7 @@ SHOWN = 8
 
 # A step's phases as they follow each other. A rank that is between two has done the one and not begun the other.
 _ORDER = ("generate", "reward", "old_logprobs", "ref_logprobs", "wait_ref", "update", "publish_ref")
+# A line of these, or of this file, does not tell where a rank is.
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -129,7 +130,7 @@ class Stalls:
             file, name = frame.f_code.co_filename, frame.f_code.co_name
             lines.append(f"{file}:{frame.f_lineno}")
             waits = waits or "/torch/distributed/" in file or "/deepspeed/comm/" in file
-            if not where and not file.startswith((*_LIBRARIES, "<frozen")):
+            if not where and not file.startswith((*_LIBRARIES, __file__, "<frozen")):
                 where = f"{os.path.basename(file)}:{frame.f_lineno} in {name}"
             frame = frame.f_back
         after = _ORDER.index(phases[0]) if phases else -0.5
