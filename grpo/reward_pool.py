@@ -40,6 +40,7 @@ _LOGGED_CHARACTERS = 80
 # not even one that hangs. A number is the group of a process that was started, and again when it was ended.
 _KEEPER = """
 import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 groups = set()
 for line in sys.stdin:
     groups ^= {int(line)}
@@ -225,6 +226,9 @@ class _Worker:
 
 def work(descriptor: int) -> None:
     """What a worker process does: answer tasks until the trainer's end of the socket closes."""
+    # The deepspeed launcher sends SIGTERM to all below it, while the trainer has a step to finish. A handler, and not
+    # SIG_IGN: what the user's code starts would inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     # Where memory runs out, the system shall end this process and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

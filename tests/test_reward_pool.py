@@ -7,16 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
 from test_reward import is_alive, wait_until_dead
 
 from grpo.config import ConfigError
-from grpo.reward_pool import RewardPool
+from grpo.reward_pool import _KEEPER, RewardPool
 from grpo.rewards import RewardError, compute_rewards, load_reward_funcs, start_rewards
 from grpo.trainer_config import TrainerConfig
 
@@ -180,6 +182,29 @@ def test_what_a_hung_call_started_is_killed_with_it(pooled, tmp_path):
     assert rewards(pooled("length", timeout=2), [f"child {tmp_path / 'pid'}", "a"]) == [[-1, 1]]
     pid = int((tmp_path / "pid").read_text())
     assert wait_until_dead(pid, 10)
+
+
+def test_a_sigterm_to_all_below_the_trainer_costs_no_reward(pooled, tmp_path):
+    length, file = pooled("length", timeout=20), tmp_path / "pid"
+    assert rewards(length, ["a"]) == [[1]]
+
+    def end_all() -> None:
+        while not (file.exists() and file.read_text()):
+            time.sleep(0.01)
+        below = [(one, one.cmdline()[-1]) for one in psutil.Process().children()]
+        ours = [one for one, code in below if code == _KEEPER or "reward_pool import work" in code]
+        assert len(ours) >= 2
+        for one in ours:
+            one.terminate()
+        time.sleep(0.5)
+        assert all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ours)
+        psutil.Process(int(file.read_text())).terminate()  # what the user's code started does not ignore it
+
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(end_all)
+        asked = f"child {file}"
+        assert rewards(length, [asked, "bb"]) == [[len(asked), 2]]
+        ended.result()
 
 
 def test_columns_none_and_a_batch_of_one_arrive_as_in_the_trainer(pooled):
