@@ -56,7 +56,7 @@ from grpo.model import (
 )
 from grpo.plots import draw_curves
 from grpo.ranks import own_place
-from grpo.rearrange import SETTINGS
+from grpo.rearrange import LOAD_UNIVERSAL
 from grpo.ref_client import RefClient, RefError, check_reference
 from grpo.ref_update import RefUpdates
 from grpo.ref_wire import ReferenceLost
@@ -97,7 +97,7 @@ def train(config: TrainerConfig) -> None:
     checkpoint, folder = open_run(config, rank)
     goes_on = checkpoint is not None
     if goes_on and ranks_of(checkpoint) != world_size:
-        ds_config.setdefault("checkpoint", {}).update(SETTINGS)
+        ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
     client = RefClient(config) if config.beta > 0 and config.ref == "server" else None
     if config.beta == 0:
         log.info("beta is 0: no KL term, no reference server")
@@ -137,7 +137,7 @@ def train(config: TrainerConfig) -> None:
     elif ref_updates:
         ref_updates.begin(reference)
     collector.ask_again(progress.parts)
-    stop = StopSignals()
+    stop, stalls = StopSignals(), Stalls(rank, world_size)
     recorder = Recorder(config, folder, after=progress.step if goes_on else -1) if rank == 0 else None
     log.info(
         "%d prompts, %d held out; %d x %s; run folder %s%s",
@@ -171,7 +171,6 @@ def train(config: TrainerConfig) -> None:
     if recorder and evaluated:
         recorder.metrics(0, evaluated)
 
-    stalls = Stalls(rank, world_size)
     steps = range(progress.step + 1, config.max_steps + 1)
     bar = tqdm(steps, desc="grpo", initial=progress.step, total=config.max_steps, disable=rank != 0)
     for step in bar:

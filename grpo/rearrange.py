@@ -11,7 +11,7 @@ import torch
 
 from grpo.collect import Part
 
-SETTINGS = {"load_universal": True}
+LOAD_UNIVERSAL = {"load_universal": True}
 """what DeepSpeed's "checkpoint" section has to say when it is to load what `to_universal` wrote"""
 
 

@@ -129,8 +129,8 @@ def _children(process: int) -> int:
     """How many processes it has below it that have not ended."""
     try:
         found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:
-        return 0
+    except OSError:  # it is gone, or this kernel keeps no such list: then none is known to be missing
+        return _ranks_here() if _stat(process) else 0
     return sum(_stat(int(child))[:1] not in ([], ["Z"]) for child in found)
 
 
