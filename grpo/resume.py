@@ -187,10 +187,11 @@ class Checkpoints:
                     f"{checkpoint} could not be rearranged for {here} ranks: {failure}: this needs about as much room "
                     f"as the checkpoint has; or start it with {there}"
                 )
-        every = [_unpickled(checkpoint, rank) for rank in range(there)]
-        if self._rank < there:
+        every = {rank: _unpickled(checkpoint, rank) for rank in ([self._rank] if there == here else range(there))}
+        if self._rank in every:
             _set_random_states(every[self._rank]["random"])
-        parts = shared_anew([one["parts"] for one in every], self._rank, here)
+        by_rank = [one["parts"] for one in every.values()]
+        parts = by_rank[0] if there == here else shared_anew(by_rank, self._rank, here)
         return Progress(parts=parts, **{name: said[name] for name in _SHARED})
 
     def references(self) -> set[int]:

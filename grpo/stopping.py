@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first one lets a run finish its step and save, a second one ends it at once.
+"""SIGINT, SIGTERM and SIGHUP: the first one lets a run finish its step and save, a second one ends it at once.
 
 The deepspeed launcher has two processes above the ranks. The upper one dies of a signal and leaves everything running;
 the lower one passes a signal on and kills what is still there after 30 seconds. So a rank watches both: a launcher that
@@ -36,7 +36,9 @@ class StopSignals:
         self._above = _parent(self._launcher) if self._launcher else 0
         self._read, write = os.pipe()
         os.set_blocking(write, False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        # A terminal that is closed sends SIGHUP, which nohup has ignored.
+        hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hang_up else [])):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(write)
         sys.stdout, sys.stderr = _Screen(sys.stdout, self._unread), _Screen(sys.stderr, self._unread)
@@ -53,6 +55,8 @@ class StopSignals:
     def _signalled(self, number: int) -> None:
         if number == signal.SIGTERM and self._launcher and _children(self._launcher) < _ranks_here():
             os._exit(128 + number)  # another rank has died, and the launcher ends the others
+        if self.asked and number == signal.SIGHUP:
+            return  # a closed terminal and its shell send one each
         if self.asked:
             # What was passed on may be handled first: of two signals that wait, Linux runs SIGTERM's handler first.
             passed_on = signal.SIGTERM in (number, self.asked) and time.monotonic() < self._since + _GRACE

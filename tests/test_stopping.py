@@ -97,6 +97,23 @@ def test_a_second_signal_ends_at_once(number, pause):
         assert process.wait(timeout=20) == 128 + number
 
 
+def test_a_closed_terminal_asks_once_unless_nohup_has_it_ignored():
+    with worker() as process:
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.1)
+        assert process.stdout.readline() == "asked\n" and next_line(process) == f"{signal.SIGHUP}\n"
+        process.communicate("\n", timeout=20)
+        assert process.returncode == 0
+    with worker("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WORK) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "asked\n" and next_line(process) == f"{signal.SIGINT}\n"
+
+
 def test_a_screen_that_nobody_reads_any_more_asks_and_is_no_error():
     with worker(UNREAD) as process:
         process.stdout.close(), process.stderr.close()
