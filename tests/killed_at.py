@@ -11,13 +11,24 @@ import signal
 import sys
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-def arm(module: str, function: str, when: str, count: str) -> None:
+def find(module: str, function: str) -> tuple[Any, str]:
+    """Who has it, and by which name."""
     *path, name = function.split(".")
-    owner = reduce(getattr, path, importlib.import_module(module))
+    return reduce(getattr, path, importlib.import_module(module)), name
+
+
+def run_trainer(options: list[str]) -> None:
+    sys.argv = ["grpo_ref_split.py", *options]
+    runpy.run_path("grpo_ref_split.py", run_name="__main__")
+
+
+def arm(module: str, function: str, when: str, count: str) -> None:
+    owner, name = find(module, function)
     real, calls = getattr(owner, name), 0
 
     def armed(*arguments, **options):
@@ -38,7 +49,6 @@ def arm(module: str, function: str, when: str, count: str) -> None:
 if __name__ == "__main__":
     own = [word for word in sys.argv if word.startswith("--local_rank")]  # the launcher puts it first
     moment, rank, *rest = [word for word in sys.argv[1:] if word not in own]
-    sys.argv = ["grpo_ref_split.py", *own, *rest]
     if os.environ.get("RANK", "0") == rank:
         arm(*moment.split(":"))
-    runpy.run_path("grpo_ref_split.py", run_name="__main__")
+    run_trainer([*own, *rest])

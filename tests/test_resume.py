@@ -166,6 +166,10 @@ def reach(process: subprocess.Popen, run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
+def processes_below(process: subprocess.Popen) -> list[int]:
+    return [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+
+
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """Process ids of the ranks."""
     below = psutil.Process(process.pid).children(recursive=True)
@@ -236,11 +240,11 @@ def test_saving_holds_no_second_copy_of_the_weights(setting, model_folder, tmp_p
     words[0] = f"--model_name_or_path={large}"
     words = [word for word in words if not word.startswith(("--kl_", "--steps_per", "--num_iter"))]
     ended = finish(1, ["grpo.resume:Checkpoints.save", *words], "tests/peak_of.py")
-    ((before, peak),) = re.findall(r"MEMORY before=(\d+) peak=(\d+)", ended)
+    (above,) = re.findall(r"MEMORY above=(\d+)", ended)
     size = sum(one.stat().st_size for one in (tmp_path / "run/checkpoint-1").rglob("*") if one.is_file()) >> 20
-    print(f"weights {weigh}, checkpoint {size}, before {before}, peak {peak} MiB")
+    print(f"weights {weigh}, checkpoint {size}, above {above} MiB")
     assert size > 4.5 * weigh
-    assert int(peak) - int(before) < weigh / 2
+    assert int(above) < weigh / 2
 
 
 @pytest.mark.slow
@@ -261,7 +265,7 @@ def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_
             with training(2, words) as process:
                 reach(process, run, kept + 1)
                 alive = ranks_of(process)
-                below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+                below = processes_below(process)
                 if whom == "all":
                     os.killpg(process.pid, number)
                 else:
@@ -289,7 +293,7 @@ def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(setting, m
             with training(2, words) as process:
                 reach(process, tmp_path / name, 1)
                 alive = ranks_of(process)
-                below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+                below = processes_below(process)
                 server.process.send_signal(signal.SIGSTOP)  # a step now takes for ever
                 time.sleep(1)
                 began = time.monotonic()
@@ -314,7 +318,7 @@ def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_
     moment = "grpo.collect:Collector.collect:raises:2"
     with training(2, words, "tests/killed_at.py", moment, "1") as process:
         reach(process, tmp_path / "run", 4)  # all that the first round feeds
-        below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+        below = processes_below(process)
         began = time.monotonic()
         output, _ = process.communicate(timeout=60)
         assert time.monotonic() - began < 10  # 2 on a machine that has nothing else to do

@@ -5,10 +5,9 @@ import os
 import re
 import signal
 
-import psutil
 import pytest
 from conftest import REPOSITORY
-from test_resume import left_of, ranks_of, reach, training
+from test_resume import left_of, processes_below, ranks_of, reach, training
 from test_trainer import options
 
 from grpo.stalls import _ORDER, SHOWN, _Rank, describe_stall, held_up_by
@@ -98,7 +97,7 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
     with training(2, hurry + words, "tests/with_values.py") as process:
         reach(process, run, 2)
         alive = ranks_of(process)
-        below = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+        below = processes_below(process)
         if kind == "a reward function hangs":
             (tmp_path / "hang").touch()
             output, _ = process.communicate(timeout=60)

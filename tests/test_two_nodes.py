@@ -13,12 +13,11 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from conftest import REPOSITORY, free_port
 from machines import loopback, machines
-from test_resume import OPTIONS, STEPS, check_same, left_of, reach, weights, went_on
+from test_resume import OPTIONS, STEPS, check_same, left_of, processes_below, reach, weights, went_on
 from test_trainer import letters, options, timeless  # noqa: F401
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
@@ -89,7 +88,7 @@ class Cluster:
 
 
 def processes_of(launchers: list[subprocess.Popen]) -> list[int]:
-    return [one.pid for launcher in launchers for one in psutil.Process(launcher.pid).children(recursive=True)]
+    return [pid for launcher in launchers for pid in processes_below(launcher)]
 
 
 @pytest.fixture(scope="module")
