@@ -41,6 +41,17 @@ class Part:
     sequences: list[Sequence]
     """groups x num_generations"""
 
+    def cut(self, start: int, end: int) -> Part:
+        """Only these of its groups."""
+        copies = len(self.sequences) // len(self.groups)
+        return Part(
+            self.groups[start:end],
+            self.by_function[:, start:end],
+            self.rewards[start:end],
+            self.signal[start:end],
+            self.sequences[start * copies : end * copies],
+        )
+
     def samples(self, most: int | None = None) -> list[dict[str, Any]]:
         """The completions of all groups, or of the first so many, with what they earned: to be recorded."""
         copies = self.rewards.shape[1]
@@ -130,13 +141,8 @@ class Collector:
             sequence.advantage = advantage
 
         signal = groups_with_signal(by_function, self._weights, config)
-        rewards = total_rewards(by_function, self._weights)
-        parts = []
-        for begin in range(0, len(groups), share):
-            part = slice(begin, begin + share)
-            rows = slice(begin * config.num_generations, (begin + share) * config.num_generations)
-            parts.append(Part(groups[part], by_function[:, part], rewards[part], signal[part], sequences[rows]))
-        return parts, replaced
+        whole = Part(groups, by_function, total_rewards(by_function, self._weights), signal, sequences)
+        return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
 
     def _draw(self, indices: list[int], ids: list[int], updates: int, attempt: int) -> list[Group]:
         """A group for each example. Each goes to the reference the moment its last completion ends."""

@@ -38,17 +38,13 @@ def shared_anew(by_rank: Many[list[Part]], rank: int, world_size: int) -> list[P
     """A round that these ranks had, in their order, as this one of `world_size` ranks has it."""
     parts = []
     for pieces in zip(*by_rank, strict=True):
-        groups = [group for piece in pieces for group in piece.groups]
-        sequences = [sequence for piece in pieces for sequence in piece.sequences]
-        share, copies = len(groups) // world_size, len(sequences) // len(groups)
-        own = slice(rank * share, (rank + 1) * share)
-        parts.append(
-            Part(
-                groups[own],
-                torch.cat([piece.by_function for piece in pieces], dim=1)[:, own],
-                torch.cat([piece.rewards for piece in pieces])[own],
-                torch.cat([piece.signal for piece in pieces])[own],
-                sequences[own.start * copies : own.stop * copies],
-            )
+        whole = Part(
+            [group for piece in pieces for group in piece.groups],
+            torch.cat([piece.by_function for piece in pieces], dim=1),
+            torch.cat([piece.rewards for piece in pieces]),
+            torch.cat([piece.signal for piece in pieces]),
+            [sequence for piece in pieces for sequence in piece.sequences],
         )
+        share = len(whole.groups) // world_size
+        parts.append(whole.cut(rank * share, (rank + 1) * share))
     return parts
