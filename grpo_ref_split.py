@@ -44,7 +44,7 @@ from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
 from grpo.loss import adapt_beta
 from grpo.machines import check_alike, given, open_run
-from grpo.metrics import PhaseClock, Recorder, add_stats, check_report_to, gather, gather_stats, step_metrics
+from grpo.metrics import BAD_STEPS, PhaseClock, Recorder, add_stats, check_report_to, gather, gather_stats, step_metrics
 from grpo.model import (
     check_lengths,
     checkpoint_activations,
@@ -261,7 +261,7 @@ def train(config: TrainerConfig) -> None:
         bad = [] if good else list(chain.from_iterable(gather(part.samples())))
         if recorder and bad:
             recorder.bad_step(step, bad)
-            kept = f"its {len(bad)} completions are in {recorder.bad_steps}"
+            kept = f"its {len(bad)} completions are in {folder / BAD_STEPS}"
             log.warning("step %d is skipped: its loss or gradient is not finite; %s", step, kept)
         if config.save_steps and step % config.save_steps == 0:
             checkpoints.save(engine, progress)
@@ -270,7 +270,7 @@ def train(config: TrainerConfig) -> None:
         if progress.bad_steps and len(progress.bad_steps) % config.max_bad_steps == 0:
             raise NotFinite(
                 f"the loss or gradient of steps {', '.join(map(str, progress.bad_steps))} was not finite, and none of "
-                f"them was applied: their completions are in {folder / 'bad_steps.jsonl'}, look there for rewards out "
+                f"them was applied: their completions are in {folder / BAD_STEPS}, look there for rewards out "
                 f"of scale, or begin a new run with a lower learning_rate; {checkpoints.leave(engine, progress)}"
             )
         if (signalled := int(everyone["signal"].high)) and not last:

@@ -48,7 +48,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def last_checkpoint(run: Path) -> Path | None:
-    return max(checkpoints(run), key=step_of, default=None)
+    return next(reversed(checkpoints(run)), None)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -35,7 +35,7 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         say_once(str(error))
         return 2
     except Stopped as error:
-        if _first_here():
+        if first_here():
             say_once(str(error))
         return 128 + error.number
     except failures as error:
@@ -63,13 +63,14 @@ def say_once(message: str) -> None:
     still there after five seconds was alone with it, and says it.
     """
     line = f"{_program()}: error: "
-    if not _first_here():
+    if not first_here():
         time.sleep(5)
         line = f"\n{line}rank {os.environ.get('RANK')}: "  # rank 0's progress bar stands in the current line
     print(line + message, file=sys.stderr, flush=True)
 
 
-def _first_here() -> bool:
+def first_here() -> bool:
+    """Whether this is the first rank of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

@@ -20,6 +20,9 @@ from grpo.config import ConfigError
 from grpo.run_files import read_record
 from grpo.trainer_config import TrainerConfig
 
+BAD_STEPS = "bad_steps.jsonl"
+"""of a run's folder: the completions of the steps that were skipped"""
+
 _MEANS = ("step_time", "cispo_clip_ratio", "off_policy_masked", "sampling/policy_lag")
 
 
@@ -154,9 +157,8 @@ class Recorder:
     def __init__(self, config: TrainerConfig, folder: Path, after: int | None = None):
         """`after`: the run goes on after this step (-1: it begins again); what is recorded of later ones is cut off,
         to be recorded again. None appends to what is there."""
-        self.bad_steps = folder / "bad_steps.jsonl"
-        """completions of the steps that were skipped"""
-        for name in ("metrics.jsonl", "completions.jsonl", self.bad_steps.name) if after is not None else ():
+        self._bad_steps = folder / BAD_STEPS
+        for name in ("metrics.jsonl", "completions.jsonl", BAD_STEPS) if after is not None else ():
             _cut_after(folder / name, after)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._completions = open(folder / "completions.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -186,7 +188,7 @@ class Recorder:
             self._completions.write(to_json({"step": step, "phase": phase, **sample}))
 
     def bad_step(self, step: int, samples: list[dict[str, Any]]) -> None:
-        with open(self.bad_steps, "a", encoding="utf-8") as file:
+        with open(self._bad_steps, "a", encoding="utf-8") as file:
             file.writelines(to_json({"step": step, **sample}) for sample in samples)
 
     def close(self) -> None:

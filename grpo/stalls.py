@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from grpo.ending import first_here
 from grpo.metrics import PhaseClock
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class Stalls:
             return (
                 f"rank 0 on {os.environ['MASTER_ADDR']} has not answered since {_clock(self._answered)}, "
                 f"{now - self._answered:.0f} s: it is stopped, or cannot be reached"
-                if self._rank == 1 or os.environ["LOCAL_RANK"] == "0"
+                if self._rank == 1 or first_here()
                 else ""
             )
         if not (behind := held_up_by(self._ranks, now, patience)):

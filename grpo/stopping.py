@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from grpo.ending import first_here
+
 _GRACE = 5.0  # seconds after the first signal in which a SIGTERM is the launcher's, which passes the first one on
 _LOOK = 0.5  # seconds between two looks at the launcher
 
@@ -72,7 +74,7 @@ class StopSignals:
 
     def _ask(self, number: int, reason: str) -> None:
         self.asked, self._since = number, time.monotonic()
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if first_here():
             if self._launcher:
                 self._guard = _hold(self._launcher)
             print(f"\n{reason}: stopping after this step; once more ends it at once", file=sys.stderr, flush=True)
