@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -33,6 +34,20 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks(tmp_path_factory) -> Iterator[None]:
+    """Programs are forks of one process that has imported what is heavy, unless a test is marked plain_start."""
+    forkserver.use(ENVIRONMENT, tmp_path_factory.mktemp("forks"))
+    yield
+    forkserver.end()
+
+
+@pytest.fixture(autouse=True)
+def plain_start(request, monkeypatch) -> None:
+    if request.node.get_closest_marker("plain_start"):
+        monkeypatch.setattr(subprocess, "Popen", forkserver.PlainPopen)
 
 
 def write_model(folder: Path, seed: int) -> Path:

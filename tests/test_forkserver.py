@@ -1,0 +1,88 @@
+"""A forked program against the same one started by the interpreter: seen from outside they are alike."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY, running_server
+from forkserver import PlainPopen
+from safetensors.torch import load_file
+from test_trainer import lines, options, timeless
+
+# It is taken for a program of ours by its second line; what follows tells of itself.
+PROGRAM = """
+import grpo.stopping, os, signal, sys, time
+print(os.getcwd(), sys.argv, os.environ["ASKED"], os.getsid(0) == os.getpid(), flush=True)
+print(sys.stdin.read(), "to stderr", file=sys.stderr)
+if sys.argv[1] == "wait":
+    time.sleep(600)
+sys.exit({"fails": 300, "says": "a sentence"}.get(sys.argv[1]))
+"""
+
+
+def program(popen, tmp_path, what: str, **options):
+    return popen(
+        [sys.executable, "-c", PROGRAM, what, "two words"],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "ASKED": "yes", "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("what", ["succeeds", "fails", "says"])
+def test_a_fork_has_its_own_words_folder_environment_files_and_exit_code(tmp_path, what):
+    seen = []
+    for popen in (subprocess.Popen, PlainPopen):
+        process = program(popen, tmp_path, what, start_new_session=True)
+        seen.append((*process.communicate("typed", timeout=60), process.returncode))
+    assert seen[0] == seen[1]
+    assert str(tmp_path) in seen[0][0] and "typed to stderr" in seen[0][1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_fork_is_a_child_with_a_name_and_dies_of_signals(tmp_path, number):
+    ends = []
+    for popen in (subprocess.Popen, PlainPopen):
+        process = program(popen, tmp_path, "wait")
+        process.stdin.close()
+        assert "'wait'" in process.stdout.readline()
+        there = psutil.Process(process.pid)
+        assert there.ppid() == os.getpid() and [word for word in there.cmdline() if word][-1] == "two words"
+        assert "to stderr" in process.stderr.readline()
+        process.send_signal(number)
+        ends.append(process.wait(timeout=60))
+        process.stdout.close()
+        process.stderr.close()
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(("changes", "forked"), [({"ASKED": "no"}, True), ({"HF_HOME": "/nowhere"}, False)])
+def test_an_environment_that_libraries_read_when_imported_is_started_plainly(changes, forked):
+    script = "import sys; print('torch' in sys.modules)  # grpo.stopping"
+    environment = ENVIRONMENT | changes
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{forked}\n"
+
+
+@pytest.mark.slow
+def test_a_forked_run_has_the_numbers_of_a_plain_one(model_folder, data_folder, tmp_path, launch, monkeypatch):
+    """Two ranks under the launcher, all of them forks, and a server; then all of them plain."""
+    for kind, popen in (("forked", subprocess.Popen), ("plain", PlainPopen)):
+        monkeypatch.setattr(subprocess, "Popen", popen)
+        with running_server(model_folder, tmp_path, "--deterministic", "true") as server:
+            server.wait_ready()
+            words = options(model_folder, data_folder, tmp_path / kind, ref_servers=server.url, num_generations_eval=2)
+            ended = launch(2, "grpo_ref_split.py", *words)
+            assert ended.returncode == 0, ended.stdout
+    forked, plain = tmp_path / "forked", tmp_path / "plain"
+    assert timeless(forked) == timeless(plain)
+    assert lines(forked / "completions.jsonl") == lines(plain / "completions.jsonl")
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in (forked, plain))
+    assert weights.keys() == others.keys() and all((weights[name] == others[name]).all() for name in weights)
