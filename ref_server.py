@@ -67,6 +67,9 @@ def make_app(service: Service):
                     raise ProtocolError(411, "length_required", "send a Content-Length")
                 return handler(*args, **kwargs)
             except ProtocolError as error:
+                # A traceback keeps its frames, and they the body. One of them knows the future that knows the error:
+                # only a full garbage collection, which is rare, would find that circle.
+                error.__traceback__ = error.__cause__ = error.__context__ = None
                 bottle.request.environ["note"]["error"] = error
                 return _answer(error.to_json(), error.status, "application/json", error.retry_after)
 
@@ -152,6 +155,9 @@ def make_app(service: Service):
         seconds = time.perf_counter() - began
         sender = environ.get("REMOTE_ADDR", "")
         service.monitor.answered(method, path if path in paths else "other", *status, seconds, sender, **note)
+        # bottle keeps a thread's last request and answer until its next ones.
+        environ.clear()
+        bottle.response.bind()
         return answer
 
     return noted

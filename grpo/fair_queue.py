@@ -122,10 +122,11 @@ class FairQueue:
             rows_of_pieces = self._batcher.cut(job.sequences, self.budget)
         else:
             rows_of_pieces = by_prompt(job.sequences, range(len(job.sequences)))
-        job.pieces = [_Piece(job, rows) for rows in rows_of_pieces]
+        pieces = [_Piece(job, rows) for rows in rows_of_pieces]
         with self._changed:
             self._check_open()
             self._check_room(client, job.left)
+            job.pieces = pieces  # not before: job and pieces of a refused request would keep each other in memory
             held = self._held[client]
             held.tokens, held.requests = held.tokens + job.left, held.requests + 1
             self._jobs[job] = None

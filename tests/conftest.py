@@ -95,6 +95,11 @@ class Server:
     def wait_ready(self) -> None:
         wait_ready(self.url, self.process, self.log)
 
+    def resident(self) -> int:
+        """MiB of memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) >> 10
+
     def end(self, number: int = signal.SIGKILL) -> int:
         """Send the signal, wait for the end, return the exit code."""
         if self.process.poll() is None:

@@ -253,6 +253,37 @@ def wait_for_requests(server, number: int) -> None:
 
 
 @pytest.mark.slow
+def test_refused_requests_leave_nothing_in_memory(model_folder, tmp_path):
+    """One after the other, and nobody collects garbage: references in a circle would stay for ever."""
+
+    def request(tokens: int) -> bytes:
+        rows = np.full(4000, tokens // 4000 - 1, np.int32)
+        return encode_request(LogprobsRequest(np.full(tokens, 6, np.int32), np.ones(4000, np.int32), rows))
+
+    good, large = request(2_000_000), request(2_004_000)  # half of the queue, and more
+    code = "import gc\ngc.disable()\n" + HOLD.format(go=str(tmp_path / "go"))
+    with running_server(model_folder, tmp_path, code=code) as server, ThreadPoolExecutor() as pool:
+        server.wait_ready()
+
+        def send(body: bytes) -> requests.Response:
+            return requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+
+        pool.submit(send, good)
+        wait_for_requests(server, 1)
+        for body, refused in (
+            (bytes(8 << 20), (400, "malformed")),
+            (large, (413, "too_many_tokens")),
+            (good, (503, "busy")),
+        ):
+            assert refusal(send(body))[:2] == refused
+            before = server.resident()
+            for _ in range(50):
+                assert send(body).status_code == refused[0]
+            assert server.resident() < before + 50, refused
+        server.end()
+
+
+@pytest.mark.slow
 def test_503_while_the_queue_is_full(model_folder, tmp_path):
     with (
         holding_server(model_folder, tmp_path, "--max_queue_tokens", "1000") as (server, go),

@@ -354,6 +354,24 @@ def test_400_for_what_is_malformed(served, said):
     assert len(answer.content) < 1000
 
 
+@pytest.mark.slow
+def test_refused_requests_leave_nothing_in_memory(folders, tmp_path):
+    """One after the other, and nobody collects garbage: references in a circle would stay for ever."""
+    text = b"a" * (8 << 20)
+    with running_server(folders["qwen2"], tmp_path, "--task=reward", code="import gc\ngc.disable()") as server:
+        server.wait_ready()
+        for body, refused in (
+            (b'{"inputs": ["' + text, (400, "malformed")),
+            (b'{"inputs": ["' + text + b'"]}', (422, "sequence_too_long")),
+            (b'{"inputs": [' + b'"a", ' * 5000 + b'"' + text + b'"]}', (413, "too_many_sequences")),
+        ):
+            assert refusal(post(server, body)) == refused
+            before = server.resident()
+            for _ in range(50):
+                assert post(server, body).status_code == refused[0]
+            assert server.resident() < before + 50, refused
+
+
 def test_the_limits_of_the_service_hold(served):
     assert refusal(post(served, {"inputs": ["x"]}, headers={})) == (401, "unauthorized")
     assert post(served, {"inputs": ["0"] * 32}).status_code == 200
