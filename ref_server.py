@@ -35,7 +35,7 @@ from grpo.service import Service
 
 log = logging.getLogger("ref_server")
 
-PAGE = Path(__file__).with_name("grpo") / "page.html"
+PAGE = (Path(__file__).with_name("grpo") / "page.html").read_bytes()
 # The page shows what strangers sent; whatever gets into it, it may load nothing and talk to nobody else.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -78,7 +78,8 @@ def make_app(service: Service):
     app.install(refusable)
 
     def body() -> bytes:
-        return bottle.request.environ["wsgi.input"].read()
+        with bottle.request.environ["wsgi.input"] as file:  # closed, it is neither in memory nor on the disk any more
+            return file.read()
 
     def updates():
         # Any web page can make a browser post to this machine, but none can with this type.
@@ -99,7 +100,7 @@ def make_app(service: Service):
     @app.post(protocol.TASK_PATHS[service.config.task])
     def work():
         sender = bottle.request.remote_addr or ""
-        request = service.read(body())
+        request = service.read(body)
         bottle.request.environ["note"] |= {"client": request.client, "tokens": len(request.input_ids)}
         return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPES[service.config.task])
 
@@ -121,7 +122,7 @@ def make_app(service: Service):
 
     @app.get(protocol.PAGE_PATH)
     def page():
-        answer = _answer(PAGE.read_bytes(), 200, "text/html; charset=utf-8")
+        answer = _answer(PAGE, 200, "text/html; charset=utf-8")
         answer.set_header("Content-Security-Policy", PAGE_POLICY)
         return answer
 
@@ -182,7 +183,7 @@ def run(config: ServerConfig) -> int:
     def on_refused(method: str, path: str, sender: str, error: ProtocolError) -> None:
         service.monitor.answered(method, "other", error.status, 0.0, sender, error=error)
 
-    server = HttpServer(make_app(service), config, service.refuse, on_refused)
+    server = HttpServer(make_app(service), config, service.admit, on_refused)
     # Listening before loading: a taken port is known at once, and /health can say "loading".
     threading.Thread(target=server.run, name="http", daemon=True).start()
 

@@ -48,7 +48,9 @@ class ServingSection:
     max_header_kb: int = option(16, "largest request line with all headers, in KiB")
     header_timeout: float = option(10.0, "seconds a client may take to send a request's headers")
     body_timeout: float = option(120.0, "seconds a client may take to send a request's body")
-    max_connections: int = option(1000, "open connections; one more is told 503 and closed")
+    max_connections: int = option(
+        1000, "open connections; one more takes the place of one that asks nothing, or is told 503"
+    )
     drain_timeout: float = option(60.0, "seconds that SIGTERM gives to what is in hand; then the server ends with 1")
     log_level: Literal["debug", "info", "warning"] = option(
         "info", "debug is a line a request, info a summary each minute, warning only trouble"

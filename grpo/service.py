@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -94,29 +95,32 @@ class Service:
         sent, right = (hashlib.sha256(text.encode()) for text in (authorization, f"Bearer {self.config.token}"))
         return hmac.compare_digest(sent.digest(), right.digest())
 
-    def refuse(self, path: str, headers: dict[str, str]) -> ProtocolError | None:
-        """Why a request is not worth its body. `headers` has them in CGI's spelling."""
+    def admit(self, path: str, headers: dict[str, str]) -> tuple[bool, ProtocolError | None]:
+        """Whether the sender may ask everything, and why a request is not worth its body, if so.
+
+        `headers` has them in CGI's spelling.
+        """
         if self.allows(headers.get("AUTHORIZATION", "")):
             if path in UPDATE_PATHS and self.config.update_folder is None:
-                return ProtocolError(
-                    403, "no_updates", "this server takes no new weights: it runs without --update_folder"
-                )
-            return None
+                message = "this server takes no new weights: it runs without --update_folder"
+                return True, ProtocolError(403, "no_updates", message)
+            return True, None
         if path not in OPEN_PATHS:
-            return ProtocolError(401, "unauthorized", "send 'Authorization: Bearer TOKEN' with the server's token")
+            message = "send 'Authorization: Bearer TOKEN' with the server's token"
+            return False, ProtocolError(401, "unauthorized", message)
         if headers.get("CONTENT_LENGTH", "0") != "0":
-            return ProtocolError(413, "request_entity_too_large", f"{path} takes no body")
-        return None
+            return False, ProtocolError(413, "request_entity_too_large", f"{path} takes no body")
+        return False, None
 
-    def read(self, body: bytes) -> LogprobsRequest:
+    def read(self, body: Callable[[], bytes]) -> LogprobsRequest:
         """Raises ProtocolError: for a request that cannot be answered, or a server that cannot answer now."""
         self.check_ready()
         config, health = self.config, self.health
         limits = health.max_length, config.max_request_sequences, config.max_request_tokens
         if config.task == "reward":
             with self.reading:
-                return self.read_texts(body, *limits)
-        return protocol.decode_request(body, health.vocab_size, *limits)
+                return self.read_texts(body(), *limits)
+        return protocol.decode_request(body(), health.vocab_size, *limits)
 
     def check_ready(self) -> None:
         """Raises ProtocolError while the model cannot be asked anything."""

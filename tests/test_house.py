@@ -17,7 +17,7 @@ LEVELS = [
     | {"checkpoint_list"},
     {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"fair_queue", "scorer"}
-    | {"http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
+    | {"connection", "http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"activations", "train_estimate", "train_report"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client"},
     {"accuracy", "update", "stalls"},

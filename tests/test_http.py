@@ -87,8 +87,8 @@ BODY = save(
     },
     {"request_id": "raw"},
 )
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-POST = b"POST /v1/logprobs HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/logprobs HTTP/1.1\r\nHost: localhost\r\n"
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
@@ -173,11 +173,11 @@ TAKEN = {
     "a name with an underscore is passed over": (GET + b"Transfer_Encoding: chunked\r\n\r\n", 200),
     "no Host": (b"GET /health HTTP/1.1\r\n\r\n", 200),
     "empty lines before": (b"\r\n\r\n" + GET + b"\r\n", 200),
-    "a whole URL": (b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    "a whole URL": (b"GET http://elsewhere/health HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
     "two slashes": (b"GET //health HTTP/1.1\r\n\r\n", 200),
     "an escape": (b"GET /%68ealth HTTP/1.1\r\n\r\n", 200),
-    "a host and port": (b"CONNECT elsewhere:443 HTTP/1.1\r\nHost: x\r\n\r\n", 404),
-    "a star": (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    "a host and port": (b"CONNECT elsewhere:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+    "a star": (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
     "a body where none belongs": (GET + b"Content-Length: 5\r\n\r\nhello", 200),
     "expecting without a body": (GET + b"Expect: 100-continue\r\n\r\n", 200),
     "no length": (POST + b"\r\n", 411),
@@ -254,39 +254,109 @@ def test_with_the_token_the_body_is_waited_for(locked):
         assert read(connection, 1)[0][0] == 200
 
 
-@pytest.mark.parametrize("path", [b"/metrics", b"/status", b"//health", b"/nothing", b"/v1/logprobs"])
+@pytest.mark.parametrize("path", [b"/metrics", b"/status", b"//status", b"/nothing", b"/v1/logprobs"])
 def test_without_the_token_nothing_is_told(locked, path):
     answers = talk(locked, b"GET " + path + b" HTTP/1.1\r\n\r\n" + BEHIND)
     assert len(answers) == 1 and refused(answers[0]) == (401, "unauthorized")
 
 
-@pytest.mark.parametrize("path", [b"/health", b"/"])
+@pytest.mark.parametrize("path", [b"/health", b"//health", b"/"])
 def test_without_the_token_an_open_path_takes_no_body(locked, path):
-    head = b"GET %s HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n" % path
+    head = b"GET %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n" % path
     assert [refused(answer) for answer in talk(locked, head + b"\r\n")] == [(413, "request_entity_too_large")]
-    empty = b"GET %s HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % path
+    empty = b"GET %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % path
     assert [status for status, _, _ in talk(locked, empty)] == [200]
 
 
-def test_one_connection_too_many_is_told_so_and_a_place_is_free_again(low):
+def test_a_new_connection_takes_the_place_of_who_is_silent_the_longest(low):
     with ExitStack() as stack:
-        places: list[socket.socket] = []
-        deadline = time.monotonic() + LATE
-        while len(places) < CONNECTIONS:  # those of the tests before may still be counted for a moment
-            connection = stack.enter_context(connect(low))
-            if is_served(connection):
-                places.append(connection)
-            assert time.monotonic() < deadline
-        for _ in range(3):
-            [answer] = talk(low, b"")
-            assert refused(answer) == (503, "too_many_connections") and int(answer[1]["retry-after"]) >= 1
-        for connection in places:  # those that were there are served as before
-            connection.sendall(POST + LENGTH + b"\r\n" + BODY)
-            assert read(connection, 1)[0][0] == 200
-        places.pop().close()
-        while not is_served(stack.enter_context(connect(low))):
-            assert time.monotonic() < deadline + LATE
-            time.sleep(0.05)
+        places = [stack.enter_context(connect(low)) for _ in range(CONNECTIONS)]
+        for connection in (*places, *places[1:]):
+            assert is_served(connection)
+        assert is_served(stack.enter_context(connect(low)))
+        assert is_closed(places[0])
+        assert all(is_served(connection) for connection in places[1:])
+
+
+TOKEN = b"Authorization: Bearer s3cret\r\n"
+
+
+def test_strangers_leave_their_places_to_who_has_the_token(locked):
+    with ExitStack() as stack:
+        trainer = stack.enter_context(connect(locked))
+        trainer.sendall(GET + TOKEN + b"\r\n")
+        assert read(trainer, 1)[0][0] == 200
+        for place in range(3 * CONNECTIONS):
+            stranger = stack.enter_context(connect(locked))
+            stranger.sendall(GET if place % 2 else b"")
+        for _ in range(2):
+            trainer.sendall(GET + TOKEN + b"\r\n")
+            assert read(trainer, 1)[0][0] == 200
+            assert [status for status, _, _ in talk(locked, GET + TOKEN + b"Connection: close\r\n\r\n")] == [200]
+
+
+def test_a_stranger_has_one_answer_of_a_connection_and_who_has_the_token_all(locked):
+    page = b"GET / HTTP/1.1\r\n"
+    [(status, headers, _)] = talk(locked, 3 * (page + b"\r\n"))
+    assert (status, headers["connection"]) == (200, "close")
+    answers = talk(locked, 3 * (page + TOKEN + b"\r\n") + GET + TOKEN + b"Connection: close\r\n\r\n")
+    assert [status for status, _, _ in answers] == [200] * 4
+
+
+@pytest.mark.slow
+def test_answers_that_nobody_reads_are_not_kept(server):
+    """Each connection asks for 10 MB by 8 kB; what the system does not take is not computed."""
+    count, before = 455, server.resident()
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(30)]
+        for connection in connections:
+            connection.sendall(count * b"GET / HTTP/1.1\r\n\r\n")
+        assert [status for status, _, _ in read(connections[0], count)] == [200] * count
+        assert server.resident() < before + 50
+        assert [status for status, _, _ in read(connections[1], count)] == [200] * count
+
+
+def test_all_bodies_together_have_a_limit_and_who_is_silent_gives_way(server):
+    announced = POST + b"Content-Length: %d\r\n\r\n" % (64 << 20)
+    with ExitStack() as stack:
+        stuck = [stack.enter_context(connect(server)) for _ in range(16)]
+        for connection in stuck:
+            connection.sendall(announced + b"x")
+            time.sleep(0.01)
+        assert [status for status, _, _ in talk(server, POST + LENGTH + b"Connection: close\r\n\r\n" + BODY)] == [200]
+        [answer] = read(stuck[0], 1)
+        assert refused(answer) == (503, "too_many_bodies") and int(answer[1]["retry-after"]) >= 1
+        stuck[15].settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            stuck[15].recv(1)
+
+
+@pytest.mark.parametrize("path", [b"//v1/weights", b"///v1/weights/commit", b"http://x/v1/weights", b"/v1/%77eights"])
+def test_a_path_is_refused_as_it_is_routed(server, path):
+    query = b"?sha256=" + b"a" * 64 + b"&size=9&offset=0"
+    head = b"POST " + path + query + b" HTTP/1.1\r\nContent-Type: application/octet-stream\r\n"
+    assert [refused(answer) for answer in talk(server, head + b"Content-Length: 900000\r\n\r\n")] == [
+        (403, "no_updates")
+    ]
+
+
+def test_a_path_that_is_not_utf_8_is_no_path(server):
+    [answer] = talk(server, b"POST /v1/weights%ff HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
+    assert refused(answer) == (400, "bad_request")
+
+
+@pytest.mark.slow
+def test_deadlines_hold_when_the_clock_is_set_back(model_folder, tmp_path):
+    back = tmp_path / "back"
+    clock = f"import pathlib, time\nwall = time.time\nback = pathlib.Path({str(back)!r})\n"
+    clock += "time.time = lambda: wall() - 3600 * back.exists()"
+    with running_server(model_folder, tmp_path, *LIMITS, code=clock) as server:
+        server.wait_ready()
+        with connect(server) as before:
+            back.touch()
+            with connect(server) as after:
+                assert is_closed(before) and is_closed(after)
+        drip(server, GET + b"X: ", b"a")
 
 
 def is_served(connection: socket.socket) -> bool:
@@ -295,6 +365,13 @@ def is_served(connection: socket.socket) -> bool:
         return read(connection, 1)[0][0] == 200
     except ConnectionError:  # it was closed before it had asked
         return False
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
 
 
 @pytest.mark.slow
@@ -355,7 +432,7 @@ def test_a_full_disk_is_said_and_the_next_request_is_served(model_folder, tmp_pa
 
 @pytest.mark.slow
 def test_lines_that_end_in_lf_alone_never_make_a_request(low):
-    drip(low, b"GET /health HTTP/1.1\nHost: x\n\n", b"\n\n")
+    drip(low, b"GET /health HTTP/1.1\nHost: localhost\n\n", b"\n\n")
 
 
 def drip(server, start: bytes, drop: bytes) -> None:

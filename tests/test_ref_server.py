@@ -100,7 +100,7 @@ def raw(server, request: bytes) -> bytes:
 
 
 def test_411_without_a_length(server):
-    answer = raw(server, b"POST /v1/logprobs HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    answer = raw(server, b"POST /v1/logprobs HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert b" 411 " in answer.splitlines()[0] and b"length_required" in answer
 
 
@@ -281,6 +281,19 @@ def test_refused_requests_leave_nothing_in_memory(model_folder, tmp_path):
                 assert send(body).status_code == refused[0]
             assert server.resident() < before + 50, refused
         server.end()
+
+
+@pytest.mark.slow
+def test_one_connection_too_many_is_told_so(model_folder, tmp_path):
+    """Where each has a request in work: one that has none would give way."""
+    with holding_server(model_folder, tmp_path, "--max_connections", "4") as (server, go), ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(ask, server, [5], [[6]]) for _ in range(3)]
+        wait_for_requests(server, 3)
+        waiting.append(pool.submit(ask, server, [5], [[6]]))
+        wait_until(lambda: b"too_many_connections" in raw(server, b""))  # a silent one gives way until all work
+        go.touch()
+        assert [future.result().status_code for future in waiting] == [200] * 4
+        assert ask(server, [5], [[6]]).status_code == 200
 
 
 @pytest.mark.slow
