@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from grpo.server_config import ServerConfig
 IN_HAND = THREADS - 8  # requests that wait for the model; the other threads keep /health and refusals quick
 UPDATE_PATHS = (protocol.WEIGHTS_PATH, protocol.COMMIT_PATH)
 OPEN_PATHS = (protocol.PAGE_PATH, protocol.HEALTH_PATH)  # without a token the one is empty, the other says "ok"
+_THIS_MACHINE = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
+"""a Host that no other site's page can have: a name of its own could lead here (DNS rebinding)"""
 
 
 class Service:
@@ -101,6 +104,8 @@ class Service:
         `headers` has them in CGI's spelling.
         """
         if self.allows(headers.get("AUTHORIZATION", "")):
+            if self.config.token is None and (refusal := _foreign(headers)) is not None:
+                return False, refusal
             if path in UPDATE_PATHS and self.config.update_folder is None:
                 message = "this server takes no new weights: it runs without --update_folder"
                 return True, ProtocolError(403, "no_updates", message)
@@ -158,3 +163,18 @@ class Service:
             },
             **self.monitor.status(held),
         }
+
+
+def _foreign(headers: dict[str, str]) -> ProtocolError | None:
+    """Why this may be a page of another site in a browser of this machine, which must not use a server without a token.
+
+    A browser sends `Host` always, and `Origin` with all that could change something.
+    """
+    host, origin = headers.get("HOST", ""), headers.get("ORIGIN")
+    if host and not _THIS_MACHINE.fullmatch(host):
+        message = f"Host {host[:80]!r}: without a token ask this server as localhost, 127.0.0.1 or [::1]"
+        return ProtocolError(403, "foreign_host", message)
+    if origin is not None and origin != f"http://{host}":
+        message = f"Origin {origin[:80]!r}: without a token this server answers no other site's pages"
+        return ProtocolError(403, "foreign_origin", message)
+    return None

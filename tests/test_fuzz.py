@@ -338,9 +338,9 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
 
 
 HEADS = [
-    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     b"GET / HTTP/1.0\r\n\r\n",
-    b"POST /v1/logprobs HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello",
+    b"POST /v1/logprobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello",
     b"POST /v1/logprobs HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
     b"POST /v1/logprobs HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello",
     b"GET http://x:1/status?a=b#c HTTP/1.1\r\nAuthorization: Bearer x\r\nConnection: close\r\n\r\n",
@@ -362,6 +362,7 @@ PIECES = [
 ]
 HTTP_CODES = {
     400: {"bad_request", "malformed"},
+    403: {"foreign_host"},
     404: {"not_found"},
     405: {"method_not_allowed"},
     411: {"length_required"},

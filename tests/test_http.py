@@ -331,6 +331,37 @@ def test_all_bodies_together_have_a_limit_and_who_is_silent_gives_way(server):
             stuck[15].recv(1)
 
 
+HERE = [b"localhost", b"LOCALHOST:80", b"127.0.0.1:1", b"127.1.2.3", b"[::1]:59875", b""]
+ELSEWHERE = [b"evil.example", b"127.0.0.1.evil.example", b"localhost.evil.example:59875", b"192.168.0.1", b"0.0.0.0"]
+ELSEWHERE += [b"127.0.0.1, evil.example", b"localhost@evil.example", b"[::2]", b"xlocalhost"]
+PATHS = [b"GET /", b"GET /health", b"GET /status", b"GET /nothing", b"POST /v1/logprobs", b"POST /v1/weights/commit"]
+
+
+@pytest.mark.parametrize("host", HERE)
+def test_without_a_token_the_server_answers_its_own_machine(server, host):
+    asked = b"GET /status HTTP/1.1\r\nConnection: close\r\nHost: " + host + b"\r\n"
+    assert talk(server, asked + b"\r\n")[0][0] == 200
+    assert talk(server, asked + b"Origin: http://" + host + b"\r\n\r\n")[0][0] == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_token_no_page_of_another_site_is_answered(server, path):
+    """Neither what it asks across sites nor, by a name of its own that leads here, as if it were the server's page."""
+    length = b"Content-Length: 900000\r\n" if path.startswith(b"POST") else b""
+    for host in ELSEWHERE:
+        [answer] = talk(server, path + b" HTTP/1.1\r\n" + length + b"Host: " + host + b"\r\n\r\n")
+        assert refused(answer) == (403, "foreign_host")
+    for origin in (b"http://evil.example", b"null", b"http://localhost:8080", b"https://localhost", b""):
+        head = path + b" HTTP/1.1\r\nHost: localhost\r\n" + length + b"Origin: " + origin + b"\r\n\r\n"
+        [answer] = talk(server, head)
+        assert refused(answer) == (403, "foreign_origin")
+
+
+def test_with_a_token_host_and_origin_do_not_count(locked):
+    head = b"GET /status HTTP/1.1\r\nHost: ref.example.org\r\nOrigin: https://ref.example.org\r\n"
+    assert talk(locked, head + TOKEN + b"Connection: close\r\n\r\n")[0][0] == 200
+
+
 @pytest.mark.parametrize("path", [b"//v1/weights", b"///v1/weights/commit", b"http://x/v1/weights", b"/v1/%77eights"])
 def test_a_path_is_refused_as_it_is_routed(server, path):
     query = b"?sha256=" + b"a" * 64 + b"&size=9&offset=0"
