@@ -100,17 +100,20 @@ def make_app(service: Service):
     @app.post(protocol.TASK_PATHS[service.config.task])
     def work():
         sender = bottle.request.remote_addr or ""
-        request = service.read(body)
-        bottle.request.environ["note"] |= {"client": request.client, "tokens": len(request.input_ids)}
-        return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPES[service.config.task])
+        with service.thread_for(service.requests):
+            request = service.read(body)
+            bottle.request.environ["note"] |= {"client": request.client, "tokens": len(request.input_ids)}
+            return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPES[service.config.task])
 
     @app.post(protocol.WEIGHTS_PATH)
     def weights():
-        return _json(updates().add(bottle.request.query, body()))
+        with service.thread_for(service.pieces):
+            return _json(updates().add(bottle.request.query, body()))
 
     @app.post(protocol.COMMIT_PATH)
     def commit():
-        return _json(updates().commit(bottle.request.query))
+        with service.thread_for(service.pieces):
+            return _json(updates().commit(bottle.request.query))
 
     @app.get(protocol.METRICS_PATH)
     def metrics():

@@ -6,7 +6,8 @@ import hashlib
 import hmac
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,9 @@ from grpo.protocol import Health, LogprobsAnswer, LogprobsRequest, ProtocolError
 from grpo.reward_protocol import RewardAnswer
 from grpo.server_config import ServerConfig
 
-IN_HAND = THREADS - 8  # requests that wait for the model; the other threads keep /health and refusals quick
+# Threads that may work and wait at once; those that are left keep /health and refusals quick.
+IN_HAND = THREADS - 8  # on requests for the model
+UPDATES_IN_HAND = 4  # on weights
 UPDATE_PATHS = (protocol.WEIGHTS_PATH, protocol.COMMIT_PATH)
 OPEN_PATHS = (protocol.PAGE_PATH, protocol.HEALTH_PATH)  # without a token the one is empty, the other says "ok"
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
@@ -34,6 +37,7 @@ class Service:
         self.queue = self.scorer = self.updates = None
         self.death: Exception | None = None
         self.stop = threading.Event()
+        self.requests, self.pieces = threading.Semaphore(IN_HAND), threading.Semaphore(UPDATES_IN_HAND)
         # JSON and tokens take many times the body's size while they are read: one request's at a time.
         self.reading = threading.Lock()
         self.read_texts = None
@@ -116,6 +120,17 @@ class Service:
         if headers.get("CONTENT_LENGTH", "0") != "0":
             return False, ProtocolError(413, "request_entity_too_large", f"{path} takes no body")
         return False, None
+
+    @contextmanager
+    def thread_for(self, kind: threading.Semaphore) -> Iterator[None]:
+        """Work and wait on a web server's thread. Raises ProtocolError, 503, where its kind has all that it may."""
+        if not kind.acquire(blocking=False):
+            message = "as many requests of this kind are in work as there may be: come back in 1 s"
+            raise ProtocolError(503, "busy", message, retry_after=1)
+        try:
+            yield
+        finally:
+            kind.release()
 
     def read(self, body: Callable[[], bytes]) -> LogprobsRequest:
         """Raises ProtocolError: for a request that cannot be answered, or a server that cannot answer now."""

@@ -1,10 +1,11 @@
 """New weights for a running server: what it takes, what it refuses, and that no answer is of two models."""
 
 import hashlib
+import itertools
 import re
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import requests
 import torch
 from conftest import running_server
 from safetensors.torch import save
-from test_ref_server import exact, refusal
+from test_ref_server import exact, holding_server, refusal, wait_for_requests
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo.adapters import train_adapter
@@ -267,6 +268,30 @@ def test_two_commits_at_once_are_one_swap(server, make):
         answers = list(threads.map(lambda replaces: update.commit(server, replaces=replaces), [served(server)] * 4))
     assert [answer.status_code for answer in answers] == [200] * 4
     assert server.log.read_text().count("new weights: ") == before + 1
+
+
+@pytest.mark.slow
+def test_commits_that_wait_leave_threads_for_everything_else(make, model_folder, tmp_path):
+    """More than the server has threads, while the model answers what came before them."""
+    update, count = make(10), 135
+    options = ["--update_folder", str(tmp_path / "new")]
+    with (
+        holding_server(model_folder, tmp_path, *options) as (server, go),
+        ThreadPoolExecutor(count + 1) as threads,
+    ):
+        update.send(server)
+        waiting = threads.submit(logprobs, server, [5], [[6]])
+        wait_for_requests(server, 1)
+        replaces = served(server)
+        commits = [threads.submit(update.commit, server, replaces=replaces) for _ in range(count)]
+        refused = list(itertools.islice(as_completed(commits), count - 4))
+        assert {refusal(commit.result())[:2] for commit in refused} == {(503, "busy")}
+        assert int(refused[0].result().headers["Retry-After"]) >= 1
+        assert served(server) == replaces and not waiting.done()
+        go.touch()
+        assert waiting.result()[1] == replaces
+        assert [commit.result().status_code for commit in commits if commit not in refused] == [200] * 4
+        assert served(server) == update.becomes
 
 
 def test_a_folder_that_cannot_be_written_is_refused(model, tokenizer, tmp_path):
