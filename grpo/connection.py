@@ -154,14 +154,14 @@ class Connection(HTTPChannel):
 
     def handle_write(self) -> None:
         super().handle_write()
-        if self._behind and not (self.requests or self.total_outbufs_len):
+        if self._behind and self.connected and not (self.requests or self.total_outbufs_len):
             self.received(b"")  # the answer before it is with the system
 
     def received(self, data: bytes) -> bool:
         """Read one request at most: waitress reads all that came, and keeps all their answers in memory."""
         with self.requests_lock:
             data, self._behind = self._behind + data, b""
-            while data and not (self.requests or self.will_close or self.close_when_flushed):
+            while data and self.connected and not (self.requests or self.will_close or self.close_when_flushed):
                 if self.request is None:
                     self.request = self.parser_class(self.adj)
                 try:
@@ -209,9 +209,8 @@ class Connection(HTTPChannel):
 
     def handle_close(self) -> None:
         super().handle_close()
-        partial, self.request = self.request, None
-        if partial is not None:
-            partial.close()  # its body: an idle thread may hold the channel for long
+        if self.request is not None:
+            self.request.close()  # its body: an idle thread may hold the channel for long
 
     def check_deadlines(self, config: ServerConfig) -> None:
         """Called every second by the thread that reads."""
@@ -227,10 +226,11 @@ class Connection(HTTPChannel):
                     self.handle_close()  # nothing to say: it has asked nothing, or does not read
                 return
             if partial.body_began is None:
-                part, option, late = "headers", "header_timeout", now - partial.began > config.header_timeout
+                part, option = "headers", "header_timeout"
+                since = partial.began if self.asked_before else self.opened  # empty lines before them ask nothing
             else:
-                part, option, late = "body", "body_timeout", now - partial.body_began > config.body_timeout
-            if not late:
+                part, option, since = "body", "body_timeout", partial.body_began
+            if now - since <= getattr(config, option):
                 return
             message = f"the {part} did not come within {getattr(config, option):g} s (--{option})"
             self._refuse_partial(ProtocolError(408, "request_timeout", message))
