@@ -15,7 +15,9 @@ import torch
 
 from grpo.loss_config import LossSection
 
-_LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: large enough to show, small enough not to overflow
+# exp(20) = 5e8. Where the KL is multiplied by the ratio two such factors meet, and AdamW squares the gradient: 6e34,
+# which float32 still holds.
+_LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def grpo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """These tokens' share of the step's loss. Returns (scalar, metrics).
 
-    A metric is the values whose mean is reported: [T], or [S] where the probability ratio is one of sequences. Every
-    log-ratio is clamped to +-20 before exp.
+    A metric is the values whose mean is reported: [T], or [S] where the probability ratio is one of sequences. The
+    log of a ratio is clamped to +-20 before exp.
     """
     logprobs = tokens.logprobs
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
@@ -126,14 +128,18 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
         k1 = -d        k2 = d^2 / 2        k3 = exp(d) - d - 1
 
     k3+ has the value of k3 and the gradient of k2, which is the unbiased one on-policy (k3's is not). All shapes equal.
+
+    Where d > 20 the tangent of exp at 20 stands for exp, e^20 (d - 19): it cannot overflow, and a token that far below
+    the reference is pulled back as strongly as one at 20. There is no bound below: far above the reference k3's slope
+    goes to 1, and stays.
     """
     difference = ref_logprobs - logprobs
     if estimator == "k1":
         return -difference
     if estimator == "k2":
         return difference.square() / 2
-    clamped = difference.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    k3 = torch.exp(clamped) - clamped - 1
+    bounded = difference.clamp(max=_LOG_RATIO_LIMIT)
+    k3 = torch.exp(bounded) * (1 + difference - bounded) - difference - 1
     if estimator == "k3":
         return k3
     k2 = difference.square() / 2

@@ -106,8 +106,8 @@ def kl(estimator: str, log_ratio: float, stopped_log_ratio: float) -> list[float
     """Terms that add up to the KL of the policy from the reference; log_ratio is log ref - log pi."""
 
     def k3(d: float) -> float:
-        d = clamp(d, -LIMIT, LIMIT)
-        return math.exp(d) - d - 1
+        exp = math.exp(d) if d <= LIMIT else math.exp(LIMIT) * (1 + d - LIMIT)  # beyond, the tangent
+        return exp - d - 1
 
     if estimator == "k3+":  # the value of k3 with the gradient of k2
         return [k3(stopped_log_ratio), (log_ratio**2 - stopped_log_ratio**2) / 2]

@@ -9,7 +9,7 @@ import torch
 from oracle import Completion, gradient, loss, mark_high_entropy
 from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
 
-from grpo.loss import StepSize, Tokens, adapt_beta, grpo_loss
+from grpo.loss import StepSize, Tokens, adapt_beta, grpo_loss, kl_divergence
 from grpo.loss_config import LossSection
 
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]
@@ -217,6 +217,18 @@ def test_extreme_ratios_stay_finite_in_float32(loss_type, level, distance):
     value, metrics = grpo_loss(tokens, step_of(some), settings, beta=BETA, max_completion_length=LONGEST)
     assert torch.isfinite(value) and torch.isfinite(gradients(value, tokens)[0]).all()
     assert all(torch.isfinite(values).all() for values in metrics.values())
+
+
+def test_the_farthest_tokens_keep_their_pull():
+    """k3 and its slope by the log-prob, 1 - e^d, as they are up to d = ref - logp = 20; from there on the slope stays."""
+    for distance in (-1e3, -30.0, -20.0, -1.0, 19.9, 20.1, 30.0, 1e3):
+        logprobs = torch.zeros(1, requires_grad=True)
+        value = kl_divergence(logprobs, torch.tensor([distance]), "k3")
+        at = min(distance, 20.0)
+        expected = math.exp(at) * (1 + distance - at) - distance - 1
+        assert value.item() == pytest.approx(expected, rel=1e-6)
+        (slope,) = torch.autograd.grad(value.sum(), logprobs)
+        assert slope.item() == pytest.approx(1 - math.exp(at), rel=1e-6)
 
 
 def test_equal_models_have_no_kl():
