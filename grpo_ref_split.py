@@ -225,8 +225,10 @@ def train(config: TrainerConfig) -> None:
         everyone = gather_stats(stats)
         if iteration == 0:
             progress.num_tokens += int(everyone["tokens"].total)
+        masked = "loss" not in everyone  # there was no token to train on
+        progress.masked_steps += masked
         numbers = step_metrics(everyone, collector.reward_names) | {
-            "grad_norm": float(engine.get_global_grad_norm()),
+            "grad_norm": 0.0 if masked else float(engine.get_global_grad_norm()),
             "learning_rate": learning_rate,
             "skipped_steps": engine.skipped_steps,
             "num_tokens": progress.num_tokens,
@@ -235,7 +237,9 @@ def train(config: TrainerConfig) -> None:
         }
         if config.max_resample:
             numbers["resampled_groups"] = progress.resampled
-        good = engine.was_step_applied()
+        if config.mask_truncated_completions:
+            numbers["masked_steps"] = progress.masked_steps
+        good = masked or engine.was_step_applied()
         progress.bad_steps = [] if good else [*progress.bad_steps, step]
         if config.kl_target is not None and "kl" in everyone:
             numbers["beta"] = beta
@@ -263,6 +267,9 @@ def train(config: TrainerConfig) -> None:
             recorder.bad_step(step, bad)
             kept = f"its {len(bad)} completions are in {folder / BAD_STEPS}"
             log.warning("step %d is skipped: its loss or gradient is not finite; %s", step, kept)
+        if recorder and masked:
+            cut = f"all {everyone['length'].count} completions are cut at max_completion_length"
+            log.warning("step %d does nothing: %s, and mask_truncated_completions leaves them out", step, cut)
         if config.save_steps and step % config.save_steps == 0:
             checkpoints.save(engine, progress)
         if unpublished:

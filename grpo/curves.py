@@ -51,7 +51,7 @@ PANELS = {
         Panel("entropy, per token", ("entropy",)),
         Panel("loss", ("loss",)),
         Panel("gradient norm", ("grad_norm",)),
-        Panel("steps skipped so far", ("skipped_steps",)),
+        Panel("steps skipped, or without a token, so far", ("skipped_steps", "masked_steps")),
         Panel("learning rate", ("learning_rate",)),
         Panel("clipped ratios", ("clip_ratio/*", "cispo_clip_ratio")),
         Panel("KL coefficient", ("beta",)),
@@ -79,7 +79,7 @@ REST = "Everything else"
 TIME = "time/"
 """metrics that begin so are seconds of a phase: see grpo/phases.py"""
 
-_EXACT = ("learning_rate", "beta", "ref_step", "num_tokens", "skipped_steps")
+_EXACT = ("learning_rate", "beta", "ref_step", "num_tokens", "skipped_steps", "masked_steps")
 """free of noise, like all that is evaluated: not smoothed"""
 
 

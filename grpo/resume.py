@@ -37,7 +37,7 @@ from grpo.trainer_config import TrainerConfig
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 ENGINE = "engine"
 LIBRARIES = "torch", "transformers", "deepspeed"
 
@@ -72,6 +72,8 @@ class Progress:
     """after which the policy became part of the reference; 0: it never did"""
     bad_steps: list[int] = field(default_factory=list)
     """the last ones, in a row, whose loss or gradient was not finite"""
+    masked_steps: int = 0
+    """updates that did nothing, as every completion was masked"""
     resampled: int = 0
     """groups that were replaced in this round, on all ranks"""
 

@@ -30,7 +30,8 @@ def update(
     The gradient is that of the loss over the whole step: a token's weight is fixed by the step's size, and ZeRO's mean
     over ranks is undone by the factor world_size. Where sequences are to be trained on again, their `old_logprobs` are
     set to what the policy says of them here, before this step. A step whose loss or gradient is not finite changes
-    nothing on any rank; `engine.was_step_applied()` says so.
+    nothing on any rank; `engine.was_step_applied()` says so. Nor does one without a token to train on, where every
+    completion of every rank is masked: the engine does not hear of it, and the stats have no "loss".
 
     Raises ReferenceLost, on every rank and with the weights as they were, where one gets no answer of the reference.
     """
@@ -46,6 +47,8 @@ def update(
     size, most = _whole_step(sequences, high_entropy, len(micro_batches), device)
 
     stats: dict[str, Stats] = {}
+    if size.tokens == 0:
+        return stats  # zero gradients would still let AdamW's momentum and weight decay move the weights
     lost: RefError | None = None
     # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
     # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.

@@ -6,12 +6,14 @@ same weights, with plain SGD, so that the change of the weights is the gradient.
 CASES is a JSON list of {"options": [...], "shares": [...], "order": [...], "old": bool, "sampled": bool, "small_steps":
 [...]}: the trainer's options; how many sequences each rank has, and of all sequences which stands where; whether they
 come with old and the sampler's log-probs; learning rates of updates on the same sequences before the one looked at. A
-case with "spoiled", a sequence and an advantage for it, begins with an update that must change nothing on any rank.
+case with "spoiled", a sequence and an advantage for it, begins with an update that must change nothing on any rank; so
+does one with "masked", of which every completion was cut.
 """
 
 import json
 import random
 import sys
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -108,6 +110,14 @@ def check_skipped(engine, case: dict, config: TrainerConfig, batcher, rank: int)
     assert isfinite(stats["loss"].total) == isfinite(np.float32(advantage))
 
 
+def check_masked(engine, case: dict, config: TrainerConfig, batcher, rank: int) -> None:
+    own = [replace(one, finished=False) for one in own_share(case, config, rank)]
+    before, steps = weights_of(engine.module), engine.global_steps
+    assert update(engine, own, config, batcher, PhaseClock(), beta=config.beta) == {}
+    assert engine.global_steps == steps
+    assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
+
+
 def main(model, cases_file, out) -> None:
     cases = json.loads(Path(cases_file).read_text())
     configs = [read_config(case) for case in cases]
@@ -131,6 +141,8 @@ def main(model, cases_file, out) -> None:
         own = own_share(case, config, rank)
         if "spoiled" in case:
             check_skipped(engine, case, config, batcher, rank)
+        if "masked" in case:
+            check_masked(engine, case, config, batcher, rank)
         # The last update is the one that is looked at; those before it move the weights a little.
         for rate in (*case["small_steps"], LEARNING_RATE):
             for group in optimizer.param_groups:

@@ -220,7 +220,7 @@ def test_extreme_ratios_stay_finite_in_float32(loss_type, level, distance):
 
 
 def test_the_farthest_tokens_keep_their_pull():
-    """k3 and its slope by the log-prob, 1 - e^d, as they are up to d = ref - logp = 20; from there on the slope stays."""
+    """k3 and its slope by the log-prob, 1 - e^d, as they are up to d = ref - logp = 20; then the slope stays."""
     for distance in (-1e3, -30.0, -20.0, -1.0, 19.9, 20.1, 30.0, 1e3):
         logprobs = torch.zeros(1, requires_grad=True)
         value = kl_divergence(logprobs, torch.tensor([distance]), "k3")

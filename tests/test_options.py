@@ -1,11 +1,12 @@
 """What the options that change learning do in a real run: rounds of generation, dynamic sampling, KL in the reward."""
 
 import json
+import shutil
 import zlib
 
 import pytest
 import torch
-from test_trainer import lines, options, plain_python
+from test_trainer import lines, options, plain_python, timeless
 
 from grpo.advantages import group_advantages
 
@@ -110,6 +111,45 @@ def test_beta_follows_the_target(run, place):
         expected *= 1 + min(max(row["kl"] / 1e-4 - 1, -0.2), 0.2) * 16 / 100  # Ziegler et al. 2019, section 2.2
     assert rows[1]["beta"] < rows[0]["beta"]  # no KL yet: below the target
     assert rows[-1]["beta"] > min(row["beta"] for row in rows)
+
+
+def test_a_step_whose_completions_are_all_cut_does_nothing(run, settings, tmp_path):
+    """Neither the weights nor what AdamW keeps of them nor the schedule moves, in the first step and in later ones."""
+    changes = {
+        "mask_truncated_completions": None,
+        "top_entropy_quantile": 0.5,
+        "prompts_per_step": 2,
+        "max_steps": 6,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "save_steps": 1,
+        "save_total_limit": 0,
+    }
+    rows = run(**changes)
+    masked = [row["completions/clipped_ratio"] == 1 for row in rows]
+    assert masked[0] and not all(masked) and masked[-1]
+    assert [row["masked_steps"] for row in rows] == [sum(masked[: number + 1]) for number in range(6)]
+
+    def state(step: int) -> list[torch.Tensor]:
+        """The weights in float32, AdamW's moments, and the rate of the next step."""
+        saved = tmp_path / f"run/checkpoint-{step}/engine"
+        optimizer = torch.load(next(saved.glob("*optim_states.pt")), weights_only=False)["optimizer_state_dict"]
+        of_torch = optimizer["base_optimizer_state"]
+        moments = [value for one in of_torch["state"].values() for value in one.values()]
+        rates = [group["lr"] for group in of_torch["param_groups"]]
+        return [*optimizer["single_partition_of_fp32_groups"], *moments, torch.tensor(rates)]
+
+    for step, row in enumerate(rows[1:], 2):
+        before, after = state(step - 1), state(step)
+        assert all(map(torch.equal, before, after)) == masked[step - 1]
+        assert (row["grad_norm"] == row["loss"] == 0) == masked[step - 1] == ("kl" not in row)
+    # A run goes on from such a step, too.
+    straight = timeless(tmp_path / "run")
+    for step in range(2, 7):
+        shutil.rmtree(tmp_path / f"run/checkpoint-{step}")
+    ended = plain_python(*settings(**changes, resume_from_checkpoint="last"))
+    assert ended.returncode == 0 and "step 2 does nothing: all 8 completions are cut" in ended.stdout, ended.stdout
+    assert timeless(tmp_path / "run") == straight
 
 
 def test_many_options_at_once(run):

@@ -439,7 +439,7 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
 @pytest.mark.parametrize(
     "said, changes, words",
     [
-        ({"format": 99}, {}, "the checkpoint's format is 99 there and 2 here: use the version"),
+        ({"format": 99}, {}, "the checkpoint's format is 99 there and 3 here: use the version"),
         ({"model": "x"}, {}, "the model's fingerprint is 'x' there and 'm' here: set model_name_or_path"),
         ({"reference": "x"}, {}, "the reference's fingerprint is 'x' there and 'r' here: start the reference server"),
         ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),

@@ -202,6 +202,17 @@ def test_every_loss_with_every_option(launch, model_folder, tmp_path, plain, exp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_a_token_changes_nothing_and_leaves_no_trace(launch, model_folder, tmp_path, expected, ranks):
+    """As the first step of all and as a later one."""
+    numbers = [number for number, (settings, *_) in enumerate(CASES) if settings.get("mask_truncated_completions")][::9]
+    cases = [worker_case(number, ranks) | {"masked": True} for number in numbers]
+    assert len(cases) >= 2
+    for number, result in zip(numbers, run(launch, ranks, model_folder, tmp_path, cases), strict=True):
+        check(number, result, *expected(number))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_step_that_is_not_finite_changes_nothing_and_leaves_no_trace(launch, model_folder, tmp_path, expected, ranks):
     """An advantage that makes the loss infinite, or NaN, and one whose gradient alone is too large for float32."""
