@@ -44,7 +44,17 @@ from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
 from grpo.loss import adapt_beta
 from grpo.machines import check_alike, given, open_run
-from grpo.metrics import BAD_STEPS, PhaseClock, Recorder, add_stats, check_report_to, gather, gather_stats, step_metrics
+from grpo.metrics import (
+    BAD_STEPS,
+    PhaseClock,
+    Recorder,
+    Stats,
+    add_stats,
+    check_report_to,
+    gather,
+    gather_stats,
+    step_metrics,
+)
 from grpo.model import (
     check_lengths,
     checkpoint_activations,
@@ -209,7 +219,7 @@ def train(config: TrainerConfig) -> None:
             stats,
             {
                 "reward": part.rewards,
-                "reward_std": part.rewards.std(dim=1),
+                "reward_std_within_groups": [Stats.of(group).std for group in part.rewards],
                 "frac_reward_zero_std": ~part.signal,
                 **{f"rewards/{name}": row for name, row in zip(collector.reward_names, part.by_function, strict=True)},
                 "length": [len(rollout.completion_ids) for rollout in rollouts],

@@ -36,7 +36,7 @@ PANELS = {
     "Reward": [
         Panel("reward", ("reward",), overview=True),
         Panel("reward by function", ("rewards/*/mean",)),
-        Panel("spread within groups", ("reward_std",)),
+        Panel("spread of rewards", ("reward_std", "reward_std_within_groups")),
         Panel("spread by function", ("rewards/*/std",)),
         Panel("groups without a signal", ("frac_reward_zero_std", "resampled_groups")),
     ],

@@ -92,9 +92,11 @@ def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[st
     """A step's stats over all ranks -> the metrics by TRL's names."""
     length = stats["length"]
     metrics = {"loss": stats["loss"].total if "loss" in stats else 0.0}
-    for name in ("reward", "reward_std", "frac_reward_zero_std", "kl", "entropy"):
+    for name in ("reward", "reward_std_within_groups", "frac_reward_zero_std", "kl", "entropy"):
         if name in stats:
             metrics[name] = stats[name].mean
+    if "reward" in stats:
+        metrics["reward_std"] = stats["reward"].std
     for name in ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"):
         if name in stats:
             metrics |= {f"{name}/mean": stats[name].mean, f"{name}/max": stats[name].high}

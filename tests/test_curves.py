@@ -16,6 +16,7 @@ from grpo.run_files import Run
 KNOWN = [
     "reward",
     "reward_std",
+    "reward_std_within_groups",
     "frac_reward_zero_std",
     "rewards/own/mean",
     "rewards/own/std",

@@ -3,6 +3,7 @@
 One micro-batch is the whole step there: TRL's divisors are those of a micro-batch for some losses.
 """
 
+import math
 import sys
 import warnings
 from collections import defaultdict
@@ -17,6 +18,7 @@ from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_
 from grpo.advantages import soft_overlong_punishment
 from grpo.loss import grpo_loss
 from grpo.loss_config import LossSection
+from grpo.metrics import Stats, step_metrics
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")
 
@@ -50,11 +52,13 @@ def trl():
         from accelerate import Accelerator
         from trl.rewards import get_soft_overlong_punishment
         from trl.trainer.grpo_trainer import GRPOTrainer
+        from trl.trainer.utils import nanstd
 
         return SimpleNamespace(
             trainer=GRPOTrainer,
             accelerator=Accelerator(cpu=True),
             soft_overlong_punishment=get_soft_overlong_punishment,
+            nanstd=nanstd,
         )
 
 
@@ -166,6 +170,16 @@ def test_the_oracles_top_entropies_are_trls(trl):
         marks = trl.trainer.get_high_entropy_mask(trainer, entropies, mask.long(), 1 - quantile)
         expected = [mark for one in oracle.mark_high_entropy(some, quantile) for mark in one.high_entropy]
         assert marks[mask].tolist() == expected and not marks[~mask].any()
+
+
+def test_the_rewards_deviation_is_trls(trl):
+    """Of all rewards of a step, gathered from ranks with unequally many, without those that no function gave."""
+    ranks = [[0.5, 2.0, math.nan, 2.0], [math.nan, math.nan], [0.1, 0.1, -3.0]]
+    stats = sum((Stats.of(rewards) for rewards in ranks), Stats())
+    expected = trl.nanstd(torch.tensor([reward for rewards in ranks for reward in rewards]))
+    length = {name: Stats() for name in ("length", "terminated_length", "clipped_ratio")}
+    metrics = step_metrics({"reward": stats, **length}, [])
+    assert metrics["reward_std"] == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_overlong_punishment_is_trls(trl):

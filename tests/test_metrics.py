@@ -58,6 +58,7 @@ def test_the_names_of_a_step():
             "terminated_length": [2],
             "clipped_ratio": [False, True],
             "reward": [1.0, 3.0],
+            "reward_std_within_groups": [0.25, 0.75, math.nan],
             "rewards/f": [1.0, math.nan],
             "kl": torch.tensor([0.5]),
             "time/generate": 2.0,
@@ -68,6 +69,7 @@ def test_the_names_of_a_step():
     metrics = step_metrics(stats, ["f"])
     assert metrics["loss"] == 0.75
     assert metrics["reward"] == 2.0 and metrics["rewards/f/mean"] == 1.0 and math.isnan(metrics["rewards/f/std"])
+    assert metrics["reward_std"] == pytest.approx(2**0.5) and metrics["reward_std_within_groups"] == 0.5
     assert [metrics[f"completions/{part}_length"] for part in ("mean", "min", "max")] == [3, 2, 4]
     assert metrics["completions/mean_terminated_length"] == 2 and metrics["completions/clipped_ratio"] == 0.5
     assert metrics["kl"] == 0.5 and metrics["time/generate"] == 2.0

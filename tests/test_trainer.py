@@ -88,6 +88,7 @@ def timeless(run) -> list[dict]:
 NAMES = [
     "reward",
     "reward_std",
+    "reward_std_within_groups",
     "frac_reward_zero_std",
     "loss",
     "kl",
