@@ -30,7 +30,6 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import get_scheduler
 
 import reward as reward_module
 from grpo.accuracy import evaluate
@@ -64,6 +63,7 @@ from grpo.model import (
     load_tokenizer,
     make_batcher,
 )
+from grpo.optimizer import make_optimizer, make_schedule
 from grpo.plots import draw_curves
 from grpo.ranks import own_place
 from grpo.rearrange import LOAD_UNIVERSAL
@@ -332,17 +332,8 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     model.train()
-    # torch's own AdamW: DeepSpeed's would be compiled at the first start.
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-    )
-    schedule = get_scheduler(
-        config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.max_steps
-    )
+    optimizer = make_optimizer(model, config)
+    schedule = make_schedule(optimizer, config)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
     return engine, schedule
 

@@ -55,7 +55,7 @@ class TrainingSection:
     adam_beta1: float = option(0.9, "AdamW")
     adam_beta2: float = option(0.99, "AdamW")
     adam_epsilon: float = option(1e-8, "AdamW")
-    weight_decay: float = option(0.0, "AdamW")
+    weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms")
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off")
     max_bad_steps: int = option(
         5, "steps in a row whose loss or gradient is not finite, each skipped, after which the run ends"

@@ -1,0 +1,58 @@
+"""AdamW over what is trained, and its learning rate from update to update, as the Trainer of transformers has both."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from grpo.trainer_config import TrainerConfig
+
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """torch's own AdamW: DeepSpeed's would be compiled at the first start."""
+    decays = config.weight_decay, 0.0
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in zip(parameter_groups(model), decays, strict=True)
+        if parameters  # a LoRA adapter has no biases and norms, and DeepSpeed takes no empty group
+    ]
+    betas = config.adam_beta1, config.adam_beta2
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
+
+
+def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What is trained: parameters that decay, and those that do not, biases and the weights of norms.
+
+    A norm is known by its name or by its class, as in `Trainer.get_decay_parameter_names`.
+    """
+    norms = {id(one) for module in model.modules() if isinstance(module, nn.LayerNorm) for one in module.parameters()}
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            bare = id(parameter) in norms or _NOT_DECAYED.search(name.lower())
+            (others if bare else decayed).append(parameter)
+    return decayed, others
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LambdaLR:
+    """`transformers.get_scheduler` gives the same numbers, but its module loads peft and bitsandbytes."""
+    return LambdaLR(optimizer, lambda updates: rate_factor(updates, config))
+
+
+def rate_factor(updates: int, config: TrainerConfig) -> float:
+    """The share of `learning_rate` after so many updates: a linear warm-up, then what lr_scheduler_type says."""
+    warmup, end = config.warmup_steps, config.max_steps
+    if updates < warmup:
+        return updates / warmup
+    if config.lr_scheduler_type == "constant_with_warmup":
+        return 1.0
+    whole = max(1, end - warmup)
+    if config.lr_scheduler_type == "linear":
+        return max(0.0, (end - updates) / whole)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((updates - warmup) / whole))))
