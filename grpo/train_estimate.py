@@ -10,6 +10,7 @@ measured peaks on a CPU; on a GPU it has not been measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from grpo.activations import kept_for_backward
 from grpo.attention import ROWS
 from grpo.estimate import CUDA_CONTEXT, MIB, Shape, Term, forward, overhead
 from grpo.logprobs import CPU_BLOCK, CUDA_BLOCK
+from grpo.optimizer import parameter_groups
 from grpo.trainer_config import TrainerConfig
 
 PHASES = "sampling", "backward pass, its begin", "backward pass, its end", "AdamW's step"
@@ -35,7 +37,7 @@ class Policy:
     count: int
     """parameters, a tied head once"""
     trained: tuple[int, ...]
-    """sizes of the trained parameters, in the optimizer's order"""
+    """sizes of the trained parameters, in the optimizer's order; counted as one group, as norms and biases are small"""
     head: int
     """parameters of the head, 0 where it is not trained"""
     kept: int
@@ -53,7 +55,7 @@ class Policy:
             dtype=model.dtype,
             layers=model.config.get_text_config().num_hidden_layers,
             count=sum(parameter.numel() for parameter in model.parameters()),
-            trained=tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            trained=tuple(parameter.numel() for parameter in chain(*parameter_groups(model))),
             head=head.numel() if head.requires_grad else 0,
             kept=kept_for_backward(model, longest),
         )
