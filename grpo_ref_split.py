@@ -41,7 +41,7 @@ from grpo.data import PromptStream, load_examples
 from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
-from grpo.loss import adapt_beta
+from grpo.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
 from grpo.machines import check_alike, given, open_run
 from grpo.metrics import (
     BAD_STEPS,
@@ -141,7 +141,9 @@ def train(config: TrainerConfig) -> None:
 
     asked = reference.model_fingerprint if client is not None else ""
     checkpoints = Checkpoints(config, folder, tokenizer, own.model_fingerprint, asked, examples, rank, world_size)
-    progress = checkpoints.load(checkpoint, engine) if goes_on else Progress(config.beta, reference=asked)
+    progress = (
+        checkpoints.load(checkpoint, engine) if goes_on else Progress(config.beta, config.entropy_coef, reference=asked)
+    )
     if ref_updates and goes_on:
         ref_updates.go_on(progress.ref_step, progress.reference)
     elif ref_updates:
@@ -188,6 +190,7 @@ def train(config: TrainerConfig) -> None:
         number, within = divmod(step - 1, config.updates_per_round)
         iteration, place = divmod(within, config.steps_per_generation)
         beta = progress.beta
+        entropy_coef = applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
 
         try:
             # Sample, reward while the reference is at work, and compare within each group.
@@ -199,7 +202,7 @@ def train(config: TrainerConfig) -> None:
             # Update; what the reference said is collected on the way, when the policy's own forward pass is done.
             with clock("update"):
                 learning_rate = schedule.get_last_lr()[0]
-                stats = update(engine, part.sequences, config, batcher, clock, beta)
+                stats = update(engine, part.sequences, config, batcher, clock, beta, entropy_coef)
         except ReferenceLost as lost:
             raise RefError(f"{lost}; {checkpoints.leave(engine, progress)}") from lost
 
@@ -256,6 +259,12 @@ def train(config: TrainerConfig) -> None:
             if good:
                 kl, completions = everyone["kl"].mean, everyone["length"].count
                 progress.beta = adapt_beta(beta, kl, completions, config.kl_target, config.kl_horizon)
+
+        if config.use_adaptive_entropy and good and not masked:
+            progress.entropy = everyone["entropy_acted_on"].mean
+            progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
+        if config.use_adaptive_entropy or config.entropy_coef:
+            numbers["entropy_coef"] = progress.entropy_coef  # the next step's, as TRL has it
 
         # Evaluate, record and save.
         last = step == config.max_steps

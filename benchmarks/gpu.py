@@ -373,7 +373,7 @@ def update(model: PreTrainedModel, batcher: Batcher, sequences: list) -> None:
         logprobs, entropy = token_logprobs(model, batch, 1.0, with_entropy=True)
         advantages = torch.tensor([1.0 if row % 2 else -1.0 for row in rows], device=DEVICE)
         tokens = Tokens(lengths, advantages, logprobs, entropy, ref_logprobs=logprobs.detach() - 0.1)
-        loss, _ = grpo_loss(tokens, size, LossSection(), beta=0.04, max_completion_length=512)
+        loss, _ = grpo_loss(tokens, size, LossSection(), beta=0.04, entropy_coef=0.0, max_completion_length=512)
         loss.backward()
     model.zero_grad(set_to_none=True)
 

@@ -115,7 +115,7 @@ class Ours:
             logprobs, entropy = token_logprobs(self.model, batch, 1.0, with_entropy=True)
             references = torch.cat([work.references[row] for row in rows])
             tokens = Tokens(lengths, work.advantages[rows], logprobs, entropy, ref_logprobs=references)
-            loss, _ = grpo_loss(tokens, size, settings, beta=BETA, max_completion_length=0)
+            loss, _ = grpo_loss(tokens, size, settings, beta=BETA, entropy_coef=0.0, max_completion_length=0)
             loss.backward()
             total += loss.item()
         return total

@@ -27,6 +27,8 @@ OPTIONS = {
     "loss_type sapo, 2 iterations": "--loss_type sapo --num_iterations 2",
     "GSPO, 4 steps a round": "--importance_sampling_level sequence --steps_per_generation 4 "
     "--epsilon 0.0003 --epsilon_high 0.0004",
+    "loss_type luspo, 2 iterations": "--loss_type luspo --importance_sampling_level sequence --num_iterations 2",
+    "loss_type vespo, 2 iterations": "--loss_type vespo --num_iterations 2",
     "num_iterations 2": "--num_iterations 2",
     "num_iterations 2, epsilon_high 0.28, delta 4": "--num_iterations 2 --epsilon_high 0.28 --delta 4",
     "steps_per_generation 4": "--steps_per_generation 4",
@@ -40,6 +42,7 @@ OPTIONS = {
     "beta 0.4": "--beta 0.4",
     "kl_target 0.02, kl_horizon 500": "--kl_target 0.02 --kl_horizon 500",
     "entropy_coef 0.05": "--entropy_coef 0.05",
+    "use_adaptive_entropy, entropy_target 0.5": "--use_adaptive_entropy --entropy_target 0.5",
     "top_entropy_quantile 0.2": "--top_entropy_quantile 0.2",
     "mask_truncated_completions": "--mask_truncated_completions",
     "soft_punish_cache 30": "--soft_punish_cache 30",

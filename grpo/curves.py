@@ -55,6 +55,8 @@ PANELS = {
         Panel("learning rate", ("learning_rate",)),
         Panel("clipped ratios", ("clip_ratio/*", "cispo_clip_ratio")),
         Panel("KL coefficient", ("beta",)),
+        Panel("entropy coefficient", ("entropy_coef",)),
+        Panel("weight of a sequence (vespo)", ("vespo/*",)),
         Panel("reference taken at step", ("ref_step",)),
     ],
     "Length": [
@@ -79,7 +81,7 @@ REST = "Everything else"
 TIME = "time/"
 """metrics that begin so are seconds of a phase: see grpo/phases.py"""
 
-_EXACT = ("learning_rate", "beta", "ref_step", "num_tokens", "skipped_steps", "masked_steps")
+_EXACT = ("learning_rate", "beta", "entropy_coef", "ref_step", "num_tokens", "skipped_steps", "masked_steps")
 """free of noise, like all that is evaluated: not smoothed"""
 
 

@@ -9,6 +9,7 @@ ranks is the loss of the step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from grpo.loss_config import LossSection
 # exp(20) = 5e8. Where the KL is multiplied by the ratio two such factors meet, and AdamW squares the gradient: 6e34,
 # which float32 still holds.
 _LOG_RATIO_LIMIT = 20.0
+_LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,15 @@ class Tokens:
 
 
 def grpo_loss(
-    tokens: Tokens, step: StepSize, settings: LossSection, *, beta: float, max_completion_length: int
+    tokens: Tokens,
+    step: StepSize,
+    settings: LossSection,
+    *,
+    beta: float,
+    entropy_coef: float,
+    max_completion_length: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """These tokens' share of the step's loss. Returns (scalar, metrics).
+    """These tokens' share of the step's loss, with the coefficients of this step. Returns (scalar, metrics).
 
     A metric is the values whose mean is reported: [T], or [S] where the probability ratio is one of sequences. The
     log of a ratio is clamped to +-20 before exp.
@@ -70,10 +78,15 @@ def grpo_loss(
     ratio = _exp(log_ratio)
     if per_sequence:
         ratio = _to_tokens(ratio, tokens.lengths)
-    policy, metrics = _policy_term(ratio, _to_tokens(tokens.advantages, tokens.lengths), logprobs, settings)
-    if per_sequence:
-        # One value a sequence, read off its first token; an empty sequence has none.
-        metrics = {name: values[_first_tokens(tokens.lengths)] for name, values in metrics.items()}
+    if settings.loss_type == "vespo":
+        weight = _vespo_weight(tokens, old, settings)
+        policy = -_to_tokens(weight * tokens.advantages, tokens.lengths) * logprobs
+        metrics = {"vespo/phi_seq_mean": weight}
+    else:
+        policy, metrics = _policy_term(ratio, _to_tokens(tokens.advantages, tokens.lengths), logprobs, settings)
+        if per_sequence:
+            # One value a sequence, read off its first token; an empty sequence has none.
+            metrics = {name: values[_first_tokens(tokens.lengths)] for name, values in metrics.items()}
 
     if settings.off_policy_mask_threshold is not None:
         keep = _near_policy(tokens, old, settings.off_policy_mask_threshold)
@@ -85,7 +98,8 @@ def grpo_loss(
         metrics["sampling/sampling_logp_difference"] = (old - tokens.sampling_logprobs).abs()
         if settings.importance_sampling_mode != "none":
             weight, per_token_weight = _sampler_correction(tokens, old, settings)
-            policy = policy * per_token_weight
+            if settings.loss_type != "vespo":  # there it is in the sequence's weight
+                policy = policy * per_token_weight
             metrics["sampling/importance_sampling_ratio"] = weight
 
     per_token = policy
@@ -97,11 +111,13 @@ def grpo_loss(
         if not settings.kl_in_reward:
             per_token = per_token + beta * kl
     loss = (per_token * token_weights(tokens.lengths, step, settings.loss_type, max_completion_length)).sum()
-    if settings.entropy_coef > 0:
-        acted_on = tokens.entropy if tokens.high_entropy is None else tokens.entropy * tokens.high_entropy
+    acted_on = tokens.entropy if tokens.high_entropy is None else tokens.entropy[tokens.high_entropy]
+    if entropy_coef > 0:
         among = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens
-        loss = loss - settings.entropy_coef * acted_on.sum() / max(among, 1)
+        loss = loss - entropy_coef * acted_on.sum() / max(among, 1)
     metrics["entropy"] = tokens.entropy
+    if settings.use_adaptive_entropy:
+        metrics["entropy_acted_on"] = acted_on
     return loss, {name: values.detach().float() for name, values in metrics.items()}
 
 
@@ -111,12 +127,14 @@ def token_weights(lengths: torch.Tensor, step: StepSize, loss_type: str, max_com
     grpo, sapo: the mean over sequences of the mean over a sequence's tokens (DeepSeekMath, equation 3). An empty
     completion has no token and adds 0, and still counts as a sequence.
     bnpo, dapo, cispo: the mean over all tokens of the step (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8).
+    vespo: the same, as TRL has it.
     dr_grpo: the sum over sequences x max_completion_length (Liu et al. 2025, arXiv:2503.20783, section 3.2).
+    luspo: the mean over sequences of the sum over a sequence's tokens (Liu et al. 2026, arXiv:2602.05261).
     """
     if loss_type in ("grpo", "sapo"):
         shares = 1.0 / (lengths.clamp(min=1) * max(step.sequences, 1))
     else:
-        whole = step.sequences * max_completion_length if loss_type == "dr_grpo" else step.tokens
+        whole = {"dr_grpo": step.sequences * max_completion_length, "luspo": step.sequences}.get(loss_type, step.tokens)
         shares = torch.full_like(lengths, 1.0 / max(whole, 1), dtype=torch.float64)
     return _to_tokens(shares.float(), lengths)
 
@@ -153,6 +171,40 @@ def adapt_beta(beta: float, kl: float, sequences: int, target: float, horizon: f
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + error * sequences / horizon)
+
+
+def applied_entropy_coef(entropy_coef: float, last_entropy: float | None, settings: LossSection) -> float:
+    """The coefficient of the entropy bonus in a step. An adaptive one acts only where the last step's entropy was at or
+    below the target; before the first step it is not known. (Skywork-OR1, He et al. 2025, arXiv:2505.22312.)"""
+    if not settings.use_adaptive_entropy:
+        return entropy_coef
+    return entropy_coef if last_entropy is not None and last_entropy <= settings.entropy_target else 0.0
+
+
+def adapt_entropy_coef(entropy_coef: float, entropy: float, settings: LossSection) -> float:
+    """The coefficient for the next step: a delta more where the entropy was at or below the target, else a delta less,
+    up to the bounds. (Skywork-OR1, as above.)"""
+    if entropy <= settings.entropy_target:
+        return min(entropy_coef + settings.entropy_coef_delta, settings.entropy_coef_max)
+    return max(entropy_coef - settings.entropy_coef_delta, settings.entropy_coef_min)
+
+
+def _vespo_weight(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:
+    """[S] w^k e^(lambda (1 - w)) of a sequence's probability ratio w, without length normalisation or gradient; 1 at 1.
+
+    VESPO, Shen et al. 2026, arXiv:2602.10693. Where the sampler is corrected, w is policy / sampler. The bounds on
+    log-ratios are TRL's.
+    """
+    log_ratio = (tokens.logprobs.detach() - old).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    if tokens.sampling_logprobs is not None and settings.importance_sampling_mode != "none":
+        _, corrected = _sampler_correction(tokens, old, settings)
+        log_ratio = log_ratio + corrected.log().clamp(_LOG_LEAST, _LOG_RATIO_LIMIT)
+    log_ratio = _sequence_sums(log_ratio, tokens.lengths).clamp(_LOG_LEAST, _LOG_RATIO_LIMIT)
+    good = tokens.advantages >= 0
+    power = torch.where(good, settings.vespo_k_pos, settings.vespo_k_neg)
+    rate = torch.where(good, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
+    weight = torch.exp(rate + power * log_ratio - rate * log_ratio.exp())
+    return weight.nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _policy_term(

@@ -14,10 +14,11 @@ class LossSection:
 
     _argument_group_name = "loss"
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = option(
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = option(
         "grpo",
         "grpo is a mean over sequences of token means; bnpo and dapo one mean over all tokens; dr_grpo divides by "
-        "max_completion_length; cispo clips the weights; sapo has a soft gate for the clip",
+        "max_completion_length; cispo clips the weights; sapo has a soft gate for the clip; luspo is a mean over "
+        "sequences of token sums; vespo weighs a sequence by a soft function of its probability ratio",
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
         "token", "the probability ratio of each token, or one of each sequence (GSPO)"
@@ -31,6 +32,10 @@ class LossSection:
     )
     sapo_temperature_pos: float = option(1.0, "sapo's gate where the advantage is positive")
     sapo_temperature_neg: float = option(1.05, "... and where it is not")
+    vespo_k_pos: float = option(2.0, "vespo: power of the sequence's ratio where the advantage is not negative")
+    vespo_lambda_pos: float = option(3.0, "... and the rate at which a ratio above 1 loses weight")
+    vespo_k_neg: float = option(3.0, "vespo: the same power where the advantage is negative")
+    vespo_lambda_neg: float = option(2.0, "... and the same rate")
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group", "advantages are divided by the std of their group, of the whole batch, or not"
     )
@@ -52,7 +57,16 @@ class LossSection:
     )
     kl_horizon: float = option(10_000.0, "completions over which an adaptive beta follows")
     use_bias_correction_kl: bool = option(False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)")
-    entropy_coef: float = option(0.0, "weight of a bonus for the mean entropy of the tokens")
+    entropy_coef: float = option(
+        0.0, "weight of a bonus for the mean entropy of the tokens; with use_adaptive_entropy the first one"
+    )
+    use_adaptive_entropy: bool = option(
+        False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
+    )
+    entropy_coef_min: float = option(0.0, "lower bound of an adaptive entropy_coef")
+    entropy_coef_max: float = option(1.0, "upper bound of it")
+    entropy_coef_delta: float = option(0.005, "what it grows by after a step with entropy_target or less, else shrinks")
+    entropy_target: float = option(0.2, "mean entropy, in nats, of the tokens that the bonus acts on")
     top_entropy_quantile: float = option(
         1.0, "only this share of the step's tokens, those of highest entropy, is in the policy term; 1 is all"
     )
@@ -86,7 +100,7 @@ class LossSection:
             f"it bounds what the clip lets through: use a number above {1 + self.upper_clip:g}, such as 4",
         )
         require(
-            self.delta is None or self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"),
+            self.delta is None or self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"),
             "delta",
             self.delta,
             f"{self.loss_type} has no clip to bound: leave it out",
@@ -96,6 +110,30 @@ class LossSection:
             "top_entropy_quantile",
             self.top_entropy_quantile,
             "use a share above 0 and up to 1, such as 0.2",
+        )
+        require(
+            self.loss_type != "luspo" or self.importance_sampling_level == "sequence",
+            "importance_sampling_level",
+            self.importance_sampling_level,
+            "luspo is defined by sequences' ratios: use sequence",
+        )
+        require(
+            self.loss_type != "vespo" or self.importance_sampling_level == "token",
+            "importance_sampling_level",
+            self.importance_sampling_level,
+            "vespo has a sequence's ratio of its own: use token",
+        )
+        require(
+            self.loss_type != "vespo" or not self.importance_sampling_mode.startswith("sequence"),
+            "importance_sampling_mode",
+            self.importance_sampling_mode,
+            "vespo multiplies the weights of a sequence's tokens itself: use token_truncate or token_mask",
+        )
+        require(
+            self.entropy_coef_min <= self.entropy_coef_max,
+            "entropy_coef_min",
+            self.entropy_coef_min,
+            f"it is above entropy_coef_max={self.entropy_coef_max}: lower it",
         )
         low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
         require(

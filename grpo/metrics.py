@@ -23,7 +23,7 @@ from grpo.trainer_config import TrainerConfig
 BAD_STEPS = "bad_steps.jsonl"
 """of a run's folder: the completions of the steps that were skipped"""
 
-_MEANS = ("step_time", "cispo_clip_ratio", "off_policy_masked", "sampling/policy_lag")
+_MEANS = ("step_time", "cispo_clip_ratio", "vespo/phi_seq_mean", "off_policy_masked", "sampling/policy_lag")
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ class Progress:
     """How far a run is: what all ranks know alike, and this rank's round of completions."""
 
     beta: float
+    entropy_coef: float
+    entropy: float | None = None
+    """mean of the last step's tokens that an adaptive entropy bonus acts on; None before the first"""
     step: int = 0
     """updates done"""
     num_tokens: int = 0

@@ -23,7 +23,13 @@ class NotFinite(Exception):
 
 
 def update(
-    engine, sequences: Many[Sequence], config: TrainerConfig, batcher: Batcher, clock: PhaseClock, beta: float
+    engine,
+    sequences: Many[Sequence],
+    config: TrainerConfig,
+    batcher: Batcher,
+    clock: PhaseClock,
+    beta: float,
+    entropy_coef: float,
 ) -> dict[str, Stats]:
     """One optimizer step from this rank's sequences; all ranks call it together. Returns this rank's stats by name.
 
@@ -78,7 +84,14 @@ def update(
             _joined([one.sampling_logprobs for one in rows], device),
             _joined([high_entropy[index] for index in indices] if high_entropy and real else None, device),
         )
-        loss, metrics = grpo_loss(tokens, size, config, beta=beta, max_completion_length=config.max_completion_length)
+        loss, metrics = grpo_loss(
+            tokens,
+            size,
+            config,
+            beta=beta,
+            entropy_coef=entropy_coef,
+            max_completion_length=config.max_completion_length,
+        )
         # DeepSpeed leaves out, on all ranks, a step whose gradient is not finite: so it is where the loss is not.
         finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
         engine.backward(loss * finite * real * dist.get_world_size(), scale_wrt_gas=False)

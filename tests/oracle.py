@@ -9,6 +9,8 @@ where a formula stops the gradient, the stopped factor is taken from the unmoved
     GSPO         arXiv:2507.18071, eq. 5 and 7 (the sequence's ratio)
     CISPO        MiniMax-M1, arXiv:2506.13585, eq. 4 and 5
     SAPO         arXiv:2511.20347 (the soft gate)
+    LUSPO        arXiv:2602.05261: GSPO, a sequence's loss times its length
+    VESPO        arXiv:2602.10693: w^k e^(lambda (1 - w)) in the place of the sequence's ratio w
     dual clip    Ye et al., arXiv:1912.09729; INTELLECT-2, arXiv:2505.07291, writes it as min(r, delta)
     V3.2         DeepSeek-V3.2, arXiv:2512.02556: KL times the ratio; eq. 9, the off-policy sequence mask
     GDPO         arXiv:2601.05242: normalise each reward, add up, normalise
@@ -102,6 +104,16 @@ def policy_term(logp: float, ratio: float, stopped_ratio: float, advantage: floa
     return -surrogate
 
 
+def vespo_weight(at: Completion, settings) -> float:
+    ratio = math.fsum(clamp(new - old, -LIMIT, LIMIT) for new, old in zip(at.logp, drawn(at, at), strict=True))
+    for weight in importance(at, at, settings):
+        ratio += clamp(math.log(weight), math.log(1e-8), LIMIT) if weight else math.log(1e-8)
+    w = math.exp(clamp(ratio, math.log(1e-8), LIMIT))
+    sign = "pos" if at.advantage >= 0 else "neg"
+    power, rate = getattr(settings, f"vespo_k_{sign}"), getattr(settings, f"vespo_lambda_{sign}")
+    return w**power * math.exp(rate * (1 - w))
+
+
 def kl(estimator: str, log_ratio: float, stopped_log_ratio: float) -> list[float]:
     """Terms that add up to the KL of the policy from the reference; log_ratio is log ref - log pi."""
 
@@ -154,8 +166,11 @@ def terms(one: Completion, settings, beta: float, at: Completion) -> list[float]
     answer = []
     for place, (ratio, stopped_ratio) in enumerate(zip(ratios(one, at, level), ratios(at, at, level), strict=True)):
         if kept and (one.high_entropy is None or one.high_entropy[place]):
-            policy = policy_term(one.logp[place], ratio, stopped_ratio, one.advantage, settings)
-            answer.append(policy * weights[place])
+            if settings.loss_type == "vespo":
+                answer.append(-vespo_weight(at, settings) * one.advantage * one.logp[place])
+            else:
+                policy = policy_term(one.logp[place], ratio, stopped_ratio, one.advantage, settings)
+                answer.append(policy * weights[place])
         if one.ref is not None:
             penalty = kl(settings.kl_estimator, one.ref[place] - one.logp[place], one.ref[place] - at.logp[place])
             answer += [beta * term * (ratio if settings.use_bias_correction_kl else 1.0) for term in penalty]
@@ -172,6 +187,8 @@ def shares(
         "bnpo": step.tokens,
         "dapo": step.tokens,
         "cispo": step.tokens,
+        "vespo": step.tokens,
+        "luspo": step.sequences,
         "dr_grpo": step.sequences * max_completion_length,
     }[settings.loss_type]
     answer = [term / divisor for term in terms(one, settings, beta, at or one)]

@@ -11,7 +11,7 @@ from oracle import Completion, size
 from grpo.loss import StepSize, Tokens
 
 LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 BOUNDS = {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6}
 EVERYTHING = {
     "delta": 1.7,

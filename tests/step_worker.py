@@ -104,7 +104,7 @@ def check_skipped(engine, case: dict, config: TrainerConfig, batcher, rank: int)
     if number in mine:
         own[mine.index(number)].advantage = advantage
     before, skipped = weights_of(engine.module), engine.skipped_steps
-    stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), beta=config.beta))
+    stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef))
     assert not engine.was_step_applied() and engine.skipped_steps == skipped + 1
     assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
     assert isfinite(stats["loss"].total) == isfinite(np.float32(advantage))
@@ -113,7 +113,7 @@ def check_skipped(engine, case: dict, config: TrainerConfig, batcher, rank: int)
 def check_masked(engine, case: dict, config: TrainerConfig, batcher, rank: int) -> None:
     own = [replace(one, finished=False) for one in own_share(case, config, rank)]
     before, steps = weights_of(engine.module), engine.global_steps
-    assert update(engine, own, config, batcher, PhaseClock(), beta=config.beta) == {}
+    assert update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef) == {}
     assert engine.global_steps == steps
     assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
 
@@ -148,7 +148,7 @@ def main(model, cases_file, out) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             before = weights_of(policy)
-            stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), beta=config.beta))
+            stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef))
         results.append(
             {
                 "before": before,

@@ -9,10 +9,18 @@ import torch
 from oracle import Completion, gradient, loss, mark_high_entropy
 from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
 
-from grpo.loss import StepSize, Tokens, adapt_beta, grpo_loss, kl_divergence
+from grpo.loss import (
+    StepSize,
+    Tokens,
+    adapt_beta,
+    adapt_entropy_coef,
+    applied_entropy_coef,
+    grpo_loss,
+    kl_divergence,
+)
 from grpo.loss_config import LossSection
 
-CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]
+CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 LEVELS = ["token", "sequence"]
 BETA, LONGEST = 0.3, 12
 
@@ -21,6 +29,7 @@ MODES = {
     "as drawn": ({}, {"off_policy": False}),
     "off-policy": ({"epsilon_high": 0.28}, {}),
     "far off": ({}, {"far": True}),
+    "other powers": ({"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.0, "vespo_lambda_neg": 4.0}, {}),
     "delta": ({"delta": 1.7}, {"far": True}),
     "bias corrected": ({"use_bias_correction_kl": True}, {}),
     "entropy bonus": ({"entropy_coef": 0.02}, {}),
@@ -47,7 +56,12 @@ def drawn(settings: LossSection, seed: int, **kind) -> list[Completion]:
 
 def ours(some: list[Completion], settings: LossSection, beta=BETA) -> tuple[torch.Tensor, dict, Tokens]:
     tokens = tokens_of(some)
-    return *grpo_loss(tokens, step_of(some), settings, beta=beta, max_completion_length=LONGEST), tokens
+    value, metrics = grpo_loss(tokens, step_of(some), settings, beta=beta, **constants(settings))
+    return value, metrics, tokens
+
+
+def constants(settings: LossSection) -> dict:
+    return {"entropy_coef": settings.entropy_coef, "max_completion_length": LONGEST}
 
 
 # The other estimators meet nothing else in the modes that are left out.
@@ -97,8 +111,9 @@ def test_as_drawn_the_gradient_is_the_advantage(loss_type, level):
     every = sum(len(one.logp) for one in some)
     expected = []
     for one in some:
-        divisor = {"grpo": len(one.logp) * len(some), "sapo": len(one.logp) * len(some), "dr_grpo": LONGEST * len(some)}
-        expected += [-one.advantage / divisor.get(loss_type, every) for _ in one.logp]
+        count = len(some)
+        lengths = {"grpo": len(one.logp), "sapo": len(one.logp), "dr_grpo": LONGEST, "luspo": 1}
+        expected += [-one.advantage / (count * lengths.get(loss_type, every / count)) for _ in one.logp]
     assert gradients(value, tokens)[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
@@ -109,7 +124,9 @@ def test_delta_bounds_what_a_bad_token_can_weigh(loss_type):
     for ratio in (0.1, 0.9, 1.1, 2.9, 3.1, 1e6):
         for advantage in (-2.0, 2.0):
             one = Completion(advantage, [-1.0], [0.0], old=[-1.0 - math.log(ratio)])
-            value = grpo_loss(tokens_of([one]), size, settings, beta=0.0, max_completion_length=1)[0].item()
+            value = grpo_loss(tokens_of([one]), size, settings, beta=0.0, entropy_coef=0.0, max_completion_length=1)[
+                0
+            ].item()
             clipped = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
             assert value == pytest.approx(-(max(clipped, 3 * advantage) if advantage < 0 else clipped), rel=1e-9)
 
@@ -180,7 +197,7 @@ def test_any_cut_in_any_order_adds_up_to_the_whole(loss_type, level, mode):
         total = 0.0
         for cut in cuts:
             own = tokens_of([some[index] for index in cut])
-            part, _ = grpo_loss(own, step, settings, beta=BETA, max_completion_length=LONGEST)
+            part, _ = grpo_loss(own, step, settings, beta=BETA, **constants(settings))
             total += part.item()
             for own_gradient, expected in zip(gradients(part, own), rows, strict=True):
                 together = torch.cat([expected[index] for index in cut]) if cut else torch.zeros(0).double()
@@ -214,7 +231,7 @@ def test_extreme_ratios_stay_finite_in_float32(loss_type, level, distance):
     )
     some = [Completion(a, [-1.0] * 3, [1.0] * 3, *[[-1.0 + distance] * 3] * 2, [-1.0 - distance] * 3) for a in (1, -1)]
     tokens = tokens_of(some, torch.float32)
-    value, metrics = grpo_loss(tokens, step_of(some), settings, beta=BETA, max_completion_length=LONGEST)
+    value, metrics = grpo_loss(tokens, step_of(some), settings, beta=BETA, **constants(settings))
     assert torch.isfinite(value) and torch.isfinite(gradients(value, tokens)[0]).all()
     assert all(torch.isfinite(values).all() for values in metrics.values())
 
@@ -248,6 +265,26 @@ def test_clipping_is_counted_where_it_stops_the_gradient(loss_type):
     assert metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
     assert metrics["clip_ratio/region_mean"].tolist() == [1, 0, 0, 1]
     assert (gradients(value, tokens)[0] == 0).tolist() == [True, False, False, True]
+
+
+def test_an_adaptive_entropy_coefficient_acts_only_at_or_below_the_target():
+    """Skywork-OR1, arXiv:2505.22312: it grows at or below the target and shrinks above it, within its bounds."""
+    settings = LossSection(
+        use_adaptive_entropy=True,
+        entropy_coef=0.01,
+        entropy_coef_min=0.005,
+        entropy_coef_max=0.02,
+        entropy_coef_delta=0.006,
+        entropy_target=0.5,
+    )
+    coefficient, last, seen = settings.entropy_coef, None, []
+    for entropy in (0.4, 0.5, 0.3, 0.51, 0.9, 2.0, 0.1):
+        seen.append((applied_entropy_coef(coefficient, last, settings), coefficient))
+        coefficient, last = adapt_entropy_coef(coefficient, entropy, settings), entropy
+    acted, known = zip(*seen, strict=True)
+    assert known == pytest.approx((0.01, 0.016, 0.02, 0.02, 0.014, 0.008, 0.005))
+    assert acted == pytest.approx((0.0, 0.016, 0.02, 0.02, 0.0, 0.0, 0.0))
+    assert applied_entropy_coef(0.01, None, LossSection(entropy_coef=0.01)) == 0.01
 
 
 @pytest.mark.parametrize("kl, error", [(0.05, -0.2), (0.09, -0.1), (0.1, 0.0), (0.115, 0.15), (3.0, 0.2), (-1.0, -0.2)])

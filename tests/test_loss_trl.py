@@ -16,7 +16,7 @@ import torch
 from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
 
 from grpo.advantages import soft_overlong_punishment
-from grpo.loss import grpo_loss
+from grpo.loss import adapt_entropy_coef, applied_entropy_coef, grpo_loss
 from grpo.loss_config import LossSection
 from grpo.metrics import Stats, step_metrics
 
@@ -28,6 +28,7 @@ MODES = {
     "as drawn": ({}, 0.0, {"off_policy": False}),
     "off-policy": ({"epsilon_high": 0.28}, 0.0, {}),
     "delta": ({"delta": 1.3}, 0.0, {}),
+    "powers": ({"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.0, "vespo_lambda_neg": 4.0}, 0.0, {}),
     "KL": ({}, 0.3, {}),
     "KL as drawn": ({}, 0.3, {"off_policy": False}),
     "KL, bias corrected": ({"use_bias_correction_kl": True}, 0.3, {}),
@@ -62,12 +63,44 @@ def trl():
         )
 
 
-def padded(rows: list[list[float]]) -> torch.Tensor:
+def padded(rows: list[list[float]], filling: float = -0.5) -> torch.Tensor:
     """Wider than the longest; what stands in the padding must not matter."""
-    return torch.tensor([[*row, *[-0.5] * (LONGEST + 2 - len(row))] for row in rows], dtype=torch.float64)
+    return torch.tensor([[*row, *[filling] * (LONGEST + 2 - len(row))] for row in rows], dtype=torch.float64)
 
 
-def theirs(trl, some: list[oracle.Completion], settings: LossSection, beta: float):
+def trls_trainer(trl, settings: LossSection, beta: float) -> SimpleNamespace:
+    """What `_compute_loss` asks of its trainer."""
+    corrected = settings.importance_sampling_mode != "none"
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(**vars(settings), steps_per_generation=1),
+        loss_type=settings.loss_type,
+        importance_sampling_level=settings.importance_sampling_level,
+        epsilon_low=settings.epsilon,
+        epsilon_high=oracle.upper(settings),
+        beta=beta,
+        off_policy_mask_threshold=settings.off_policy_mask_threshold,
+        top_entropy_quantile=settings.top_entropy_quantile,
+        entropy_coef=settings.entropy_coef,
+        use_adaptive_entropy=settings.use_adaptive_entropy,
+        _entropy_bonus_enabled=settings.entropy_coef != 0.0 or settings.use_adaptive_entropy,
+        _last_world_entropy=float("inf"),
+        _entropy_window_stats=None,
+        use_vllm=corrected,
+        vllm_importance_sampling_correction=corrected,
+        max_completion_length=LONGEST,
+        current_gradient_accumulation_steps=1,
+        aux_loss_enabled=False,
+        accelerator=trl.accelerator,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        get_off_policy_mask=trl.trainer.get_off_policy_mask,
+        get_gamma_weights=trl.trainer.get_gamma_weights,
+    )
+    trainer.get_high_entropy_mask = partial(trl.trainer.get_high_entropy_mask, trainer)
+    return trainer
+
+
+def theirs(trl, some: list[oracle.Completion], settings: LossSection, beta: float, trainer=None):
     """TRL's loss, its gradients by log-probs and entropies (flat, as ours), the metrics it logs."""
     logp = padded([one.logp for one in some]).requires_grad_()
     entropy = padded([one.entropy for one in some]).requires_grad_()
@@ -90,40 +123,16 @@ def theirs(trl, some: list[oracle.Completion], settings: LossSection, beta: floa
         inputs["ref_per_token_logps"] = padded([one.ref for one in some])
     if corrected:
         # Computed in another method of TRL's, which also generates; the same formula is the oracle's.
-        inputs["importance_sampling_ratio"] = padded([oracle.importance(one, one, settings) for one in some])
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(
-            use_bias_correction_kl=settings.use_bias_correction_kl,
-            delta=settings.delta,
-            sapo_temperature_pos=settings.sapo_temperature_pos,
-            sapo_temperature_neg=settings.sapo_temperature_neg,
-            steps_per_generation=1,
-        ),
-        loss_type=settings.loss_type,
-        importance_sampling_level=settings.importance_sampling_level,
-        epsilon_low=settings.epsilon,
-        epsilon_high=oracle.upper(settings),
-        beta=beta,
-        off_policy_mask_threshold=settings.off_policy_mask_threshold,
-        top_entropy_quantile=settings.top_entropy_quantile,
-        entropy_coef=settings.entropy_coef,
-        use_adaptive_entropy=False,
-        _entropy_bonus_enabled=settings.entropy_coef != 0.0,
-        use_vllm=corrected,
-        vllm_importance_sampling_correction=corrected,
-        max_completion_length=LONGEST,
-        current_gradient_accumulation_steps=1,
-        aux_loss_enabled=False,
-        accelerator=trl.accelerator,
-        model=SimpleNamespace(training=True),
-        _metrics={"train": defaultdict(list)},
-        get_off_policy_mask=trl.trainer.get_off_policy_mask,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, entropy, None),
-    )
-    trainer.get_high_entropy_mask = partial(trl.trainer.get_high_entropy_mask, trainer)
+        inputs["importance_sampling_ratio"] = padded([oracle.importance(one, one, settings) for one in some], 1.0)
+    trainer = trainer or trls_trainer(trl, settings, beta)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, entropy, None)
     value = trl.trainer._compute_loss(trainer, trainer.model, inputs)
     slopes = torch.autograd.grad(value, (logp, entropy), materialize_grads=True)
     return value.item(), [slope[mask.bool()] for slope in slopes], trainer._metrics["train"]
+
+
+def constants(settings: LossSection) -> dict:
+    return {"entropy_coef": settings.entropy_coef, "max_completion_length": LONGEST}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -142,7 +151,7 @@ def test_value_and_gradient_are_trls(trl, loss_type, level, mode):
         if settings.top_entropy_quantile < 1:
             some = oracle.mark_high_entropy(some, settings.top_entropy_quantile)
         tokens = tokens_of(some)
-        own, own_metrics = grpo_loss(tokens, step_of(some), settings, beta=beta, max_completion_length=LONGEST)
+        own, own_metrics = grpo_loss(tokens, step_of(some), settings, beta=beta, **constants(settings))
         assert own.item() == pytest.approx(value, rel=1e-6)
         for own_slope, slope in zip(gradients(own, tokens), slopes, strict=True):
             torch.testing.assert_close(own_slope, slope, rtol=1e-5, atol=1e-9)
@@ -152,12 +161,45 @@ def test_value_and_gradient_are_trls(trl, loss_type, level, mode):
             assert own_metrics[name].double().sum().item() / every == pytest.approx(metrics[name][0], rel=1e-5), name
 
 
+@pytest.mark.parametrize("quantile", [1.0, 0.4])
+def test_the_adaptive_entropy_bonus_is_trls(trl, quantile):
+    """Step after step with one trainer: when it acts, with what coefficient, and what it is afterwards."""
+    settings = LossSection(
+        use_adaptive_entropy=True,
+        entropy_coef=0.02,
+        entropy_coef_min=0.01,
+        entropy_coef_max=0.03,
+        entropy_coef_delta=0.006,
+        entropy_target=1.0 if quantile == 1 else 1.7,
+        top_entropy_quantile=quantile,
+    )
+    trainer, coefficient, last, seen = trls_trainer(trl, settings, 0.0), settings.entropy_coef, None, []
+    for seed, scale in enumerate([0.2, 0.3, 1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 1.0]):
+        some = [
+            oracle.replace(one, ref=None, entropy=[scale * value for value in one.entropy]) for one in completions(seed)
+        ]
+        value, slopes, metrics = theirs(trl, some, settings, 0.0, trainer)
+        marked = oracle.mark_high_entropy(some, quantile) if quantile < 1 else some
+        tokens, applied = tokens_of(marked), applied_entropy_coef(coefficient, last, settings)
+        own, own_metrics = grpo_loss(
+            tokens, step_of(marked), settings, beta=0.0, entropy_coef=applied, max_completion_length=LONGEST
+        )
+        last = own_metrics["entropy_acted_on"].double().mean().item()
+        coefficient = adapt_entropy_coef(coefficient, last, settings)
+        assert own.item() == pytest.approx(value, rel=1e-6)
+        for own_slope, slope in zip(gradients(own, tokens), slopes, strict=True):
+            torch.testing.assert_close(own_slope, slope, rtol=1e-5, atol=1e-9)
+        assert coefficient == metrics["entropy_coef"][-1]
+        seen.append(applied)
+    assert 0.0 in seen[1:] and len({*seen}) > 2  # it rests, and it moves
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_both_report_the_same_metrics(trl, loss_type):
     settings = LossSection(loss_type=loss_type)
     some = completions(seed=1)
     _, _, metrics = theirs(trl, some, settings, beta=0.3)
-    _, own = grpo_loss(tokens_of(some), step_of(some), settings, beta=0.3, max_completion_length=LONGEST)
+    _, own = grpo_loss(tokens_of(some), step_of(some), settings, beta=0.3, **constants(settings))
     assert metrics.keys() - {"entropy", "clip_ratio/low_min", "clip_ratio/high_max"} <= own.keys()
 
 

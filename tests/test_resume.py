@@ -37,6 +37,10 @@ OPTIONS = {
     "num_iterations": 2,
     "kl_target": 1e-4,
     "kl_horizon": 100,
+    "weight_decay": 0.1,
+    "use_adaptive_entropy": None,
+    "entropy_coef": 0.1,
+    "entropy_target": 6.04,
     "report_to": "none",
     "ref_deadline": 120,
 }
@@ -113,6 +117,7 @@ def undisturbed(setting, model_folder, tmp_path_factory):
             rows = timeless(folder / "run")
             assert [row["step"] for row in rows] == list(range(STEPS + 1))
             assert len({row["grad_norm"] for row in rows[1:]}) == STEPS and len({row["beta"] for row in rows[1:]}) > 2
+            assert len({row["entropy_coef"] for row in rows[1:]}) > 2
             known[ranks, kind] = folder / "run"
         return known[ranks, kind]
 

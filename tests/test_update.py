@@ -19,8 +19,8 @@ TEMPERATURE, LONGEST = 0.8, 32  # as step_worker.py sets them
 BETA = 0.3
 COUNT = PROMPTS * GENERATIONS
 
-LOSSES = [{"loss_type": loss_type} for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")]
-LOSSES.append({"loss_type": "grpo", "importance_sampling_level": "sequence"})  # GSPO
+LOSSES = [{"loss_type": loss_type} for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")]
+LOSSES += [{"loss_type": loss_type, "importance_sampling_level": "sequence"} for loss_type in ("grpo", "luspo")]  # GSPO
 # Every loss with every scale, the truncated completions in or out.
 PLAIN = [
     {**loss, "scale_rewards": scale, "mask_truncated_completions": masked}
@@ -40,6 +40,7 @@ OPTIONS = [
     {"off_policy_mask_threshold": 0.01, "loss_type": "bnpo"},
     {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 1.3},
     {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.8, "loss_type": "cispo"},
+    {"importance_sampling_mode": "token_truncate", "loss_type": "vespo", "vespo_k_neg": 1.0},
     {"importance_sampling_mode": "sequence_truncate", "importance_sampling_level": "sequence"},
     {"importance_sampling_mode": "sequence_mask", "loss_type": "dr_grpo"},
 ]
