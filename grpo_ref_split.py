@@ -41,6 +41,7 @@ from grpo.data import PromptStream, load_examples
 from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
+from grpo.logprobs import check_router
 from grpo.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
 from grpo.machines import check_alike, given, open_run
 from grpo.metrics import (
@@ -121,6 +122,8 @@ def train(config: TrainerConfig) -> None:
     model = load_model(config, device)
     own = describe(model, tokenizer, config.model_name_or_path)
     check_lengths(config, own)
+    if config.router_aux_loss_coef > 0:
+        check_router(model, config.router_aux_loss_coef)
     check_alike({"the model's fingerprint": own.model_fingerprint})
     if client is not None:
         check_reference(config, own, reference)

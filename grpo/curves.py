@@ -57,6 +57,7 @@ PANELS = {
         Panel("KL coefficient", ("beta",)),
         Panel("entropy coefficient", ("entropy_coef",)),
         Panel("weight of a sequence (vespo)", ("vespo/*",)),
+        Panel("imbalance of the experts", ("aux_loss",)),
         Panel("reference taken at step", ("ref_step",)),
     ],
     "Length": [

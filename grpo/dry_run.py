@@ -22,6 +22,7 @@ from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
 from grpo.estimate import Term
 from grpo.estimate_report import has_experts, on_meta
+from grpo.logprobs import check_router
 from grpo.metrics import check_report_to
 from grpo.model import check_lengths, describe_without_weights, load_tokenizer, resolve_dtype
 from grpo.protocol import Health
@@ -59,6 +60,8 @@ def dry_run(config: TrainerConfig) -> None:
     model = policy_on_meta(config, resolve_dtype(config, device))
     own = describe_without_weights(model, tokenizer, config.model_name_or_path)
     check_lengths(config, own)
+    if config.router_aux_loss_coef > 0:
+        check_router(model, config.router_aux_loss_coef)
 
     longest = max(len(one.prompt_ids) for one in examples)
     loads = {

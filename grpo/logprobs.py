@@ -30,19 +30,61 @@ def token_logprobs(
     Both float32 [T] in the order of `batch.targets`, of the distribution softmax(logits / temperature), the entropy in
     nats; both carry gradients.
     """
+    return _of_body(_body(model, batch), model, batch, temperature, with_entropy)
+
+
+def with_router_logits(
+    model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """As `token_logprobs`, and what `router_logits` gives, of one forward pass."""
+    body = _body(model, batch, output_router_logits=True)
+    return *_of_body(body, model, batch, temperature, with_entropy), _of_routers(body, batch)
+
+
+def router_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """What the routers of a mixture of experts say where each completion token is predicted: [layers, T, experts]."""
+    return _of_routers(_body(model, batch, output_router_logits=True), batch)
+
+
+@torch.no_grad()
+def check_router(model: nn.Module, coefficient: float) -> None:
+    """Raises ConfigError where the model has no routers, or none that show what they say."""
+    config = model.config.get_text_config()
+    shown = hasattr(config, "output_router_logits") and hasattr(config, "num_experts_per_tok")
+    if shown and model.device.type != "meta":
+        ids = torch.arange(4, device=model.device).unsqueeze(0)
+        body = model.base_model(input_ids=ids, use_cache=False, output_router_logits=True)
+        shown = bool(getattr(body, "router_logits", None))
+    if not shown:
+        raise ConfigError(
+            f"router_aux_loss_coef={coefficient!r}: {type(model).__name__} has no experts, or does not show how it "
+            "chooses among them: leave it out"
+        )
+
+
+def _body(model: nn.Module, batch: Batch, **options):
     if batch.tree is None:
         # No attention mask: the padding is on the right, where no token of a causal model can see it.
-        body = model.base_model(input_ids=batch.input_ids, use_cache=False)
-    else:
-        # A mask in four dimensions is what transformers hands on as it is; without one it would build one, N by N.
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
-        body = model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=mask,
-            use_cache=False,
-            tree=batch.tree,
-        )
+        return model.base_model(input_ids=batch.input_ids, use_cache=False, **options)
+    # A mask in four dimensions is what transformers hands on as it is; without one it would build one, N by N.
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
+    return model.base_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=mask,
+        use_cache=False,
+        tree=batch.tree,
+        **options,
+    )
+
+
+def _of_routers(body, batch: Batch) -> torch.Tensor:
+    return torch.stack([layer.flatten(0, -2)[batch.predicts] for layer in body.router_logits])
+
+
+def _of_body(
+    body, model: nn.Module, batch: Batch, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     head = Head.of(model, temperature)
     hidden = body.last_hidden_state.flatten(0, 1)[batch.predicts].to(head.weight.device)
     targets = batch.targets.to(head.weight.device)

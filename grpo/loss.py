@@ -164,6 +164,28 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
     return k3.detach() + k2 - k2.detach()
 
 
+def experts_chosen(router_logits: torch.Tensor, per_token: int) -> torch.Tensor:
+    """How many tokens chose each expert, the mean of all layers: [layers, T, experts] -> float64 [experts]."""
+    chosen = router_logits.softmax(dim=-1).topk(per_token, dim=-1).indices
+    counts = torch.bincount(chosen.flatten(), minlength=router_logits.shape[-1])
+    return counts.double() / len(router_logits)
+
+
+def balance_loss(router_logits: torch.Tensor, chosen: torch.Tensor, step: StepSize) -> torch.Tensor:
+    """These tokens' share of the load-balancing loss of the whole step, experts x sum of f x P.
+
+    Switch Transformer, Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6.
+
+    f is the share of the step's tokens that chose an expert, `chosen` / tokens; P the router's mean probability for it.
+    f has no gradient, and with the whole step's f the sum over any cut is the loss of the step, as transformers'
+    load_balancing_loss_func has it of all these tokens at once. router_logits: [layers, T, experts].
+    """
+    layers, _, experts = router_logits.shape
+    shares = chosen.to(router_logits.device) / max(step.tokens, 1)
+    probabilities = router_logits.softmax(dim=-1).sum(dim=(0, 1), dtype=torch.float32)
+    return experts * (shares.float() * probabilities).sum() / (layers * max(step.tokens, 1))
+
+
 def adapt_beta(beta: float, kl: float, sequences: int, target: float, horizon: float) -> float:
     """The KL coefficient for the next step: it grows where the measured KL (nats a token) is above the target.
 

@@ -67,6 +67,9 @@ class LossSection:
     entropy_coef_max: float = option(1.0, "upper bound of it")
     entropy_coef_delta: float = option(0.005, "what it grows by after a step with entropy_target or less, else shrinks")
     entropy_target: float = option(0.2, "mean entropy, in nats, of the tokens that the bonus acts on")
+    router_aux_loss_coef: float = option(
+        0.0, "weight of the loss that balances the experts of a mixture (TRL's default is the model's own weight)"
+    )
     top_entropy_quantile: float = option(
         1.0, "only this share of the step's tokens, those of highest entropy, is in the policy term; 1 is all"
     )

@@ -95,6 +95,8 @@ def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[st
     for name in ("reward", "reward_std_within_groups", "frac_reward_zero_std", "kl", "entropy"):
         if name in stats:
             metrics[name] = stats[name].mean
+    if "aux_loss" in stats:
+        metrics["aux_loss"] = stats["aux_loss"].total
     if "reward" in stats:
         metrics["reward_std"] = stats["reward"].std
     for name in ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"):

@@ -206,6 +206,7 @@ class TrainerConfig(
             "entropy_coef_max",
             "entropy_coef_delta",
             "entropy_target",
+            "router_aux_loss_coef",
             "vespo_k_pos",
             "vespo_k_neg",
             "importance_sampling_clip_min",

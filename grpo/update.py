@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from grpo.batch import Batcher
-from grpo.logprobs import token_logprobs
-from grpo.loss import StepSize, Tokens, grpo_loss
+from grpo.logprobs import router_logits, token_logprobs, with_router_logits
+from grpo.loss import StepSize, Tokens, balance_loss, experts_chosen, grpo_loss
 from grpo.metrics import PhaseClock, Stats, add_stats, gather
 from grpo.records import Sequence
 from grpo.ref_wire import ReferenceLost, RefError
@@ -55,6 +55,10 @@ def update(
     stats: dict[str, Stats] = {}
     if size.tokens == 0:
         return stats  # zero gradients would still let AdamW's momentum and weight decay move the weights
+    chosen = None
+    if config.router_aux_loss_coef > 0:
+        with clock("routers"):
+            chosen = _experts_chosen(engine.module, sequences, micro_batches, batcher)
     lost: RefError | None = None
     # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
     # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
@@ -65,7 +69,10 @@ def update(
         rows = rows if real else [filler]
         batch = batcher.make([(one.prompt_ids, one.completion_ids) for one in rows], device)
         lengths = torch.tensor([len(one.completion_ids) for one in rows], device=device)
-        logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
+        if chosen is None:
+            logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
+        else:
+            logprobs, entropy, routers = with_router_logits(engine.module, batch, config.temperature, with_entropy=True)
         reference = None
         if config.beta > 0:
             with clock("wait_ref"):
@@ -92,6 +99,10 @@ def update(
             entropy_coef=entropy_coef,
             max_completion_length=config.max_completion_length,
         )
+        if chosen is not None:
+            imbalance = balance_loss(routers, chosen, size)
+            loss = loss + config.router_aux_loss_coef * imbalance
+            metrics["aux_loss"] = Stats(1, imbalance.item())
         # DeepSpeed leaves out, on all ranks, a step whose gradient is not finite: so it is where the loss is not.
         finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
         engine.backward(loss * finite * real * dist.get_world_size(), scale_wrt_gas=False)
@@ -137,6 +148,20 @@ def policy_logprobs(
                 for index, own in zip(indices, values.cpu().split(lengths), strict=True):
                     every[index] = own.numpy()
     return logprobs, entropies
+
+
+@torch.no_grad()
+def _experts_chosen(
+    model: PreTrainedModel, sequences: Many[Sequence], micro_batches: list[list[int]], batcher: Batcher
+) -> torch.Tensor:
+    """How many of the step's tokens, on all ranks, chose each expert. float64 [experts]."""
+    per_token, total = model.config.get_text_config().num_experts_per_tok, torch.zeros(1, dtype=torch.float64)
+    for indices in micro_batches:
+        rows = [sequences[index] for index in indices]
+        if any(one.completion_ids for one in rows):
+            batch = batcher.make([(one.prompt_ids, one.completion_ids) for one in rows], model.device)
+            total = total + experts_chosen(router_logits(model, batch), per_token).cpu()
+    return sum(gather(total))  # a rank without tokens adds a 0
 
 
 def _cut(sequences: Many[Sequence], config: TrainerConfig, batcher: Batcher) -> list[list[int]]:

@@ -102,6 +102,7 @@ IMPOSSIBLE = [
     (["--vespo_k_neg", "-1"], "vespo_k_neg=-1.0: ", "0 or more"),
     (["--entropy_coef_min", "2"], "entropy_coef_min=2.0: ", "above entropy_coef_max=1.0: lower it"),
     (["--entropy_target", "-1"], "entropy_target=-1.0: ", "0 or more"),
+    (["--router_aux_loss_coef", "-1"], "router_aux_loss_coef=-1.0: ", "0 or more"),
     (["--top_entropy_quantile", "0"], "top_entropy_quantile=0.0: ", "above 0 and up to 1"),
     (["--top_entropy_quantile", "1.1"], "top_entropy_quantile=1.1: ", "above 0 and up to 1"),
     (["--entropy_coef", "-1"], "entropy_coef=-1.0: ", "0 or more"),

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, rewards, sequences
+from test_experts import balanced, mixture
 from transformers import AutoModelForCausalLM
 
 from grpo.loss_config import LossSection
@@ -79,7 +80,8 @@ class Plain:
     """The model in float64 with every sequence's log-probs and entropies, to be differentiated again and again."""
 
     def __init__(self, folder, weights=None):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        # Of the ways to compute experts only this one takes float64.
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
         if weights is not None:
             self.model.load_state_dict(weights, strict=False)  # a tied head is named once
         self.rows = []
@@ -200,6 +202,26 @@ def test_every_loss_with_every_option(launch, model_folder, tmp_path, plain, exp
         change = torch.cat([row[0] for row in moved.rows]) - torch.cat([row[0] for row in plain.rows])
         assert change.abs().max() > 0.2, "within the clip"
         check(number, result, *moved.step(LossSection(beta=BETA, **CASES[number][0]), old, False), limit)
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_over_the_whole_step(launch, tmp_path):
+    """Three ranks, one with nothing but a masked completion: the loss of all tokens at once, added with its weight."""
+    experts = mixture("mixtral")
+    experts.save_pretrained(tmp_path / "experts")
+    numbers = [number for number, case in enumerate(CASES) if case == (PLAIN[1], False, False)] * 2
+    cases = [worker_case(number, 3, router_aux_loss_coef=0.5) for number in numbers]
+    for case, budget in zip(cases, ("1", "100"), strict=True):
+        case["options"][case["options"].index("--micro_batch_tokens") + 1] = budget
+    assert PLAIN[1]["mask_truncated_completions"]
+    plain = Plain(tmp_path / "experts")
+    gradients, metrics = plain.step(LossSection(beta=BETA, **PLAIN[1]), None, False)
+    kept = [(one.prompt_ids, one.completion_ids) for one in sequences() if one.finished]
+    value, slopes = balanced(plain.model, kept)
+    gradients = {name: slope + 0.5 * slopes[name] for name, slope in gradients.items()}
+    for result in run(launch, 3, tmp_path / "experts", tmp_path, cases):
+        check(numbers[0], result, gradients, metrics | {"loss": metrics["loss"] + 0.5 * value})
+        assert result["stats"]["aux_loss"][1] == pytest.approx(value, rel=1e-5)
 
 
 @pytest.mark.slow
