@@ -22,9 +22,11 @@ from itertools import chain
 from operator import itemgetter
 
 from grpo.arguments import parse_arguments
+from grpo.stopping import Launcher, StopSignals
 from grpo.trainer_config import TrainerConfig
 
 if __name__ == "__main__":
+    LAUNCHER = Launcher()  # from the first moment on: a launcher may end while all this is imported
     CONFIG = parse_arguments(TrainerConfig, __doc__)  # before the heavy imports: --help and mistakes answer at once
 
 import torch
@@ -75,7 +77,6 @@ from grpo.resume import Checkpoints, Progress
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.rollout import Sampler
 from grpo.stalls import TIME_OUT, Stalls
-from grpo.stopping import StopSignals
 from grpo.update import NotFinite, update
 
 if not torch.cuda.is_available():
@@ -89,7 +90,7 @@ log = logging.getLogger("grpo_ref_split")
 EVAL_RECORDED = 32  # held-out answers in the record of each evaluation
 
 
-def train(config: TrainerConfig) -> None:
+def train(config: TrainerConfig, launcher: Launcher) -> None:
     """Set up, then loop. Raises ConfigError before a model is loaded wherever the mistake can be seen by then."""
     rank, world_size, device = join_ranks(config)
     check_report_to(config)
@@ -152,7 +153,7 @@ def train(config: TrainerConfig) -> None:
     elif ref_updates:
         ref_updates.begin(reference)
     collector.ask_again(progress.parts)
-    stop, stalls = StopSignals(), Stalls(rank, world_size)
+    stop, stalls = StopSignals(launcher), Stalls(rank, world_size)
     recorder = Recorder(config, folder, after=progress.step if goes_on else -1) if rank == 0 else None
     log.info(
         "%d prompts, %d held out; %d x %s; run folder %s%s",
@@ -352,7 +353,7 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
 
 if __name__ == "__main__":
     code = exit_code(
-        lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG),
+        lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG, LAUNCHER),
         (RefError, RewardError, SaveError, NotFinite, OSError),
         "interrupted before the first step",
     )

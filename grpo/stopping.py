@@ -1,41 +1,62 @@
 """SIGINT, SIGTERM and SIGHUP: the first one lets a run finish its step and save, a second one ends it at once.
 
 The deepspeed launcher has two processes above the ranks. The upper one dies of a signal and leaves everything running;
-the lower one passes a signal on and kills what is still there after 30 seconds. So a rank watches both: a launcher that
-is gone is a signal to stop, and one that would kill is held until the rank has ended. Whoever reads what the ranks say
-(tee, ssh) may die of the same Ctrl-C, or be all that ends: that is a signal to stop too, and no error.
+the lower one passes a signal on and kills what is still there after 30 seconds. So a rank watches both from its first
+moment on: a launcher that is gone is a signal to stop, and one that would kill is held until the rank has ended.
+Whoever reads what the ranks say (tee, ssh) may die of the same Ctrl-C, or be all that ends: that is a signal to stop
+too, and no error.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from grpo.ending import first_here
+from grpo.ending import first_here, say_once
 
 _GRACE = 5.0  # seconds after the first signal in which a SIGTERM is the launcher's, which passes the first one on
 _LOOK = 0.5  # seconds between two looks at the launcher
 
 
+class Launcher:
+    """The launcher's process that started this rank, and the one above it. Make it before anything that takes time:
+    from then on a thread looks whether both are there, and ends this process where one is not."""
+
+    def __init__(self) -> None:
+        self.process = _launcher()
+        """its number; 0 where there is no launcher"""
+        self.on_gone: Callable[[], None] = _end_unstarted
+        """what to do once it is gone"""
+        self._above = _parent(self.process) if self.process else 0
+        if self.process:
+            threading.Thread(target=self._watch, name="launcher", daemon=True).start()
+
+    def _watch(self) -> None:
+        gone = _is_orphan(self.process)
+        while not gone:
+            time.sleep(_LOOK)
+            gone = os.getppid() != self.process or _parent(self.process) != self._above
+        self.on_gone()
+
+
 class StopSignals:
     """From its making on, signals only ask. A thread of its own reads them: the main thread may be in a collective."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         self.asked = 0
         """number of the signal that asked to stop, once there was one"""
         self._since = 0.0
         self._guard: subprocess.Popen | None = None
-        self._launcher = _launcher()
-        self._above = _parent(self._launcher) if self._launcher else 0
+        self._launcher = launcher.process
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         # A terminal that is closed sends SIGHUP, which nohup has ignored.
@@ -43,16 +64,15 @@ class StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hang_up else [])):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(write)
-        sys.stdout, sys.stderr = _Screen(sys.stdout, self._unread), _Screen(sys.stderr, self._unread)
+        unread = partial(self._lost, "nobody reads this")
+        sys.stdout, sys.stderr = _Screen(sys.stdout, unread), _Screen(sys.stderr, unread)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        launcher.on_gone = partial(self._lost, "the launcher is gone")
 
     def _watch(self) -> None:
         while True:
-            ready, _, _ = select.select([self._read], [], [], _LOOK)
-            for number in os.read(self._read, 64) if ready else b"":
+            for number in os.read(self._read, 64):
                 self._signalled(number)
-            if self._launcher and not self.asked and _parent(self._launcher) != self._above:
-                self._ask(signal.SIGTERM, "the launcher is gone")
 
     def _signalled(self, number: int) -> None:
         if number == signal.SIGTERM and self._launcher and _children(self._launcher) < _ranks_here():
@@ -68,9 +88,9 @@ class StopSignals:
         else:
             self._ask(number, signal.Signals(number).name)
 
-    def _unread(self) -> None:
+    def _lost(self, reason: str) -> None:
         if not self.asked:
-            self._ask(signal.SIGTERM, "nobody reads this")
+            self._ask(signal.SIGTERM, reason)
 
     def _ask(self, number: int, reason: str) -> None:
         self.asked, self._since = number, time.monotonic()
@@ -115,6 +135,21 @@ def _launcher() -> int:
         return parent if b"deepspeed.launcher.launch" in Path(f"/proc/{parent}/cmdline").read_bytes() else 0
     except OSError:
         return 0
+
+
+def _end_unstarted() -> None:
+    try:
+        if first_here():
+            say_once("the launcher is gone, and no step was done: start it again")
+    finally:  # nobody may read it any more
+        os._exit(128 + signal.SIGTERM)
+
+
+def _is_orphan(process: int) -> bool:
+    """Whether the process that started it is gone already. A process has its parent's session or leads a session of
+    its own; the process that adopts an orphan has another one."""
+    session, above = (_stat(number)[3:4] for number in (process, _parent(process)))
+    return bool(above) and session not in (above, [str(process)])
 
 
 def _stat(process: int) -> list[str]:

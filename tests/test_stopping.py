@@ -14,8 +14,8 @@ from grpo.stopping import _GRACE
 
 WORK = """
 import sys, time
-from grpo.stopping import StopSignals
-stop = StopSignals()
+from grpo.stopping import Launcher, StopSignals
+stop = StopSignals(Launcher())
 print("ready", flush=True)
 while not stop.asked:
     time.sleep(0.01)
@@ -26,8 +26,8 @@ sys.stdin.readline()
 """
 UNREAD = """
 import sys
-from grpo.stopping import StopSignals
-stop = StopSignals()
+from grpo.stopping import Launcher, StopSignals
+stop = StopSignals(Launcher())
 sys.stdin.readline()
 print("lost", flush=True)
 print("lost too", file=sys.stderr, flush=True)
@@ -120,3 +120,59 @@ def test_a_screen_that_nobody_reads_any_more_asks_and_is_no_error():
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.wait(timeout=20) == signal.SIGTERM
+
+
+# Three processes as DeepSpeed's launcher has them, each of which writes its number. The lower one waits for a file.
+RANK = """
+import os, time
+print("rank", os.getpid(), flush=True)
+from grpo.stopping import Launcher
+Launcher()
+time.sleep(600)
+"""
+LOWER = """
+import os, pathlib, subprocess, sys, time
+print("lower", os.getpid(), flush=True)
+while not pathlib.Path(sys.argv[3]).exists():
+    time.sleep(0.01)
+sys.exit(subprocess.call([sys.executable, "-c", sys.argv[2]]))
+"""
+UPPER = "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-c', *sys.argv[1:]]))"
+
+
+@pytest.mark.parametrize("whose, early", [("upper", True), ("upper", False), ("lower", False)])
+def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, early, tmp_path):
+    """`early`: before the rank is there."""
+    go = tmp_path / "go"
+    upper = subprocess.Popen(
+        [sys.executable, "-c", UPPER, LOWER, "deepspeed.launcher.launch", RANK, str(go)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    pids = {"upper": upper.pid}
+
+    def read_number() -> None:
+        name, number = upper.stdout.readline().split()
+        pids[name] = int(number)
+
+    with upper:
+        try:
+            read_number()
+            if early:
+                upper.kill(), upper.wait()
+            go.touch()
+            read_number()
+            assert psutil.Process(pids["rank"]).ppid() == pids["lower"]
+            if not early:
+                time.sleep(1)
+                assert psutil.pid_exists(pids["rank"])
+                psutil.Process(pids[whose]).kill()
+            output = upper.stdout.read()  # until none has it open
+            assert output.endswith("error: the launcher is gone, and no step was done: start it again\n")
+        finally:
+            for number in pids.values():
+                if psutil.pid_exists(number):
+                    psutil.Process(number).kill()
