@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo.checkpoint import SaveError
 from grpo.config import ConfigError
-from grpo.run_files import read_record
+from grpo.run_files import read_record, some_of
 from grpo.trainer_config import TrainerConfig
+
+log = logging.getLogger(__name__)
 
 BAD_STEPS = "bad_steps.jsonl"
 """of a run's folder: the completions of the steps that were skipped"""
@@ -179,7 +184,16 @@ class Recorder:
             self._wandb = wandb.init(project="grpo", dir=str(folder), config=vars(config) | {"token": None})
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One line a step, appended."""
+        """One line a step, appended. Raises SaveError where the run's folder is not there any more."""
+        try:
+            there = os.path.samestat(os.stat(self._metrics.name), os.fstat(self._metrics.fileno()))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise SaveError(
+                f"{self._metrics.name} was moved, replaced or deleted while the run was writing it: put the run's "
+                "folder back and start the run again, or begin a new one"
+            )
         self._metrics.write(to_json({"step": step, **values}))
         if self._tensorboard is not None:
             for name, value in values.items():
@@ -205,17 +219,27 @@ class Recorder:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Leave the lines of steps up to this one, up to the first that is not whole: a killed run may end within one."""
+    """Leave the lines up to the last of this step. A killed run may end within a line; one that is damaged before that
+    stays, and readers leave it out."""
     if not path.exists():
+        if step > 0 and path.name != BAD_STEPS:
+            log.warning("%s is not there: what it had of the steps up to %d is missing from now on", path, step)
         return
+    damaged: list[int] = []
     with open(path, "rb+") as file:
-        end = 0
-        for line in file:
+        end = whole = length = 0
+        for number, line in enumerate(file, 1):
+            length += len(line)
             record = read_record(line)
-            if record is None or record["step"] > step or not line.endswith(b"\n"):
+            if record is None:
+                damaged.append(number)
+            elif record["step"] > step or not line.endswith(b"\n"):
                 break
-            end += len(line)
+            else:
+                end, whole = length, number
         file.truncate(end)
+    if damaged := [number for number in damaged if number < whole]:
+        log.warning("damaged lines of %s that are left out: %s", path, some_of(damaged))
 
 
 def check_report_to(config: TrainerConfig) -> None:

@@ -173,8 +173,12 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, int, dict[str, A
         damaged.pop()
         notes.append(f"the last line of {path.name} is half written and left out: the run was killed or still goes on")
     if damaged:
-        some = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-        notes.append(f"damaged lines of {path.name} that are left out: {some} ({len(damaged)} in all)")
+        notes.append(f"damaged lines of {path.name} that are left out: {some_of(damaged)}")
+
+
+def some_of(numbers: list[int]) -> str:
+    """The first of them, and how many there are."""
+    return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "") + f" ({len(numbers)} in all)"
 
 
 def read_record(raw: bytes) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import shutil
 import statistics
 import time
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.arguments import parse_arguments
+from grpo.checkpoint import SaveError
 from grpo.config import ConfigError
 from grpo.metrics import PhaseClock, Recorder, Stats, add_stats, check_report_to, step_metrics
 from grpo.plots import draw_curves
@@ -129,3 +131,19 @@ def test_the_curves_are_a_picture(tmp_path):
 
     image = imread(picture)
     assert image.shape[:2] == (780, 1200) and image[..., :3].std() > 0.05  # something is drawn
+
+
+def test_a_folder_that_is_gone_ends_the_run_at_its_next_step(tmp_path):
+    for number, change in enumerate((shutil.rmtree, lambda run: run.rename(run.with_name("moved")))):
+        run = tmp_path / str(number)
+        run.mkdir()
+        recorder = Recorder(TrainerConfig(report_to=["none"]), run)
+        recorder.metrics(1, {})
+        change(run)
+        for again in (False, True):  # also where another one is in its place
+            if again:
+                run.mkdir()
+                (run / "metrics.jsonl").touch()
+            with pytest.raises(SaveError, match=f"^{run}/metrics.jsonl was moved, replaced or deleted while"):
+                recorder.metrics(2, {})
+        recorder.close()
