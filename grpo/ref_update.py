@@ -1,7 +1,9 @@
 """The trainer's side of a reference update: every so many steps the policy becomes the reference, or is mixed into it.
 
 The new reference is a saved model in the run's folder first, `reference-STEP`; then its weights go to the servers. It
-stays there until the next one: a server that was restarted is sent it again, or is started with it.
+stays there until the next one: a server that was restarted is sent it again, or is started with it. `reference-0`,
+which the servers began with, stays until there is a checkpoint that needs another one: a run that is killed before that
+begins again with it, whatever the servers have by then.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.adapters import merged
-from grpo.checkpoint import whole_folder
+from grpo.checkpoint import to_disk, whole_folder
 from grpo.config import ConfigError
 from grpo.model import fingerprint_with
 from grpo.protocol import Health
@@ -30,6 +32,12 @@ from grpo.weights import WeightsFile, named_weights, write_weights
 log = logging.getLogger(__name__)
 
 _FILE = "model.safetensors"
+_FIRST = "first.json"  # in reference-0: fingerprints of what the policy and the servers began with
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run in this folder has asked servers before, which may have any of its references now."""
+    return (folder / "reference-0" / _FIRST).is_file()
 
 
 class RefUpdates:
@@ -52,18 +60,32 @@ class RefUpdates:
         self._current: Path | None = None
 
     def begin(self, reference: Health) -> None:
-        """Keep what the servers begin with: for mixtures, and for a run that goes on from before the first update.
+        """Keep what the servers begin with: for mixtures, and for a run that goes on from before the first update. In a
+        run that begins again, make that the reference again.
 
-        Raises ConfigError where a mixture needs it and it is not what the policy begins with, SaveError.
+        Raises ConfigError where a mixture needs it and it is not what the policy begins with, SaveError; as go_on.
         """
+        first = from_first(self._read_first())
+        if first.get("policy") == self._policy.model_fingerprint:
+            self.go_on(0, first["reference"])
+            return
         same = self._policy.model_fingerprint == reference.model_fingerprint
         if self._alpha < 1 and not same:
             raise ConfigError(
                 f"ref_mixup_alpha={self._alpha}: the servers have other weights than the policy begins with, and the "
                 "mixture needs them: start the servers with the policy's model, or use 1"
             )
-        if self._folder is not None and same:
+        if self._folder is None:
+            return
+        folder = self._folder / "reference-0"
+        if same:
             self._save(0)
+        else:
+            with whole_folder(folder, "reference"):
+                pass  # nobody here has its weights
+        fingerprints = {"policy": self._policy.model_fingerprint, "reference": reference.model_fingerprint}
+        (folder / _FIRST).write_text(json.dumps(fingerprints), encoding="utf-8")
+        to_disk(folder)
 
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
         """Make the policy, as it is after this step, the reference. Returns when no older one will be used any more.
@@ -87,7 +109,7 @@ class RefUpdates:
         kept = None
         if self._folder is not None:
             self._current = self._folder / f"reference-{step}"
-            if self._current.is_dir():
+            if (self._current / _FILE).is_file():
                 kept = self._kept(self._whole())
             elif step > 0:
                 raise ConfigError(
@@ -95,6 +117,15 @@ class RefUpdates:
                     "back, or resume from another checkpoint"
                 )
         self._announce(step, kept, first)
+
+    def _read_first(self) -> dict[str, str]:
+        """What begin wrote; empty where it did not, or not to its end."""
+        if self._folder is None or not has_begun(self._folder):
+            return {}
+        try:
+            return json.loads((self._folder / "reference-0" / _FIRST).read_text(encoding="utf-8"))
+        except ValueError:
+            return {}
 
     def _announce(self, step: int, new: Reference | None, first: str = "") -> None:
         """Bring rank 0's reference to the servers; where it has none, they are to have the first."""

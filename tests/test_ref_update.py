@@ -1,5 +1,6 @@
 """The policy becomes the reference: the file that is written, the servers that get it, and those that miss it."""
 
+import copy
 import itertools
 import json
 import signal
@@ -324,6 +325,40 @@ def test_a_mixture_with_unknown_weights_is_refused(model_folder, policy, tokeniz
         )
 
 
+@pytest.mark.parametrize("alpha", [1.0, 0.6])
+def test_a_run_that_begins_again_has_its_first_reference_again(server, policy, tokenizer, tmp_path, alpha):
+    begun = begun_with(server, policy, tokenizer, tmp_path)
+    run, saved = tmp_path / "run", []
+    for _ in range(2):
+        policy = copy.deepcopy(begun)
+        with updated_by([server.url], policy, tokenizer, run, alpha) as (one, updates):
+            assert updates.step == 0
+            check_answers(one, policy)
+            train(policy, 5)
+            updates.publish(5, needed={0})
+            assert sorted(path.name for path in run.iterdir()) == ["reference-0", "reference-5"]
+        saved.append((run / "reference-5/model.safetensors").read_bytes())
+    assert saved[0] == saved[1]
+    # Of another policy nothing is there: it begins with what the servers have.
+    with updated_by([server.url], policy, tokenizer, run) as (one, _):
+        assert one._wire.fingerprint == describe_of(server)
+
+
+def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
+    server, model_folder, policy, tokenizer, tmp_path
+):
+    begun_with(server, policy, tokenizer, tmp_path)
+    policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    first = describe_of(server)
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
+        assert one._wire.fingerprint == first
+        updates.publish(5, needed={0})
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (one, _):
+        assert one._wire.fingerprint == first != describe_of(server)
+        with pytest.raises(RefError, match="has missed an update of the reference"):
+            one.submit(PROMPT, COMPLETIONS, "g").result(timeout=60)
+
+
 @pytest.mark.slow
 def test_a_run_whose_kl_begins_anew_with_each_update(launch, model_folder, data_folder, letters, tmp_path):  # noqa: F811
     run = tmp_path / "run"
@@ -345,7 +380,9 @@ def test_a_run_whose_kl_begins_anew_with_each_update(launch, model_folder, data_
     published = [row["time/publish_ref"] for row in rows if "time/publish_ref" in row]
     assert len(published) == 1 and published[0] > 0  # nobody would ask after the last
     assert ended.stdout.count("has the new reference") == 1
-    assert sorted(path.name for path in run.iterdir() if path.is_dir()) == ["model", "reference-2", "tensorboard"]
+    assert sorted(path.name for path in run.iterdir() if path.is_dir()) == [
+        *("model", "reference-0", "reference-2", "tensorboard")
+    ]
     saved = json.loads((run / "reference-2" / "config.json").read_text())
     assert len(saved["weights_sha256"]) == 64
 
