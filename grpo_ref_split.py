@@ -20,6 +20,7 @@ import warnings
 from datetime import timedelta
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 
 from grpo.arguments import parse_arguments
 from grpo.stopping import Launcher, StopSignals
@@ -37,8 +38,9 @@ import reward as reward_module
 from grpo.accuracy import evaluate
 from grpo.adapters import OwnReference, check_adapter, train_adapter
 from grpo.checkpoint import SaveError, save_model
-from grpo.checkpoint_list import ranks_of
+from grpo.checkpoint_list import read_progress
 from grpo.collect import Collector
+from grpo.config import ConfigError
 from grpo.data import PromptStream, load_examples
 from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config
@@ -71,7 +73,7 @@ from grpo.plots import draw_curves
 from grpo.ranks import own_place
 from grpo.rearrange import LOAD_UNIVERSAL
 from grpo.ref_client import RefClient, RefError, check_reference
-from grpo.ref_update import RefUpdates
+from grpo.ref_update import RefUpdates, has_begun
 from grpo.ref_wire import ReferenceLost
 from grpo.resume import Checkpoints, Progress
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
@@ -106,9 +108,14 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=rank == 0)
 
     check_alike(given(config, ds_config, found_rewards, [examples, held_out]))
-    checkpoint, folder = open_run(config, rank)
+    checkpoint, folder, done = open_run(config, rank, world_size)
+    if done:
+        if rank == 0:
+            show_end(folder)
+        dist.destroy_process_group()
+        return
     goes_on = checkpoint is not None
-    if goes_on and ranks_of(checkpoint) != world_size:
+    if goes_on and read_progress(checkpoint)["ranks"] != world_size:
         ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
     client = RefClient(config) if config.beta > 0 and config.ref == "server" else None
     if config.beta == 0:
@@ -117,7 +124,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
         log.info("ref is adapter_off: no reference server")
     else:
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
-        reference = client.wait_ready(any_version=goes_on and config.ref_update_steps > 0)
+        reference = client.wait_ready(any_version=config.ref_update_steps > 0 and (goes_on or has_begun(folder)))
     reward_funcs = start_rewards(found_rewards, config, device)
 
     model = load_model(config, device)
@@ -307,15 +314,24 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
             raise Stopped(f"stopped by signal {signalled}; {checkpoints.leave(engine, progress)}", signalled)
 
     if recorder:
-        save_model(engine.module, tokenizer, folder / "model", config.merge_on_save)
+        save_model(engine.module, tokenizer, folder / "model", config.merge_on_save, config.max_steps)
     stalls.close()
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if client is not None:
         client.close()
     if recorder:
         recorder.close()
-        log.info("done: model in %s, curves in %s", folder / "model", draw_curves(folder))
+        show_end(folder)
     dist.destroy_process_group()
+
+
+def show_end(folder: Path) -> None:
+    """Draw the curves and say where everything is. The model is there: without curves the run has succeeded too."""
+    try:
+        log.info("done: model in %s, curves in %s", folder / "model", draw_curves(folder))
+    except (OSError, ConfigError) as error:
+        log.warning("the curves could not be drawn: %s; 'python -m grpo.report %s' shows them", error, folder)
+        log.info("done: model in %s", folder / "model")
 
 
 def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:

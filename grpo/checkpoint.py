@@ -14,36 +14,55 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.adapters import merged
 from grpo.answer_config import EvaluateConfig
+from grpo.checkpoint_list import find_checkpoints, write_progress
 from grpo.config import ConfigError, write_config
+from grpo.run_lock import lock_run
 from grpo.trainer_config import TrainerConfig
 
 
 class SaveError(RuntimeError):
-    """A model could not be written. The message says where, why, and that nothing half-written was left."""
+    """What a run leaves could not be written. The message says where and why. No half of a model is left."""
 
 
-def create_run(config: TrainerConfig, checkpoint: Path | None = None) -> Path:
-    """The run's folder: that of the checkpoint it continues from, else a new one. Raises ConfigError as new_folder."""
-    if checkpoint is not None:
-        return checkpoint.parent
-    name = config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S")
-    return new_folder("output_dir", name, config, again=config.resume_from_checkpoint is not None)
+def create_run(config: TrainerConfig) -> Path:
+    """The run's folder, made if it is not there, for this process alone.
+
+    Raises ConfigError as find_checkpoints, where it cannot be written, where another trainer writes there and, unless
+    the run may go on, where it has results.
+    """
+    checkpoint = next(iter(find_checkpoints(config)), None)  # a mistake is refused before anything is made
+    again = config.resume_from_checkpoint is not None
+    folder = checkpoint.parent if checkpoint else Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    if not again:
+        check_unused("output_dir", folder)
+    with writable("output_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_run(folder)
+    if not again:
+        check_unused("output_dir", folder)  # another trainer may have had it until now
+    return folder
 
 
-def new_folder(field: str, name: str, config: TrainerConfig | EvaluateConfig, again: bool = False) -> Path:
+def new_folder(field: str, name: str, config: EvaluateConfig) -> Path:
     """Make a folder for results and write the resolved config into it.
 
-    Raises ConfigError where it cannot be written or, unless `again`, has results.
+    Raises ConfigError where it cannot be written or has results.
     """
     folder = Path(name)
-    if not again:
-        check_unused(field, folder)
-    try:
+    check_unused(field, folder)
+    with writable(field, folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / "config.yaml")
+    return folder
+
+
+@contextmanager
+def writable(field: str, folder: Path) -> Iterator[None]:
+    """Raises ConfigError where what is done inside cannot write into the folder."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{field}='{folder}': {error.strerror}: name a folder that can be written") from error
-    return folder
 
 
 def check_unused(field: str, folder: Path) -> None:
@@ -53,14 +72,16 @@ def check_unused(field: str, folder: Path) -> None:
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool = False
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool = False, step: int = 0
 ) -> None:
     """Write model and tokenizer as `from_pretrained` reads them. Raises SaveError; `folder` is then not there.
 
-    Of a model with an adapter only the adapter is written, or with `merge_adapter` the whole, merged.
+    Of a model with an adapter only the adapter is written, or with `merge_adapter` the whole, merged. Beside it stands
+    after which `step` of the run it is.
     """
     with whole_folder(folder, "model") as unfinished:
         write_model(model, tokenizer, unfinished, merge_adapter)
+        write_progress(unfinished, {"step": step})
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool) -> None:

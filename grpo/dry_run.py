@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from grpo.adapters import base_of, check_adapter, put_adapter, train_adapter
 from grpo.batch import Batcher
 from grpo.checkpoint import check_unused
-from grpo.checkpoint_list import find_checkpoint
+from grpo.checkpoint_list import find_checkpoints
 from grpo.config import ConfigError
 from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
@@ -54,7 +54,7 @@ def dry_run(config: TrainerConfig) -> None:
     held_out = []
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples)
-    checkpoint = find_checkpoint(config)
+    checkpoint = next(iter(find_checkpoints(config)), None)
     if config.output_dir and config.resume_from_checkpoint is None:
         check_unused("output_dir", Path(config.output_dir))
     model = policy_on_meta(config, resolve_dtype(config, device))

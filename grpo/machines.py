@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from grpo.checkpoint import create_run
-from grpo.checkpoint_list import find_checkpoint
-from grpo.config import REPOSITORY, ConfigError
+from grpo.checkpoint import create_run, writable
+from grpo.checkpoint_list import damage, find_checkpoints, finished_steps
+from grpo.config import REPOSITORY, ConfigError, write_config
 from grpo.metrics import gather
 from grpo.protocol import fingerprint
 from grpo.ranks import from_first
 from grpo.records import Example
 from grpo.resume import LIBRARIES
 from grpo.trainer_config import TrainerConfig
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 # Where something is may be another place on each machine; what is there is compared, or compared by the server.
 _PLACES = {
@@ -28,25 +35,21 @@ _PLACES = {
 }
 
 
-def open_run(config: TrainerConfig, rank: int) -> tuple[Path | None, Path]:
-    """The checkpoint to continue from, None where the run begins, and its folder: rank 0 finds and makes them.
+def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
+    """The checkpoint to continue from, None where the run begins; its folder; whether nothing is left to do there.
 
-    Raises ConfigError on every rank: as find_checkpoint, as create_run, and where a machine does not see the folder.
+    Rank 0 finds and makes them. Raises ConfigError on every rank: as create_run, where a machine does not see the
+    folder, as whole_checkpoint, and where a run that has ended would be erased.
     """
-    opened: tuple[Path | None, Path, Path] | ConfigError | None = None
-    if rank == 0:
-        try:
-            checkpoint = find_checkpoint(config)
-            folder = create_run(config, checkpoint)
-            sign = folder / f"seen-{secrets.token_hex(4)}"  # of no earlier run
+
+    def create() -> tuple[Path, Path]:
+        folder = create_run(config)
+        sign = folder / f"seen-{secrets.token_hex(4)}"  # of no earlier run
+        with writable("output_dir", folder):
             sign.touch()
-            opened = checkpoint, folder, sign
-        except ConfigError as error:
-            opened = error
-    opened = from_first(opened)
-    if isinstance(opened, ConfigError):
-        raise opened
-    checkpoint, folder, sign = opened
+        return folder, sign
+
+    folder, sign = _by_first(rank, create)
     looked = gather((socket.gethostname(), str(folder.absolute()), sign.exists()))
     if rank == 0:
         sign.unlink()
@@ -56,7 +59,82 @@ def open_run(config: TrainerConfig, rank: int) -> tuple[Path | None, Path]:
                 f"output_dir='{folder}': {host} does not see in its {path} what {looked[0][0]} wrote into it: name a "
                 "folder on a disk that all machines share, at the same path on each"
             )
-    return checkpoint, folder
+    steps = from_first(finished_steps(folder) if config.resume_from_checkpoint is not None else 0)
+    if steps >= config.max_steps:
+        return None, folder, True
+    checkpoint = whole_checkpoint(config, rank, world_size)
+    if checkpoint is None and steps:
+        raise ConfigError(
+            f"max_steps={config.max_steps}: the run in {folder} has ended after {steps}, and there is no checkpoint to "
+            "go on from: set output_dir to another folder, or delete this one"
+        )
+
+    def begin() -> None:
+        with writable("output_dir", folder):
+            write_config(config, folder / "config.yaml")
+
+    if checkpoint is None:
+        _by_first(rank, begin)
+    return checkpoint, folder, False
+
+
+def whole_checkpoint(config: TrainerConfig, rank: int, world_size: int) -> Path | None:
+    """The newest checkpoint of those to continue from that is as it was written; None where there is none at all.
+
+    What is newer is put aside as `checkpoint-STEP.damaged`. Raises ConfigError on every rank as find_checkpoints, where
+    a checkpoint is of another format, and where all of them are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in _by_first(rank, lambda: find_checkpoints(config)):
+        try:
+            reason: str | ConfigError | None = damage(checkpoint, rank, world_size)
+        except ConfigError as error:
+            reason = error
+        reasons = list(filter(None, gather(reason)))
+        if not reasons:
+            _by_first(rank, partial(_put_aside, damaged, checkpoint))
+            return checkpoint
+        if isinstance(reasons[0], ConfigError):
+            raise reasons[0]
+        if config.resume_from_checkpoint != "last":
+            raise ConfigError(
+                f"resume_from_checkpoint='{checkpoint}': it is damaged: {reasons[0]}: use 'last', which takes an older "
+                "one"
+            )
+        damaged[checkpoint] = reasons[0]
+    if damaged:
+        every = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
+        raise ConfigError(
+            f"resume_from_checkpoint='last': every checkpoint of {config.output_dir} is damaged: {every}: put back "
+            "what was there, or delete them to begin again"
+        )
+    return None
+
+
+def _put_aside(damaged: Mapping[Path, str], instead: Path) -> None:
+    for checkpoint, reason in damaged.items():
+        aside = checkpoint.with_name(checkpoint.name + ".damaged")
+        log.warning(
+            "%s is damaged: %s. It is called %s now, and the run goes on from %s",
+            *(checkpoint, reason, aside.name, instead.name),
+        )
+        with writable("output_dir", checkpoint.parent):
+            shutil.rmtree(aside, ignore_errors=True)
+            checkpoint.rename(aside)
+
+
+def _by_first(rank: int, action: Callable[[], _T]) -> _T:
+    """What rank 0's action returns, on every rank. Raises the ConfigError that it raises on every rank."""
+    result: _T | ConfigError | None = None
+    if rank == 0:
+        try:
+            result = action()
+        except ConfigError as error:
+            result = error
+    result = from_first(result)
+    if isinstance(result, ConfigError):
+        raise result
+    return result
 
 
 def given(

@@ -7,11 +7,11 @@ trained on, `progress.json` the rest. To read pickles is to run what is in them:
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.checkpoint import SaveError, put_in_place, to_disk, write_model
-from grpo.checkpoint_list import PROGRESS, best, checkpoints, last_checkpoint, read_progress
+from grpo.checkpoint_list import PROGRESS, Sums, best, checkpoints, read_progress, readable, sum_files, write_progress
 from grpo.collect import Part
 from grpo.config import ConfigError
 from grpo.metrics import gather
@@ -37,7 +37,6 @@ from grpo.trainer_config import TrainerConfig
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
 ENGINE = "engine"
 LIBRARIES = "torch", "transformers", "deepspeed"
 
@@ -103,7 +102,6 @@ class Checkpoints:
             shutil.rmtree(left)
         prompts = [one.prompt for one in examples]
         self._about = {
-            "format": FORMAT,
             "ranks": world_size,
             "model": model,
             "prompts": [len(prompts), fingerprint(prompts)],
@@ -118,6 +116,7 @@ class Checkpoints:
         """
         final = self._folder / f"checkpoint-{progress.step}"
         unfinished = final.with_name(final.name + ".unfinished")
+        sums: Sums = {}
 
         def begin() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -135,25 +134,31 @@ class Checkpoints:
         def save_own() -> None:
             with open(unfinished / f"rank-{self._rank}.pickle", "wb") as file:
                 pickle.dump({"random": _random_states(), "parts": _settled(self._due(progress))}, file)
+            names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
+            sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self._rank]))
 
         def finish() -> None:
             about = self._about | {name: getattr(progress, name) for name in _SHARED}
-            (unfinished / PROGRESS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+            write_progress(unfinished, about | {"files": dict(sorted(sums.items()))})
             # A run that goes on from here will not write again what comes before.
             for records in self._folder.glob("*.jsonl"):
                 to_disk(records, deep=False)
             put_in_place(unfinished, final)
 
-        for action, on_all in ((begin, False), (save_engine, True), (save_own, True), (finish, False)):
-            if (reason := self._fails(action, on_all)) is not None:
-                if self._rank == 0:
-                    shutil.rmtree(unfinished, ignore_errors=True)
-                last = last_checkpoint(self._folder)
-                raise SaveError(
-                    f"{final} could not be saved: {reason}: nothing was left there. A checkpoint takes about "
-                    f"{_size(engine) >> 20} MiB: make room, and "
-                    + (f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again")
-                )
+        reason = self._fails(begin, False) or self._fails(save_engine, True) or self._fails(save_own, True)
+        if reason is None:
+            # Each rank sums what it wrote: its own machine still has that in memory.
+            sums = {name: its for of_rank in gather(sums) for name, its in of_rank.items()}
+            reason = self._fails(finish, False)
+        if reason is not None:
+            if self._rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            last = next(reversed(readable(self._folder)), None)
+            raise SaveError(
+                f"{final} could not be saved: {reason}: nothing was left there. A checkpoint takes about "
+                f"{_size(engine) >> 20} MiB: make room, and "
+                + (f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again")
+            )
         if self._rank == 0:
             self._delete_old()
 
@@ -169,7 +174,7 @@ class Checkpoints:
     def load(self, checkpoint: Path, engine) -> Progress:
         """Bring this rank and its engine to where the checkpoint is. What it had asked the reference is lost.
 
-        Raises ConfigError, with the difference, for a checkpoint of another model, data, settings or format.
+        Raises ConfigError, with the difference, for a checkpoint of another model, data or settings.
         """
         said = read_progress(checkpoint)
         self._check(checkpoint, said)
@@ -200,8 +205,8 @@ class Checkpoints:
         return Progress(parts=parts, **{name: said[name] for name in _SHARED})
 
     def references(self) -> set[int]:
-        """After which steps the policy became a reference that a checkpoint needs."""
-        return {read_progress(one)["ref_step"] for one in checkpoints(self._folder)}
+        """After which steps the policy became a reference that a checkpoint needs, or a run that begins again (0)."""
+        return {about["ref_step"] for about in readable(self._folder).values()} or {0}
 
     def _due(self, progress: Progress) -> list[Part]:
         """The round, where not all of it was trained on."""
@@ -219,12 +224,12 @@ class Checkpoints:
         return next((one for one in gather(failure) if one), None)
 
     def _delete_old(self) -> None:
-        """Keep the newest save_total_limit, and the one whose evaluation was the best."""
-        limit, all_of_them = self._config.save_total_limit, checkpoints(self._folder)
+        """Keep the newest save_total_limit that can be read, and the one whose evaluation was the best."""
+        limit, known = self._config.save_total_limit, readable(self._folder)
         if limit == 0:
             return
-        keep = {*all_of_them[-limit:], best(all_of_them)}
-        for old in all_of_them:
+        keep = {*[*known][-limit:], best({path: about["accuracy"] for path, about in known.items()})}
+        for old in checkpoints(self._folder):
             if old not in keep:
                 # Gone as a checkpoint in one step: a kill while it is deleted leaves none that is half there.
                 rest = old.with_name(old.name + ".unfinished")
@@ -239,7 +244,6 @@ class Checkpoints:
                 )
 
         own = self._about
-        refuse("the checkpoint's format", said.get("format"), FORMAT, "use the version of this program that wrote it")
         refuse("the model's fingerprint", said["model"], own["model"], "set model_name_or_path to the same model")
         if not self._config.ref_update_steps:
             remedy = "start the reference server with the model that it had"
@@ -258,6 +262,12 @@ _SHARED = [name for name in Progress.__dataclass_fields__ if name != "parts"]
 def _size(engine) -> int:
     """Bytes of a checkpoint: what is trained, for others and for DeepSpeed, and in float32 with AdamW's two moments."""
     return sum(2 * one.nbytes + 12 * one.numel() for one in engine.module.parameters() if one.requires_grad)
+
+
+def _writer(name: str) -> int:
+    """The rank that writes this file of a checkpoint."""
+    numbered = re.search(r"pp_rank_(\d+)_|^rank-(\d+)\.", name)
+    return int(numbered[1] or numbered[2]) if numbered else 0
 
 
 def _unpickled(checkpoint: Path, rank: int) -> dict[str, Any]:

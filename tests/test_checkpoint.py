@@ -40,7 +40,7 @@ def test_a_failed_save_says_where_and_leaves_nothing(model, tokenizer, tmp_path)
 
 def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
     folder = create_run(config("--output_dir", str(tmp_path / "a" / "run")))
-    assert (folder / "config.yaml").is_file()
+    assert folder == tmp_path / "a" / "run" and folder.is_dir()
     monkeypatch.chdir(tmp_path)
     assert create_run(config()).parent.name == "runs"
 

@@ -14,7 +14,7 @@ LEVELS = [
     | {"report_config"},
     {"protocol", "reward_protocol", "update_protocol", "ref_wire", "weights"}
     | {"logprobs", "batch", "attention", "arguments", "ending", "ranks", "stopping", "run_files", "curves", "phases"}
-    | {"checkpoint_list"},
+    | {"checkpoint_list", "run_lock"},
     {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"fair_queue", "scorer"}
     | {"connection", "http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}

@@ -1,9 +1,12 @@
 """A run that was killed goes on as if nothing had happened: the same numbers, the same weights, bit for bit."""
 
+import hashlib
 import json
+import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_trainer import letters, lines, options, timeless  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo.checkpoint_list import checkpoints, find_checkpoint, step_of
+from grpo.checkpoint_list import checkpoints, damage, find_checkpoints, step_of, sum_files, write_progress
 from grpo.config import ConfigError
 from grpo.metrics import Recorder
 from grpo.resume import Checkpoints
@@ -353,6 +356,34 @@ def test_a_reference_that_is_lost_costs_no_step(setting, undisturbed, model_fold
     assert torch.equal(*(next(iter(weights(one / "model").values())) for one in (run, undisturbed(2, "full"))))
 
 
+@pytest.mark.slow
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(setting, undisturbed, model_folder, tmp_path):
+    """One bit of the optimizer's moments: DeepSpeed would load it without a word."""
+    run = tmp_path / "run"
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+        with training(2, words, "tests/killed_at.py", "grpo.resume:Checkpoints._delete_old:after:3", "0") as process:
+            process.communicate(timeout=120)
+        newest = run / "checkpoint-6"
+        named = json.loads((newest / "progress.json").read_text())["files"]
+        files = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
+        assert named.keys() == files - {"progress.json"}
+        for name, (size, sha256) in named.items():
+            content = (newest / name).read_bytes()
+            assert len(content) == size and hashlib.sha256(content).hexdigest() == sha256
+        (moments,) = run.glob("checkpoint-6/engine/*_rank_1_*optim_states.pt")
+        content = bytearray(moments.read_bytes())
+        content[len(content) // 2] ^= 4
+        moments.write_bytes(content)
+        output = finish(2, words)
+    said = f"{run}/checkpoint-6 is damaged: engine/{moments.name} is not as it was written. It is called "
+    assert output.count(said + "checkpoint-6.damaged now, and the run goes on from checkpoint-4") == 1
+    assert went_on(output) == 4
+    assert (run / "checkpoint-6.damaged" / moments.relative_to(newest)).read_bytes() == content
+    shutil.rmtree(run / "checkpoint-6.damaged")
+    check_same(run, undisturbed(2, "full"))
+
+
 # When it is killed (killed_at.py; calls are counted from each start), and the last step that was not lost then.
 MOMENTS = {
     "deepspeed:DeepSpeedEngine._save_zero_checkpoint:after:1": 0,
@@ -388,6 +419,38 @@ def test_killed_in_the_middle_of_all_that_is_written(setting, undisturbed, model
     check_same(run, expected)
 
 
+@pytest.mark.slow
+def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_done(setting, model_folder, tmp_path):
+    changes = {"ref_update_steps": 2, "max_steps": 4, "save_steps": 0, "eval_steps": 0}
+    changes |= {"steps_per_generation": 1, "num_iterations": 1, "resume_from_checkpoint": "last"}
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    with reference(model_folder, tmp_path / "server") as server:
+        finish(1, setting(straight, "full", ref_servers=server.url, **changes))
+    with reference(model_folder, tmp_path / "second") as server:
+        words = setting(run, "full", ref_servers=server.url, **changes)
+        with training(1, words, "tests/killed_at.py", "grpo.metrics:Recorder.metrics:after:3", "0") as process:
+            process.communicate(timeout=120)
+        assert sorted(path.name for path in run.glob("reference-*")) == ["reference-0", "reference-2"]
+        finish(1, words)
+    rows = timeless(run)
+    assert rows == timeless(straight) and [row["ref_step"] for row in rows] == [0, 0, 2, 2]
+    assert abs(rows[0]["kl"]) < 1e-8
+    expected = weights(straight / "model")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run / "model").items())
+
+    def content() -> dict[str, bytes]:
+        files = [path for path in run.rglob("*") if path.is_file()]
+        return {str(path): path.read_bytes() for path in files if path.name not in ("trainer.lock", "curves.png")}
+
+    before = content()
+    (run / "curves.png").unlink()
+    (run / "curves.png").mkdir()  # so that they cannot be drawn
+    output = finish(1, words)  # no server is there any more
+    assert content() == before
+    assert f"the curves could not be drawn: [Errno 21] Is a directory: '{run}/curves.png'; 'python -m grpo." in output
+    assert output.splitlines()[-1].endswith(f"done: model in {run}/model")
+
+
 def went_on(output: str) -> int:
     said = re.findall(r"goes on after step (\d+)", output)
     return int(said[0]) if said else 0
@@ -401,14 +464,14 @@ def whole(tmp_path):
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         about = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)._about
-        (folder / "progress.json").write_text(json.dumps(about | {"reference": "r", "accuracy": accuracy, **said}))
+        write_progress(folder, about | {"reference": "r", "accuracy": accuracy, "files": {}, **said})
         return folder
 
     return make
 
 
 def found(tmp_path, asked: str, output_dir: str | None = None) -> Path | None:
-    return find_checkpoint(TrainerConfig(resume_from_checkpoint=asked, output_dir=output_dir))
+    return next(iter(find_checkpoints(TrainerConfig(resume_from_checkpoint=asked, output_dir=output_dir))), None)
 
 
 def test_the_last_one_is_the_newest_that_is_whole(whole, tmp_path):
@@ -441,10 +504,75 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
         assert len([*run.iterdir()]) == len(kept)
 
 
+def written(folder: Path) -> Path:
+    """A checkpoint with files of some sizes."""
+    (folder / "engine").mkdir(parents=True)
+    for name, size in (("engine/large", 3_000_000), ("model", 70_000), ("rank-0.pickle", 5), ("empty", 0)):
+        (folder / name).write_bytes(bytes(range(250)) * (size // 250) + b"x" * (size % 250))
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    write_progress(folder, {"step": 5, "accuracy": math.nan, "beta": 0.1 + 0.2, "files": sum_files(folder, names)})
+    return folder
+
+
+def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
+    folder, chance = written(tmp_path / "checkpoint-5"), random.Random(0)
+    assert damage(folder) is None and [damage(folder, share, 3) for share in range(3)] == [None] * 3
+    whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(whole) == 5
+
+    def check(path: Path, *said: str) -> None:
+        found = damage(folder)
+        assert found in [f"{path.relative_to(folder)} {one}" for one in said], (path, found)
+        # Of several parts one sees it, or each.
+        assert sum(damage(folder, share, 3) == found for share in range(3)) == (
+            3 if path.name == "progress.json" else 1
+        )
+
+    for path, content in whole.items():
+        other = "is not as it was written"
+        sizes = (other,) if path.name == "progress.json" else (f"has {len(content) // 2} bytes and had {len(content)}",)
+        for damaged in (content[: len(content) // 2], bytes(len(content)), content + b"x"):
+            path.write_bytes(damaged)
+            if damaged != content:
+                check(path, other, *sizes, f"has {len(content) + 1} bytes and had {len(content)}")
+        for place in chance.sample(range(len(content)), min(len(content), 60 if path.name == "progress.json" else 3)):
+            flipped = bytes([content[place] ^ 1 << chance.randrange(8)])
+            path.write_bytes(content[:place] + flipped + content[place + 1 :])
+            if path.name != "progress.json" or json_of(path) != json_of(content):
+                check(path, other)
+        path.unlink()
+        check(path, "cannot be read (No such file or directory)")
+        path.write_bytes(content)
+    for other in ("", "[]", "{}", "[" * 10_000, '{"format": 3, "files": {}}', '{"format": true, "sha256": 1}'):
+        (folder / "progress.json").write_text(other)
+        check(folder / "progress.json", "is not as it was written")
+    (folder / "progress.json").write_text('{"format": 2, "step": 5}')
+    with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 2 there and 3 here: use"):
+        damage(folder)
+
+
+def json_of(content: Path | bytes):
+    """None where it is none. Blanks between its words may be others without a harm."""
+    try:
+        return json.dumps(json.loads(content if isinstance(content, bytes) else content.read_bytes()))
+    except ValueError:
+        return None
+
+
+def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
+    for step, accuracy in ((2, 0.9), (4, 0.5), (6, None), (8, 0.1)):
+        whole(step, accuracy, ref_step=step)
+    for step, content in ((2, ""), (6, "{}")):
+        (tmp_path / f"run/checkpoint-{step}/progress.json").write_text(content)
+    own = Checkpoints(TrainerConfig(save_total_limit=2), tmp_path / "run", None, "m", "r", [], 0, 1)
+    assert own.references() == {4, 8}
+    own._delete_old()
+    assert [step_of(one) for one in checkpoints(tmp_path / "run")] == [4, 8]
+
+
 @pytest.mark.parametrize(
     "said, changes, words",
     [
-        ({"format": 99}, {}, "the checkpoint's format is 99 there and 3 here: use the version"),
         ({"model": "x"}, {}, "the model's fingerprint is 'x' there and 'm' here: set model_name_or_path"),
         ({"reference": "x"}, {}, "the reference's fingerprint is 'x' there and 'r' here: start the reference server"),
         ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),
@@ -453,10 +581,27 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
         ({}, {"max_steps": 7, "lr_scheduler_type": "linear"}, "lr_scheduler_type is 'constant_with_warmup' there"),
     ],
 )
-def test_another_model_data_setting_or_format_is_refused_with_the_difference(whole, tmp_path, said, changes, words):
+def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp_path, said, changes, words):
     own = Checkpoints(TrainerConfig(**changes), tmp_path, None, "m", "r", [], 0, 1)
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
         own.load(whole(5, **said), None)
+
+
+def test_a_damaged_line_costs_itself_alone(tmp_path, caplog):
+    rows = [json.dumps({"step": step}) + "\n" for step in range(8)]
+    rows[2], rows[6] = "{garbled}\n", "\x00\n"
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=5).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(rows[:6])
+    assert caplog.messages == [
+        f"damaged lines of {tmp_path}/metrics.jsonl that are left out: 3 (1 in all)",
+        f"{tmp_path}/completions.jsonl is not there: what it had of the steps up to 5 is missing from now on",
+    ]
+    caplog.clear()
+    for after in (0, -1):  # such a run has recorded nothing, or begins
+        (tmp_path / "metrics.jsonl").unlink()
+        Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=after).close()
+    assert not caplog.messages
 
 
 def test_a_killed_runs_records_are_cut_where_it_goes_on(tmp_path):
