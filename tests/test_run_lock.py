@@ -11,7 +11,9 @@ from conftest import REPOSITORY
 
 from grpo import run_lock
 from grpo.config import ConfigError
+from grpo.machines import open_run
 from grpo.run_lock import LOCK, lock_run
+from grpo.trainer_config import TrainerConfig
 
 HOLD = """
 import os, sys, time
@@ -39,12 +41,16 @@ def holder(folder):
 
 def test_a_second_trainer_is_refused_and_one_after_its_death_is_let_in(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_WAIT", 0.3)
+    settings = TrainerConfig(output_dir=str(tmp_path))
     with holder(tmp_path) as (other, _):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError):
             lock_run(tmp_path)
+        with pytest.raises(ConfigError) as refused:
+            open_run(settings, 0, 1)
         said = rf"^output_dir='{tmp_path}': another trainer \(process {other.pid} on .+\) writes there: wait for"
         assert refused.match(said)
         assert (tmp_path / LOCK).read_text().startswith(f"process {other.pid} on ")
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
         other.kill(), other.wait()
         lock_run(tmp_path)  # what it has forked off still lives, and holds nothing
         assert not (tmp_path / LOCK).read_text().startswith(f"process {other.pid} on ")
