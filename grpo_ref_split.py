@@ -12,6 +12,7 @@ and each completion is used once, by the policy that drew it: the probability ra
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -368,12 +369,19 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
 
 
 if __name__ == "__main__":
-    code = exit_code(
-        lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG, LAUNCHER),
-        (RefError, RewardError, SaveError, NotFinite, OSError),
-        "interrupted before the first step",
-    )
+    code = 1
+    try:
+        code = exit_code(
+            lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG, LAUNCHER),
+            (RefError, RewardError, SaveError, NotFinite, OSError),
+            "interrupted before the first step",
+        )
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    if code == 0:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)  # threads that still wait for the reference must not keep a failed run alive
+    # Python waits for threads: one that a reward function left, or that waits for the reference, must not keep the
+    # process alive.
+    os._exit(code)

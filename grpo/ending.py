@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,10 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
     except KeyboardInterrupt:
         say_once(interrupted)
         return 130
+    except SystemExit as error:  # whatever its code: the work is not done
+        caller = traceback.extract_tb(error.__traceback__)[-1]
+        say_once(f"sys.exit was called at {caller.filename}:{caller.lineno} in {caller.name}, before the work was done")
+        return 1
     return 0
 
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from numbers import Real
@@ -41,11 +42,14 @@ def load_function(name: str) -> Callable:
 
 def attempt(
     function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]
-) -> list | Exception:
-    """One reward for each completion, or the exception that prevented it."""
+) -> list | BaseException:
+    """One reward for each completion, or the exception that prevented it, sys.exit's too."""
     try:
         return one_each(function(prompts=prompts, completions=completions, **columns), completions)
-    except Exception as error:  # the user's code may raise anything; the caller says on which completion it did
+    except BaseException as error:  # the user's code may raise anything; the caller says on which completion it did
+        # Where another handler stands, Ctrl-C raises nothing: then the function has raised it.
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise
         return error
 
 
@@ -59,7 +63,7 @@ def one_each(returned: Iterable, completions: list[str]) -> list:
 
 def first_to_fail(function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]) -> str:
     for i, completion in enumerate(completions):
-        if isinstance(attempt(function, *row(i, prompts, completions, columns)), Exception):
+        if isinstance(attempt(function, *row(i, prompts, completions, columns)), BaseException):
             return f"on {quote(completion)}"
     return f"on the batch of {len(completions)} completions, though on none of them alone"
 

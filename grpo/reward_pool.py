@@ -257,10 +257,10 @@ def work(descriptor: int) -> None:
 
 def _answer(function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]) -> dict[str, Any]:
     returned = attempt(function, prompts, completions, columns)
-    if isinstance(returned, MemoryError):
+    if isinstance(returned, BaseException):
+        if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
+            return _raised(returned)
         raise returned  # like a hang an event of running foreign code, not a mistake: it costs the process
-    if isinstance(returned, Exception):
-        return _raised(returned)
     (reward,) = returned
     if not is_reward(reward):
         return {"returned": repr(reward)}

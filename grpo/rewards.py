@@ -9,6 +9,7 @@ http://machine:59876      a reward model on a server of its own: python ref_serv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -143,7 +144,7 @@ def compute_rewards(
             together.cancel()
     rewards = np.full((len(functions), len(completions)), np.nan)
     for values, (name, function) in zip(rewards, functions.items(), strict=True):
-        if isinstance(error := returned[name], Exception):
+        if isinstance(error := returned[name], BaseException):
             if isinstance(function, Judge) or isinstance(error, RewardError):
                 raise error
             blocking = function if _is_blocking(function) else _made_blocking(function)
@@ -222,7 +223,7 @@ def _with_deadline(label: str, function: Callable, seconds: float, fallback: flo
             return fallback
         try:
             return one_each(call.result(), completions)[0]
-        except Exception as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
             raise RewardError(f"Reward function {label!r} failed on {quote(completions[0])}: {error!r}") from error
 
     async def rewards(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
@@ -244,5 +245,12 @@ def _submit(coroutine) -> Future:
 def _loop() -> asyncio.AbstractEventLoop:
     """The one event loop of a run: what a function keeps, such as a client's connections, belongs to a loop."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+
+    def run() -> None:
+        while True:
+            # A task that raises one of these has it as its result, and ends the loop too: others wait in it.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+
+    threading.Thread(target=run, name="rewards", daemon=True).start()
     return loop

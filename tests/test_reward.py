@@ -1,5 +1,6 @@
 """The reward functions in reward.py, and how grpo/rewards.py finds and calls them."""
 
+import asyncio
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 import reward
 from grpo.config import ConfigError
-from grpo.rewards import RewardError, compute_rewards, load_reward_funcs
+from grpo.rewards import RewardError, _with_deadline, compute_rewards, load_reward_funcs
 from reward import MathProcess, correctness_reward, format_reward, has_format, is_correct, to_number
 
 unhurried = settings(deadline=None)
@@ -794,6 +795,44 @@ def test_an_interrupt_is_not_a_failure_of_the_function():
 
     with pytest.raises(KeyboardInterrupt):
         compute_rewards({"f": interrupted}, ["p"], ["a"], {})
+
+
+@pytest.fixture
+def quiet_interrupts():
+    """As in a run, whose handler of Ctrl-C raises nothing."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class NoException(BaseException):
+    """As pytest.fail's and others', which `except Exception` does not catch."""
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, NoException])
+@pytest.mark.parametrize("kind", ["blocking", "lazy", "async", "async in a task", "async with a deadline"])
+def test_whatever_a_function_raises_is_its_failure(error, kind, quiet_interrupts):
+    def fail(completions):
+        if "bad" in completions:
+            raise error
+        return [1.0 for _ in completions]
+
+    async def fail_later(completions):
+        return fail(completions)
+
+    async def awaited(completions, **columns):
+        return await (asyncio.create_task(fail_later(completions)) if "task" in kind else fail_later(completions))
+
+    def blocking(completions, **columns):
+        return (fail([one])[0] for one in completions) if kind == "lazy" else fail(completions)
+
+    function = awaited if "async" in kind else blocking
+    if "deadline" in kind:
+        function = _with_deadline("f", awaited, 20.0, 0.0)
+    for _ in range(2):  # the loop of async functions has outlived the first
+        with pytest.raises(RewardError, match=f"'f' failed on the completion 'bad': {error.__name__}"):
+            compute_rewards({"f": function}, ["p"] * 2, ["good", "bad"], {})
+    assert compute_rewards({"f": function}, ["p"], ["good"], {}) == [[1.0]]
 
 
 def test_neither_file_imports_torch():

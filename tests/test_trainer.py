@@ -363,6 +363,14 @@ def test_a_reward_that_fails_on_one_rank_only_is_still_said(launch, model_folder
     assert len(said) == 1 and "Reward function 'grade' failed on the completion" in said[0]
 
 
+def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("import sys\n\ndef main():\n    sys.exit()\n\nmain()\n")
+    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:f", beta=0))
+    assert ended.returncode == 1
+    assert f"sys.exit was called at {own}:4 in main, before the work was done" in one_line(ended.stdout)
+
+
 @pytest.mark.slow
 def test_two_ranks_say_a_mistake_once(launch, model_folder, data_folder, tmp_path):
     ended = launch(2, "grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", prompts_per_step=3))
