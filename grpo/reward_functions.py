@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -45,12 +46,17 @@ def attempt(
 ) -> list | BaseException:
     """One reward for each completion, or the exception that prevented it, sys.exit's too."""
     try:
-        return one_each(function(prompts=prompts, completions=completions, **columns), completions)
+        return one_each(function(**arguments(prompts, completions, columns)), completions)
     except BaseException as error:  # the user's code may raise anything; the caller says on which completion it did
         # Where another handler stands, Ctrl-C raises nothing: then the function has raised it.
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise
         return error
+
+
+def arguments(prompts: list[str], completions: list[str], columns: dict[str, list]) -> dict[str, list]:
+    """Copy what a function is called with: what it changes there, no other function and no later step may see."""
+    return {"prompts": [*prompts], "completions": [*completions], **copy.deepcopy(columns)}
 
 
 def one_each(returned: Iterable, completions: list[str]) -> list:

@@ -27,6 +27,7 @@ from grpo.config import ConfigError
 from grpo.records import Message
 from grpo.reward_functions import (
     RewardError,
+    arguments,
     attempt,
     first_to_fail,
     is_reward,
@@ -205,7 +206,7 @@ async def _await_all(
         prompts, completions, columns = batch
         if isinstance(function, Judge):
             return one_each(await function.scores(conversations), completions)
-        return one_each(await function(prompts=prompts, completions=completions, **columns), completions)
+        return one_each(await function(**arguments(prompts, completions, columns)), completions)
 
     return await asyncio.gather(*map(one, functions), return_exceptions=True)
 
@@ -214,7 +215,7 @@ def _with_deadline(label: str, function: Callable, seconds: float, fallback: flo
     """An async function called on each completion by itself, in this process. What is too late earns the fallback."""
 
     async def on_one(prompts: list[str], completions: list[str], columns: dict[str, list]) -> float | None:
-        call = asyncio.ensure_future(function(prompts=prompts, completions=completions, **columns))
+        call = asyncio.ensure_future(function(**arguments(prompts, completions, columns)))
         # Not wait_for: a TimeoutError of the function's own is an error like any other.
         done, _ = await asyncio.wait([call], timeout=seconds)
         if not done:
@@ -234,7 +235,7 @@ def _with_deadline(label: str, function: Callable, seconds: float, fallback: flo
 
 
 def _made_blocking(function: Callable) -> Callable:
-    return lambda **arguments: _submit(function(**arguments)).result()
+    return lambda **columns: _submit(function(**columns)).result()
 
 
 def _submit(coroutine) -> Future:

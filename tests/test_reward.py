@@ -1,6 +1,7 @@
 """The reward functions in reward.py, and how grpo/rewards.py finds and calls them."""
 
 import asyncio
+import copy
 import json
 import os
 import signal
@@ -833,6 +834,31 @@ def test_whatever_a_function_raises_is_its_failure(error, kind, quiet_interrupts
         with pytest.raises(RewardError, match=f"'f' failed on the completion 'bad': {error.__name__}"):
             compute_rewards({"f": function}, ["p"] * 2, ["good", "bad"], {})
     assert compute_rewards({"f": function}, ["p"], ["good"], {}) == [[1.0]]
+
+
+def test_no_function_sees_what_another_has_changed():
+    """Neither in its lists nor in the dataset's values, which later steps are given again."""
+    seen = []
+
+    def spoils(prompts, completions, tests, **columns):
+        seen.append((list(prompts), list(completions), copy.deepcopy(tests)))
+        tests[0]["hidden"].append("spoiled")
+        prompts[:] = completions[:] = tests[:] = ["spoiled"] * len(prompts)
+        return [0.0 for _ in prompts]
+
+    async def spoils_too(**columns):
+        return spoils(**columns)
+
+    given = ["p", "q"], ["a", "b"], {"tests": [{"hidden": ["1"]}, {"hidden": ["2"]}]}
+    before = copy.deepcopy(given)
+    functions = {"spoils": spoils, "again": lambda **columns: spoils(**columns), "spoils_too": spoils_too}
+    functions["late"] = _with_deadline("late", spoils_too, 20.0, 0.0)
+    compute_rewards(functions, *given)
+    assert given == before
+    prompts, completions, columns = before
+    assert sum(one == (prompts, completions, columns["tests"]) for one in seen) == 3
+    alone = [([prompts[i]], [completions[i]], [columns["tests"][i]]) for i in range(2)]
+    assert len(seen) == 5 and all(one in seen for one in alone)
 
 
 def test_neither_file_imports_torch():
