@@ -61,7 +61,7 @@ def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
             )
     steps = from_first(finished_steps(folder) if config.resume_from_checkpoint is not None else 0)
     if steps >= config.max_steps:
-        return None, folder, True
+        return None, folder.absolute(), True
     checkpoint = whole_checkpoint(config, rank, world_size)
     if checkpoint is None and steps:
         raise ConfigError(
@@ -75,7 +75,8 @@ def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
 
     if checkpoint is None:
         _by_first(rank, begin)
-    return checkpoint, folder, False
+    # A reward function may change the directory.
+    return checkpoint and checkpoint.absolute(), folder.absolute(), False
 
 
 def whole_checkpoint(config: TrainerConfig, rank: int, world_size: int) -> Path | None:

@@ -96,6 +96,8 @@ class RefWire:
         """of the model that every answer must come from; None is any"""
         self.outdated: set[str] = set()
         """fingerprints of this run's earlier references"""
+        # Read for each connection: a reward function may have changed the directory by then.
+        self._verify = str(Path(config.ref_ca_file).absolute()) if config.ref_ca_file else True
         if config.ref_ca_file:
             try:
                 ssl.create_default_context(cafile=config.ref_ca_file)
@@ -198,7 +200,7 @@ class RefWire:
             session = requests.Session()
             # A proxy in the environment is for the way out, and would swallow requests to machines of one's own.
             session.trust_env = False
-            session.verify = self._config.ref_ca_file or True
+            session.verify = self._verify
             session.headers["Content-Type"] = CONTENT_TYPES[self._task]
             if self._config.token:
                 session.headers["Authorization"] = f"Bearer {self._config.token}"

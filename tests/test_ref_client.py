@@ -456,14 +456,16 @@ def tls(authority, name) -> ssl.SSLContext:
     return context
 
 
-def test_https_with_an_authority_of_ones_own(server, authority, tmp_path):
+def test_https_with_an_authority_of_ones_own(server, authority, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     ours, others = tmp_path / "ours.pem", tmp_path / "others.pem"
     authority.cert_pem.write_to_path(ours)
     trustme.CA().cert_pem.write_to_path(others)
     with client(server.url) as one:
         expected = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result())
     with proxy(server.port, tls=tls(authority, "127.0.0.1")) as front:
-        with client(front.url, ref_ca_file=ours) as one:
+        with client(front.url, ref_ca_file=ours.name) as one:
+            monkeypatch.chdir("/")  # as a reward function may
             assert one.wait_ready().status == "ready"
             rows = [one.submit(PROMPT, COMPLETIONS, f"g{number}").result() for number in range(3)]
         for row in rows:

@@ -371,6 +371,31 @@ def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tm
     assert f"sys.exit was called at {own}:4 in main, before the work was done" in one_line(ended.stdout)
 
 
+LEAVES = """
+import os, tempfile, threading, time
+
+def leaves(prompts, completions, **columns):
+    gone = tempfile.mkdtemp()
+    os.chdir(gone)
+    os.rmdir(gone)
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return [len(text) / 100 for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_that_changes_the_directory_and_leaves_threads_changes_no_run(model_folder, data_folder, tmp_path):
+    (tmp_path / "own.py").write_text(LEAVES)
+    run = tmp_path / "run"
+    names = [os.path.relpath(path, REPOSITORY) for path in (model_folder, data_folder, run, tmp_path / "own.py")]
+    settings = options(*names[:3], reward_funcs=f"{names[3]}:leaves", beta=0, save_steps=2)
+    ended = plain_python(*settings)
+    assert ended.returncode == 0, ended.stdout
+    assert "done: model in" in ended.stdout
+    assert {path.name for path in run.iterdir()} >= {"checkpoint-2", "model", "curves.png"}
+    assert len(lines(run / "metrics.jsonl")) == 4
+
+
 @pytest.mark.slow
 def test_two_ranks_say_a_mistake_once(launch, model_folder, data_folder, tmp_path):
     ended = launch(2, "grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", prompts_per_step=3))
