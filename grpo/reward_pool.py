@@ -3,17 +3,13 @@
 Nothing but a signal ends code that hangs in C (a catastrophic regular expression holds the GIL for ever), so a call
 that overruns has its process killed, with all that it started, and another takes its place. The processes are started
 from the command line, like reward.py's own, and not by `multiprocessing` or a library over it: that would import the
-trainer's script, with torch and DeepSpeed, into each of them.
-
-    trainer -> worker    pickle: (number, place of the function, prompts, completions, columns), of one completion
-    worker -> trainer    a line of JSON with that number: where foreign code ran, nothing is taken that could run here
+trainer's script, with torch and DeepSpeed, into each of them. What they do is in grpo/reward_worker.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -24,32 +20,16 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from grpo.reward_functions import RewardError, attempt, is_reward, load_function, no_reward, quote, row
+from grpo.reward_functions import RewardError, no_reward, quote, row
 
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 300.0  # to import the functions' files, which may be slow; no completion pays for it
 _LOGGED_CHARACTERS = 80
-
-# The trainer's standing order: when its end of the pipe closes, however it ended, no process of the pool stays behind,
-# not even one that hangs. A number is the group of a process that was started, and again when it was ended.
-_KEEPER = """
-import os, signal, sys
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-groups = set()
-for line in sys.stdin:
-    groups ^= {int(line)}
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-"""
 
 
 class RewardPool:
@@ -58,9 +38,7 @@ class RewardPool:
     def __init__(self, names: list[str], timeout: float, fallback: float, workers: int):
         """`names` as in `reward_funcs`. `timeout`: seconds a call may take; `fallback`: its reward where it is over."""
         self._names, self._timeout, self._fallback = names, timeout, fallback
-        keeper = [sys.executable, "-S", "-c", _KEEPER]
-        self._keeper = subprocess.Popen(keeper, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
-        self._workers = [_Worker(names, self._keep) for _ in range(workers)]
+        self._workers = [_Worker(names, os.getcwd()) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -95,11 +73,6 @@ class RewardPool:
         self._threads.shutdown(wait=True)
         for worker in self._workers:
             worker.end()
-        self._keeper.stdin.close()
-        self._keeper.wait()
-
-    def _keep(self, group: int) -> None:
-        self._keeper.stdin.write(b"%d\n" % group)
 
     def _call(self, place: int, label: str, task: tuple) -> float | None:
         completion = task[1][0]
@@ -128,8 +101,9 @@ class _Lost(Exception):
 class _Worker:
     """A process that answers one task at a time. One that is lost is replaced at once."""
 
-    def __init__(self, names: list[str], keep: Callable[[int], None]):
-        self._names, self._keep = names, keep
+    def __init__(self, names: list[str], folder: str):
+        """`folder` is where it starts: the trainer's may be another by the time that it is replaced."""
+        self._names, self._folder = names, folder
         self._asked = 0
         self._start()
 
@@ -160,29 +134,27 @@ class _Worker:
         raise lost
 
     def kill(self) -> None:
-        """Kill it with all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Have it killed with all that it started. So it is, too, when this process ends in whatever way."""
+        self._process.stdin.close()
 
     def end(self) -> None:
         self.kill()
         self._process.wait()
-        self._keep(self._process.pid)
         self._socket.close()
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from grpo.reward_pool import work; work({theirs.fileno()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from grpo.reward_worker import work; work({theirs.fileno()})"
         with theirs:
-            self._process = subprocess.Popen(  # a group of its own: Ctrl-C is for the trainer, SIGKILL for all of it
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,  # code that asks for input must not wait for some
+                stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is for the trainer
+                cwd=self._folder,
                 # Many processes that compute must not each take all cores.
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
-        self._keep(self._process.pid)
         self._ready, self._received = False, b""
         self._socket.settimeout(_START_SECONDS)
         self._socket.sendall(pickle.dumps(self._names))
@@ -216,56 +188,10 @@ class _Worker:
 
     def _end_and_tell(self) -> str:
         try:
-            code = self._process.wait(0.5)  # its sockets close a moment before it is gone
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            code = self._process.wait(1.0)  # its sockets close a moment before it is gone
+            number = -code if code < 0 else code - 128
+            how = signal.Signals(number).name if number in [*signal.Signals] else f"exit code {code}"
         except subprocess.TimeoutExpired:
             how = "it closed its connection"
         self.end()
         return f"lost its process ({how})"
-
-
-def work(descriptor: int) -> None:
-    """What a worker process does: answer tasks until the trainer's end of the socket closes."""
-    # The deepspeed launcher sends SIGTERM to all below it, while the trainer has a step to finish. A handler, and not
-    # SIG_IGN: what the user's code starts would inherit that.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    # Where memory runs out, the system shall end this process and not the trainer.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-    with socket.socket(fileno=descriptor) as trainer, trainer.makefile("rb") as tasks:
-
-        def say(reply: dict[str, Any]) -> None:
-            trainer.sendall(json.dumps(reply).encode() + b"\n")
-
-        try:
-            functions = [load_function(name) for name in pickle.load(tasks)]
-        except Exception as error:  # the user's file may raise anything
-            say(_raised(error))
-            return
-        say({})
-        own = os.getpid()
-        while True:
-            try:
-                number, place, *task = pickle.load(tasks)
-            except EOFError:
-                return
-            reply = _answer(functions[place], *task)
-            if os.getpid() != own:
-                os._exit(0)  # the foreign code forked, and this is its child
-            say({"number": number, **reply})
-
-
-def _answer(function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]) -> dict[str, Any]:
-    returned = attempt(function, prompts, completions, columns)
-    if isinstance(returned, BaseException):
-        if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
-            return _raised(returned)
-        raise returned  # like a hang an event of running foreign code, not a mistake: it costs the process
-    (reward,) = returned
-    if not is_reward(reward):
-        return {"returned": repr(reward)}
-    return {"reward": None if reward is None else float(reward)}
-
-
-def _raised(error: Exception) -> dict[str, Any]:
-    return {"raised": repr(error), "traceback": "".join(traceback.format_exception(error))}

@@ -18,7 +18,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 from test_reward import is_alive, wait_until_dead
 
 from grpo.config import ConfigError
-from grpo.reward_pool import _KEEPER, RewardPool
+from grpo.reward_pool import RewardPool
 from grpo.rewards import RewardError, compute_rewards, load_reward_funcs, start_rewards
 from grpo.trainer_config import TrainerConfig
 
@@ -38,6 +38,9 @@ def run(completion):
         os._exit(7)
     elif completion == "sys.exit":
         sys.exit()
+    elif completion == "orphan":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     elif completion == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     elif completion == "memory":
@@ -49,6 +52,11 @@ def run(completion):
         time.sleep(600)
     elif completion.startswith("child "):
         subprocess.run(["sh", "-c", 'echo $$ > "$0"; exec sleep 600', completion[6:]])
+    elif completion.startswith("daemon "):  # no parent, no environment, and a session of its own
+        _, then, file = completion.split()
+        daemon = """setsid sh -c 'echo $$ > "$0"; exec sleep 600' "$0" & until [ -s "$0" ]; do sleep 0.01; done"""
+        subprocess.run(["sh", "-c", daemon, file], env={})
+        run(then)
     elif completion == "raise":
         raise KeyError("a mistake")
     elif completion == "noise":  # into everything that is open
@@ -143,6 +151,7 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
         ("sys.exit", "lost its process (exit code 0)"),
         ("segfault", "lost its process (SIGSEGV)"),
         ("memory", "lost its process (exit code 1)"),
+        ("orphan", "lost its process (SIGKILL)"),
         ("close", "lost its process (it closed its connection)"),
         ("noise", "wrote where its process replies"),
         ("forge", "wrote where its process replies"),
@@ -184,6 +193,12 @@ def test_what_a_hung_call_started_is_killed_with_it(pooled, tmp_path):
     assert wait_until_dead(pid, 10)
 
 
+@pytest.mark.parametrize("then", ["sleep", "exit", "segfault"])
+def test_what_a_lost_call_started_is_killed_wherever_it_hides(pooled, tmp_path, then):
+    assert rewards(pooled("length", timeout=5), [f"daemon {then} {tmp_path / 'pid'}", "a"]) == [[-1, 1]]
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
 def test_a_sigterm_to_all_below_the_trainer_costs_no_reward(pooled, tmp_path):
     length, file = pooled("length", timeout=20), tmp_path / "pid"
     assert rewards(length, ["a"]) == [[1]]
@@ -191,9 +206,9 @@ def test_a_sigterm_to_all_below_the_trainer_costs_no_reward(pooled, tmp_path):
     def end_all() -> None:
         while not (file.exists() and file.read_text()):
             time.sleep(0.01)
-        below = [(one, one.cmdline()[-1]) for one in psutil.Process().children()]
-        ours = [one for one, code in below if code == _KEEPER or "reward_pool import work" in code]
-        assert len(ours) >= 2
+        below = psutil.Process().children(recursive=True)
+        ours = [one for one in below if "reward_worker import work" in one.cmdline()[-1]]
+        assert len(ours) >= 4  # two workers, each below its guard
         for one in ours:
             one.terminate()
         time.sleep(0.5)
@@ -257,17 +272,19 @@ from grpo.rewards import compute_rewards
 pool = RewardPool([sys.argv[1]], 600.0, 0.0, workers=2)
 function = {"f": pool.function(sys.argv[1])}
 compute_rewards(function, ["p"] * 4, ["a"] * 4, {})
-print(pool._keeper.pid, *(worker._process.pid for worker in pool._workers), flush=True)
-compute_rewards(function, ["p"] * 2, ["regex", "child " + sys.argv[2]], {})
+print(*(worker._process.pid for worker in pool._workers), flush=True)
+compute_rewards(function, ["p"] * 2, ["regex", sys.argv[2]], {})
 """
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end):
-    command = [sys.executable, "-c", PARENT, f"{functions}:length", str(tmp_path / "pid")]
+@pytest.mark.parametrize("child", ["child", "daemon sleep"])
+def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end, child):
+    command = [sys.executable, "-c", PARENT, f"{functions}:length", f"{child} {tmp_path / 'pid'}"]
     with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 3
+        guards = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
+        pids = [one.pid for guard in guards for one in (guard, *guard.children())]
+        assert len(pids) == 4
         end_of_wait = time.monotonic() + 20
         while not (tmp_path / "pid").exists() or not (written := (tmp_path / "pid").read_text()):
             assert time.monotonic() < end_of_wait
@@ -278,10 +295,12 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end):
         assert [pid for pid in pids if not wait_until_dead(pid, 10)] == []
 
 
-def test_a_closed_pool_leaves_no_process(functions):
+def test_a_closed_pool_leaves_no_process(functions, tmp_path):
     pool = RewardPool([f"{functions}:length"], 600.0, 0.0, workers=2)
-    pids = [pool._keeper.pid, *(worker._process.pid for worker in pool._workers)]
-    assert rewards({"f": pool.function(f"{functions}:length")}, ["a"]) == [[1]]
+    daemon = f"daemon return {tmp_path / 'pid'}"
+    assert rewards({"f": pool.function(f"{functions}:length")}, [daemon]) == [[len(daemon)]]
+    pids = [one.pid for one in psutil.Process().children(recursive=True)]
+    assert int((tmp_path / "pid").read_text()) in pids and len(pids) >= 5
     assert all(map(is_alive, pids))
     pool.close()
     assert not any(map(is_alive, pids))
