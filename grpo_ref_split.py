@@ -265,7 +265,8 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
         if config.mask_truncated_completions:
             numbers["masked_steps"] = progress.masked_steps
         good = masked or engine.was_step_applied()
-        progress.bad_steps = [] if good else [*progress.bad_steps, step]
+        rewarded = any(everyone[f"rewards/{name}"].count for name in reward_funcs or collector.reward_names)
+        progress.bad_steps = [] if good and rewarded else [*progress.bad_steps, step]
         if config.kl_target is not None and "kl" in everyone:
             numbers["beta"] = beta
             if good:
@@ -301,15 +302,24 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
         if recorder and masked:
             cut = f"all {everyone['length'].count} completions are cut at max_completion_length"
             log.warning("step %d does nothing: %s, and mask_truncated_completions leaves them out", step, cut)
+        if recorder and not rewarded:
+            log.warning("step %d has no reward: %s returned None for every completion", step, ", ".join(reward_funcs))
         if config.save_steps and step % config.save_steps == 0:
             checkpoints.save(engine, progress)
         if unpublished:
             raise RefError(f"{unpublished}; {checkpoints.leave(engine, progress)}") from unpublished
         if progress.bad_steps and len(progress.bad_steps) % config.max_bad_steps == 0:
+            bad_ones = f"steps {', '.join(map(str, progress.bad_steps))} taught the policy nothing"
+            if good:
+                raise RewardError(
+                    f"{bad_ones}: in the last {', '.join(reward_funcs)} returned None for every completion: read some "
+                    f"in {folder / 'completions.jsonl'}, and make sure that one of the functions applies to them; "
+                    f"{checkpoints.leave(engine, progress)}"
+                )
             raise NotFinite(
-                f"the loss or gradient of steps {', '.join(map(str, progress.bad_steps))} was not finite, and none of "
-                f"them was applied: their completions are in {folder / BAD_STEPS}, look there for rewards out "
-                f"of scale, or begin a new run with a lower learning_rate; {checkpoints.leave(engine, progress)}"
+                f"{bad_ones}: the loss or gradient of the last was not finite, so it was not applied: completions are "
+                f"in {folder / BAD_STEPS}, look there for rewards out of scale, or begin a new run with a lower "
+                f"learning_rate; {checkpoints.leave(engine, progress)}"
             )
         if (signalled := int(everyone["signal"].high)) and not last:
             raise Stopped(f"stopped by signal {signalled}; {checkpoints.leave(engine, progress)}", signalled)

@@ -58,7 +58,9 @@ class TrainingSection:
     weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms")
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off")
     max_bad_steps: int = option(
-        5, "steps in a row whose loss or gradient is not finite, each skipped, after which the run ends"
+        5,
+        "steps in a row whose loss or gradient is not finite (each is skipped), or whose rewards are all None, after "
+        "which the run ends",
     )
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
     deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from test_trainer import letters, lines, options  # noqa: F401
+from test_trainer import letters, lines, one_line, options, plain_python  # noqa: F401
 
 from grpo.data import PromptStream
 from grpo.metrics import Recorder, to_json
@@ -35,8 +35,11 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
 
     ended = launch(2, "grpo_ref_split.py", *words)
     assert ended.returncode != 0
-    (said,) = [line for line in ended.stdout.splitlines() if "error: the loss" in line]
-    assert "of steps 4, 5 was not finite" in said and str(run / "bad_steps.jsonl") in said
+    (said,) = [line for line in ended.stdout.splitlines() if "error: steps" in line]
+    assert (
+        "steps 4, 5 taught the policy nothing: the loss or gradient of the last was not finite" in said
+        and str(run / "bad_steps.jsonl") in said
+    )
     assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 5")
     assert ended.stdout.count("is skipped: its loss or gradient is not finite; its 16 completions are in") == 3
 
@@ -52,6 +55,39 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
     assert [one["step"] for one in kept] == [2] * 16 + [4] * 16 + [5] * 16
     assert {one["answer"] for one in kept if one["reward"] == 1e300} == spoiled
     assert all(one["prompt"] and "advantage" in one for one in kept)
+
+
+NONE = """
+calls = 0
+
+def none(prompts, completions, **columns):
+    global calls
+    calls += 1
+    applies = calls in (1, 3)
+    return [float(len(text)) if applies and place else None for place, text in enumerate(completions)]
+
+def never(prompts, completions, **columns):
+    return [None for _ in completions]
+"""
+
+
+@pytest.mark.slow
+def test_steps_without_any_reward_are_said_and_end_the_run_after_some_in_a_row(model_folder, data_folder, tmp_path):
+    """One function's are missing in steps 2, 4 and 5, the other's always; a punishment for length is no reward."""
+    run, own = tmp_path / "run", tmp_path / "own.py"
+    own.write_text(NONE)
+    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 6, "max_bad_steps": 2, "soft_punish_cache": 4}
+    words = options(model_folder, data_folder, run, **held)
+    ended = plain_python(*words, "--reward_funcs", f"{own}:none", f"{own}:never")
+    assert ended.returncode == 1
+    said = one_line(ended.stdout)
+    assert "steps 4, 5 taught the policy nothing: in the last none, never returned None for every completion" in said
+    assert str(run / "completions.jsonl") in said
+    assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 5")
+    lost = [line.partition("step ")[2] for line in ended.stdout.splitlines() if "has no reward" in line]
+    assert lost == [f"{step} has no reward: none, never returned None for every completion" for step in (2, 4, 5)]
+    means = [row["rewards/none/mean"] is None for row in lines(run / "metrics.jsonl")]
+    assert means == [False, True, False, True, True]
 
 
 def test_what_is_not_finite_is_null_in_every_file(tmp_path):
