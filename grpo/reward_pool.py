@@ -19,12 +19,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from grpo.reward_functions import RewardError, no_reward, quote, row
+from grpo.reward_prints import PRINTS
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +142,7 @@ class _Worker:
     def end(self) -> None:
         self.kill()
         self._process.wait()
+        self._printed.join(1.0)  # another user's process may live on and hold the pipe
         self._socket.close()
 
     def _start(self) -> None:
@@ -149,12 +152,16 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the trainer
                 cwd=self._folder,
                 # Many processes that compute must not each take all cores.
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
+        self._printed = threading.Thread(target=PRINTS.read_all, args=[self._process.stdout], daemon=True)
+        self._printed.start()
         self._ready, self._received = False, b""
         self._socket.settimeout(_START_SECONDS)
         self._socket.sendall(pickle.dumps(self._names))

@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def work(descriptor: int) -> None:
         _guard(worker)
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # foreign code may kill the guard
     os.setsid()
+    sys.stdout.reconfigure(line_buffering=True)  # what it printed before it hung is of use
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # code that asks for input must not wait for some, nor take the guard's
     os.close(nothing)

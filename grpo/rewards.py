@@ -38,6 +38,7 @@ from grpo.reward_functions import (
     row,
 )
 from grpo.reward_pool import RewardPool
+from grpo.reward_prints import PRINTS
 from grpo.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def start_rewards(
     return started
 
 
+@PRINTS.batch()
 def compute_rewards(
     functions: dict[str, Callable | Judge],
     prompts: list[str],

@@ -19,6 +19,7 @@ from test_reward import is_alive, wait_until_dead
 
 from grpo.config import ConfigError
 from grpo.reward_pool import RewardPool
+from grpo.reward_prints import SHOWN_CHARACTERS
 from grpo.rewards import RewardError, compute_rewards, load_reward_funcs, start_rewards
 from grpo.trainer_config import TrainerConfig
 
@@ -57,6 +58,9 @@ def run(completion):
         daemon = """setsid sh -c 'echo $$ > "$0"; exec sleep 600' "$0" & until [ -s "$0" ]; do sleep 0.01; done"""
         subprocess.run(["sh", "-c", daemon, file], env={})
         run(then)
+    elif completion.startswith("print "):
+        print("é" * int(completion[6:]))
+        subprocess.run(["echo", "a child's"])
     elif completion == "raise":
         raise KeyError("a mistake")
     elif completion == "noise":  # into everything that is open
@@ -187,6 +191,15 @@ def test_processes_are_reused_and_only_a_lost_one_is_replaced(pooled):
     assert sum(is_alive(int(pid)) for pid in first) == 1
 
 
+def test_a_process_is_replaced_where_the_first_was_started(functions, monkeypatch):
+    """Another function of the run may change the trainer's directory."""
+    monkeypatch.chdir(functions.parent)
+    pool = RewardPool(["functions.py:length"], 30.0, -1.0, workers=1)
+    monkeypatch.chdir("/")
+    assert rewards({"length": pool.function("functions.py:length")}, ["exit", "a"]) == [[-1, 1]]
+    pool.close()
+
+
 def test_what_a_hung_call_started_is_killed_with_it(pooled, tmp_path):
     assert rewards(pooled("length", timeout=2), [f"child {tmp_path / 'pid'}", "a"]) == [[-1, 1]]
     pid = int((tmp_path / "pid").read_text())
@@ -235,6 +248,31 @@ def test_code_that_forks_is_answered_for_once(pooled):
         assert rewards(pooled("length", timeout=5), completions) == [[len(one) for one in completions]]
 
 
+@pytest.mark.parametrize("where", ["worker", "trainer"])
+def test_what_functions_print_is_shown_up_to_a_limit_for_each_batch(functions, pooled, capfd, caplog, where):
+    length = pooled("length") if where == "worker" else load_reward_funcs([f"{functions}:length"])
+
+    def left_out() -> int:
+        return sum(record.args[0] for record in caplog.records)
+
+    def shown(count: int) -> int:
+        """How many arrive, in time, of which so many were printed and are not said to be left out."""
+        seen, end = 0, time.monotonic() + 20
+        while seen + left_out() < count and time.monotonic() < end:
+            seen += "".join(capfd.readouterr()).count("é")
+            rewards(length, ["a"])  # what came too late for a batch is of the next one
+        return seen
+
+    for _ in range(2):
+        rewards(length, ["print 10"] * 2)
+        assert shown(20) == 20
+    assert not caplog.records
+    rewards(length, ["print 300000"] * 2)
+    assert 65_000 < shown(600_000) <= SHOWN_CHARACTERS * (2 if where == "worker" else 1)
+    assert 450_000 < left_out() < 600_000
+    assert {record.levelno for record in caplog.records} == {logging.ERROR}
+
+
 def test_code_that_asks_for_input_gets_none(pooled):
     assert rewards(pooled("length", timeout=5), ["input"]) == [[5]]
 
@@ -268,6 +306,7 @@ def test_a_file_that_only_a_worker_cannot_load_ends_the_run(tmp_path):
 PARENT = """
 import sys, threading
 from grpo.reward_pool import RewardPool
+from grpo.reward_prints import SHOWN_CHARACTERS
 from grpo.rewards import compute_rewards
 pool = RewardPool([sys.argv[1]], 600.0, 0.0, workers=2)
 function = {"f": pool.function(sys.argv[1])}
