@@ -42,7 +42,7 @@ from grpo.checkpoint import SaveError, save_model
 from grpo.checkpoint_list import read_progress
 from grpo.collect import Collector
 from grpo.config import ConfigError
-from grpo.data import PromptStream, load_examples
+from grpo.data import PromptStream, check_reward_columns, load_examples
 from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
@@ -103,6 +103,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
     tokenizer = load_tokenizer(config)
     check_adapter(config)
     examples = load_examples(config, config.dataset_train_split, tokenizer, progress=rank == 0)
+    check_reward_columns(config, examples)
     stream = PromptStream(len(examples), config.prompts_per_step, config.seed)
     held_out = []
     if config.eval_steps:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 
-from grpo.config import SharedConfig, option, require, require_finite
+from grpo.config import ConfigError, SharedConfig, option, require, require_finite
 
 
 @dataclass
@@ -34,9 +35,27 @@ class AnswerSection:
         "reasoning and answer within tags, like this: <think>reasoning here</think><answer>answer here</answer>",
         "system message put before every prompt; empty for none",
     )
+    chat_template_kwargs: Optional[dict | str] = option(
+        None, "what the model's chat template can be told, as a JSON object, such as '{\"enable_thinking\": false}'"
+    )
     max_completion_length: int = option(512, "new tokens at most")
     temperature: float = option(1.0, "of the sampler, and of every log-prob")
     seed: int = option(42, "of the prompt order and of sampling")
+
+    def _read_template_kwargs(self) -> None:
+        """JSON text, as on the command line, becomes the dict that it is of."""
+        given = self.chat_template_kwargs
+        if isinstance(given, str):
+            try:
+                self.chat_template_kwargs = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"chat_template_kwargs={given!r}: not JSON ({error}): write it as '{{\"enable_thinking\": false}}'"
+                ) from error
+        given = self.chat_template_kwargs
+        require(given is None or isinstance(given, dict), "chat_template_kwargs", given, "write a JSON object")
+        for name in ("conversation", "tokenize", "add_generation_prompt", "continue_final_message"):
+            require(name not in (given or {}), "chat_template_kwargs", given, f"{name} is not free: leave it out")
 
 
 @dataclass
@@ -92,6 +111,7 @@ class EvaluateConfig(EvaluateSection, AnsweringConfig):
 
     def __post_init__(self) -> None:
         require_finite(self)
+        self._read_template_kwargs()
         self._check_samples()
         for name in ("max_prompt_length", "max_completion_length", "sequences_per_generate", "temperature"):
             require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
@@ -114,6 +134,7 @@ class ChatConfig(ChatSection, AnswerSection, SharedConfig):
 
     def __post_init__(self) -> None:
         require_finite(self)
+        self._read_template_kwargs()
         require(self.max_completion_length > 0, "max_completion_length", self.max_completion_length, "use 1 or more")
         require(self.temperature >= 0, "temperature", self.temperature, "use 0 or more")
         require(0 <= self.seed < 2**31, "seed", self.seed, "use a number from 0 to below 2147483648")

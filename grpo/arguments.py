@@ -7,12 +7,13 @@ others'. A key that belongs to none is refused.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -91,14 +92,17 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         return []
     if not isinstance(settings, dict):
         raise ConfigError(f"config='{path}': write one 'field: value' a line")
-    known = {field.name: field for one in _ALL for field in fields(one)}
+    # Not the fields' own types, which HfArgumentParser has changed by now.
+    hints = {name: str(hint) for one in _ALL for name, hint in get_type_hints(one).items()}
+    known = {field.name: hints[field.name] for one in _ALL for field in fields(one)}
     own = {field.name for field in fields(config_class)}
     arguments: list[str] = []
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(f"{path}: {name}={value!r}: no such field{_did_you_mean(str(name), *_ALL)}; see --help")
-        if isinstance(value, dict) or (isinstance(value, list) and "list" not in str(known[name].type)):
-            raise ConfigError(f"{path}: {name}={value!r}: give a single value")
+        for kind in (dict, list):
+            if isinstance(value, kind) and kind.__name__ not in known[name]:
+                raise ConfigError(f"{path}: {name}={value!r}: give a single value")
         if name not in own or value is None:
             continue
         if isinstance(value, list):
@@ -109,6 +113,8 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps({str(name): inner for name, inner in value.items()}, default=str)  # YAML has dates too
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

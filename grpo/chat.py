@@ -27,8 +27,8 @@ NEW = "/new"
 
 def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
-    from grpo.data import render_prompt, tokenize_prompt
     from grpo.model import describe, eos_token_ids, load_model, load_tokenizer
+    from grpo.prompts import render_prompt, tokenize_prompt
     from grpo.ranks import own_place
     from grpo.records import Example
     from grpo.rollout import Sampler
@@ -46,7 +46,7 @@ def talk(config: ChatConfig, interactive: bool) -> None:
         if question == NEW:
             continue
         messages.append({"role": "user", "content": question})
-        prompt = render_prompt(tokenizer, messages, config.system_prompt)
+        prompt = render_prompt(tokenizer, messages, config.system_prompt, config.chat_template_kwargs)
         prompt_ids = tokenize_prompt(tokenizer, prompt)
         room = longest - len(prompt_ids)
         if room < 1:

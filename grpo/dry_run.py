@@ -18,7 +18,7 @@ from grpo.batch import Batcher
 from grpo.checkpoint import check_unused
 from grpo.checkpoint_list import find_checkpoints
 from grpo.config import ConfigError
-from grpo.data import PromptStream, load_examples
+from grpo.data import PromptStream, check_reward_columns, load_examples
 from grpo.ds_config import engine_config
 from grpo.estimate import Term
 from grpo.estimate_report import has_experts, on_meta
@@ -50,6 +50,7 @@ def dry_run(config: TrainerConfig) -> None:
     tokenizer = load_tokenizer(config)
     check_adapter(config)
     examples = load_examples(config, config.dataset_train_split, tokenizer)
+    check_reward_columns(config, examples)
     PromptStream(len(examples), config.prompts_per_step, config.seed)
     held_out = []
     if config.eval_steps:

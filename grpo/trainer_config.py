@@ -157,6 +157,7 @@ class TrainerConfig(
 
     def _check(self) -> None:
         require_finite(self)
+        self._read_template_kwargs()
         self._check_samples()
         require(
             self.num_generations >= 2,

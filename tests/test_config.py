@@ -61,6 +61,9 @@ IMPOSSIBLE = [
     (["--port", "70000"], "port=70000: ", "0 to 65535"),
     (["--port", "0"], "port=0: ", "name it"),
     (["--token", "a b"], "token='(hidden)': ", "without spaces"),
+    (["--chat_template_kwargs", "{enable"], "chat_template_kwargs='{enable': ", """write it as '{"enable_thinking": """),
+    (["--chat_template_kwargs", "[1]"], "chat_template_kwargs=[1]: ", "a JSON object"),
+    (["--chat_template_kwargs", '{"tokenize": true}'], "chat_template_kwargs={'tokenize': True}: ", "leave it out"),
     (
         ["--reward_weights", "1"],
         "reward_weights=[1.0]: ",

@@ -19,7 +19,7 @@ LEVELS = [
     | {"fair_queue", "scorer"}
     | {"connection", "http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
     | {"activations", "train_estimate", "train_report", "optimizer"}
-    | {"reward_functions", "reward_pool", "reward_model", "reward_client", "reward_worker", "reward_prints"},
+    | {"reward_functions", "reward_pool", "reward_model", "reward_client", "reward_worker", "reward_prints", "prompts"},
     {"accuracy", "update", "stalls"},
     {"evaluate", "chat", "collect", "rearrange", "resume", "service", "report", "dry_run", "machines"},
 ]
