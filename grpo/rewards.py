@@ -127,8 +127,7 @@ def compute_rewards(
     """
     batch = prompts, completions, columns
     conversations = [
-        [*before, {"role": "assistant", "content": completion}]
-        for before, completion in zip(messages, completions, strict=bool(messages))
+        _answered(before, completion) for before, completion in zip(messages, completions, strict=bool(messages))
     ]
     awaited = {name: function for name, function in functions.items() if not _is_blocking(function)}
     together = _submit(_await_all(awaited.values(), batch, conversations)) if awaited else None
@@ -159,6 +158,13 @@ def compute_rewards(
                 raise no_reward(name, repr(reward), completions[i])
             values[i] = np.nan if reward is None else reward
     return rewards
+
+
+def _answered(messages: list[Message], completion: str) -> list[Message]:
+    """The chat with the completion: the assistant's next message, or the rest of its last one."""
+    if messages and messages[-1]["role"] == "assistant":
+        return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + completion}]
+    return [*messages, {"role": "assistant", "content": completion}]
 
 
 def _find(name: str) -> tuple[str, Callable | str]:
