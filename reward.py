@@ -38,13 +38,15 @@ def format_reward(prompts, completions, **columns) -> list[float | None]:
 
     `</answer>` counts only if nothing but white space and end tokens follows it.
 
+    Where the prompt ends in `<think>`, as chat templates of R1, QwQ and Qwen3-Thinking make it, that tag is there.
+
         <think>2+2</think> <answer>4</answer><|im_end|>   0.8
         <think>2+2</think> <answer>4</answer> Done!       0.6   text after the last tag
         <think>2+2 <answer>4</answer>                     0.6   a tag is missing
         <think><think>2+2</think> <answer>4</answer>      0.6   a tag is repeated
         <answer>4</answer> <think>2+2</think>             0.4   wrong order
     """
-    return [score_format(completion) for completion in completions]
+    return [score_format(completion, prompt) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def is_correct(completion: str, answer: str) -> bool:
@@ -52,9 +54,9 @@ def is_correct(completion: str, answer: str) -> bool:
     return score_answer(completion, answer) > 0
 
 
-def has_format(completion: str) -> bool:
+def has_format(completion: str, prompt: str = "") -> bool:
     """Whether the completion earns the whole format reward. Evaluation counts these."""
-    return score_format(completion) == 0.8
+    return score_format(completion, prompt) == 0.8
 
 
 def score_answer(completion: str, gold: str) -> float:
@@ -67,7 +69,9 @@ def score_answer(completion: str, gold: str) -> float:
     return 1.5 if same_value(text, gold) else 0.0
 
 
-def score_format(completion: str) -> float:
+def score_format(completion: str, prompt: str) -> float:
+    if prompt.rstrip().endswith("<think>"):
+        completion = "<think>" + completion
     ends_well = ENDING.fullmatch(completion.rpartition("</answer>")[2])
     counted, last = 0, -1
     for tag in TAGS if ends_well else TAGS[:-1]:
@@ -87,20 +91,67 @@ def last_answer(completion: str) -> str:
 
 LONGEST = 1000  # characters; anything longer can only be equal as a string
 MATHEMATICS = re.compile(r"[0-9\\^_=<>+*/(\[{|]")
+POWER = re.compile(r"-?[0-9]{1,4}(?:\^(?:[0-9]|\{-?[0-9]{1,4}\})|!)")
+TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
+CHOICE = re.compile(r"\(([A-Z])\)")
+VARIABLE = re.compile(r"[A-Za-z]\s*=(?!=)")
+NAME = re.compile(r"(?:[A-Za-z'\\\s]|_[0-9A-Za-z]|_\{[0-9A-Za-z]+\})*(?:\([^()]*\)\s*)?")  # x, a_1, f(x), \angle ABC
+EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
+THOUSANDS = re.compile(r"\{,\}|(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+BRACKETS = re.compile(r"(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
 
 
 def same_value(text: str, gold: str) -> bool:
-    """Whether two texts are one number or, says `math-verify`, one expression.
+    """Whether two texts are the same words, one number or, says `math-verify`, one expression.
 
-    If the gold is a number and the text is not, only LaTeX gets the second chance: "18 or 20" is wrong for 18.
-    A gold in plain words gets none: as products of letters, "seat" equals "east".
+    If the gold is a number and the text is not, only LaTeX, a power or a factorial gets the second chance: "18 or 20"
+    is wrong for 18. A gold in plain words gets none: as products of letters, "seat" equals "east".
     """
     if max(len(text), len(gold)) > LONGEST:
         return False
+    text, gold = plain(text), plain(gold)
+    if text == gold:
+        return True
+    if "=" not in gold and (match := VARIABLE.match(text)):
+        text = text[match.end() :]
     found, expected = to_number(text), to_number(gold, allow_unit=False)
-    if expected is not None and (found is not None or "\\" not in text):
+    if expected is not None and (found is not None or not ("\\" in text or POWER.fullmatch(text))):
         return found == expected
-    return bool(MATHEMATICS.search(gold) and find_spec("math_verify")) and math_process.equal(text, gold)
+    if not (MATHEMATICS.search(gold) and find_spec("math_verify") and same_shape(text, gold)):
+        return False
+    return all(math_process.equal(claim, gold) for claim in claims(text, gold))
+
+
+def plain(text: str) -> str:
+    r"""The words in \text{...}, and the letter of a choice in brackets."""
+    if match := TEXT.fullmatch(text):
+        text = match[1].strip()
+    match = CHOICE.fullmatch(text)
+    return match[1] if match else text
+
+
+def same_shape(text: str, gold: str) -> bool:
+    r"""Whether two lists may be equal: as many elements, and no \{1,2\} for (1,2). `math-verify` looks at neither."""
+    brackets, commas = [], []
+    for side in (text, gold):
+        side = re.sub(r"\\(?:left|right|[,;!])|\s", "", re.sub(r"\\text\{\s*and\s*\}", ",", side))
+        brackets.append(BRACKETS.fullmatch(side))
+        # A comma between thousands looks like one between elements: each text has two readings.
+        commas.append({side.count(","), THOUSANDS.sub("", side).count(",")})
+    if all(brackets) and brackets[0].groups() != brackets[1].groups():
+        return False
+    return commas[0] == {0} or not commas[0].isdisjoint(commas[1])
+
+
+def claims(text: str, gold: str) -> list[str]:
+    """What the text says that the answer is: each side of its equality signs, but a name at its begin.
+
+    `math-verify` looks at the last side alone, and so would take "1/3 = 1/2" for 1/2.
+    """
+    sides = EQUALS.split(THOUSANDS.sub("", text))
+    if len(sides) == 1 or EQUALS.search(gold) or "," in "".join(sides):
+        return [text]
+    return sides[1:] if NAME.fullmatch(sides[0]) else sides
 
 
 # [0-9] and not \d, which matches the digits of every script.
@@ -125,7 +176,7 @@ def to_number(text: str, allow_unit: bool = True) -> Fraction | None:
     Numbers: "1,080" "$1,080.00" "-$10" "50%" (is 50) "3/4" "2 1/2" ".5" "1e3" "18 apples" "$12/hour" "18 = 18.0"
     None: "18 or 20" "7+3=10" "3-4" "1,2,3" "12:30" "3/0" "2x" "2 million" "about 18" "1e1000" (three digits at most)
     """
-    text = " ".join(text.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-").split())
+    text = " ".join(text.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-").replace("{,}", ",").split())
     values = set()
     for part in text.split("="):
         match = NUMBER.fullmatch(part.strip())

@@ -21,7 +21,7 @@ def evaluate(
     sampler: Sampler,
     examples: Sequence[Example],
     is_correct: Callable[[str, str], bool],
-    has_format: Callable[[str], bool],
+    has_format: Callable[[str, str], bool],
     config: AnsweringConfig,
     rank: int,
     world_size: int,
@@ -54,7 +54,7 @@ def evaluate(
             rollouts = [one for (one,) in sampler.sample(model, some, 1, config.temperature, seed)]
         for (place, sample), example, rollout in zip(cells, some, rollouts, strict=True):
             answer, length = example.columns["answer"], len(rollout.completion_ids)
-            correct, formatted = is_correct(rollout.text, answer), has_format(rollout.text)
+            correct, formatted = is_correct(rollout.text, answer), has_format(rollout.text, example.prompt)
             found[:, place, sample] = correct, formatted, length, not rollout.finished
             completions.append(
                 {

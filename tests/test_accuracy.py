@@ -65,8 +65,8 @@ def is_correct(completion: str, answer: str) -> bool:
     return len(completion) % 3 == int(answer) % 3
 
 
-def has_format(completion: str) -> bool:
-    return len(completion) % 2 == 0
+def has_format(completion: str, prompt: str) -> bool:
+    return len(prompt + completion) % 2 == 0
 
 
 def test_the_metrics_are_those_of_the_completions(ask):
@@ -74,7 +74,7 @@ def test_the_metrics_are_those_of_the_completions(ask):
     assert len(completions) == 7 * 6
     for one in completions:
         assert one["correct"] == is_correct(one["completion"], one["answer"])
-        assert one["format"] == has_format(one["completion"])
+        assert one["format"] == has_format(one["completion"], one["prompt"])
     greedy = [one for one in completions if one["sample"] == 0]
     p = statistics.mean(one["correct"] for one in greedy)
     assert metrics["eval_n"] == 7 == len(greedy)

@@ -30,8 +30,8 @@ def correctness(text: str, gold: str) -> float:
     return correctness_reward(["?"], [f"<answer>{text}</answer>"], answer=[gold])[0]
 
 
-def formatting(completion: str) -> float:
-    return format_reward(["?"], [completion])[0]
+def formatting(completion: str, prompt: str = "?") -> float:
+    return format_reward([prompt], [completion])[0]
 
 
 # --- correctness: strings and numbers
@@ -296,6 +296,11 @@ def test_no_text_crashes_the_rewards_or_leaves_their_values(text, gold):
         "<answer>" * 100_000,
         "</answer>" * 100_000,
         "</answer>" + "<|im_end|> " * 50_000 + "x",
+        "a" * 499 + "1 = 5",
+        "\\" * 490 + "1 = 5",
+        "(" * 499 + "=" + ")" * 499,
+        "1,000" * 190 + "\\",
+        "\\text{" * 160,
         "<think>" * 100_000,
     ],
 )
@@ -357,6 +362,30 @@ def test_every_gold_of_gsm8k_earns_full_marks(split, size):
 def test_format(completion, expected):
     assert formatting(completion) == expected
     assert has_format(completion) is (expected == 0.8)
+
+
+@pytest.mark.parametrize("prompt", ["assistant\n<think>", "assistant\n<think>\n", "Write <think> first. <think>\n\n"])
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("2+2</think> <answer>4</answer>", 0.8),
+        ("\n2+2\n</think>\n\n<answer>4</answer><|im_end|>", 0.8),
+        ("<think>2+2</think> <answer>4</answer>", 0.6),
+        ("2+2</think> <answer>4</answer> Done!", 0.6),
+        ("2+2 <answer>4</answer>", 0.6),
+        ("<answer>4</answer> 2+2</think>", 0.4),
+        ("", 0.2),
+    ],
+)
+def test_a_tag_that_the_prompt_opens_is_there(prompt, completion, expected):
+    assert formatting(completion, prompt) == expected
+    assert has_format(completion, prompt) is (expected == 0.8)
+
+
+@pytest.mark.parametrize("prompt", ["Write <think> first.", "<think>\n\n</think>\n\n", "", "<think>."])
+def test_a_tag_that_stands_elsewhere_in_the_prompt_is_not(prompt):
+    assert formatting("2+2</think> <answer>4</answer>", prompt) == 0.6
+    assert formatting("<think>2+2</think> <answer>4</answer>", prompt) == 0.8
 
 
 @pytest.mark.parametrize(
@@ -432,6 +461,61 @@ def test_without_math_verify_expressions_are_compared_as_strings():
     assert correctness(r"\frac{3}{4}", r"\frac{3}{4}") == 2.0
     assert correctness("1+x^2", "x^2+1") == correctness("0.75", r"\frac{3}{4}") == 0.0
     assert reward.math_process.process is None
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("14{,}400", "14400"),
+        ("1{,}234{,}567.5", "1234567.5"),
+        ("x = 5", "5"),
+        ("n=18 apples", "18"),
+        ("x = 5 = 5.0", "5"),
+        (r"\text{(B)}", "B"),
+        (r"\textbf{(B)}", "B"),
+        ("(B)", "B"),
+        ("B", r"\text{(B)}"),
+        (r"\text{east}", "east"),
+        ("east", r"\text{east}"),
+        (r"\text{Monday}", "Monday"),
+        (r"\mathrm{ Monday }", "Monday"),
+        (r"\text{18}", "18"),
+    ],
+)
+def test_words_choices_and_variables_need_no_math_verify(monkeypatch, text, gold):
+    monkeypatch.setattr(reward, "find_spec", lambda name: None)
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("14{,}40", "1440"),
+        ("{,}", "0"),
+        ("x = 5 = 6", "5"),
+        ("x = 5 or 6", "5"),
+        ("5 = x", "5"),
+        ("x == 5", "5"),
+        ("x + 3 = 5", "5"),
+        ("y = 5", "x = 5"),
+        ("2^{10}", "10"),
+        ("5!", "5"),
+        (r"\text{(A)}", "B"),
+        (r"\text{(B) or (C)}", "B"),
+        ("(B)(C)", "B"),
+        ("(b)", "B"),
+        (r"\text{seat}", "east"),
+        ("seat", r"\text{east}"),
+        (r"\text{east or west}", "east"),
+        (r"\text{18 or 20}", "18"),
+        (r"\text{}", "east"),
+    ],
+)
+@pytest.mark.parametrize("installed", [False, True])
+def test_other_words_choices_and_variables_earn_nothing(monkeypatch, text, gold, installed):
+    if not installed:
+        monkeypatch.setattr(reward, "find_spec", lambda name: None)
+    assert correctness(text, gold) == 0.0
 
 
 def test_the_process_starts_at_the_first_question_and_stays():
@@ -547,7 +631,7 @@ def test_the_process_leaves_ctrl_c_to_its_parent(parent):
     assert parent.stdout.readline() == f"True {pid}\n"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def math_verify():
     pytest.importorskip("math_verify")
     yield reward.math_process
@@ -572,6 +656,31 @@ def math_verify():
         ("(1, 2)", "(1,2)"),
         (r"\{2, 1\}", r"\{1,2\}"),
         ("[0, 1)", "[0,1)"),
+        ("2^{10}", "1024"),
+        ("2^3", "8"),
+        ("-2^{2}", "-4"),
+        ("10!", "3628800"),
+        (r"x = \frac12", r"\frac12"),
+        (r"P(A) = \frac12", r"\frac12"),
+        (r"a_{1} = \frac12", r"\frac12"),
+        (r"\angle ABC = \frac12", r"\frac12"),
+        (r"f(x) = x^2+1", "x^2+1"),
+        (r"(x-1)^2 = x^2-2x+1", "x^2-2x+1"),
+        (r"\frac24 = \frac12", r"\frac12"),
+        (r"\frac12 = 0.5", r"\frac12"),
+        (r"\sqrt{4} = 2", "2"),
+        ("y = 2x+1", "y=2x+1"),
+        ("5", "x = 5"),
+        ("2,1", "1,2"),
+        (r"1 \text{ and } 2", "1,2"),
+        ("1,2", r"1 \text{ and } 2"),
+        (r"\{1,2\}", "1,2"),
+        (r"x \in \{1,2\}", r"\{1,2\}"),
+        ("x=1, y=2", "(1,2)"),
+        (r"\left(1,2\right)", "(1,2)"),
+        ("(3,4),(1,2)", "(1,2),(3,4)"),
+        (r"\{5\}", "5"),
+        ("(x+1)(x+2)", "(x+2)(x+1)"),
     ],
 )
 def test_math_verify_finds_expressions_equal(math_verify, text, gold):
@@ -592,9 +701,67 @@ def test_math_verify_finds_expressions_equal(math_verify, text, gold):
         ("\n", r"\frac{3}{4}"),
         ("\ud800", r"\frac{3}{4}"),
         ("seat", "east"),
+        # more than one answer, and answers that contradict each other
+        (r"\frac13 = \frac12", r"\frac12"),
+        (r"\frac12 = \frac13", r"\frac12"),
+        ("1/3 = 1/2", r"\frac12"),
+        (r"x = \frac13 = \frac12", r"\frac12"),
+        (r"\frac{x}{2} = 5", "5"),
+        ("x^2-1 = x^2+1", "x^2+1"),
+        (r"\boxed{\frac12} = \frac13", r"\frac12"),
+        (r"\$20 = \$18", "18"),
+        (r"\$18 = \$20", "18"),
+        (r"\$1,020 = \$1,018", "1018"),
+        (r"\frac13, \frac12", r"\frac12"),
+        (r"\frac13; \frac12", r"\frac12"),
+        (r"\frac13 \quad \frac12", r"\frac12"),
+        (r"\frac13 \\ \frac12", r"\frac12"),
+        (r"\frac13 \Rightarrow \frac12", r"\frac12"),
+        (r"\frac13 \approx \frac12", r"\frac12"),
+        (r"\frac13 \neq \frac12", r"\frac12"),
+        (r"\frac13 \text{ or } \frac12", r"\frac12"),
+        (r"x=18 \text{ or } x=20", "18"),
+        (r"\boxed{18} \boxed{20}", "18"),
+        (r"\boxed{20} \boxed{18}", "18"),
+        (r"\pm 3", "3"),
+        (r"\pm 3", "-3"),
+        (r"\begin{cases} 18 \\ 20 \end{cases}", "18"),
+        # lists of another kind or length
+        (r"\{1,2\}", "(1,2)"),
+        ("(1,2)", r"\{1,2\}"),
+        (r"\left\{1,2\right\}", "(1,2)"),
+        ("[1,2]", "(1,2)"),
+        ("[0,1)", "[0,1]"),
+        ("1,1,2", "1,2"),
+        ("1,2,1", "1,2"),
+        ("1,2", "1,1,2"),
+        (r"\{1,1,2\}", r"\{1,2\}"),
+        ("(1,3) = (1,2)", "(1,2)"),
+        ("2^3", "9"),
+        ("10!", "10"),
+        ("-2^{2}", "4"),
     ],
 )
 def test_math_verify_finds_expressions_different(math_verify, text, gold):
+    assert correctness(text, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("-2<x<3", "(-2,3)"),
+        (r"x \le 5", r"(-\infty,5]"),
+        (r"-5 \le x \le 5", "[-5,5]"),
+        (r"\emptyset", r"\varnothing"),
+        (r"6.02 \times 10^{23}", "6.02e23"),
+        (r"e^{i\pi}", "-1"),
+        (r"0.\overline{3}", "1/3"),
+        (r"\$5", "5 dollars"),
+        ("**17**", "17"),
+        ("`17`", "17"),
+    ],
+)
+def test_what_is_right_and_not_known_to_be(math_verify, text, gold):
     assert correctness(text, gold) == 0.0
 
 
@@ -615,6 +782,7 @@ def test_math_verify_is_cut_short_at_the_deadline(math_verify):
 
 
 def test_math_verify_is_not_asked_about_numbers_and_words(math_verify):
+    math_verify.stop()
     assert correctness("18 apples", "18") == 1.5
     assert correctness("18 or 20", "18") == correctness("seat", "east") == correctness("9" * 1001, "x+1") == 0.0
     assert math_verify.process is None
@@ -731,6 +899,22 @@ def test_a_function_sees_the_whole_batch_once():
 
     compute_rewards({"spy": spy}, ["p", "q"], ["a", "b"], {"answer": ["1", "2"]})
     assert calls == [(["p", "q"], ["a", "b"], {"answer": ["1", "2"]})]
+
+
+def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
+    class Listener:
+        def scores(self, conversations):
+            self.conversations = conversations
+            return [1.0] * len(conversations)
+
+    listener, asked = Listener(), [{"role": "user", "content": "2+2?"}]
+    begun = [*asked, {"role": "assistant", "content": "It is"}]
+    compute_rewards({"listener": listener}, ["p", "q"], ["4", " 4"], {}, [asked, begun])
+    assert listener.conversations == [
+        [*asked, {"role": "assistant", "content": "4"}],
+        [*asked, {"role": "assistant", "content": "It is 4"}],
+    ]
+    assert begun[1]["content"] == "It is", "the example's own messages stay"
 
 
 def test_no_functions_or_no_completions_give_an_empty_table():
