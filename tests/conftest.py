@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +77,18 @@ def tokenizer(model_folder):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_folder)
+
+
+def thinking_model(model_folder: Path, folder: Path) -> Path:
+    """The model with a chat template that opens <think> itself, unless it is told `enable_thinking: false`."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(model_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    thinks = "add_generation_prompt and (enable_thinking is not defined or enable_thinking)"
+    tokenizer.chat_template += f"{{% if {thinks} %}}{{{{ '<think>\\n' }}}}{{% endif %}}"
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import pty
 import select
@@ -13,13 +14,15 @@ import sys
 import time
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from grpo.chat import Shown, stopped_by_ctrl_c
-from grpo.data import render_prompt, tokenize_prompt
+from grpo.answer_config import ChatConfig
+from grpo.arguments import parse_arguments
+from grpo.chat import Shown, stopped_by_ctrl_c, talk
+from grpo.prompts import render_prompt, tokenize_prompt
 from grpo.records import Example
 from grpo.rollout import Sampler
 
@@ -41,9 +44,9 @@ def piped(model_folder, text: str, *options) -> subprocess.CompletedProcess:
     )
 
 
-def greedy(model, tokenizer, messages, length=24) -> str:
+def greedy(model, tokenizer, messages, length=24, **template_kwargs) -> str:
     """The answer by transformers alone."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template_kwargs)
     ids = tokenizer(text, return_tensors="pt")
     answer = model.generate(**ids, do_sample=False, max_new_tokens=length)[0, ids["input_ids"].shape[1] :]
     return tokenizer.decode(answer, skip_special_tokens=True)
@@ -260,6 +263,21 @@ def test_questions_by_themselves_and_a_model_without_a_chat_template(model_folde
     ended = piped(folder, "One?\nTwo?\n", *SHORT_AND_GREEDY, "--no_keep_history")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.decode() == continued("One?") + continued("Two?")
+
+
+def test_the_template_is_told_what_the_settings_say(model_folder, model, tmp_path, monkeypatch, capsys):
+    folder = thinking_model(model_folder, tmp_path / "thinking")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "What is 2+2?"}]
+    off = {"enable_thinking": False}
+    expected = [greedy(model, tokenizer, messages, **template_kwargs) + "\n" for template_kwargs in ({}, off)]
+    assert expected[0] != expected[1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["--model", str(folder), "--system_prompt", "", *SHORT_AND_GREEDY]
+    for option, answer in zip(([], ["--chat_template_kwargs", json.dumps(off)]), expected, strict=True):
+        monkeypatch.setattr("sys.stdin", io.StringIO("What is 2+2?\n"))
+        talk(parse_arguments(ChatConfig, "", [*arguments, *option]), interactive=False)
+        assert capsys.readouterr().out == answer
 
 
 @pytest.mark.slow

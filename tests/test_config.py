@@ -1,5 +1,7 @@
 """What the configuration refuses, what wins over what, and that one file serves both programs."""
 
+import json
+
 import pytest
 import torch
 from conftest import REPOSITORY
@@ -61,7 +63,11 @@ IMPOSSIBLE = [
     (["--port", "70000"], "port=70000: ", "0 to 65535"),
     (["--port", "0"], "port=0: ", "name it"),
     (["--token", "a b"], "token='(hidden)': ", "without spaces"),
-    (["--chat_template_kwargs", "{enable"], "chat_template_kwargs='{enable': ", """write it as '{"enable_thinking": """),
+    (
+        ["--chat_template_kwargs", "{enable"],
+        "chat_template_kwargs='{enable': ",
+        """write it as '{"enable_thinking": """,
+    ),
     (["--chat_template_kwargs", "[1]"], "chat_template_kwargs=[1]: ", "a JSON object"),
     (["--chat_template_kwargs", '{"tokenize": true}'], "chat_template_kwargs={'tokenize': True}: ", "leave it out"),
     (
@@ -281,12 +287,14 @@ def test_a_file_is_checked_like_the_command_line(refused, file, text, said):
 
 
 def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_path):
-    config = trainer("--token", "very-secret", "--reward_weights", "1", "0.5", "--no_gradient_checkpointing")
+    nested = '{"enable_thinking": false, "names": ["a", null], "more": {"depth": 1.5}}'
+    options = ["--chat_template_kwargs", nested, "--reward_weights", "1", "0.5", "--no_gradient_checkpointing"]
+    config = trainer("--token", "very-secret", *options)
     write_config(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert "very-secret" not in text
     again = trainer("--config", str(tmp_path / "config.yaml"), "--token", "very-secret")
-    assert again == config
+    assert again == config and again.chat_template_kwargs == json.loads(nested)
     parse_arguments(ServerConfig, "", ["--config", str(tmp_path / "config.yaml")])
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from grpo.arguments import parse_arguments
 from grpo.config import ConfigError
-from grpo.data import PromptStream, gold_answer, load_examples, render_prompt
+from grpo.data import PromptStream, gold_answer, load_examples
 from grpo.dry_run import dry_run
+from grpo.prompts import render_prompt
 from grpo.trainer_config import TrainerConfig
 
 ROWS = [

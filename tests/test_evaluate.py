@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k
+from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
 
 import reward
 from grpo import evaluate
@@ -64,7 +64,7 @@ def test_a_table_a_folder_and_every_completion_with_its_verdict(main, capsys, mo
         assert problems[one["problem"]]["question"] in one["prompt"]
         assert one["answer"] == problems[one["problem"]]["answer"]
         assert one["correct"] == reward.is_correct(one["completion"], one["answer"])
-        assert one["format"] == reward.has_format(one["completion"])
+        assert one["format"] == reward.has_format(one["completion"], one["prompt"])
     assert metrics["eval_n"] == 10 and metrics["eval_pass@3"] >= metrics["eval_avg@3"]
     assert metrics["eval_num_tokens"] == sum(one["tokens"] for one in completions)
 
@@ -131,6 +131,19 @@ def test_a_single_file_is_taken_whole(main, capsys, model_folder, data_folder):
     file = data_folder / "test.jsonl"
     assert main(*options(model_folder, file, eval_samples=0, max_completion_length=1, sequences_per_generate=256)) == 0
     assert f"{model_folder} on 256 problems of {file}\n" in capsys.readouterr().out
+
+
+def test_the_template_is_told_what_the_settings_say(main, model_folder, data_folder, tmp_path):
+    folder = thinking_model(model_folder, tmp_path / "thinking")
+    arguments = options(folder, data_folder, max_completion_length=1, eval_samples=2, output=tmp_path / "off")
+    assert main(*arguments, '--chat_template_kwargs={"enable_thinking": false}') == 0
+    _, off = result(tmp_path / "off")
+    # The settings that it wrote ask the same again.
+    again = ["--config", str(tmp_path / "off/config.yaml"), "--output", str(tmp_path / "again")]
+    assert main(*again) == 0 and result(tmp_path / "again")[1] == off
+    assert main(*arguments, "--output", str(tmp_path / "on")) == 0
+    _, on = result(tmp_path / "on")
+    assert [one["prompt"] for one in on] == [one["prompt"] + "<think>\n" for one in off]
 
 
 @pytest.mark.slow

@@ -578,6 +578,11 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
         ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),
         ({}, {"learning_rate": 2e-6}, "learning_rate is 1e-06 there and 2e-06 here: leave it as it was"),
         ({}, {"num_generations": 4}, "num_generations is 8 there and 4 here"),
+        (
+            {},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs is None there and {'enable_thinking': False} here: leave it as it was",
+        ),
         ({}, {"max_steps": 7, "lr_scheduler_type": "linear"}, "lr_scheduler_type is 'constant_with_warmup' there"),
     ],
 )
