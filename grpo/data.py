@@ -192,6 +192,7 @@ def _load(config: AnsweringConfig, split: str):
 
     name, files = config.dataset_name, _files(config, split)
     datasets.disable_progress_bars()
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error says what it would log
     try:
         if files:
             return datasets.load_dataset(_FILE_TYPES[files[0].suffix], data_files=[*map(str, files)], split="train")
@@ -229,7 +230,7 @@ def _broken_line(files: list[Path]) -> str:
                     json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
                     reason = "" if isinstance(row, dict) else "not a JSON object"
                 except (ValueError, RecursionError) as error:
-                    reason = str(error)
+                    reason = getattr(error, "msg", str(error))
                 if reason:
                     return f"{file.name}, line {number}: {reason}"
     return ""

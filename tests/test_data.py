@@ -175,7 +175,7 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
         ("mixed-folder", "found train-0.jsonl, train-1.parquet"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, name, said):
+def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, said):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("question,answer\n")
@@ -197,6 +197,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, name, 
     write(tmp_path / "mixed-folder" / "train-1.parquet")
     with pytest.raises(ConfigError, match=said):
         load_examples(config(name), "train", tokenizer, progress=False)
+    assert "Failed to" not in caplog.text, "that one sentence says it"
 
 
 def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
