@@ -93,8 +93,8 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
     if not isinstance(settings, dict):
         raise ConfigError(f"config='{path}': write one 'field: value' a line")
     # Not the fields' own types, which HfArgumentParser has changed by now.
-    hints = {name: str(hint) for one in _ALL for name, hint in get_type_hints(one).items()}
-    known = {field.name: hints[field.name] for one in _ALL for field in fields(one)}
+    hints = {name: str(hint) for program in _ALL for name, hint in get_type_hints(program).items()}
+    known = {field.name: hints[field.name] for program in _ALL for field in fields(program)}
     own = {field.name for field in fields(config_class)}
     arguments: list[str] = []
     for name, value in settings.items():

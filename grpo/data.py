@@ -237,8 +237,9 @@ def _broken_line(files: list[Path]) -> str:
 
 
 def _files(config: AnsweringConfig, split: str) -> list[Path]:
-    """The files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type. None of a
-    hub id.
+    """The files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type.
+
+    None where the dataset is no local path.
 
     Not left to `datasets`, which takes every file for the test split if only the folder's path has "test" in it.
     """

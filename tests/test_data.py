@@ -308,7 +308,7 @@ def test_the_template_reads_chat_template_kwargs(tmp_path, tokenizer, monkeypatc
     monkeypatch.setattr(tokenizer, "chat_template", template)
 
     def prompts(*options) -> list[str]:
-        return [one.prompt for one in load_examples(config(path, *options), "train", tokenizer, progress=False)]
+        return [example.prompt for example in load_examples(config(path, *options), "train", tokenizer, progress=False)]
 
     assert prompts() == ["One and one?<think>", "Two and two?<think>"]
     off = prompts("--chat_template_kwargs", '{"enable_thinking": false}')

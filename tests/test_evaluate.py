@@ -143,7 +143,7 @@ def test_the_template_is_told_what_the_settings_say(main, model_folder, data_fol
     assert main(*again) == 0 and result(tmp_path / "again")[1] == off
     assert main(*arguments, "--output", str(tmp_path / "on")) == 0
     _, on = result(tmp_path / "on")
-    assert [one["prompt"] for one in on] == [one["prompt"] + "<think>\n" for one in off]
+    assert [answer["prompt"] for answer in on] == [answer["prompt"] + "<think>\n" for answer in off]
 
 
 @pytest.mark.slow
