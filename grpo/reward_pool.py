@@ -31,6 +31,7 @@ from grpo.reward_prints import PRINTS
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 300.0  # to import the functions' files, which may be slow; no completion pays for it
+_END_SECONDS = 30.0  # to kill all that a call has started
 _LOGGED_CHARACTERS = 80
 
 
@@ -141,7 +142,11 @@ class _Worker:
 
     def end(self) -> None:
         self.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # it was stopped, or waits for a process that even SIGKILL does not end
+            self._process.kill()
+            self._process.wait()
         self._printed.join(1.0)  # another user's process may live on and hold the pipe
         self._socket.close()
 

@@ -42,6 +42,9 @@ def run(completion):
     elif completion == "orphan":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
+    elif completion == "stop":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(600)
     elif completion == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     elif completion == "memory":
@@ -169,6 +172,13 @@ def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, said):
     assert lines == [f"reward function 'length' {said} on the completion '{death}': that earns -1"] * 2
 
 
+def test_code_that_stops_the_process_above_it_costs_its_completion_too(pooled, monkeypatch):
+    monkeypatch.setattr("grpo.reward_pool._END_SECONDS", 0.5)
+    assert rewards(pooled("length", timeout=0.5), ["a", "stop", "ccc"]) == [[1, -1, 3]]
+    below = psutil.Process().children(recursive=True)
+    assert sum("reward_worker import work" in " ".join(one.cmdline()) for one in below if one.is_running()) <= 4
+
+
 def test_more_hangs_than_processes_are_all_survived(pooled):
     length = pooled("length", timeout=0.2)
     assert rewards(length, ["sleep"] * 5 + ["a"]) == [[-1] * 5 + [1]]
@@ -220,7 +230,7 @@ def test_a_sigterm_to_all_below_the_trainer_costs_no_reward(pooled, tmp_path):
         while not (file.exists() and file.read_text()):
             time.sleep(0.01)
         below = psutil.Process().children(recursive=True)
-        ours = [one for one in below if "reward_worker import work" in one.cmdline()[-1]]
+        ours = [one for one in below if "reward_worker import work" in " ".join(one.cmdline())]
         assert len(ours) >= 4  # two workers, each below its guard
         for one in ours:
             one.terminate()
