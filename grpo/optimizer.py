@@ -31,7 +31,8 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
     A norm is known by its name or by its class, as in `Trainer.get_decay_parameter_names`.
     """
-    norms = {id(one) for module in model.modules() if isinstance(module, nn.LayerNorm) for one in module.parameters()}
+    layer_norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    norms = {id(parameter) for module in layer_norms for parameter in module.parameters()}
     decayed, others = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

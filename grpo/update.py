@@ -158,8 +158,8 @@ def _experts_chosen(
     per_token, total = model.config.get_text_config().num_experts_per_tok, torch.zeros(1, dtype=torch.float64)
     for indices in micro_batches:
         rows = [sequences[index] for index in indices]
-        if any(one.completion_ids for one in rows):
-            batch = batcher.make([(one.prompt_ids, one.completion_ids) for one in rows], model.device)
+        if any(row.completion_ids for row in rows):
+            batch = batcher.make([(row.prompt_ids, row.completion_ids) for row in rows], model.device)
             total = total + experts_chosen(router_logits(model, batch), per_token).cpu()
     return sum(gather(total))  # a rank without tokens adds a 0
 

@@ -75,7 +75,7 @@ def balanced(model, pairs):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_any_cut_adds_up_to_the_loss_of_all_tokens_at_once(kind, way):
     model = mixture(kind)
-    pairs = [(one.prompt_ids, one.completion_ids) for one in sequences()]
+    pairs = [(sequence.prompt_ids, sequence.completion_ids) for sequence in sequences()]
     value, slopes = balanced(model, pairs)
     batcher = Batcher(0, 0) if way == "padded" else make_batcher(model, 0)
     assert batcher.longest_packed or way == "padded" or kind == "gpt-oss"
@@ -110,8 +110,8 @@ def test_any_cut_adds_up_to_the_loss_of_all_tokens_at_once(kind, way):
 
 def test_a_model_without_experts_is_refused(model):
     dense = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
-    for one in (dense, model):
+    for refused in (dense, model):
         with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.01: \w+ForCausalLM has no experts, or does not"):
-            check_router(one, 0.01)
+            check_router(refused, 0.01)
     for kind in CONFIGS:
         check_router(mixture(kind), 0.01)

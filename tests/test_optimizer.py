@@ -50,23 +50,25 @@ def bare(kind: str) -> nn.Module:
 def test_what_decays_is_what_decays_in_transformers(kind):
     model = bare(kind)
     names = set(Trainer.get_decay_parameter_names(None, model))
-    expected = [one for name, one in model.named_parameters() if one.requires_grad and name in names]
+    expected = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name in names]
     decayed, others = parameter_groups(model)
     assert [*map(id, decayed)] == [*map(id, expected)]
-    assert len(decayed) + len(others) == sum(one.requires_grad for one in model.parameters())
+    assert len(decayed) + len(others) == sum(parameter.requires_grad for parameter in model.parameters())
     assert bool(others) == (kind != "DoRA")  # magnitudes decay, as in transformers
 
 
 def test_only_what_decays_moves_without_a_gradient():
     model = bare("layer norms, biases")
-    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = make_optimizer(model, config_of(weight_decay=0.1, learning_rate=0.01))
-    for one in model.parameters():
-        one.grad = torch.zeros_like(one)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for name, one in model.named_parameters():
+    for name, parameter in model.named_parameters():
         still = "ln_" in name or "bias" in name
-        torch.testing.assert_close(one.detach(), before[name] * (1.0 if still else 1 - 0.01 * 0.1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            parameter.detach(), before[name] * (1.0 if still else 1 - 0.01 * 0.1), rtol=1e-6, atol=0
+        )
 
 
 def test_a_rank_loads_no_library_that_it_does_not_use():
