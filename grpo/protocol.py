@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
+
+from grpo.tensor_header import LONGEST_HEADER, HeaderError, data_begins, read_header
 
 VERSION = 1
 LOGPROBS_PATH = "/v1/logprobs"
@@ -150,6 +152,8 @@ def encode_request(request: LogprobsRequest) -> bytes:
 
 _LONGEST_NAME = 128
 """characters of request_id and client"""
+_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+"""a number without a sign, as JSON writes it (RFC 8259, section 6)"""
 _LOWEST_TEMPERATURE = 1e-6
 """far below it, logits / temperature leave float32"""
 
@@ -193,10 +197,8 @@ def decode_request(
             f"sequence {longest} has {lengths[longest]} tokens: this model takes at most {max_length}",
         )
     text = metadata.get("temperature", "1.0")
-    try:
-        temperature = float(text)
-    except ValueError:
-        temperature = math.nan
+    # float() alone would also take "1_0", blanks around it and the digits of other scripts.
+    temperature = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not (temperature >= _LOWEST_TEMPERATURE and math.isfinite(temperature)):
         raise malformed(f"temperature {text[:40]!r}: send a number of at least {_LOWEST_TEMPERATURE}, such as 1.0")
     who = {name: metadata.get(name, "") for name in ("request_id", "client")}
@@ -245,24 +247,22 @@ def fingerprint(*parts: object) -> str:
 
 
 _DTYPES = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4")}
+_WIDTHS = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 def _read(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
-        entries = deserialize(body)
-    except SafetensorError as error:
-        raise malformed(f"not safetensors: {error}") from error
+        begins = data_begins(body[:8], len(body), LONGEST_HEADER)
+        entries, metadata = read_header(body[8:begins], len(body), _WIDTHS)
+    except HeaderError as error:
+        raise malformed(str(error)) from error
     tensors = {}
-    for name, entry in entries:
-        if entry["dtype"] not in _DTYPES:
-            raise malformed(f"tensor {name!r} has dtype {entry['dtype']}: use {' or '.join(_DTYPES)}")
-        # numpy cannot make every shape that safetensors lets pass: 65 dimensions, or 0 x 2^63.
-        if len(entry["shape"]) != 1:
-            raise malformed(f"tensor {name!r} has {len(entry['shape'])} dimensions: send one dimension")
-        tensors[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]])
-    # deserialize checked this header already: eight bytes of length, then JSON; metadata is str -> str.
-    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-    return tensors, header.get("__metadata__") or {}
+    for name, entry in entries.items():
+        if len(entry.shape) != 1:
+            raise malformed(f"tensor {name!r} has {len(entry.shape)} dimensions: send one dimension")
+        # A copy: the data need not begin where an array may, and nothing else of the body is needed any more.
+        tensors[name] = np.frombuffer(body, _DTYPES[entry.dtype], entry.count, entry.start).copy()
+    return tensors, metadata
 
 
 def _int32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:

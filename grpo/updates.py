@@ -28,8 +28,9 @@ from grpo.config import ConfigError
 from grpo.fair_queue import FairQueue
 from grpo.model import fingerprint_with
 from grpo.protocol import Health, LogprobsRequest, ProtocolError, malformed
+from grpo.tensor_header import LONGEST_HEADER, HeaderError, data_begins
 from grpo.update_protocol import Commit, Piece
-from grpo.weights import WeightsError, WeightsFile, blocks, named_weights
+from grpo.weights import WeightsFile, blocks, named_weights
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +81,8 @@ class Updates:
         if folder is None:
             return
         self._weights = named_weights(model)
-        # Far more than names and shapes take; JSON of a stranger's could fill the memory.
-        self._longest_header = 1024 * (64 + len(self._weights))
+        # A name, and more than the rest of an entry takes; JSON of a stranger's could fill the memory.
+        self._longest_header = LONGEST_HEADER + sum(len(name) + 256 for name in self._weights)
         if hasattr(model, "peft_config"):
             raise ConfigError(
                 f"update_folder={folder!r}: whole models come, and this one is an adapter: leave it out, or serve the "
@@ -125,7 +126,7 @@ class Updates:
             upload.touched = max(upload.touched, time.monotonic())
             try:
                 self._append(upload, data[upload.received - piece.offset :])
-            except WeightsError as error:
+            except HeaderError as error:
                 self._drop()
                 raise ProtocolError(422, "wrong_weights", str(error)) from error
             except OSError as error:
@@ -209,9 +210,7 @@ class Updates:
             upload.received += written
             view = view[written:]
         if upload.contents is None and upload.received >= 8:
-            begins = WeightsFile.header_size(os.pread(upload.file.fileno(), 8, 0))
-            if begins > 8 + self._longest_header or begins > upload.size:
-                raise WeightsError(f"not safetensors, or not of this model: a header of {begins - 8} bytes")
+            begins = data_begins(os.pread(upload.file.fileno(), 8, 0), upload.size, self._longest_header)
             if upload.received >= begins:
                 upload.contents = WeightsFile(upload.file, upload.size)
                 self._check_shapes(upload.contents)
@@ -220,11 +219,11 @@ class Updates:
         names, own = contents.entries.keys(), self._weights.keys()
         for surplus, said in ((names - own, "this model has no"), (own - names, "these weights lack")):
             if surplus:
-                raise WeightsError(f"{said} tensor {min(surplus)[:100]!r}, and {len(surplus) - 1} others")
+                raise HeaderError(f"{said} tensor {min(surplus)[:100]!r}, and {len(surplus) - 1} others")
         for name, tensor in self._weights.items():
             if contents.entries[name].shape != tuple(tensor.shape):
                 shapes = f"{list(contents.entries[name].shape)}, and in this model {list(tensor.shape)}"
-                raise WeightsError(f"tensor {name[:100]!r} is {shapes}")
+                raise HeaderError(f"tensor {name[:100]!r} is {shapes}")
 
     def _whole(self, commit: Commit) -> _Upload:
         with self._uploading:

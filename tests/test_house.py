@@ -12,7 +12,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 LEVELS = [
     {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"}
     | {"report_config"},
-    {"protocol", "reward_protocol", "update_protocol", "ref_wire", "weights"}
+    {"protocol", "reward_protocol", "update_protocol", "tensor_header", "ref_wire", "weights"}
     | {"logprobs", "batch", "attention", "arguments", "ending", "ranks", "stopping", "run_files", "curves", "phases"}
     | {"checkpoint_list", "run_lock"},
     {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}

@@ -1,12 +1,14 @@
 """The wire, both ways, and everything that can be wrong with a body."""
 
 import json
+import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from grpo.protocol import (
     Health,
@@ -66,7 +68,7 @@ def test_every_cut_of_a_request_is_malformed():
 
 INT32 = np.int32
 WRONG = {
-    "int64 ids": (dict(input_ids=np.arange(9, dtype=np.int64)), "dtype I64"),
+    "int64 ids": (dict(input_ids=np.arange(9, dtype=np.int64)), "dtype 'I64': send I32 or F32"),
     "float ids": (dict(input_ids=np.arange(9, dtype=np.float32)), "float32"),
     "float lengths": (dict(prompt_lengths=np.array([3, 1], np.float32)), "float32"),
     "two dimensions": (dict(input_ids=np.arange(9, dtype=INT32).reshape(3, 3)), "one dimension"),
@@ -94,7 +96,17 @@ def test_a_malformed_request_is_refused_with_its_reason(changes, said):
     assert (refused.value.status, refused.value.code) == (400, "malformed")
 
 
-@pytest.mark.parametrize("temperature", ["0", "-1", "nan", "inf", "warm", "", "0x1"])
+@pytest.mark.parametrize("value", [1.0, 0.7, 2.0, 1e-6, 1.5e-5, 1e16, 1e300, 0.1 + 0.2])
+def test_a_temperature_is_read_as_python_and_json_write_it(value):
+    for text in (repr(value), json.dumps(value), f"{value:.17E}"):
+        assert decode(body({"temperature": text})).temperature == value
+
+
+WRONG_TEMPERATURES = ["0", "-1", "nan", "inf", "warm", "", "0x1", "1e-7", "1e999", "9" * 400]
+WRONG_TEMPERATURES += ["1_0", " 1", "1 ", "1\n", "\u0661", "\uff11.0", "+1", "01", "1.", ".5", "1e", "1,0"]
+
+
+@pytest.mark.parametrize("temperature", WRONG_TEMPERATURES)
 def test_a_temperature_is_a_positive_number(temperature):
     with pytest.raises(ProtocolError, match="temperature") as refused:
         decode(body({"temperature": temperature}))
@@ -144,6 +156,57 @@ def test_damage_is_refused_or_still_a_request(damage):
         assert error.status in (400, 413, 422)
     else:
         assert sum(len(prompt) + len(rest) for prompt, rest in request.sequences()) == len(request.input_ids)
+        for name, tensor in load(bytes(damaged)).items():  # safetensors' own reader takes it too, and reads the same
+            assert getattr(request, name).tolist() == tensor.tolist()
+
+
+def with_header(text: bytes, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+NINE = b'"input_ids":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}'
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (b"{" + NINE + b"," + NINE + b"}", "a name twice"),
+        (b'{"__metadata__":{"client":"a","client":"b"},' + NINE + b"}", "a name twice"),
+        (b'{"__metadata__":{"client":1},' + NINE + b"}", "is not of texts"),
+        (b'{"__metadata__":["client"],' + NINE + b"}", "is not of texts"),
+        (b'{"__metadata__":{"client":"\\ud800"},' + NINE + b"}", "not JSON"),
+        (b"{" + NINE[:-1] + b',"more":[[[]]]}}', "and nothing else"),
+        (b"\xef\xbb\xbf{" + NINE + b"}", "not JSON"),
+        (("{" + NINE.decode() + "}").encode("utf-16"), "not JSON"),
+        (b"{" + NINE + b"} {}", "not JSON"),
+        (b"{" + NINE.replace(b"[0,4]", b"[4,8]") + b"}", "do not fill its"),
+    ],
+)
+def test_a_header_that_two_readers_could_take_in_two_ways_is_refused(text, said):
+    with pytest.raises(ProtocolError, match=said) as refused:
+        decode(with_header(text, bytes(4)))
+    assert (refused.value.status, refused.value.code) == (400, "malformed")
+
+
+def test_a_header_above_64_kib_is_refused_before_it_is_read():
+    """To read one of a million tensors took seconds in which the process did nothing else, and 41 times its size."""
+
+    def request(header_bytes):
+        text = VALID[8 : 8 + int.from_bytes(VALID[:8], "little")]
+        return with_header(text.ljust(header_bytes), VALID[8 + len(text) :])
+
+    assert decode(request(64 << 10)).request_id == "x"
+    for decoder in (decode, partial(decode_answer, tokens=3)):
+        with pytest.raises(ProtocolError, match="a header of 65537 bytes; 65536 are the most") as refused:
+            decoder(request((64 << 10) + 1))
+        assert refused.value.status == 400
+        tensors = b",".join(b'"%x":{"dtype":"I32","shape":[0],"data_offsets":[0,0]}' % n for n in range(50_000))
+        large = with_header(b"{" + tensors + b"}")
+        tracemalloc.start()
+        with pytest.raises(ProtocolError, match="65536 are the most"):
+            decoder(large)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+        tracemalloc.stop()
 
 
 @settings(max_examples=300, deadline=None)
