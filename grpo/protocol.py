@@ -208,7 +208,7 @@ def decode_request(
 
 
 def check_number(what: str, number: int, limit: int) -> None:
-    """Raises ProtocolError, 413, for more than `limit` tokens or sequences."""
+    """Raises ProtocolError, 413, for more than `limit` tokens, sequences or messages."""
     if number > limit:
         message = f"{number} {what} in one request: the limit is {limit}; split it"
         raise ProtocolError(413, f"too_many_{what}", message)

@@ -7,15 +7,23 @@ can be typed by hand. A float32 written as a decimal number is read back as the 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from grpo.protocol import check_name, check_number, malformed
+from grpo.protocol import ProtocolError, check_name, check_number, malformed
 from grpo.records import Message
 
 Input = str | list[Message]
 """a text that is scored as it is, or a chat that the reward model's own template makes a text of"""
+_MOST_MESSAGES = 65_536
+"""of all chats of a request: sixteen in each of as many chats as a request has by default, and some 20 MB"""
+_BYTES_A_SCORE = 64
+"""a float32 takes 25 of them at most, with a comma and a blank"""
+_OTHER_BYTES = 65_536
+"""of an answer, beside its scores"""
 
 
 @dataclass(frozen=True)
@@ -30,22 +38,25 @@ class RewardRequest:
 
     @classmethod
     def from_json(cls, body: bytes, max_sequences: int) -> RewardRequest:
-        """Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` inputs."""
-        said = _read(body)
-        if unknown := said.keys() - cls.__dataclass_fields__.keys():
-            raise malformed(f"unknown field {min(unknown)!r}; use {', '.join(cls.__dataclass_fields__)}")
-        inputs = said.get("inputs")
-        if not isinstance(inputs, list) or not inputs:
-            raise malformed("inputs should be a list of at least one text or chat")
-        check_number("sequences", len(inputs), max_sequences)
-        for place, one in enumerate(inputs):
-            _check_input(place, one)
-        who = {name: said.get(name, "") for name in ("request_id", "client")}
-        for name, text in who.items():
-            if not isinstance(text, str):
-                raise malformed(f"{name} should be a text")
-            check_name(name, text)
-        return cls(inputs, **who)
+        """Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` inputs or far too many
+        messages.
+        """
+        reader, fields = _Reader(body), {}
+        if reader.peek() != "{":
+            raise malformed("not a JSON object")
+        for name in reader.fields():
+            if name not in cls.__dataclass_fields__:
+                raise malformed(f"unknown field {name!r}; use {', '.join(cls.__dataclass_fields__)}")
+            if name in fields:
+                raise malformed(f"field {name!r} stands twice")
+            fields[name] = _read_inputs(reader, max_sequences) if name == "inputs" else reader.string(name)
+        reader.end()
+        if not fields.get("inputs"):
+            raise malformed(_NO_INPUTS)
+        request = cls(**fields)
+        check_name("request_id", request.request_id)
+        check_name("client", request.client)
+        return request
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,14 @@ class RewardAnswer:
     @classmethod
     def from_json(cls, body: bytes, inputs: int) -> RewardAnswer:
         """Bytes of a 200 answer -> the scores of so many inputs. Raises ProtocolError if it is not that."""
-        said = _read(body)
+        if len(body) > _BYTES_A_SCORE * inputs + _OTHER_BYTES:
+            raise malformed(f"the answer has {len(body)} bytes, for {inputs} scores")
+        try:
+            said = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise malformed(f"not JSON: {error}") from error
+        if not isinstance(said, dict):
+            raise malformed("not a JSON object")
         scores = said.get("scores")
         if not isinstance(scores, list) or len(scores) != inputs or not all(isinstance(x, float) for x in scores):
             raise malformed(f"the answer's scores should be {inputs} numbers")
@@ -71,28 +89,102 @@ class RewardAnswer:
         return cls(array, str(said.get("model_fingerprint", "")), str(said.get("request_id", "")))
 
 
-def _read(body: bytes) -> dict:
-    try:
-        said = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise malformed(f"not JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise malformed("not a JSON object")
-    return said
+_NO_INPUTS = "inputs should be a list of at least one text or chat"
+_BLANKS = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
 
 
-def _check_input(place: int, one: object) -> None:
-    chat = [{"role": "", "content": one}] if isinstance(one, str) else one
-    well_made = isinstance(chat, list) and all(
-        isinstance(message, dict)
-        and message.keys() == {"role", "content"}
-        and all(isinstance(text, str) for text in message.values())
-        for message in chat
-    )
-    if not well_made or not chat:
-        raise malformed(f'input {place} should be a text, or a list of {{"role": text, "content": text}}')
-    try:
-        for message in chat:
-            (message["role"] + message["content"]).encode()
-    except UnicodeEncodeError as error:
-        raise malformed(f"input {place} holds half of a surrogate pair, which is no text") from error
+class _Reader:
+    """A JSON body, read a text at a time, and only where the protocol has one.
+
+    As one tree a stranger's JSON takes 25 times its size, and every other thread waits while that is built.
+    """
+
+    def __init__(self, body: bytes):
+        """Raises ProtocolError, as all methods do, where this is not what should stand there."""
+        try:
+            self._json = body.decode()
+        except UnicodeDecodeError as error:
+            raise malformed(f"not JSON: {error}") from error
+        self._place = 0
+
+    def peek(self) -> str:
+        """Return the character that follows, blanks passed over; an empty text at the end."""
+        self._place = _BLANKS.match(self._json, self._place).end()
+        return self._json[self._place : self._place + 1]
+
+    def string(self, what: str) -> str:
+        """Read a text."""
+        if self.peek() != '"':
+            raise malformed(f"{what} should be a text")
+        try:
+            string, self._place = _DECODER.raw_decode(self._json, self._place)
+            string.encode()
+        except UnicodeEncodeError as error:
+            raise malformed(f"{what} holds half of a surrogate pair, which is no text") from error
+        except ValueError as error:
+            raise malformed(f"not JSON: {error}") from error
+        return string
+
+    def items(self, opening: str = "[", closing: str = "]") -> Iterator[None]:
+        """Step through a list. At each step its next item is to be read."""
+        self._pass_over(opening)
+        if self.peek() != closing:
+            yield
+            while self.peek() != closing:
+                self._pass_over(",")
+                yield
+        self._pass_over(closing)
+
+    def fields(self) -> Iterator[str]:
+        """Step through an object. At each step the value of the field of this name is to be read."""
+        for _ in self.items("{", "}"):
+            name = self.string("a field's name")
+            self._pass_over(":")
+            yield name
+
+    def end(self) -> None:
+        """Raises ProtocolError where more follows."""
+        if self.peek():
+            raise malformed(f"not JSON: more follows at character {self._place}")
+
+    def _pass_over(self, character: str) -> None:
+        if self.peek() != character:
+            raise malformed(f"not JSON: no {character} at character {self._place}")
+        self._place += 1
+
+
+def _read_inputs(reader: _Reader, max_sequences: int) -> list[Input]:
+    if reader.peek() != "[":
+        raise malformed(_NO_INPUTS)
+    inputs: list[Input] = []
+    messages = 0
+    for place, _ in enumerate(reader.items()):
+        check_number("sequences", place + 1, max_sequences)
+        if reader.peek() == '"':
+            inputs.append(reader.string(f"input {place}"))
+            continue
+        chat = []
+        for _ in reader.items() if reader.peek() == "[" else ():
+            messages += 1
+            check_number("messages", messages, _MOST_MESSAGES)
+            chat.append(_read_message(reader, place))
+        if not chat:
+            raise _no_input(place)
+        inputs.append(chat)
+    return inputs
+
+
+def _read_message(reader: _Reader, place: int) -> Message:
+    message: Message = {}
+    for name in reader.fields() if reader.peek() == "{" else ():
+        if name not in ("role", "content") or name in message:
+            raise _no_input(place)
+        message[name] = reader.string(f"the {name} of a message of input {place}")
+    if len(message) < 2:
+        raise _no_input(place)
+    return message
+
+
+def _no_input(place: int) -> ProtocolError:
+    return malformed(f'input {place} should be a text, or a list of {{"role": text, "content": text}}')
