@@ -99,11 +99,12 @@ def make_app(service: Service):
 
     @app.post(protocol.TASK_PATHS[service.config.task])
     def work():
-        sender = bottle.request.remote_addr or ""
+        sender, gone = bottle.request.remote_addr or "", bottle.request.environ["waitress.client_disconnected"]
         with service.thread_for(service.requests):
+            service.check_waiting(gone)
             request = service.read(body)
             bottle.request.environ["note"] |= {"client": request.client, "tokens": len(request.input_ids)}
-            return _answer(service.score(request, sender), 200, protocol.CONTENT_TYPES[service.config.task])
+            return _answer(service.score(request, sender, gone), 200, protocol.CONTENT_TYPES[service.config.task])
 
     @app.post(protocol.WEIGHTS_PATH)
     def weights():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import select
 import tempfile
 import time
 from http import HTTPStatus
@@ -187,6 +188,18 @@ class Connection(HTTPChannel):
         self.asked_before = True
         self.requests.append(request)
         self.server.add_task(self)
+
+    def check_client_disconnected(self) -> bool:
+        """Whether the client has closed its end: waitress does not see it, as it reads nothing beside a request.
+
+        Called by the thread that answers; the app has it as "waitress.client_disconnected".
+        """
+        poller = select.poll()
+        try:
+            poller.register(self.socket.fileno(), getattr(select, "POLLRDHUP", 0))  # without it resets alone are seen
+        except ValueError:  # closed on this side
+            return True
+        return bool(poller.poll(0))
 
     def give_up_body(self) -> None:
         """Refuse the request that is on its way in, for others to have room."""

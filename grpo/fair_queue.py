@@ -94,7 +94,7 @@ class FairQueue:
         """as the worker measures them; a guess before the first pass"""
         self._limits = Load(max_queue_tokens, max_requests)
         self._held: defaultdict[str, Load] = defaultdict(Load)
-        self._jobs: dict[Job, None] = {}  # that have no answer yet, in the order they came
+        self._jobs: dict[Future[np.ndarray], Job] = {}  # that have no answer yet, in the order they came
         self._waiting: OrderedDict[str, deque[_Piece]] = OrderedDict()  # by client, in the order of their turns
         self._exchange: Exchange | None = None
         self._later: OrderedDict[str, deque[_Piece]] = OrderedDict()  # what came after it
@@ -129,11 +129,25 @@ class FairQueue:
             job.pieces = pieces  # not before: job and pieces of a refused request would keep each other in memory
             held = self._held[client]
             held.tokens, held.requests = held.tokens + job.left, held.requests + 1
-            self._jobs[job] = None
+            self._jobs[job.future] = job
             waiting = self._later if self._exchange else self._waiting
             waiting.setdefault(client, deque()).extend(job.pieces)
             self._changed.notify()
         return job.future
+
+    def cancel(self, future: Future[np.ndarray], refusal: ProtocolError) -> None:
+        """Take back a request that nobody waits for any more: what has not begun of it will not be done."""
+        with self._changed:
+            job = self._jobs.get(future)
+            if job is None:
+                return
+            job.refusal = refusal
+            self._let_go(job, sum(sum(map(len, job.sequences[row])) for piece in job.pieces for row in piece.waiting))
+            for piece in job.pieces:
+                piece.waiting.clear()
+            self._forget_taken()
+            if job.left == 0:  # else a pass is under way with the rest of it, and `settle` follows
+                self._finish(job)
 
     def exchange(self, action: Callable[[], None]) -> Future[None]:
         """Let the worker call `action` between the last request submitted so far and the first submitted from now on.
@@ -181,18 +195,13 @@ class FairQueue:
             if job.refusal is None and len(job.answers) < len(job.sequences):
                 continue
             with self._changed:  # before the answer, whose reader may send the next request at once
+                if job.future not in self._jobs:  # cancelled meanwhile
+                    continue
                 for piece in job.pieces:
                     piece.waiting.clear()
-                # Job and pieces know each other: without this they, and the request's body, would stay in memory until
-                # the garbage collector comes, which is rarely.
-                job.pieces.clear()
                 self._forget_taken()
                 self._let_go(job, job.left)
-                del self._jobs[job]
-                held = self._held[job.client]
-                held.requests -= 1
-                if held.requests == 0:
-                    del self._held[job.client]
+                self._finish(job)
             if job.refusal is not None:
                 job.future.set_exception(job.refusal)
             else:
@@ -202,7 +211,8 @@ class FairQueue:
         """Nothing will be answered any more: refuse all that is here and all that comes."""
         with self._changed:
             self._closed = True
-            futures = [job.future for job in self._jobs] + ([self._exchange.done] if self._exchange else [])
+            futures = [*self._jobs] + ([self._exchange.done] if self._exchange else [])
+            self._jobs.clear()
         for future in futures:
             future.set_exception(_unavailable("worker_died", "the server's worker died: the server is ending", 5))
 
@@ -236,7 +246,9 @@ class FairQueue:
         client, pieces = next(iter(self._waiting.items()))
         piece = pieces.popleft()
         self._waiting.move_to_end(client)
-        return [(piece.job, row) for row in piece.waiting]
+        taken = [(piece.job, row) for row in piece.waiting]
+        piece.waiting.clear()
+        return taken
 
     def _take_pieces(self) -> Taken:
         same_prompt: dict[tuple[float, bytes], list[_Piece]] = defaultdict(list)
@@ -248,7 +260,7 @@ class FairQueue:
         turns = deque(self._waiting)
         while turns and left > 0:
             client = turns.popleft()
-            first = self._first(client)
+            first = self._first(self._waiting, client)
             if first is None:
                 continue
             temperature = temperature or first.job.temperature
@@ -272,19 +284,31 @@ class FairQueue:
                 break
         return taken
 
-    def _first(self, client: str) -> _Piece | None:
+    @staticmethod
+    def _first(waiting: OrderedDict[str, deque[_Piece]], client: str) -> _Piece | None:
         """The client's first piece that still waits; where there is none, the client is forgotten."""
-        pieces = self._waiting[client]
+        pieces = waiting[client]
         while pieces and not pieces[0].waiting:
             pieces.popleft()
         if pieces:
             return pieces[0]
-        del self._waiting[client]
+        del waiting[client]
         return None
 
     def _forget_taken(self) -> None:
-        for client in list(self._waiting):
-            self._first(client)
+        for waiting in (self._waiting, self._later):
+            for client in list(waiting):
+                self._first(waiting, client)
+
+    def _finish(self, job: Job) -> None:
+        # Job and pieces know each other: without this they, and the request's body, would stay in memory until the
+        # garbage collector comes, which is rarely.
+        job.pieces.clear()
+        del self._jobs[job.future]
+        held = self._held[job.client]
+        held.requests -= 1
+        if held.requests == 0:
+            del self._held[job.client]
 
     def _let_go(self, job: Job, tokens: int) -> None:
         job.left -= tokens

@@ -7,6 +7,7 @@ import hmac
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from grpo.server_config import ServerConfig
 # Threads that may work and wait at once; those that are left keep /health and refusals quick.
 IN_HAND = THREADS - 8  # on requests for the model
 UPDATES_IN_HAND = 4  # on weights
+_LOOK_SECONDS = 0.5  # how often a thread that waits for the model looks whether its client is still there
 UPDATE_PATHS = (protocol.WEIGHTS_PATH, protocol.COMMIT_PATH)
 OPEN_PATHS = (protocol.PAGE_PATH, protocol.HEALTH_PATH)  # without a token the one is empty, the other says "ok"
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
@@ -147,9 +149,23 @@ class Service:
         if (status := self.health.status) != "ready":
             raise ProtocolError(503, status, f"the server is {status}", retry_after=2)
 
-    def score(self, request: LogprobsRequest, sender: str) -> bytes:
-        """The bytes of its answer. Raises ProtocolError for everything that goes wrong."""
+    def check_waiting(self, gone: Callable[[], bool]) -> None:
+        """Raises ProtocolError where nobody waits for the answer any more."""
+        if gone():
+            raise ProtocolError(499, "client_gone", "the connection was closed before the answer was there")
+
+    def score(self, request: LogprobsRequest, sender: str, gone: Callable[[], bool]) -> bytes:
+        """The bytes of its answer. `gone` tells whether nobody waits for it any more: then its work is taken back.
+
+        Raises ProtocolError for everything that goes wrong.
+        """
         future, fingerprint = self.updates.submit(request, request.client or sender)
+        while not wait([future], timeout=_LOOK_SECONDS).done:
+            try:
+                self.check_waiting(gone)
+            except ProtocolError as error:
+                self.queue.cancel(future, error)
+                raise
         own = fingerprint, request.request_id
         if self.config.task == "reward":
             return RewardAnswer(future.result(), *own).to_json()

@@ -4,6 +4,7 @@ import json
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -309,6 +310,47 @@ def test_503_while_the_queue_is_full(model_folder, tmp_path):
         go.touch()
         assert waiting.result().status_code == 200
         assert ask(server, [5], [[6]]).status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_work_of_clients_that_have_gone_is_not_done(model_folder, tmp_path, reset):
+    """While a pass is held six clients fill the queue and close their connections; then it is free for the next."""
+    options = ["--max_queue_tokens", "10000", "--max_batch_tokens", "600"]
+    with holding_server(model_folder, tmp_path, *options) as (server, go), ThreadPoolExecutor() as pool:
+        held = pool.submit(ask, server, [5], [[6] * 499])
+        wait_until(lambda: status(server)["queue"]["tokens"] == 500)
+        connections = []
+        for number in range(6):
+            body = encode_request(LogprobsRequest.of([number], [[6] * 499] * 2, 1.0, client=f"client {number}"))
+            connection = socket.create_connection(("127.0.0.1", server.port))
+            connection.sendall(b"POST /v1/logprobs HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            connections.append(connection)
+        wait_until(lambda: status(server)["queue"]["tokens"] == 6500)
+        for connection in connections:
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        wait_until(lambda: status(server)["queue"]["tokens"] == 500)
+        answers = [pool.submit(ask, server, [7], [[8] * 499] * 8)]
+        wait_until(lambda: status(server)["queue"]["tokens"] == 4500)
+        go.touch()
+        assert held.result().status_code == answers[0].result().status_code == 200
+        metrics = requests.get(server.url + "/metrics", timeout=5).text
+        assert 'grpo_ref_requests_total{path="/v1/logprobs",status="499"} 6.0' in metrics
+        assert status(server)["queue"] == status(server)["queue"] | {"tokens": 0, "requests": 0}
+
+
+@pytest.mark.slow
+def test_who_closes_the_sending_end_before_the_answer_is_told_so(model_folder, tmp_path):
+    with holding_server(model_folder, tmp_path) as (server, go):
+        body = encode_request(LogprobsRequest.of([5], [[6]], 1.0))
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(b"POST /v1/logprobs HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(65536)
+        assert b" 499 " in answer.splitlines()[0] and b"client_gone" in answer
+        go.touch()
 
 
 @pytest.mark.slow

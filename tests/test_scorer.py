@@ -312,6 +312,54 @@ def test_a_request_that_fails_in_a_shared_pass_fails_alone(error):
     assert not desk.dead
 
 
+GONE = ProtocolError(499, "client_gone", "gone")
+
+
+def test_a_cancelled_request_that_waits_is_not_computed_and_its_room_is_free():
+    desk = Desk(budget=100, queue=100)
+    lost = desk.ask([5], [[6] * 48], "a")
+    refused(desk, [7], [[8] * 30], "b")
+    desk.queue.cancel(lost, GONE)
+    assert desk.queue.held() == {"": (2, 1)}
+    kept = desk.ask([7], [[8] * 30], "b")
+    desk.go()
+    assert close_to(kept, desk.exact([7], [[8] * 30]))
+    assert desk.fed() == [[7] + [8] * 29]
+    desk.queue.cancel(kept, GONE)  # too late: nothing happens
+    assert desk.queue.depth == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("exchange", [False, True])
+def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(deterministic, exchange):
+    queue = FairQueue(Batcher(0, longest_packed=0), 20, 1000, 100, deterministic)
+    lost = queue.submit(LogprobsRequest.of([5, 6], [[7] * 8] * 6, 1.0), "a")
+    begun = queue.take()
+    assert 0 < len(begun) < 6
+    later = []
+    if exchange:
+        queue.exchange(lambda: None)
+        later = [queue.submit(LogprobsRequest.of([8], [[9]], 1.0), "a")]
+    queue.cancel(lost, GONE)
+    if exchange:
+        queue.cancel(later[0], GONE)
+    assert queue.held() == {"a": (10 * len(begun), 1)}
+    queue.settle(begun)
+    assert queue.held() == {}
+    with pytest.raises(ProtocolError, match="gone"):
+        lost.result(0)
+    if exchange:
+        queue.take()
+        queue.exchanged()
+    queue.submit(LogprobsRequest.of([1], [[2]], 1.0), "b")
+    [(job, row)] = queue.take()
+    assert (job.client, row) == ("b", 0)
+    queue.cancel(job.future, GONE)
+    queue.settle([(job, row)])
+    queue.close()
+    assert queue.take() is None and queue.held() == {}
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_it(deterministic):
     """Both come in several passes, from the same clients."""
