@@ -60,6 +60,8 @@ class Exchange:
     """What is to be done to the model between two requests."""
 
     action: Callable[[], None]
+    undo: Callable[[], None]
+    """called where the model can score nothing after `action`"""
     done: Future[None] = field(default_factory=Future)
 
 
@@ -149,14 +151,15 @@ class FairQueue:
             if job.left == 0:  # else a pass is under way with the rest of it, and `settle` follows
                 self._finish(job)
 
-    def exchange(self, action: Callable[[], None]) -> Future[None]:
+    def exchange(self, action: Callable[[], None], undo: Callable[[], None]) -> Future[None]:
         """Let the worker call `action` between the last request submitted so far and the first submitted from now on.
 
-        One at a time. The future tells when it is done. Raises ProtocolError, 503: the queue is closed.
+        One at a time. The future tells when it is done, or raises ProtocolError where it was undone. Raises
+        ProtocolError, 503: the queue is closed.
         """
         with self._changed:
             self._check_open()
-            self._exchange = Exchange(action)
+            self._exchange = Exchange(action, undo)
             self._changed.notify()
             return self._exchange.done
 
@@ -179,12 +182,15 @@ class FairQueue:
             self._forget_taken()
             return taken
 
-    def exchanged(self) -> None:
-        """The exchange is done: what came after it has its turn."""
+    def exchanged(self, refusal: ProtocolError | None) -> None:
+        """The exchange is done, or undone for this reason: what came after it has its turn."""
         with self._changed:
             exchange, self._exchange = self._exchange, None
             self._waiting, self._later = self._later, OrderedDict()
-        exchange.done.set_result(None)
+        if refusal is not None:
+            exchange.done.set_exception(refusal)
+        else:
+            exchange.done.set_result(None)
 
     def settle(self, taken: Taken) -> None:
         """These sequences have their answers, or their job a refusal: who has all of them, or a refusal, is told."""

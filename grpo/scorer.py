@@ -42,8 +42,9 @@ class Scorer:
 
     A request that fails is that request's error. After one the worker scores a sequence of its own: if that fails too,
     the model or its device is broken, the worker dies and calls `on_death` once, with the exception. So it does where
-    an exchange fails, which may leave the model half changed. A batch that does not fit the memory is halved, then and
-    from then on; a sequence that does not fit alone is its request's 507.
+    an exchange fails, which may leave the model half changed; one after which that sequence fails is undone. A batch
+    that does not fit the memory is halved, then and from then on; a sequence that does not fit alone is its request's
+    507.
     """
 
     def __init__(
@@ -77,12 +78,17 @@ class Scorer:
 
     def _exchange(self, exchange: Exchange) -> Exception | None:
         """Returns what went wrong with it."""
+        refusal = None
         try:
             exchange.action()
+            if (flaw := self._probe()) is not None:
+                log.error("the new model scores nothing (%s): the old one is put back", flaw)
+                exchange.undo()
+                refusal = ProtocolError(422, "wrong_weights", f"with these weights nothing can be scored: {flaw}")
         # Whatever it was: what is half changed must answer nobody.
         except Exception as death:
             return death
-        self._queue.exchanged()
+        self._queue.exchanged(refusal)
         return None
 
     def _answer(self, taken: Taken) -> Exception | None:

@@ -35,7 +35,7 @@ class ServingSection:
     update_folder: Optional[str] = option(
         None,
         "let trainers replace the weights (their ref_update_steps): new ones lie in this folder until they are whole, "
-        "so its disk needs room for a model; unset refuses them",
+        "beside those that are served, so its disk needs room for two models; unset refuses them",
     )
     max_queue_tokens: int = option(
         4_000_000, "tokens that may wait, one client's at most as many as are left free; beyond it 503 with Retry-After"

@@ -159,17 +159,18 @@ class Service:
 
         Raises ProtocolError for everything that goes wrong.
         """
-        future, fingerprint = self.updates.submit(request, request.client or sender)
+        future, model = self.updates.submit(request, request.client or sender)
         while not wait([future], timeout=_LOOK_SECONDS).done:
             try:
                 self.check_waiting(gone)
             except ProtocolError as error:
                 self.queue.cancel(future, error)
                 raise
-        own = fingerprint, request.request_id
+        answer = future.result()  # only then is it certain which model it is of
+        own = model.fingerprint, request.request_id
         if self.config.task == "reward":
-            return RewardAnswer(future.result(), *own).to_json()
-        return protocol.encode_answer(LogprobsAnswer(future.result(), *own))
+            return RewardAnswer(answer, *own).to_json()
+        return protocol.encode_answer(LogprobsAnswer(answer, *own))
 
     def held(self) -> dict[str, tuple[int, int]]:
         """(tokens, requests) in hand, by client."""

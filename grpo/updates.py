@@ -1,7 +1,8 @@
 """The server's side of a reference update: new weights come in by pieces, are checked, and take the served ones' place.
 
 Until they are whole and right they lie in a file without a name: memory holds a piece of them, a card needs no room for
-a second model, and a server that is killed leaves nothing behind. The swap is done by the scorer's worker, between the
+a second model, and a server that is killed leaves nothing behind. So do those that are served, to be put back where
+nothing can be scored with the new ones. The swap is done by the scorer's worker, between the
 last request that came before it and the first that came after, so that no answer is of both.
 """
 
@@ -30,9 +31,17 @@ from grpo.model import fingerprint_with
 from grpo.protocol import Health, LogprobsRequest, ProtocolError, malformed
 from grpo.tensor_header import LONGEST_HEADER, HeaderError, data_begins
 from grpo.update_protocol import Commit, Piece
-from grpo.weights import WeightsFile, blocks, named_weights
+from grpo.weights import WeightsFile, blocks, named_weights, write_weights
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Served:
+    """A model that answers requests."""
+
+    fingerprint: str
+    """certain once an answer of it is there: new weights may turn out to be none, and the old ones stay"""
 
 
 @dataclass
@@ -47,13 +56,14 @@ class _Upload:
     contents: WeightsFile | None = None
     """once its header is there"""
     touched: float = 0.0
-    """time.monotonic() when a piece came last; infinite while it is read"""
+    """time.monotonic() when a piece began it or brought it on last; infinite while it is read"""
 
 
 class Updates:
     """Says which weights a request meets, and lets others take their place. All methods may be called from any thread.
 
-    One upload at a time: another one waits until that is swapped in, or has had no piece for `patience` seconds.
+    One upload at a time: another one waits until that is swapped in, or was brought on by no piece for `patience`
+    seconds.
     """
 
     def __init__(
@@ -71,7 +81,7 @@ class Updates:
         Raises ConfigError for a folder that cannot be written, or a model of which parts are not in memory.
         """
         self._queue, self._model, self._tokens = queue, model, health.tokenizer_fingerprint
-        self._fingerprint, self._folder, self._patience = health.model_fingerprint, folder, patience
+        self._model_served, self._folder, self._patience = Served(health.model_fingerprint), folder, patience
         self._on_swap = on_swap
         self._weights: dict[str, torch.Tensor] = {}
         self._upload: _Upload | None = None
@@ -95,15 +105,15 @@ class Updates:
             )
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            self._kept = self._copy_weights()
+            """of what is served, for an exchange that has to be undone"""
         except OSError as error:
             raise ConfigError(f"update_folder={folder!r}: {error.strerror}: name a folder to write to") from error
 
-    def submit(self, request: LogprobsRequest, client: str) -> tuple[Future[np.ndarray], str]:
-        """Queue a request, as FairQueue.submit does. Returns also the fingerprint of the model that will answer it."""
+    def submit(self, request: LogprobsRequest, client: str) -> tuple[Future[np.ndarray], Served]:
+        """Queue a request, as FairQueue.submit does. Returns also the model that will answer it."""
         with self._order:
-            return self._queue.submit(request, client), self._fingerprint
+            return self._queue.submit(request, client), self._model_served
 
     def add(self, query: Mapping[str, str], data: bytes) -> dict:
         """Keep a piece of an upload. Returns how many bytes are here by now, from the first on without a gap.
@@ -123,7 +133,7 @@ class Updates:
             if piece.offset > upload.received:
                 message = f"{upload.received} bytes of this upload are here: send what follows them"
                 raise ProtocolError(409, "missing_piece", message)
-            upload.touched = max(upload.touched, time.monotonic())
+            before = upload.received
             try:
                 self._append(upload, data[upload.received - piece.offset :])
             except HeaderError as error:
@@ -132,30 +142,32 @@ class Updates:
             except OSError as error:
                 self._drop()
                 raise _no_space(self._folder, error) from error
+            # Whoever only asks where to go on, again and again, must not keep the others out.
+            if upload.received > before or upload.touched == 0:
+                upload.touched = max(upload.touched, time.monotonic())
             return {"received": upload.received}
 
     def commit(self, query: Mapping[str, str]) -> dict:
         """Swap in what was uploaded; returns when that is done. What is done already is not done again.
 
         Raises ProtocolError: 409 where another model is served than the one to replace, a piece is missing, or the
-        bytes are not those that were announced; 422 for weights of another model, or not finite; 503 when the server
-        is ending.
+        bytes are not those that were announced; 422 for weights of another model, not finite, or with which nothing
+        can be scored; 503 when the server is ending.
         """
         commit = Commit.of(query)
         with self._committing:
-            if self._fingerprint != commit.becomes:
-                if self._fingerprint != commit.replaces:
-                    message = f"the model is {self._fingerprint} and not {commit.replaces}: it was restarted or updated"
+            served = self._model_served.fingerprint
+            if served != commit.becomes:
+                if served != commit.replaces:
+                    message = f"the model is {served} and not {commit.replaces}: it was restarted or updated"
                     raise ProtocolError(409, "wrong_model", message)
                 began = time.monotonic()
                 upload = self._whole(commit)
                 try:
                     self._check(upload, commit)
-                    with self._order:
-                        swapped = self._queue.exchange(lambda: self._install(upload.contents))
-                        self._fingerprint = commit.becomes
-                    swapped.result()
-                    self._served = upload.sha256
+                    self._exchange(upload.contents, Served(commit.becomes))
+                    with self._uploading:
+                        self._served, self._upload = upload.sha256, None  # its file is kept
                 finally:
                     with self._uploading:
                         self._drop()
@@ -249,6 +261,27 @@ class Updates:
         if becomes != commit.becomes:
             message = f"with these weights this model is {becomes} and not {commit.becomes}: its configuration differs"
             raise ProtocolError(422, "wrong_weights", message)
+
+    def _exchange(self, contents: WeightsFile, new: Served) -> None:
+        """Return when the new weights are served. Raises ProtocolError where the old ones have to stay."""
+        old = self._model_served.fingerprint
+
+        def undo() -> None:
+            self._install(self._kept)
+            new.fingerprint = old
+
+        with self._order:
+            swapped = self._queue.exchange(lambda: self._install(contents), undo)
+            self._model_served = new
+        swapped.result()
+        self._kept.close()
+        self._kept = contents
+
+    def _copy_weights(self) -> WeightsFile:
+        """Write what is served now into a file without a name."""
+        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        write_weights(Path(f"/dev/fd/{file.fileno()}"), self._weights)
+        return WeightsFile(file, os.fstat(file.fileno()).st_size)
 
     @torch.no_grad()
     def _install(self, contents: WeightsFile) -> None:

@@ -100,6 +100,9 @@ class WeightsFile:
             data = b"".join(self._pread(width, entry.start + place * width) for place in places)
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
+    def close(self) -> None:
+        self._file.close()
+
     def _pread(self, count: int, offset: int) -> bytes:
         data = os.pread(self._file.fileno(), count, offset)
         if len(data) < count:

@@ -338,7 +338,7 @@ def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(determi
     assert 0 < len(begun) < 6
     later = []
     if exchange:
-        queue.exchange(lambda: None)
+        queue.exchange(lambda: None, print)
         later = [queue.submit(LogprobsRequest.of([8], [[9]], 1.0), "a")]
     queue.cancel(lost, GONE)
     if exchange:
@@ -350,7 +350,7 @@ def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(determi
         lost.result(0)
     if exchange:
         queue.take()
-        queue.exchanged()
+        queue.exchanged(None)
     queue.submit(LogprobsRequest.of([1], [[2]], 1.0), "b")
     [(job, row)] = queue.take()
     assert (job.client, row) == ("b", 0)
@@ -375,7 +375,7 @@ def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_i
             for tensor in model.parameters():
                 tensor.mul_(1.1)
 
-    exchanged = desk.queue.exchange(action)
+    exchanged = desk.queue.exchange(action, print)
     after = [desk.ask([50, 51], long, "a"), desk.ask([53], long, "c")]
     assert desk.queue.held()["a"] == (2 * 44, 2)
     desk.go()
@@ -385,10 +385,10 @@ def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_i
     for answer, prompt in zip(after, ([50, 51], [53]), strict=True):
         exact = desk.exact(prompt, long)
         assert close_to(answer, exact) and not np.allclose(exact[:9], expected[0][:9], atol=1e-3)
-    desk.queue.exchange(lambda: None).result(30)  # also where nothing waits, and again
+    desk.queue.exchange(lambda: None, print).result(30)  # also where nothing waits, and again
     desk.scorer.close()
     with pytest.raises(ProtocolError, match="stopping"):
-        desk.queue.exchange(lambda: None)
+        desk.queue.exchange(lambda: None, print)
 
 
 def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
@@ -398,7 +398,7 @@ def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
     def action():
         raise OSError("half way")
 
-    exchanged, after = desk.queue.exchange(action), desk.ask([5], [[6] * 8])
+    exchanged, after = desk.queue.exchange(action, print), desk.ask([5], [[6] * 8])
     desk.go()
     assert close_to(before, desk.exact([5], [[6] * 8]))
     for lost in (exchanged, after):

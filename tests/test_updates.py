@@ -3,6 +3,9 @@
 import hashlib
 import itertools
 import re
+import resource
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 import requests
 import torch
-from conftest import running_server
+from conftest import ENVIRONMENT, REPOSITORY, running_server
 from safetensors.torch import save
 from test_ref_server import exact, holding_server, refusal, wait_for_requests
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -260,6 +263,44 @@ def test_one_upload_at_a_time_until_it_is_abandoned(server, make):
     first.swap(server)
 
 
+def huge(name: str, tensor: torch.Tensor) -> None:
+    if name == "model.norm.weight":
+        tensor.fill_(3e38)
+
+
+def test_finite_weights_with_which_nothing_can_be_scored_are_refused_and_the_old_ones_answer_on(server, make):
+    """Also what is asked beside it says truly which model it is of; and again after other weights."""
+    prompt, completions = [5, 6, 7], [[number] * 50 for number in range(8, 16)]
+    bad = make(30, huge)
+    for good in (make(31), make(32)):
+        good.swap(server)
+        before = logprobs(server, prompt, completions)
+        assert before[1] == good.becomes
+        with ThreadPoolExecutor(4) as threads:
+            asking = [threads.submit(logprobs, server, prompt, completions) for _ in range(40)]
+            for _ in range(2):
+                bad.send(server)
+                status, code, message = refusal(bad.commit(server))
+                assert (status, code) == (422, "wrong_weights") and "nothing can be scored" in message
+        answers = [one.result() for one in asking] + [logprobs(server, prompt, completions)]
+        assert {(row.tobytes(), name) for row, name in answers} == {(before[0].tobytes(), before[1])}
+        assert served(server) == good.becomes and server.process.poll() is None
+
+
+@pytest.mark.slow
+def test_an_upload_that_is_not_brought_on_keeps_nobody_out(server, make):
+    """Neither an empty piece nor one that came already is progress."""
+    first, second = make(33), make(34)
+    first.send(server, end=100)
+    end = time.monotonic() + 30
+    while (answer := second.send(server, end=100)).status_code == 503:
+        assert time.monotonic() < end, "kept out"
+        assert first.send(server, 0, 0).json() == first.send(server, 0, 50).json() == {"received": 100}
+        time.sleep(PATIENCE / 10)
+    assert answer.json() == {"received": 100}
+    second.swap(server)
+
+
 def test_two_commits_at_once_are_one_swap(server, make):
     update = make(9)
     update.send(server)
@@ -325,14 +366,30 @@ def test_a_model_over_all_devices_takes_updates_too(model_folder, make, tmp_path
 def test_a_full_disk_is_said_before_the_weights_come(model_folder, make, tmp_path):
     """A file-size limit stands in for it."""
     update = make(1)
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))"
-    with running_server(model_folder, tmp_path, "--update_folder", str(tmp_path / "new"), code=limit) as server:
+    with running_server(model_folder, tmp_path, "--update_folder", str(tmp_path / "new")) as server:
         server.wait_ready()
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
         status, code, message = refusal(answer := update.send(server, 0, 0))
         assert (
             (status, code) == (503, "no_space") and str(tmp_path / "new") in message and answer.headers["Retry-After"]
         )
         assert logprobs(server, [5], [[6]])[1] == served(server)
+
+
+def test_a_disk_without_room_for_what_is_served_is_said_at_the_start(model, tokenizer, tmp_path):
+    code = f"""
+import resource, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from grpo.model import describe
+from grpo.updates import Updates
+model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+Updates(None, model, describe(model, tokenizer, "m"), {str(tmp_path / "new")!r}, 1.0, on_swap=print)
+"""
+    command = [sys.executable, "-c", code, model.name_or_path]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True)
+    assert re.search("ConfigError: update_folder='.*new': File too large: name a folder", done.stderr)
+    assert not list((tmp_path / "new").iterdir())
 
 
 @pytest.mark.slow
