@@ -25,7 +25,7 @@ class SaveError(RuntimeError):
 
 
 def create_run(config: TrainerConfig) -> Path:
-    """The run's folder, made if it is not there, for this process alone.
+    """Make the run's folder, if it is not there, and take it for this process alone.
 
     Raises ConfigError as find_checkpoints, where it cannot be written, where another trainer writes there and, unless
     the run may go on, where it has results.
@@ -58,7 +58,7 @@ def new_folder(field: str, name: str, config: EvaluateConfig) -> Path:
 
 @contextmanager
 def writable(field: str, folder: Path) -> Iterator[None]:
-    """Raises ConfigError where what is done inside cannot write into the folder."""
+    """Raise ConfigError where what is done inside cannot write into the folder."""
     try:
         yield
     except OSError as error:

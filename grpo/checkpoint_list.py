@@ -29,7 +29,7 @@ class Damaged(Exception):
 
 
 def find_checkpoints(config: TrainerConfig) -> list[Path]:
-    """The checkpoints to continue from, the newest first; none where the run begins.
+    """Return the checkpoints to continue from, the newest first; none where the run begins.
 
     Raises ConfigError where the one that is named cannot be it.
     """
@@ -60,13 +60,13 @@ def find_checkpoints(config: TrainerConfig) -> list[Path]:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Those of a run's folder that were saved to their end, the oldest first."""
+    """List those of a run's folder that were saved to their end, the oldest first."""
     folders = [path.parent for path in run.glob(f"checkpoint-*/{PROGRESS}")]
     return sorted((folder for folder in folders if folder.name[11:].isdecimal()), key=step_of)
 
 
 def readable(run: Path) -> dict[Path, dict[str, Any]]:
-    """What those of this format say whose progress.json is not damaged, the oldest first.
+    """Read those of this format whose progress.json is not damaged, the oldest first.
 
     A damaged one must not keep a run from being saved. A run that goes on from it says so.
     """
@@ -78,7 +78,7 @@ def readable(run: Path) -> dict[Path, dict[str, Any]]:
 
 
 def finished_steps(run: Path) -> int:
-    """After how many steps the run has ended and saved its model; 0 where it has not."""
+    """Return after how many steps the run has ended and saved its model; 0 where it has not."""
     try:
         return read_progress(run / "model").get("step", 0)
     except Damaged:
@@ -90,7 +90,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def best(accuracies: dict[Path, float | None]) -> Path | None:
-    """The newest of the checkpoints with the highest accuracy."""
+    """Return the newest of the checkpoints with the highest accuracy."""
     known = {path: (accuracy, step_of(path)) for path, accuracy in accuracies.items() if accuracy is not None}
     return max(known, key=known.get, default=None)
 
@@ -103,7 +103,7 @@ def write_progress(folder: Path, about: dict[str, Any]) -> None:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """What write_progress wrote, of whatever format. Raises Damaged."""
+    """Read what write_progress wrote, of whatever format. Raises Damaged."""
     try:
         about = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
     except OSError as error:
@@ -119,14 +119,15 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def sum_files(folder: Path, names: Iterable[str]) -> Sums:
-    """Read these files. Raises OSError."""
+    """Read these files and sum them. Raises OSError."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return dict(threads.map(lambda name: (name, _sum_file(folder / name)), names))
 
 
 def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with the checkpoint; None where all is as it was written. Of `shares` equal parts of its files this
-    looks at one; every part looks at what tells of the files.
+    """Return what is wrong with the checkpoint; None where all is as it was written.
+
+    This looks at progress.json and at one of `shares` equal parts of the other files.
 
     Raises ConfigError where the checkpoint is of another format.
     """

@@ -36,7 +36,7 @@ _PLACES = {
 
 
 def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
-    """The checkpoint to continue from, None where the run begins; its folder; whether nothing is left to do there.
+    """Return the checkpoint to continue from, None where the run begins; its folder; whether the run is done already.
 
     Rank 0 finds and makes them. Raises ConfigError on every rank: as create_run, where a machine does not see the
     folder, as whole_checkpoint, and where a run that has ended would be erased.
@@ -80,7 +80,7 @@ def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
 
 
 def whole_checkpoint(config: TrainerConfig, rank: int, world_size: int) -> Path | None:
-    """The newest checkpoint of those to continue from that is as it was written; None where there is none at all.
+    """Return the newest checkpoint to continue from that is as it was written; None where there is none at all.
 
     What is newer is put aside as `checkpoint-STEP.damaged`. Raises ConfigError on every rank as find_checkpoints, where
     a checkpoint is of another format, and where all of them are damaged.
@@ -125,7 +125,7 @@ def _put_aside(damaged: Mapping[Path, str], instead: Path) -> None:
 
 
 def _by_first(rank: int, action: Callable[[], _T]) -> _T:
-    """What rank 0's action returns, on every rank. Raises the ConfigError that it raises on every rank."""
+    """Do it on rank 0; return the result, or raise its ConfigError, on every rank."""
     result: _T | ConfigError | None = None
     if rank == 0:
         try:

@@ -36,7 +36,7 @@ _FIRST = "first.json"  # in reference-0: fingerprints of what the policy and the
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run in this folder has asked servers before, which may have any of its references now."""
+    """Return whether a run in this folder has had servers before, which may have any of its references now."""
     return (folder / "reference-0" / _FIRST).is_file()
 
 
@@ -119,7 +119,7 @@ class RefUpdates:
         self._announce(step, kept, first)
 
     def _read_first(self) -> dict[str, str]:
-        """What begin wrote; empty where it did not, or not to its end."""
+        """Read what begin wrote; empty where it did not, or not to its end."""
         if self._folder is None or not has_begun(self._folder):
             return {}
         try:

@@ -205,7 +205,10 @@ class Checkpoints:
         return Progress(parts=parts, **{name: said[name] for name in _SHARED})
 
     def references(self) -> set[int]:
-        """After which steps the policy became a reference that a checkpoint needs, or a run that begins again (0)."""
+        """Return the steps after which the policy became a reference that a checkpoint needs.
+
+        Without a checkpoint that is the first one: a run that is killed begins again with it.
+        """
         return {about["ref_step"] for about in readable(self._folder).values()} or {0}
 
     def _due(self, progress: Progress) -> list[Part]:
@@ -265,7 +268,7 @@ def _size(engine) -> int:
 
 
 def _writer(name: str) -> int:
-    """The rank that writes this file of a checkpoint."""
+    """Return the rank that writes this file of a checkpoint."""
     numbered = re.search(r"pp_rank_(\d+)_|^rank-(\d+)\.", name)
     return int(numbered[1] or numbered[2]) if numbered else 0
 

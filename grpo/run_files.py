@@ -177,7 +177,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, int, dict[str, A
 
 
 def some_of(numbers: list[int]) -> str:
-    """The first of them, and how many there are."""
+    """Show the first of them, and how many there are."""
     return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "") + f" ({len(numbers)} in all)"
 
 

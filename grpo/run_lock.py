@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 from grpo.config import ConfigError
 
@@ -19,7 +18,6 @@ LOCK = "trainer.lock"
 """in the run's folder, with the host and process that write there. Who opens and closes it in that process unlocks."""
 
 _WAIT = 20.0  # seconds in which a process that was killed may still be ending
-_held: list[BinaryIO] = []
 
 
 def lock_run(folder: Path) -> None:
@@ -27,7 +25,7 @@ def lock_run(folder: Path) -> None:
 
     Raises ConfigError where another one still does after 20 seconds, OSError where the folder cannot be written.
     """
-    file = open(folder / LOCK, "ab+")  # noqa: SIM115
+    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # it stays open
     end, waits = time.monotonic() + _WAIT, False
     # A record lock and not flock: a process that is forked off does not hold it, and NFS knows it.
     while (refused := _lock(file)) is not None:
@@ -36,10 +34,9 @@ def lock_run(folder: Path) -> None:
                 "%s cannot be locked (%s): see to it that no other trainer writes there", folder, os.strerror(refused)
             )
             break
-        file.seek(0)
-        holder = file.read().decode(errors="replace").strip() or "unknown"
+        holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or "unknown"
         if time.monotonic() > end:
-            file.close()
+            os.close(file)
             raise ConfigError(
                 f"output_dir='{folder}': another trainer ({holder}) writes there: wait for its end, or name another "
                 "folder"
@@ -48,14 +45,12 @@ def lock_run(folder: Path) -> None:
             log.info("waiting at most %.0f s for the end of the trainer (%s) that writes to %s", _WAIT, holder, folder)
             waits = True
         time.sleep(0.2)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    file.flush()
-    _held.append(file)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
-def _lock(file: BinaryIO) -> int | None:
-    """The error's number where that fails."""
+def _lock(file: int) -> int | None:
+    """Take the lock; return the error's number where that fails."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -146,8 +146,10 @@ def _end_unstarted() -> None:
 
 
 def _is_orphan(process: int) -> bool:
-    """Whether the process that started it is gone already. A process has its parent's session or leads a session of
-    its own; the process that adopts an orphan has another one."""
+    """Return whether the process that started it is gone already.
+
+    A process has its parent's session or leads a session of its own; the process that adopts an orphan has another one.
+    """
     session, above = (_stat(number)[3:4] for number in (process, _parent(process)))
     return bool(above) and session not in (above, [str(process)])
 
