@@ -372,7 +372,6 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
     """The DeepSpeed engine around the policy, and the learning-rate schedule that it steps."""
     if config.gradient_checkpointing:
         checkpoint_activations(model)
-    model.train()
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)

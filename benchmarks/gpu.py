@@ -116,7 +116,6 @@ def passes_of(shape: str, tiny: bool, clock: Clock) -> None:
         scoring = partial(score, model, batcher, sequences)
         measure_pass(shape, "log-probs", kind, scoring, model, needed, clock)
     checkpoint_activations(model)
-    model.train()  # activations are checkpointed in training mode only
     for kind, (batcher, needed) in kinds.items():
         updating = partial(update, model, batcher, sequences)
         measure_pass(shape, "log-probs, loss, backward", kind, updating, model, needed, clock, backward=True)

@@ -101,7 +101,6 @@ class Ours:
         self.budget = budget
         if checkpointing:
             checkpoint_activations(self.model)
-        self.model.train()
 
     def prepare(self, work: Work) -> Callable[[], float]:
         return lambda: self.update(work)

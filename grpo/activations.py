@@ -9,6 +9,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from grpo.attention import ROWS, segments
 from grpo.batch import Tree
+from grpo.logprobs import body_of
 
 
 def kept_for_backward(model: PreTrainedModel, longest: int) -> int:
@@ -36,7 +37,7 @@ def kept_for_backward(model: PreTrainedModel, longest: int) -> int:
     model.set_attn_implementation("grpo_counted")
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model.base_model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+            body_of(model)(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
     except RuntimeError as error:
         raise NotImplementedError(f"{type(model).__name__} does not run without numbers: {error}") from error
     finally:

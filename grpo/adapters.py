@@ -225,8 +225,7 @@ class OwnReference:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the policy's model is the reference."""
-        was_training, now = self._model.training, [parameter.data for parameter in self._adapter]
-        self._model.eval()  # in training mode activations would be checkpointed, for no backward pass
+        now = [parameter.data for parameter in self._adapter]
         try:
             if self._start is None:
                 self._model.disable_adapters()
@@ -240,7 +239,6 @@ class OwnReference:
                 parameter.data = own
             if self._start is None:
                 self._model.enable_adapters()
-            self._model.train(was_training)
 
 
 @torch.no_grad()

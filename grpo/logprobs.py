@@ -53,7 +53,7 @@ def check_router(model: nn.Module, coefficient: float) -> None:
     shown = hasattr(config, "output_router_logits") and hasattr(config, "num_experts_per_tok")
     if shown and model.device.type != "meta":
         ids = torch.arange(4, device=model.device).unsqueeze(0)
-        body = model.base_model(input_ids=ids, use_cache=False, output_router_logits=True)
+        body = body_of(model)(input_ids=ids, use_cache=False, output_router_logits=True)
         shown = bool(getattr(body, "router_logits", None))
     if not shown:
         raise ConfigError(
@@ -63,19 +63,15 @@ def check_router(model: nn.Module, coefficient: float) -> None:
 
 
 def _body(model: nn.Module, batch: Batch, **options):
-    if batch.tree is None:
-        # No attention mask: the padding is on the right, where no token of a causal model can see it.
-        return model.base_model(input_ids=batch.input_ids, use_cache=False, **options)
-    # A mask in four dimensions is what transformers hands on as it is; without one it would build one, N by N.
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
-    return model.base_model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=mask,
-        use_cache=False,
-        tree=batch.tree,
-        **options,
-    )
+    """The output of the model's body for a batch; `options` are for its forward."""
+    inputs = {"input_ids": batch.input_ids, "use_cache": False}
+    # Padded: no attention mask, for the padding is on the right, where no token of a causal model can see it.
+    if batch.tree is not None:
+        # A mask in four dimensions is what transformers hands on as it is; without one it would build one, N by N.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
+        inputs |= {"position_ids": batch.position_ids, "attention_mask": mask, "tree": batch.tree}
+    _recompute(model, wanted=torch.is_grad_enabled())
+    return body_of(model)(**inputs, **options)
 
 
 def _of_routers(body, batch: Batch) -> torch.Tensor:
@@ -86,9 +82,27 @@ def _of_body(
     body, model: nn.Module, batch: Batch, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     head = Head.of(model, temperature)
-    hidden = body.last_hidden_state.flatten(0, 1)[batch.predicts].to(head.weight.device)
+    hidden = body.last_hidden_state.flatten(0, 1)[batch.predicts].to(head.weight)  # Mamba's are float32 in any dtype
     targets = batch.targets.to(head.weight.device)
     return _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
+
+
+def body_of(model: nn.Module) -> nn.Module:
+    """The model below its head, `model` itself where it is not known."""
+    # The prefix of Llama4ForCausalLM names a part that only the model with images has.
+    return getattr(model, "model", model) if model.base_model is model else model.base_model
+
+
+def _recompute(model: nn.Module, wanted: bool) -> None:
+    """Tell the layers that can recompute their activations (`checkpoint_activations`) whether to do so.
+
+    They ask for training mode, which they must still have in the backward pass. The rest of the model never gets it: it
+    computes as the sampler's and the server's do. Training mode also turns on noise that no setting turns off (PhiMoE
+    draws its experts by chance).
+    """
+    for layer in model.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = wanted
 
 
 @dataclass(frozen=True)
@@ -147,10 +161,17 @@ class Head:
         """Hold this head against the model's own on a few tokens. Raises ConfigError where they differ."""
         embedding = model.get_input_embeddings().weight
         ids = torch.arange(16, device=embedding.device).unsqueeze(0) % len(embedding)
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        body = body_of(model)(input_ids=ids, use_cache=False)
         own = model(input_ids=ids, use_cache=False).logits[0].float()
+        linear, hidden = model.get_output_embeddings(), getattr(body, "last_hidden_state", None)
+        if linear is None or hidden is None or hidden.shape[-1] != linear.weight.shape[1]:
+            raise ConfigError(
+                f"{type(model).__name__} is not made of a body and a linear head over its last hidden states: use "
+                "another model"
+            )
         head = cls.of(model)
-        ours = head.logits(hidden.to(head.weight.device), slice(None)).to(own.device)
+        hidden = hidden[0].to(head.weight)
+        ours = head.logits(hidden, slice(None)).to(own.device)
         # bfloat16 keeps 8 bits: the model's own logits are that coarse.
         tolerance = 1e-4 if hidden.dtype == torch.float32 else 0.03
         difference = ((own - ours).abs().max() / own.abs().max().clamp(min=1.0)).item()

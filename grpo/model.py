@@ -54,9 +54,9 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: SharedConfig, device: torch.device) -> PreTrainedModel:
-    """The causal language model in its dtype on `device`, without dropout, its head checked against ours.
+    """The causal language model in its dtype on `device`, in evaluation mode, its head checked against ours.
 
-    Dropout would make the policy's log-probs those of another distribution than it sampled from.
+    Nothing puts it into training mode: its log-probs would be those of another distribution than it sampled from.
     """
     model = _load_model(config, resolve_dtype(config, device)).to(device)
     Head.check(model)
@@ -87,11 +87,12 @@ def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedMode
 
 
 def load_settings(config: SharedConfig) -> PretrainedConfig:
-    """The model's configuration, without dropout."""
+    """The model's configuration, without dropout of units or layers."""
     settings = load_auto(AutoConfig, config)
-    for name, value in vars(settings).items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(settings, name, 0.0)
+    for part in (settings, settings.get_text_config()):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
     return settings
 
 

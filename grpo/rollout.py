@@ -96,8 +96,7 @@ class Sampler:
         # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty),
         # which would draw from another distribution than the loss scores. So it has none while we draw.
         own, model.generation_config = model.generation_config, settings
-        was_training = model.training
-        model.eval()  # in training mode gradient checkpointing switches the KV cache off
+        model.eval()  # layers that recompute their activations would switch the KV cache off
         try:
             with frozen_norms(model):
                 drawn = model.generate(
@@ -109,7 +108,6 @@ class Sampler:
                 )
         finally:
             model.generation_config = own
-            model.train(was_training)
         for place in range(len(examples)):
             hand_over(place, drawn)
         return [groups[place] for place in range(len(examples))]

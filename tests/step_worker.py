@@ -122,7 +122,7 @@ def main(model, cases_file, out) -> None:
     cases = json.loads(Path(cases_file).read_text())
     configs = [read_config(case) for case in cases]
     rank, world_size, device = trainer.join_ranks(configs[0])
-    policy = load_model(SharedConfig(model_name_or_path=model), device).train()
+    policy = load_model(SharedConfig(model_name_or_path=model), device)
     batcher = make_batcher(policy, 0)
     if configs[0].gradient_checkpointing:
         checkpoint_activations(policy)

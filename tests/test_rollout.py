@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo.batch import Batcher
 from grpo.logprobs import token_logprobs
+from grpo.model import checkpoint_activations
 from grpo.records import Example
 from grpo.rollout import Sampler
 
@@ -135,13 +136,15 @@ def test_the_text_has_no_special_tokens_and_keeps_the_tags(model, tokenizer):
     assert Sampler(tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids, [-1.0] * len(ids), 0).text == tags
 
 
-def test_training_mode_is_kept(model, tokenizer, examples):
-    model.train()
-    try:
-        sampler(tokenizer).greedy(model, examples)
-        assert model.training
-    finally:
-        model.eval()
+def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, tokenizer, examples):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    plain = sampler(tokenizer).greedy(model, examples)
+    checkpoint_activations(model)
+    token_logprobs(model, Batcher(0, 0).make([([1], [2])], "cpu"), 1.0)[0].sum().backward()
+    widths = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+    assert sampler(tokenizer).greedy(model, examples) == plain
+    assert widths == [max(len(one.prompt_ids) for one in examples)] + [1] * (len(widths) - 1)
 
 
 def test_each_group_is_handed_over_once_when_its_last_completion_ends(model, tokenizer, examples):
