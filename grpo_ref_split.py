@@ -64,10 +64,10 @@ from grpo.model import (
     check_lengths,
     checkpoint_activations,
     describe,
-    eos_token_ids,
     load_model,
     load_tokenizer,
     make_batcher,
+    make_sampler,
 )
 from grpo.optimizer import make_optimizer, make_schedule
 from grpo.plots import draw_curves
@@ -78,7 +78,6 @@ from grpo.ref_update import RefUpdates, has_begun
 from grpo.ref_wire import ReferenceLost
 from grpo.resume import Checkpoints, Progress
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
-from grpo.rollout import Sampler
 from grpo.stalls import TIME_OUT, Stalls
 from grpo.update import NotFinite, update
 
@@ -142,11 +141,13 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
         began_with_adapter = train_adapter(model, config)
         if config.beta > 0 and config.ref == "adapter_off":
             own_reference = OwnReference(model, began_with_adapter)
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
+    sampler = make_sampler(model, tokenizer, config.max_completion_length)
     ref_updates = None
     if config.ref_update_steps:
         ref_updates = RefUpdates(config, client, model, tokenizer, own, folder if rank == 0 else None)
-    sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     engine, schedule = start_engine(config, ds_config, model)
     collector = Collector(
         config, engine.module, sampler, batcher, examples, stream, reward_funcs, client, own_reference, rank, world_size
@@ -370,8 +371,6 @@ def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
 
 def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module):
     """The DeepSpeed engine around the policy, and the learning-rate schedule that it steps."""
-    if config.gradient_checkpointing:
-        checkpoint_activations(model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)

@@ -35,7 +35,7 @@ from grpo.adapters import train_adapter
 from grpo.ds_config import engine_config
 from grpo.estimate import MIB
 from grpo.metrics import PhaseClock
-from grpo.model import load_model, load_tokenizer, make_batcher
+from grpo.model import checkpoint_activations, load_model, load_tokenizer, make_batcher
 from grpo.records import Example, Sequence
 from grpo.rollout import Sampler
 from grpo.train_estimate import Load, Memory, Policy, memory
@@ -182,6 +182,8 @@ def measure(case: Case, folder: str) -> dict[str, int]:
     tokenizer, model = load_tokenizer(config), load_model(config, device)
     if config.use_peft:
         train_adapter(model, config)
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
     sampler = Sampler(tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
     engine, _ = trainer.start_engine(config, ds_config, model)

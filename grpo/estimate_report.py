@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ConfigError, SharedConfig
 from grpo.estimate import CUDA_CONTEXT, CUDA_ROUNDING, GROUP, MIB, Shape, estimate, weights, working
-from grpo.model import load_settings, resolve_dtype
+from grpo.model import load_settings, longest_sequence, resolve_dtype
 from grpo.server_config import ServerConfig
 
 GIB = 2**30
@@ -25,8 +25,7 @@ def estimate_report(config: ServerConfig) -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(config, device)
     model = on_meta(config, dtype)
-    text = model.config.get_text_config()
-    own = getattr(text, "max_position_embeddings", None) or CEILING
+    own = longest_sequence(model.config) or CEILING
     longest = min(config.max_length or own, own)
     count = sum(parameter.numel() for parameter in model.parameters())
     budget = config.batch_tokens(device.type)

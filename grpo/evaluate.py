@@ -32,9 +32,8 @@ def run(config: EvaluateConfig) -> None:
     from grpo.checkpoint import new_folder
     from grpo.data import load_examples
     from grpo.metrics import gather
-    from grpo.model import check_lengths, describe, eos_token_ids, load_model, load_tokenizer
+    from grpo.model import check_lengths, describe, load_model, load_tokenizer, make_sampler
     from grpo.ranks import own_place
-    from grpo.rollout import Sampler
 
     rank, world_size, device = own_place()
     if world_size > 1:
@@ -47,7 +46,7 @@ def run(config: EvaluateConfig) -> None:
     examples = load_examples(config, _split(config), tokenizer, config.eval_samples, progress=rank == 0)
     model = load_model(config, device)
     check_lengths(config, describe(model, tokenizer, config.model_name_or_path))
-    sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
+    sampler = make_sampler(model, tokenizer, config.max_completion_length)
 
     start = time.perf_counter()
     metrics, own = evaluate(model, sampler, examples, reward.is_correct, reward.has_format, config, rank, world_size)

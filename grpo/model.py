@@ -24,9 +24,11 @@ from grpo.answer_config import AnsweringConfig
 from grpo.attention import switch_off, switch_on, variants_for
 from grpo.batch import Batcher
 from grpo.config import ConfigError, SharedConfig
-from grpo.logprobs import Head, token_logprobs
+from grpo.logprobs import Head
 from grpo.protocol import Health, fingerprint
+from grpo.rollout import Sampler
 from grpo.server_config import ServerConfig
+from grpo.trial import check_padded, check_sampling, packed_differs
 from grpo.weights import WeightsFile, sample
 
 log = logging.getLogger(__name__)
@@ -106,12 +108,14 @@ def _load_model(config: SharedConfig, dtype: torch.dtype, **options) -> PreTrain
 def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
     """Packed batches with shared prompts where the model allows them, padded ones where it does not; says which once.
 
-    What a model's configuration does not tell is tried: a small packed batch must have the log-probs of the padded one.
+    What a model's configuration does not tell is tried (grpo/trial.py). Raises ConfigError where even padded batches
+    cannot be trusted.
     """
     longest, reason = _longest_packed(model)
+    padded = check_padded(model, pad_token_id)
     for variant in variants_for(model) if longest else []:
         switch_on(model, variant)
-        if (reason := _packed_differs(model, pad_token_id)) is None:
+        if (reason := packed_differs(model, padded)) is None:
             limit = "" if longest == _NO_LIMIT else f" up to {longest} tokens a sequence, its attention's window"
             log.info("log-probs in packed batches, each prompt once (%s)%s", variant, limit)
             return Batcher(pad_token_id, longest)
@@ -126,40 +130,32 @@ def _longest_packed(model: PreTrainedModel) -> tuple[int, str]:
     kinds = set(getattr(config, "layer_types", None) or [])
     if other := kinds - {"full_attention", "sliding_attention"}:
         return 0, f"has layers of type {min(other)}"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
-        return 0, f"has {rope} positions, which depend on the longest of a batch"
     window = getattr(config, "sliding_window", None)
     if window is None or (kinds and "sliding_attention" not in kinds):
         return _NO_LIMIT, ""
     return window, ""  # nothing is out of sight of a sequence that fits the window
 
 
-@torch.no_grad()
-def _packed_differs(model: PreTrainedModel, pad_token_id: int) -> str | None:
-    """None where a packed batch gives what padded ones give, else what went wrong."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = [(7919 * place + 13) % vocabulary for place in range(24)]
-    # Two groups of two, no longer than 8 tokens: no window is so small.
-    trial = [(ids[:4], ids[7:11]), (ids[:4], ids[11:14]), (ids[4:7], ids[14:19]), (ids[4:7], ids[19:22])]
-    padded, _ = token_logprobs(model, Batcher(pad_token_id, 0).make(trial, model.device), 1.0)
-    try:
-        packed, _ = token_logprobs(model, Batcher(pad_token_id, _NO_LIMIT).make(trial, model.device), 1.0)
-    # A model whose code takes no tree may fail in any way; the padded path is then the answer, and the log says why.
-    except Exception as error:
-        return f"takes no packed batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    difference = (packed - padded).abs().mean().item()
-    # 16 bit: another order of the same sums moves a log-prob by some hundredths; another context, by whole units.
-    if difference <= (1e-4 if model.dtype == torch.float32 else 0.1):
-        return None
-    return f"gives other log-probs in packed batches (by {difference:.1e} on average)"
+def make_sampler(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int) -> Sampler:
+    """Raises ConfigError where the model draws from another distribution than the loss scores."""
+    never = model.get_input_embeddings().weight.shape[0]  # an id that is not in the vocabulary: no early end
+    check_sampling(model, Sampler(tokenizer, [never], 4), tokenizer.pad_token_id)
+    return Sampler(tokenizer, eos_token_ids(model, tokenizer), max_completion_length)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass; not reentrant, for the reason given in grpo/logprobs.py."""
+    """Recompute activations in the backward pass; not reentrant, for the reason given in grpo/logprobs.py.
+
+    Raises ConfigError where the model does not know how.
+    """
     # Renamed in transformers 5.23; before, only the old name is there.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(
+            f"gradient_checkpointing=True: {type(model).__name__} does not know how to: set it to false"
+        ) from error
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -167,6 +163,22 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     also = model.generation_config.eos_token_id if model.generation_config else None
     ids = also if isinstance(also, list) else [also]
     return sorted({tokenizer.eos_token_id, *ids} - {None})
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence whose log-probs are its own, whatever else is in its batch; None is no limit.
+
+    Beyond the first length of longrope positions, transformers rotates a whole batch by the long factors, a sampled
+    sequence by the short ones up to there. Beyond `index_topk` tokens, which keys an indexed attention sees depends on
+    the length of the row.
+    """
+    text = config.get_text_config()
+    limits = [getattr(text, "max_position_embeddings", None), getattr(text, "index_topk", None)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if kind.get("rope_type") == "longrope":
+            limits.append(kind.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def check_lengths(config: AnsweringConfig, model: Health) -> None:
@@ -196,7 +208,7 @@ def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokeni
         tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
         config_fingerprint=fingerprint(_settings(model)),
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT,
+        max_length=longest_sequence(model.config) or _NO_LIMIT,
         dtype=str(model.dtype).removeprefix("torch."),
         device=", ".join(sorted({str(place) for place in placed.values()})) if placed else str(model.device),
     )

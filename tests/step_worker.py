@@ -123,9 +123,9 @@ def main(model, cases_file, out) -> None:
     configs = [read_config(case) for case in cases]
     rank, world_size, device = trainer.join_ranks(configs[0])
     policy = load_model(SharedConfig(model_name_or_path=model), device)
-    batcher = make_batcher(policy, 0)
     if configs[0].gradient_checkpointing:
         checkpoint_activations(policy)
+    batcher = make_batcher(policy, 0)
     first = weights_of(policy)
     settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD([w for w in policy.parameters() if w.requires_grad], lr=LEARNING_RATE)

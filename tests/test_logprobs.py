@@ -12,6 +12,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PhiConfig,
@@ -62,6 +63,9 @@ CONFIGS = {
     ),
     "gpt-neox, partial rotation": GPTNeoXConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    ),
+    "llama4, chunked": Llama4TextConfig(
+        **SMALL, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=8, initializer_range=0.3
     ),
     "bloom, alibi": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
 }
@@ -169,7 +173,6 @@ def test_both_paths_and_every_block_size_have_the_same_gradients(config, checkpo
     batchers = {"padded": PADDED, "packed": make_batcher(model, 0)}
     if checkpointing:
         checkpoint_activations(model)
-        model.train()
     for block, rows in (((1, 7), 256), ((4, 64), 2), ((1024, 4096), 12)):
         monkeypatch.setattr(module, "CPU_BLOCK", block)
         monkeypatch.setattr(attention, "ROWS", rows)  # groups in one call, in calls of two rows, some of them in one
