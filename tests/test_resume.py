@@ -279,9 +279,9 @@ def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_
                 else:
                     os.kill(process.pid if whom == "the launcher" else alive[1], number)
                 output, _ = process.communicate(timeout=60)  # until nobody has it open any more
-            socket.create_server(("127.0.0.1", int(process.args[process.args.index("--master_port") + 1]))).close()
             assert process.returncode != 0 and len(alive) == 2, (whom, output)
             assert not left_of(below), whom
+            socket.create_server(("127.0.0.1", int(process.args[process.args.index("--master_port") + 1]))).close()
             said = re.findall(r"error: stopped by signal \d+; .*last --output_dir .* goes on after step (\d+)", output)
             assert len(said) == 1 and int(said[0]) > kept, (whom, output)
             kept = int(said[0])
