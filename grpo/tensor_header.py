@@ -62,7 +62,8 @@ def read_header(text: bytes, size: int, widths: Mapping[str, int]) -> tuple[dict
         raise HeaderError(f"not safetensors: its header is not JSON ({type(error).__name__})") from error
     if not isinstance(header, dict):
         raise HeaderError("not safetensors: its header is not a JSON object")
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("not safetensors: its __metadata__ is not of texts")
     base = 8 + len(text)

@@ -164,22 +164,23 @@ def with_header(text: bytes, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-NINE = b'"input_ids":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}'
+TENSOR = b'"input_ids":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}'
 
 
 @pytest.mark.parametrize(
     "text, said",
     [
-        (b"{" + NINE + b"," + NINE + b"}", "a name twice"),
-        (b'{"__metadata__":{"client":"a","client":"b"},' + NINE + b"}", "a name twice"),
-        (b'{"__metadata__":{"client":1},' + NINE + b"}", "is not of texts"),
-        (b'{"__metadata__":["client"],' + NINE + b"}", "is not of texts"),
-        (b'{"__metadata__":{"client":"\\ud800"},' + NINE + b"}", "not JSON"),
-        (b"{" + NINE[:-1] + b',"more":[[[]]]}}', "and nothing else"),
-        (b"\xef\xbb\xbf{" + NINE + b"}", "not JSON"),
-        (("{" + NINE.decode() + "}").encode("utf-16"), "not JSON"),
-        (b"{" + NINE + b"} {}", "not JSON"),
-        (b"{" + NINE.replace(b"[0,4]", b"[4,8]") + b"}", "do not fill its"),
+        (b"{" + TENSOR + b"," + TENSOR + b"}", "a name twice"),
+        (b'{"__metadata__":{"client":"a","client":"b"},' + TENSOR + b"}", "a name twice"),
+        (b'{"__metadata__":{"client":1},' + TENSOR + b"}", "is not of texts"),
+        (b'{"__metadata__":[],' + TENSOR + b"}", "is not of texts"),
+        (b'{"__metadata__":["client"],' + TENSOR + b"}", "is not of texts"),
+        (b'{"__metadata__":{"client":"\\ud800"},' + TENSOR + b"}", "not JSON"),
+        (b"{" + TENSOR[:-1] + b',"more":[[[]]]}}', "and nothing else"),
+        (b"\xef\xbb\xbf{" + TENSOR + b"}", "not JSON"),
+        (("{" + TENSOR.decode() + "}").encode("utf-16"), "not JSON"),
+        (b"{" + TENSOR + b"} {}", "not JSON"),
+        (b"{" + TENSOR.replace(b"[0,4]", b"[4,8]") + b"}", "do not fill its"),
     ],
 )
 def test_a_header_that_two_readers_could_take_in_two_ways_is_refused(text, said):
