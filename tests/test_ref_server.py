@@ -346,9 +346,10 @@ def test_who_closes_the_sending_end_before_the_answer_is_told_so(model_folder, t
     with holding_server(model_folder, tmp_path) as (server, go):
         body = encode_request(LogprobsRequest.of([5], [[6]], 1.0))
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-            connection.sendall(b"POST /v1/logprobs HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            head = b"POST /v1/logprobs HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body)
             connection.shutdown(socket.SHUT_WR)
-            answer = connection.recv(65536)
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert b" 499 " in answer.splitlines()[0] and b"client_gone" in answer
         go.touch()
 
