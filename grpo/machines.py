@@ -59,7 +59,8 @@ def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
                 f"output_dir='{folder}': {host} does not see in its {path} what {looked[0][0]} wrote into it: name a "
                 "folder on a disk that all machines share, at the same path on each"
             )
-    steps = from_first(finished_steps(folder) if config.resume_from_checkpoint is not None else 0)
+    # Whoever names a checkpoint wants to train from there on, done or not.
+    steps = from_first(finished_steps(folder) if config.resume_from_checkpoint == "last" else 0)
     if steps >= config.max_steps:
         return None, folder.absolute(), True
     checkpoint = whole_checkpoint(config, rank, world_size)

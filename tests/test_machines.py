@@ -132,6 +132,8 @@ def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
     write_progress(tmp_path / "checkpoint-2", {"files": {}})
     assert opened(4) == (None, tmp_path, True)
     assert opened(5) == (tmp_path / "checkpoint-2", tmp_path, False)
+    named = TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2"), max_steps=4)
+    assert open_run(named, 0, 1) == (tmp_path / "checkpoint-2", tmp_path, False)
     write_progress(tmp_path / "checkpoint-2", {"files": {"weights": [1, ""]}})
     with pytest.raises(ConfigError) as refused:
         open_run(TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), 0, 1)
