@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,6 +38,50 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--thin", action="store_true", help="run a part of long series, another part with each TEST_SEED")
+
+
+def pytest_configure(config):
+    os.environ.setdefault("TEST_SEED", str(secrets.randbelow(10_000)))
+
+
+def pytest_report_header(config):
+    return f"TEST_SEED={os.environ['TEST_SEED']} chooses a part of long series" if config.option.thin else None
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --thin, leave so many cases of each test that is marked `sampled(count)`."""
+    if not config.option.thin:
+        return
+    series = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None:
+            series[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    left_out = set()
+    for (name, count), cases in series.items():
+        left_out |= set(cases) - set(_some(cases, count, name))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _some(values: Sequence, count: int, name: str) -> list:
+    """Return `count` of the values, in their order."""
+    places = random.Random(f"{os.environ['TEST_SEED']} {name}").sample(range(len(values)), min(count, len(values)))
+    return [values[place] for place in sorted(places)]
+
+
+Few = Callable[[Sequence, int], list]
+
+
+@pytest.fixture
+def few(request) -> Few:
+    """`few(values, count)`: with --thin so many of the values, else all."""
+    if request.config.option.thin:
+        return lambda values, count: _some(values, count, request.node.nodeid)
+    return lambda values, count: list(values)
 
 
 @pytest.fixture(scope="session", autouse=True)

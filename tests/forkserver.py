@@ -37,7 +37,21 @@ HEAVY = (
 )
 PROGRAMS = ("ref_server.py", "grpo_ref_split.py", "deepspeed", "-m grpo.", "-m demo", "-m deepspeed.", "tests/")
 # The libraries and the interpreter read these when they start: a program that wants others is started plainly.
-READ_ONCE = ("PYTHON", "LD_", "OMP_", "MKL_", "HF_", "HOME", "XDG_", "TRANSFORMERS_", "TORCH", "DS_", "MALLOC_", "MPL")
+READ_ONCE = (
+    "PYTHON",
+    "LD_",
+    "OMP_",
+    "MKL_",
+    "HF_",
+    "HOME",
+    "XDG_",
+    "TRANSFORMERS_",
+    "TORCH",
+    "DS_",
+    "MALLOC_",
+    "GLIBC_",
+    "MPL",
+)
 ROOM = 16_384  # bytes for a program's arguments, as `ps` shows them
 
 PlainPopen = subprocess.Popen

@@ -41,7 +41,7 @@ def test_ratios_are_of_pairs():
     assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_server_benchmark_runs(tmp_path):
     small = ["--layers", "1", "--groups", "4", "--repeats", "1", "--vocabulary", "1000"]
     command = [sys.executable, "-m", "benchmarks.ref_server", *small]
@@ -51,7 +51,7 @@ def test_the_server_benchmark_runs(tmp_path):
         assert words in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_soak_runs():
     small = [
         "--minutes",
@@ -74,7 +74,7 @@ def test_the_soak_runs():
     assert "over a fresh one's, 2 turns: " in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_gpu_benchmark_goes_through_all_its_parts_without_a_gpu(tmp_path):
     """Everything that will run on a card runs here too, tiny."""
     environment = {

@@ -74,11 +74,13 @@ def test_the_trained_model_has_the_accuracy_that_its_run_recorded(built, tmp_pat
     assert f"accuracy, greedy {100 * recorded['eval_accuracy']:.1f} %" in " ".join(ended.stdout.split())
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_demo_learns_with_other_seeds(tmp_path, seed):
     check(tmp_path / "demo", run(tmp_path / "demo", "--seed", str(seed)))
 
 
+@pytest.mark.rare
 def test_a_second_run_uses_what_was_built_and_is_right_again(built):
     folder, _ = built
     weights = folder / "model/model.safetensors"
@@ -88,6 +90,7 @@ def test_a_second_run_uses_what_was_built_and_is_right_again(built):
     assert "using the model that is in" in output and weights.stat().st_mtime_ns == before
 
 
+@pytest.mark.rare
 def test_a_demo_that_does_not_learn_fails(built):
     """The trained model as the one to start from: it is right too often to show any learning."""
     folder, _ = built
@@ -98,6 +101,7 @@ def test_a_demo_that_does_not_learn_fails(built):
     assert "it should begin between 0.1 and 0.4 and reach 0.9" in errors.splitlines()[-1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_demo_leaves_no_process_behind(built, number, code):
     folder, _ = built

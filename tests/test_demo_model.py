@@ -170,7 +170,7 @@ def test_build_does_not_overwrite(tmp_path):
         build(tmp_path, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_built_model_answers_a_quarter_of_the_held_out_problems(tmp_path):
     build(tmp_path / "model", seed=0)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

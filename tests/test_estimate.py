@@ -85,7 +85,7 @@ def test_quantized_weights_are_those_that_bitsandbytes_holds(name, quantization,
 HALF = "dict(hidden_size=448, intermediate_size=2432, num_attention_heads=8)"
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     "case",
     [

@@ -280,7 +280,7 @@ def exact(folder: Path, prompt: list[int], completions: list[list[int]]) -> np.n
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
-def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_folder):
+def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_folder, few):
     prompt, completions = FIXED
     fixed = save(
         {
@@ -290,7 +290,7 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
         }
     )
     right = exact(model_folder, prompt, completions)
-    seen, resident = Counter(), {}
+    seen, resident, examples = Counter(), {}, len(few(range(EXAMPLES), 500))
 
     def ask(body: bytes) -> tuple[int, str, bytes]:
         connection.request("POST", "/v1/logprobs", body)
@@ -303,7 +303,7 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
         np.testing.assert_allclose(load(body)["logprobs"], right, atol=1e-5)
         resident[seen.total()] = resident_bytes(fuzzed.process.pid)
 
-    @settings(QUIET, max_examples=EXAMPLES)
+    @settings(QUIET, max_examples=examples)
     @given(SEEDS)
     def example(seed):
         draw = random.Random(seed)
@@ -331,7 +331,7 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
         check_server()
     print(f"\n{seen.total()} examples, {seen.total() / seconds:.0f} a second: {dict(sorted(seen.items()))}")
     print(f"MiB after n examples: { {count: size >> 20 for count, size in resident.items()} }")
-    assert min(seen[200], seen[400], seen[413], seen[422]) >= EXAMPLES / 1000, "the damage does not reach everything"
+    assert min(seen[200], seen[400], seen[413], seen[422]) >= examples / 1000, "the damage does not reach everything"
     if warm := [size for count, size in resident.items() if count >= WARM_UP]:
         assert resident[max(resident)] - warm[0] < GROWTH
     assert "Traceback" not in fuzzed.log.read_text()
@@ -384,10 +384,10 @@ def shake(draw: random.Random) -> bytes:
 
 
 @pytest.mark.slow
-def test_damaged_http_is_refused_in_json_or_dropped(fuzzed):
+def test_damaged_http_is_refused_in_json_or_dropped(fuzzed, few):
     answered = Counter()
 
-    @settings(QUIET, max_examples=max(500, EXAMPLES // 100))
+    @settings(QUIET, max_examples=max(500, len(few(range(EXAMPLES), 500)) // 100))
     @given(SEEDS)
     def example(seed):
         received = b""

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from grpo.protocol import LogprobsRequest, encode_request
 
-pytestmark = [pytest.mark.slow, needs_browser]
+pytestmark = [pytest.mark.rare, needs_browser]
 HOSTILE = '<img src=x onerror="document.title=window.pwned=1"><script>window.pwned=1</script>'
 
 

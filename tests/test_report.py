@@ -200,7 +200,7 @@ def opened(browser, folder) -> None:
     assert not re.search("NaN|Infinity|undefined", browser.js(f"{paths}.join()"))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @needs_browser
 def test_the_page_of_real_runs_is_read_with_keys(main, trained, tmp_path):
     other = tmp_path / "other"
@@ -258,7 +258,7 @@ def test_the_page_of_real_runs_is_read_with_keys(main, trained, tmp_path):
         assert browser.console() == []
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @needs_browser
 def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
     completions = [

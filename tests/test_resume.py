@@ -156,14 +156,18 @@ def left_of(pids: list[int]) -> list[int]:
     return left
 
 
-def begun_again(process: subprocess.Popen, run: Path) -> None:
-    """Wait until it writes into the run's files."""
+def begun_again(process: subprocess.Popen, run: Path) -> bool:
+    """Wait until it writes into the run's files. False where it ends without: the run is done."""
     recorded = run / "metrics.jsonl"
     before = recorded.stat().st_mtime_ns if recorded.exists() else 0
     deadline = time.monotonic() + 120
     while not (recorded.exists() and recorded.stat().st_mtime_ns != before):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert time.monotonic() < deadline
+        if process.poll() == 0:
+            return False
+        assert process.returncode is None, process.communicate()
         time.sleep(0.01)
+    return True
 
 
 def reach(process: subprocess.Popen, run: Path, step: int) -> None:
@@ -189,15 +193,18 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5)])
 def test_killed_at_any_moment_it_ends_with_the_same_weights(
-    ranks, kind, kills, setting, undisturbed, model_folder, tmp_path
+    ranks, kind, kills, setting, undisturbed, model_folder, tmp_path, few
 ):
-    expected, run, chance = undisturbed(ranks, kind), tmp_path / "run", random.Random(ranks)
+    expected, run, killed = undisturbed(ranks, kind), tmp_path / "run", 0
     with reference(model_folder, tmp_path / "server") as server:
         words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
-        for _ in range(kills):
+        for kill in few(range(kills), (kills + 2) // 3):
+            chance = random.Random(f"{ranks} {kind} {kill}")
             with training(ranks, words) as process:
-                begun_again(process, run)  # from then on it has a second or two to its end
-                time.sleep(chance.uniform(0, 0.6))
+                if not begun_again(process, run):
+                    break
+                time.sleep(chance.uniform(0, 0.3))  # it has a second or two to its end
+                killed += process.poll() is None
                 if ranks == 2 and chance.random() < 0.5 and (alive := ranks_of(process)):
                     os.kill(chance.choice(alive), signal.SIGKILL)
                     process.communicate(timeout=60)
@@ -205,6 +212,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_weights(
                 else:
                     os.killpg(process.pid, signal.SIGKILL)
         finish(ranks, words)
+    assert killed >= 2
     check_same(run, expected)
 
 
@@ -255,21 +263,24 @@ def test_saving_holds_no_second_copy_of_the_weights(setting, model_folder, tmp_p
     assert int(above) < weigh / 2
 
 
+SIGNALS = [
+    ("all", signal.SIGINT),
+    ("the launcher", signal.SIGTERM),
+    ("all", signal.SIGTERM),
+    ("one rank", signal.SIGTERM),
+    ("the launcher", signal.SIGINT),
+    ("all", signal.SIGHUP),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_folder, tmp_path):
+def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_folder, tmp_path, few):
     """To all, to the launcher alone, to one rank: each ends all, and nothing is lost."""
     run, kept = tmp_path / "run", 0
     with reference(model_folder, tmp_path / "server") as server:
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last", max_steps=3 * STEPS)
-        for whom, number in [
-            ("all", signal.SIGINT),
-            ("the launcher", signal.SIGTERM),
-            ("all", signal.SIGTERM),
-            ("one rank", signal.SIGTERM),
-            ("the launcher", signal.SIGINT),
-            ("all", signal.SIGHUP),
-        ]:
+        for whom, number in few(SIGNALS, 3):
             with training(2, words) as process:
                 reach(process, run, kept + 1)
                 alive = ranks_of(process)

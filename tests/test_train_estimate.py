@@ -157,7 +157,7 @@ def test_more_ranks_and_checkpointing_never_need_more(device):
     assert saved.of_phase(name) < memory(one, LOAD, device).of_phase(name)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_measured_peak_is_near_the_prediction():
     """A rank that is set up as the trainer sets itself up, samples and updates twice."""
     shape = "lambda: qwen(2, 8192, hidden_size=512, intermediate_size=2048, num_attention_heads=8)"
