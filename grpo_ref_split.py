@@ -79,7 +79,7 @@ from grpo.ref_wire import ReferenceLost
 from grpo.resume import Checkpoints, Progress
 from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.stalls import TIME_OUT, Stalls
-from grpo.update import NotFinite, update
+from grpo.update import NothingLearned, update
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
@@ -268,7 +268,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
             numbers["masked_steps"] = progress.masked_steps
         good = masked or engine.was_step_applied()
         rewarded = any(everyone[f"rewards/{name}"].count for name in reward_funcs or collector.reward_names)
-        progress.bad_steps = [] if good and rewarded else [*progress.bad_steps, step]
+        progress.bad_steps = [] if good and rewarded and not masked else [*progress.bad_steps, step]
         if config.kl_target is not None and "kl" in everyone:
             numbers["beta"] = beta
             if good:
@@ -311,17 +311,25 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
         if unpublished:
             raise RefError(f"{unpublished}; {checkpoints.leave(engine, progress)}") from unpublished
         if progress.bad_steps and len(progress.bad_steps) % config.max_bad_steps == 0:
-            bad_ones = f"steps {', '.join(map(str, progress.bad_steps))} taught the policy nothing"
-            if good:
-                raise RewardError(
-                    f"{bad_ones}: in the last {', '.join(reward_funcs)} returned None for every completion: read some "
-                    f"in {folder / 'completions.jsonl'}, and make sure that one of the functions applies to them; "
-                    f"{checkpoints.leave(engine, progress)}"
+            if masked:
+                reason = (
+                    f"every completion of the last was cut at max_completion_length={config.max_completion_length}: "
+                    "begin a new run with a larger one, or without mask_truncated_completions"
                 )
-            raise NotFinite(
-                f"{bad_ones}: the loss or gradient of the last was not finite, so it was not applied: completions are "
-                f"in {folder / BAD_STEPS}, look there for rewards out of scale, or begin a new run with a lower "
-                f"learning_rate; {checkpoints.leave(engine, progress)}"
+            elif good:
+                reason = (
+                    f"in the last {', '.join(reward_funcs)} returned None for every completion: read some in "
+                    f"{folder / 'completions.jsonl'}, and make sure that one of the functions applies to them"
+                )
+            else:
+                reason = (
+                    "the loss or gradient of the last was not finite, so it was not applied: completions are in "
+                    f"{folder / BAD_STEPS}, look there for rewards out of scale, or begin a new run with a lower "
+                    "learning_rate"
+                )
+            raise NothingLearned(
+                f"steps {', '.join(map(str, progress.bad_steps))} taught the policy nothing: {reason}; "
+                f"{checkpoints.leave(engine, progress)}"
             )
         if (signalled := int(everyone["signal"].high)) and not last:
             raise Stopped(f"stopped by signal {signalled}; {checkpoints.leave(engine, progress)}", signalled)
@@ -382,7 +390,7 @@ if __name__ == "__main__":
     try:
         code = exit_code(
             lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG, LAUNCHER),
-            (RefError, RewardError, SaveError, NotFinite, OSError),
+            (RefError, RewardError, SaveError, NothingLearned, OSError),
             "interrupted before the first step",
         )
     except Exception:

@@ -8,6 +8,13 @@ from typing import ClassVar, Optional
 
 from grpo.config import ConfigError, SharedConfig, option, require, require_finite
 
+# What apply_chat_template itself takes, beside `tools` and `documents`, which it hands to the template.
+_NOT_THE_TEMPLATES = (
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
+
 
 @dataclass
 class DataSection:
@@ -54,8 +61,13 @@ class AnswerSection:
                 ) from error
         given = self.chat_template_kwargs
         require(given is None or isinstance(given, dict), "chat_template_kwargs", given, "write a JSON object")
-        for name in ("conversation", "tokenize", "add_generation_prompt", "continue_final_message"):
-            require(name not in (given or {}), "chat_template_kwargs", given, f"{name} is not free: leave it out")
+        for name in _NOT_THE_TEMPLATES:
+            require(
+                name not in (given or {}),
+                "chat_template_kwargs",
+                given,
+                f"the template never sees {name}: leave it out",
+            )
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 from collections import Counter
@@ -195,7 +196,9 @@ def _load(config: AnsweringConfig, split: str):
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error says what it would log
     try:
         if files:
-            return datasets.load_dataset(_FILE_TYPES[files[0].suffix], data_files=[*map(str, files)], split="train")
+            return datasets.load_dataset(
+                _FILE_TYPES[files[0].suffix], data_files=[glob.escape(str(file)) for file in files], split="train"
+            )
         return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
     except datasets.exceptions.DatasetGenerationError as error:
         raise _cannot_load(config, split, error.__cause__ or error) from error

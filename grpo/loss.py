@@ -16,8 +16,8 @@ import torch
 
 from grpo.loss_config import LossSection
 
-# exp(20) = 5e8. Where the KL is multiplied by the ratio two such factors meet, and AdamW squares the gradient: 6e34,
-# which float32 still holds.
+# exp(20) = 5e8. Where the KL is multiplied by the ratio two such factors meet, and the gradient's norm squares them:
+# 6e34 a token, which float32 still holds.
 _LOG_RATIO_LIMIT = 20.0
 _LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
 

@@ -73,7 +73,7 @@ class Progress:
     ref_step: int = 0
     """after which the policy became part of the reference; 0: it never did"""
     bad_steps: list[int] = field(default_factory=list)
-    """the last ones, in a row, whose loss or gradient was not finite, or whose rewards were all None"""
+    """the last steps, in a row, that taught the policy nothing: not finite, all rewards None, or all masked"""
     masked_steps: int = 0
     """updates that did nothing, as every completion was masked"""
     resampled: int = 0

@@ -59,8 +59,8 @@ class TrainingSection:
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off")
     max_bad_steps: int = option(
         5,
-        "steps in a row whose loss or gradient is not finite (each is skipped), or whose rewards are all None, after "
-        "which the run ends",
+        "the run ends after so many steps in a row that teach nothing: loss or gradient not finite (the step is "
+        "skipped), every reward None, or every completion masked",
     )
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
     deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")

@@ -18,8 +18,8 @@ from grpo.ref_wire import ReferenceLost, RefError
 from grpo.trainer_config import TrainerConfig
 
 
-class NotFinite(Exception):
-    """Too many steps in a row whose loss or gradient is NaN or infinite."""
+class NothingLearned(Exception):
+    """Too many steps in a row from which the policy learned nothing."""
 
 
 def update(

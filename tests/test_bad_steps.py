@@ -90,6 +90,17 @@ def test_steps_without_any_reward_are_said_and_end_the_run_after_some_in_a_row(m
     assert means == [False, True, False, True, True]
 
 
+@pytest.mark.slow
+def test_steps_without_a_token_to_train_on_end_the_run_after_some_in_a_row(model_folder, data_folder, tmp_path):
+    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 6, "max_bad_steps": 3, "max_completion_length": 1}
+    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", **held), "--mask_truncated_completions")
+    assert ended.returncode == 1
+    said = one_line(ended.stdout)
+    assert "steps 1, 2, 3 taught the policy nothing: every completion of the last was cut at max_comp" in said
+    assert said.endswith("goes on after step 3")
+    assert [row["masked_steps"] for row in lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+
+
 def test_what_is_not_finite_is_null_in_every_file(tmp_path):
     bad = {"a": math.nan, "b": -math.inf, "c": 0.5, "d": "NaN"}
     assert read_record(to_json({"step": 1, **bad}).encode()) == {"step": 1, "a": None, "b": None, "c": 0.5, "d": "NaN"}

@@ -69,6 +69,7 @@ IMPOSSIBLE = [
         """write it as '{"enable_thinking": """,
     ),
     (["--chat_template_kwargs", "[1]"], "chat_template_kwargs=[1]: ", "a JSON object"),
+    (["--chat_template_kwargs", '{"chat_template": "x"}'], "chat_template_kwargs=", "never sees chat_template: leave"),
     (["--chat_template_kwargs", '{"tokenize": true}'], "chat_template_kwargs={'tokenize': True}: ", "leave it out"),
     (
         ["--reward_weights", "1"],

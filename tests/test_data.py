@@ -38,7 +38,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows[1]*.jsonl"])
 def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
     first, second = load_examples(config(write(tmp_path / name)), "train", tokenizer, progress=False)
     assert first.columns == {"answer": "2", "level": 1}
