@@ -22,6 +22,7 @@ from importlib.util import find_spec
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ENDING = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|<end_of_turn>|<eos>|</s>)*")
+TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
 
 def correctness_reward(prompts, completions, answer, **columns) -> list[float | None]:
@@ -38,7 +39,7 @@ def format_reward(prompts, completions, **columns) -> list[float | None]:
 
     `</answer>` counts only if nothing but white space and end tokens follows it.
 
-    Where the prompt ends in `<think>`, as chat templates of R1, QwQ and Qwen3-Thinking make it, that tag is there.
+    What the chat template or a prefilled answer has begun is there already (see `begun_thinking`).
 
         <think>2+2</think> <answer>4</answer><|im_end|>   0.8
         <think>2+2</think> <answer>4</answer> Done!       0.6   text after the last tag
@@ -70,14 +71,32 @@ def score_answer(completion: str, gold: str) -> float:
 
 
 def score_format(completion: str, prompt: str) -> float:
-    if prompt.rstrip().endswith("<think>"):
-        completion = "<think>" + completion
+    completion = begun_thinking(completion, prompt) + completion
     ends_well = ENDING.fullmatch(completion.rpartition("</answer>")[2])
     counted, last = 0, -1
     for tag in TAGS if ends_well else TAGS[:-1]:
         if completion.count(tag) == 1 and completion.index(tag) > last:
             counted, last = counted + 1, completion.index(tag)
     return round(0.2 * counted, 1)
+
+
+def begun_thinking(completion: str, prompt: str) -> str:
+    """The tags of thinking that the prompt's end already holds, for the completion to go on from.
+
+    A prompt may end in `<think>` (templates of R1, QwQ and Qwen3-Thinking), in an empty `<think> </think>` (Qwen3 with
+    enable_thinking=false) or, prefilled, in `<think>` and a line break and the begin of a thought. The last two count
+    only if the tag begins a line or follows a template's token, and no other tag or token follows: a question's or a
+    system prompt's `<think>` has such a token behind it. A completion that thinks itself needs no empty pair.
+    """
+    before, tag, after = prompt.rpartition("<think>")
+    if tag and not after.strip():
+        return "<think>"
+    if not tag or (before and before[-1] not in "\n>]"):
+        return ""
+    if after.strip().startswith("</think>"):
+        is_empty_pair = after.strip() == "</think>" and "<think>" not in completion
+        return "<think></think>" if is_empty_pair else ""
+    return "<think>" if after.startswith("\n") and not TAG_OR_TOKEN.search(after) else ""
 
 
 def last_answer(completion: str) -> str:
@@ -95,10 +114,27 @@ POWER = re.compile(r"-?[0-9]{1,4}(?:\^(?:[0-9]|\{-?[0-9]{1,4}\})|!)")
 TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
 CHOICE = re.compile(r"\(([A-Z])\)")
 VARIABLE = re.compile(r"[A-Za-z]\s*=(?!=)")
-NAME = re.compile(r"(?:[A-Za-z'\\\s]|_[0-9A-Za-z]|_\{[0-9A-Za-z]+\})*(?:\([^()]*\)\s*)?")  # x, a_1, f(x), \angle ABC
-EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
-THOUSANDS = re.compile(r"\{,\}|(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+DELIMITERS = re.compile(
+    r"\$\$?([^$]*)(?<!\\)\$\$?|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]"
+    r"|\\(?:boxed|fbox)\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}",
+    re.DOTALL,
+)
+EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\equiv(?![A-Za-z])")
+IGNORED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\{,\}")
+COMMA = re.compile(",")
+AND_OR = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
+THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 BRACKETS = re.compile(r"(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
+# What is no value of its own: a power, an index, a function's argument, words behind a value, an environment.
+ATTACHED = re.compile(
+    r"[_^]\s*(?:\{[^{}]*\}|\\[A-Za-z]+|.)|(?<=[A-Za-z'])\([^()]*\)"
+    r"|(?<=[0-9}])\s*\\(?:text|mathrm)\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}"
+)
+UNKNOWN = re.compile(
+    r"\\(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi"
+    r"|omega|ell|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega)(?![A-Za-z])|(?<!\\)[A-Za-z]"
+)
+COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def same_value(text: str, gold: str) -> bool:
@@ -109,49 +145,83 @@ def same_value(text: str, gold: str) -> bool:
     """
     if max(len(text), len(gold)) > LONGEST:
         return False
+    is_latex = "\\" in text
     text, gold = plain(text), plain(gold)
     if text == gold:
         return True
     if "=" not in gold and (match := VARIABLE.match(text)):
         text = text[match.end() :]
     found, expected = to_number(text), to_number(gold, allow_unit=False)
-    if expected is not None and (found is not None or not ("\\" in text or POWER.fullmatch(text))):
+    if expected is not None and (found is not None or not (is_latex or POWER.fullmatch(text))):
         return found == expected
-    if not (MATHEMATICS.search(gold) and find_spec("math_verify") and same_shape(text, gold)):
+    if not (MATHEMATICS.search(gold) and find_spec("math_verify")):
         return False
-    return all(math_process.equal(claim, gold) for claim in claims(text, gold))
+    text, gold = (AND_OR.sub(",", IGNORED.sub("", side)) for side in (text, gold))
+    # A comma between thousands looks like one between elements: a text has two readings.
+    return any(same_expression(reading, gold) for reading in dict.fromkeys([text, THOUSANDS.sub("", text)]))
 
 
 def plain(text: str) -> str:
-    r"""The words in \text{...}, and the letter of a choice in brackets."""
+    r"""The text out of $...$, \(...\), \[...\] and \boxed{...}, the words in \text{...}, the letter of a choice (B)."""
+    while match := DELIMITERS.fullmatch(text):
+        text = match[match.lastindex].strip()
     if match := TEXT.fullmatch(text):
         text = match[1].strip()
     match = CHOICE.fullmatch(text)
     return match[1] if match else text
 
 
+def same_expression(text: str, gold: str) -> bool:
+    """Whether `math-verify` finds what the text says equal to the gold.
+
+    Of "A = B = C" the last side is what the text says. A side before it must equal the last, since `math-verify` looks
+    at the last alone and would take "1/3 = 1/2" for 1/2; but a side that names what is asked for ("x", "|z|") need not.
+    In a list, this holds for each element.
+    """
+    chains = []
+    if EQUALS.search(text) and not EQUALS.search(gold):
+        chains = [split(element, EQUALS) for element in split(text, COMMA)]
+        text = ", ".join(chain[-1].strip() for chain in chains)
+        if EQUALS.search(text):
+            return False
+    values = [(side, chain[-1]) for chain in chains for side in chain[:-1] if not is_name(side)]
+    return same_shape(text, gold) and all(math_process.equal(*pair) for pair in [(text, gold), *values])
+
+
+def split(text: str, separator: re.Pattern) -> list[str]:
+    """Split the text at each separator that is in no bracket."""
+    parts, depth, begin = [], 0, 0
+    for match in re.finditer(rf"[(\[{{]|[)\]}}]|{separator.pattern}", text):
+        if match[0] in "([{":
+            depth += 1
+        elif match[0] in ")]}":
+            depth -= 1
+        elif depth == 0:
+            parts.append(text[begin : match.start()])
+            begin = match.end()
+    return [*parts, text[begin:]]
+
+
+def is_name(side: str) -> bool:
+    r"""Whether a side of an equation has unknowns and so names what is asked for, such as x, f(2), AB^2 or \frac{a}{b}.
+
+    One unknown among numbers is no name: "x/2 = 5" is yet to be solved. "20 km" is a number.
+    """
+    if to_number(side) is not None:
+        return False
+    side = ATTACHED.sub("", side)
+    unknowns = len(UNKNOWN.findall(COMMAND.sub(lambda match: "x" if UNKNOWN.fullmatch(match[0]) else " ", side)))
+    return unknowns > 1 or (unknowns == 1 and not re.search("[0-9]", side))
+
+
 def same_shape(text: str, gold: str) -> bool:
     r"""Whether two lists may be equal: as many elements, and no \{1,2\} for (1,2). `math-verify` looks at neither."""
-    brackets, commas = [], []
-    for side in (text, gold):
-        side = re.sub(r"\\(?:left|right|[,;!])|\s", "", re.sub(r"\\text\{\s*and\s*\}", ",", side))
-        brackets.append(BRACKETS.fullmatch(side))
-        # A comma between thousands looks like one between elements: each text has two readings.
-        commas.append({side.count(","), THOUSANDS.sub("", side).count(",")})
+    text, gold = (re.sub(r"\\[,;!]|\s", "", side) for side in (text, gold))
+    brackets = [BRACKETS.fullmatch(side) for side in (text, gold)]
     if all(brackets) and brackets[0].groups() != brackets[1].groups():
         return False
-    return commas[0] == {0} or not commas[0].isdisjoint(commas[1])
-
-
-def claims(text: str, gold: str) -> list[str]:
-    """What the text says that the answer is: each side of its equality signs, but a name at its begin.
-
-    `math-verify` looks at the last side alone, and so would take "1/3 = 1/2" for 1/2.
-    """
-    sides = EQUALS.split(THOUSANDS.sub("", text))
-    if len(sides) == 1 or EQUALS.search(gold) or "," in "".join(sides):
-        return [text]
-    return sides[1:] if NAME.fullmatch(sides[0]) else sides
+    size, *gold_sizes = (side.count(",") + side.count(r"\pm") for side in (text, gold, THOUSANDS.sub("", gold)))
+    return size == 0 or size in gold_sizes
 
 
 # [0-9] and not \d, which matches the digits of every script.

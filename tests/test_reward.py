@@ -302,6 +302,13 @@ def test_no_text_crashes_the_rewards_or_leaves_their_values(text, gold):
         "1,000" * 190 + "\\",
         "\\text{" * 160,
         "<think>" * 100_000,
+        "\\boxed{" * 140,
+        "\\boxed{" * 120 + "}" * 120,
+        "$" * 999,
+        "\\(" * 499,
+        "\\[" + "\\[x" * 300,
+        "x and " * 160 + "\\",
+        "_{" * 400 + "=\\",
     ],
 )
 def test_long_or_huge_text_neither_crashes_nor_hangs(text):
@@ -382,7 +389,62 @@ def test_a_tag_that_the_prompt_opens_is_there(prompt, completion, expected):
     assert has_format(completion, prompt) is (expected == 0.8)
 
 
-@pytest.mark.parametrize("prompt", ["Write <think> first.", "<think>\n\n</think>\n\n", "", "<think>."])
+@pytest.mark.parametrize("begin", ["assistant\n", "<|Assistant|>", "[/INST]", "Write <think> first.\nassistant\n"])
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("x</think><answer>4</answer>", 0.8),
+        ("<think>x</think><answer>4</answer>", 0.6),
+        ("<answer>4</answer>", 0.6),
+        ("<answer>4</answer>x</think>", 0.4),
+    ],
+)
+def test_a_thought_that_the_prompt_begins_is_open(begin, completion, expected):
+    for thought in ("<think>\nLet me", "<think>\nIf a < b\nthen "):
+        assert formatting(completion, begin + thought) == expected
+        assert has_format(completion, begin + thought) is (expected == 0.8)
+
+
+@pytest.mark.parametrize("begin", ["", "<|im_start|>assistant\n", "Use <think> tags.\nassistant\n"])
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("<answer>4</answer>", 0.8),
+        ("2+2 <answer>4</answer><|im_end|>", 0.8),
+        ("<think>2+2</think> <answer>4</answer>", 0.8),
+        ("2+2</think> <answer>4</answer>", 0.6),
+        ("<think>2+2 <answer>4</answer>", 0.6),
+        ("<answer>4</answer> Done!", 0.6),
+        ("4", 0.4),
+    ],
+)
+def test_a_thought_that_the_prompt_opens_and_closes_is_there(begin, completion, expected):
+    prompt = begin + "<think>\n\n</think>\n\n"
+    assert formatting(completion, prompt) == expected
+    assert has_format(completion, prompt) is (expected == 0.8)
+
+
+TEMPLATE = "<|im_start|>{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Write <think> first.",
+        "",
+        "<think>.",
+        "Write in <think></think> first.",
+        "Write in <think></think>",
+        TEMPLATE.format("user\n<think>\nWhat is that?"),
+        TEMPLATE.format("user\nWhat is this?\n<think>"),
+        TEMPLATE.format("user\n<think>\n\n</think>\n\n"),
+        TEMPLATE.format("system\nWrite\n<think>\n...\n</think>\n<answer>\n...\n</answer>"),
+        "[INST] Write\n<think>\nfirst. [/INST]",
+        "<start_of_turn>user\n<think>\n2+2?<end_of_turn>\n<start_of_turn>model\n",
+        "<｜User｜>\n<think>\n2+2?<｜Assistant｜>",
+        "Write\n<think>\nso\n</think>\n",
+    ],
+)
 def test_a_tag_that_stands_elsewhere_in_the_prompt_is_not(prompt):
     assert formatting("2+2</think> <answer>4</answer>", prompt) == 0.6
     assert formatting("<think>2+2</think> <answer>4</answer>", prompt) == 0.8
@@ -638,6 +700,92 @@ def math_verify():
     reward.math_process.stop()
 
 
+HEDGES = [
+    r"$\frac13 = \frac12$",
+    r"$\frac13$ = $\frac12$",
+    r"\(\frac13 = \frac12\)",
+    r"\boxed{\frac13 = \frac12}",
+    r"(\frac13 = \frac12)",
+    r"{\frac13 = \frac12}",
+    r"\frac13 = \frac12)",
+    r"\frac13 \equiv \frac12",
+    r"\frac13 \text{ cups} = \frac12 \text{ cups}",
+    r"\pi = \frac12",
+    r"\sin(30) = \frac12",
+    r"2^{3} = \frac12",
+    r"x = \frac13 = y = \frac12",
+]
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        (r"$x = \frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\(x = 2\sqrt{3}\)", r"2\sqrt{3}"),
+        (r"\(x=5\)", "5"),
+        (r"\[x=2\]", "2"),
+        (r"$$x=2$$", "2"),
+        (r"\boxed{x=5}", "5"),
+        (r"$\boxed{x=5}$", "5"),
+        (r"\boxed{x=\frac12}", r"\frac12"),
+        (r"x = \boxed{\frac12}", r"\frac12"),
+        (r"\boxed{7+3=10}", "10"),
+        (r"\(9+9\)", "18"),
+        (r"9\cdot 120 = 1,080", "1080"),
+        (r"$\frac24$ = $\frac12$", r"\frac12"),
+    ],
+)
+def test_delimiters_around_an_equation_change_nothing(math_verify, text, gold):
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("(x,y)", "(1,2)"),
+        (r"(r,\theta)", r"\left(3,\frac{\pi}{2}\right)"),
+        (r"\text{Area}", r"9\pi"),
+        (r"A = \pi r^2", r"9\pi"),
+        (r"A = \frac12 bh", r"6\sqrt2"),
+        ("|z|", r"\sqrt5"),
+        ("AB^2", r"2\sqrt3"),
+        (r"\frac{a}{b}", r"\frac23"),
+        ("a+b+c", r"\frac72"),
+        ("a+2b", r"\frac72"),
+        (r"x + \frac1x", r"\sqrt5"),
+        ("x_1 + x_2", r"\sqrt5"),
+        (r"\overline{AB}", "5"),
+        (r"\mathbf{v}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"\sin^2 x", r"\frac34"),
+        (r"\frac{dy}{dx}", "2x"),
+        (r"f\left(\frac12\right)", r"\sqrt3"),
+        ("P(X=2)", r"\frac12"),
+        (r"\sum_{i=1}^{n} i", r"\frac{n(n+1)}{2}"),
+        (r"\log_2 8", "3"),
+    ],
+)
+def test_the_left_side_of_an_equation_may_name_what_is_asked_for(math_verify, name, value):
+    assert correctness(f"{name} = {value}", value) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("-2, 2", r"\pm 2"),
+        (r"\sqrt2, -\sqrt2", r"\pm\sqrt2"),
+        ("x = -2, 2", r"\pm 2"),
+        (r"x = \pm 2", "-2,2"),
+        (r"\{-2, 2\}", r"\pm 2"),
+        (r"x=-2 \text{ or } x=2", "-2,2"),
+        ("x=-2 or x=2", "-2,2"),
+        ("$x=1$, $y=2$", "1,2"),
+        ("(1,2) and (3,4)", "(1,2), (3,4)"),
+    ],
+)
+def test_a_list_may_be_written_in_other_ways(math_verify, text, gold):
+    assert correctness(text, gold) == 1.5
+
+
 @pytest.mark.parametrize(
     "text, gold",
     [
@@ -702,6 +850,23 @@ def test_math_verify_finds_expressions_equal(math_verify, text, gold):
         ("\ud800", r"\frac{3}{4}"),
         ("seat", "east"),
         # more than one answer, and answers that contradict each other
+        *[(text, r"\frac12") for text in HEDGES],
+        (r"\pi = 3", "3"),
+        (r"20 \text{ km} = 18 \text{ km}", "18"),
+        (r"\frac13 = \frac12, 2", r"\frac12, 2"),
+        (r"x = (1,3) = (1,2)", "(1,2)"),
+        (r"\boxed{x+3=5}", "5"),
+        (r"\boxed{18 \text{ or } 20}", "18"),
+        ("1{,}2", "1,2"),
+        ("-2, 2, 2", r"\pm 2"),
+        (r"2, -2, \pm 2", r"\pm 2"),
+        ("-2, 3", r"\pm 2"),
+        (r"\pm 2", "2"),
+        (r"x = -2, 3", r"\pm 2"),
+        (r"x=-2 \text{ or } x=3", "-2,2"),
+        ("|z| = 5", r"\sqrt5"),
+        (r"(x,y) = (2,1)", "(1,2)"),
+        (r"\frac12 = x", r"\frac12"),
         (r"\frac13 = \frac12", r"\frac12"),
         (r"\frac12 = \frac13", r"\frac12"),
         ("1/3 = 1/2", r"\frac12"),
@@ -756,6 +921,7 @@ def test_math_verify_finds_expressions_different(math_verify, text, gold):
         (r"6.02 \times 10^{23}", "6.02e23"),
         (r"e^{i\pi}", "-1"),
         (r"0.\overline{3}", "1/3"),
+        (r"\sin 2\theta = \frac12", r"\frac12"),
         (r"\$5", "5 dollars"),
         ("**17**", "17"),
         ("`17`", "17"),
