@@ -75,11 +75,19 @@ def packed_differs(model: PreTrainedModel, padded: Answer) -> str | None:
 def check_sampling(model: PreTrainedModel, sampler: Sampler, pad_token_id: int) -> None:
     """Try two completions of a prompt that is drawn for beside a longer one, so that it is padded on the left.
 
-    Raises ConfigError where the log-probs that they are drawn with are not those that the loss gives them.
+    Raises ConfigError where the model cannot draw them, or the log-probs that they are drawn with are not those that
+    the loss gives them.
     """
     *_, (longer, rest), (prompt, _) = _sequences(model)
     examples = [Example(0, "", [*ids], {}) for ids in (prompt, [*longer, *rest])]
-    drawn, _ = sampler.sample(model, examples, 2, 1.0, seed=0)
+    try:
+        drawn, _ = sampler.sample(model, examples, 2, 1.0, seed=0)
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
+    # generate() runs the model's own code, which may fail in any way.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
     sequences = [(prompt, rollout.completion_ids) for rollout in drawn]
     with torch.no_grad():
         scored, _ = token_logprobs(model, Batcher(pad_token_id, longest_packed=0).make(sequences, model.device), 1.0)

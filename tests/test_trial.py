@@ -16,6 +16,7 @@ from transformers import (
     Phi3Config,
     PhimoeConfig,
     PreTrainedModel,
+    Qwen3NextConfig,
     RwkvConfig,
 )
 
@@ -131,6 +132,15 @@ def test_a_model_that_does_not_leave_out_padding_is_not_sampled_from(dtype, toke
         torch.nn.init.normal_(weight, std=0.3)
     assert make_batcher(model, 0).longest_packed == 0  # a server may still score with it
     with pytest.raises(ConfigError, match="RwkvForCausalLM draws tokens with other log-probs .*: use another model"):
+        make_sampler(model, tokenizer, 8)
+
+
+def test_a_model_that_cannot_draw_is_refused_with_what_it_said(tokenizer):
+    layers = dict(layer_types=["linear_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=2)
+    widths = dict(linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0)
+    model = build(Qwen3NextConfig(**SMALL, **layers, **widths))
+    said = r"Qwen3NextForCausalLM cannot draw tokens \(ValueError: .*Attention layers.*\): use another model"
+    with pytest.raises(ConfigError, match=said):
         make_sampler(model, tokenizer, 8)
 
 
