@@ -38,7 +38,8 @@ def kept_for_backward(model: PreTrainedModel, longest: int) -> int:
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             body_of(model)(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
-    except RuntimeError as error:
+    # A model's code may fail in any way where it meets tensors without numbers or a mask that it does not know.
+    except Exception as error:
         raise NotImplementedError(f"{type(model).__name__} does not run without numbers: {error}") from error
     finally:
         model.set_attn_implementation(own)

@@ -24,7 +24,7 @@ from grpo.estimate import Term
 from grpo.estimate_report import has_experts, on_meta
 from grpo.logprobs import check_router
 from grpo.metrics import check_report_to
-from grpo.model import check_lengths, describe_without_weights, load_tokenizer, resolve_dtype
+from grpo.model import check_lengths, checkpoint_activations, describe_without_weights, load_tokenizer, resolve_dtype
 from grpo.protocol import Health
 from grpo.ranks import own_place
 from grpo.records import Example
@@ -87,6 +87,8 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
         put_adapter(model, config.model_name_or_path)
     if config.use_peft:
         train_adapter(model, config)
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
     return model
 
 
@@ -172,7 +174,13 @@ def _memory(
         there = Policy.of(policy_on_meta(config, resolve_dtype(config, cuda)), config.longest_sequence)
         instead: dict[str, tuple[Policy, Load]] = {}
         if not config.gradient_checkpointing:
-            instead["gradient_checkpointing"] = there, replace(load, checkpointing=True)
+            recomputing = replace(config, gradient_checkpointing=True)
+            with suppress(ConfigError):  # for a model that does not know how it is no choice
+                with_checkpoints = policy_on_meta(recomputing, there.dtype)
+                instead["gradient_checkpointing"] = (
+                    Policy.of(with_checkpoints, config.longest_sequence),
+                    replace(load, checkpointing=True),
+                )
         if config.dtype == "float32":
             half = policy_on_meta(config, torch.bfloat16)
             instead["dtype bfloat16"] = Policy.of(half, config.longest_sequence), load

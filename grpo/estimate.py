@@ -85,7 +85,10 @@ class Shape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
+        """Raises NotImplementedError where the model has no attention, which the formulas count."""
         config = model.config.get_text_config()
+        if getattr(config, "num_attention_heads", None) is None:
+            raise NotImplementedError(f"{type(model).__name__} has no attention heads, which the formula counts")
         hidden, heads = config.hidden_size, config.num_attention_heads
         head_width = getattr(config, "head_dim", None) or hidden // heads
         names = "intermediate_size", "n_inner", "ffn_dim"

@@ -21,7 +21,7 @@ CARD_USABLE = 0.9  # of what a card is sold with: error correction, driver, disp
 
 
 def estimate_report(config: ServerConfig) -> str:
-    """The table of `--estimate`. Raises ConfigError where there is no such model."""
+    """The table of `--estimate`. Raises ConfigError where there is no such model, or no formula for it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(config, device)
     model = on_meta(config, dtype)
@@ -29,13 +29,20 @@ def estimate_report(config: ServerConfig) -> str:
     longest = min(config.max_length or own, own)
     count = sum(parameter.numel() for parameter in model.parameters())
     budget = config.batch_tokens(device.type)
-    lines = [
-        f"{config.model_name_or_path}: {count:,} parameters. Computed from its configuration, no weights were loaded.",
-        "",
-        *_breakdown(model, dtype, config.quantization, budget, longest, device.type),
-        "",
-        *_cards(model, resolve_dtype(config, torch.device("cuda")), config.quantization, longest),
-    ]
+    try:
+        lines = [
+            f"{config.model_name_or_path}: {count:,} parameters. Computed from its configuration, no weights were "
+            "loaded.",
+            "",
+            *_breakdown(model, dtype, config.quantization, budget, longest, device.type),
+            "",
+            *_cards(model, resolve_dtype(config, torch.device("cuda")), config.quantization, longest),
+        ]
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: no estimate of its memory ({error}): start the "
+            "server without --estimate"
+        ) from error
     if has_experts(model):
         lines += ["", "This model has experts, which the formula does not know: its working memory may be larger."]
     return "\n".join(lines)

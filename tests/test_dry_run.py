@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, free_port
-from transformers import AutoConfig
+from transformers import AutoConfig, BloomConfig, JetMoeConfig, MambaConfig, RwkvConfig
 
 from demo.task import write_dataset
 from grpo.config import ConfigError
@@ -125,6 +125,55 @@ def test_a_mistake_is_refused(given, wrong):
     with pytest.raises(ConfigError) as refused:
         dry_run(TrainerConfig(**given | wrong))
     assert str(refused.value).startswith(tuple(wrong))
+
+
+@pytest.fixture
+def of_config(given, tokenizer, tmp_path):
+    """`of_config(class, **settings)`: the settings of a run with a small model of that kind, without weights."""
+
+    def settings(kind: type, **more) -> dict:
+        folder = str(tmp_path / "model")
+        kind(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, **more).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return given | {"model_name_or_path": folder}
+
+    return settings
+
+
+def test_a_model_that_cannot_recompute_is_refused_as_a_run_refuses_it(of_config, capsys):
+    small = dict(intermediate_size=48, num_key_value_heads=2, kv_channels=8, num_local_experts=2, num_experts_per_tok=1)
+    settings = of_config(JetMoeConfig, **small)
+    said = "gradient_checkpointing=True: JetMoeForCausalLM does not know how to: set it to false"
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        dry_run(TrainerConfig(**settings, gradient_checkpointing=True))
+    dry_run(TrainerConfig(**settings, gradient_checkpointing=False))
+    assert "Memory: no estimate (JetMoeForCausalLM does not run without numbers" in capsys.readouterr().out
+
+
+def test_recomputing_is_no_choice_for_a_model_that_does_not_know_how(given, capsys, monkeypatch):
+    settings = TrainerConfig(**given, gradient_checkpointing=False)
+    dry_run(settings)
+    assert "gradient_checkpointing" in capsys.readouterr().out
+    monkeypatch.setattr("transformers.PreTrainedModel.supports_gradient_checkpointing", False)
+    monkeypatch.setattr("transformers.Qwen2PreTrainedModel.supports_gradient_checkpointing", False)
+    dry_run(settings)
+    assert "gradient_checkpointing" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (MambaConfig, "MambaForCausalLM has no attention heads, which the formula counts"),
+        (RwkvConfig, "RwkvForCausalLM has no attention heads, which the formula counts"),
+        (BloomConfig, "BloomForCausalLM does not run without numbers: "),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_without_a_formula_there_is_no_estimate_and_all_else(kind, reason, of_config, capsys):
+    dry_run(TrainerConfig(**of_config(kind)))
+    said = capsys.readouterr().out
+    assert "80 prompts to train on" in said and "A step: 6 prompts" in said
+    assert f"Memory: no estimate ({reason}" in said.splitlines()[-1]
 
 
 def test_a_folder_with_a_run_is_refused(given, tmp_path):

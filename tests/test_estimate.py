@@ -15,13 +15,15 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
+    MambaConfig,
     Qwen2Config,
 )
 
 from benchmarks.common import fresh, qwen
 from benchmarks.memory import Case, cards, gemma2, on_meta, predict
+from grpo.config import ConfigError
 from grpo.estimate import MIB, Shape, weights, working
-from grpo.estimate_report import CARDS, fit
+from grpo.estimate_report import CARDS, estimate_report, fit
 from grpo.model import load_reference
 from grpo.server_config import ServerConfig
 
@@ -161,3 +163,9 @@ def test_another_model_is_refused_in_one_line(config, tmp_path):
     assert done.returncode == 2 and not done.stdout
     [line] = done.stderr.strip().splitlines()
     assert line.startswith(f"ref_server.py: error: model_name_or_path='{folder}': ")
+
+
+def test_a_model_without_a_formula_is_refused(tmp_path):
+    MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no estimate of its memory \(MambaForCausalLM has no attention heads"):
+        estimate_report(ServerConfig(model_name_or_path=str(tmp_path)))
