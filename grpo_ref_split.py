@@ -130,7 +130,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
 
     model = load_model(config, device)
     own = describe(model, tokenizer, config.model_name_or_path)
-    check_lengths(config, own)
+    check_lengths(config, model.config)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
     check_alike({"the model's fingerprint": own.model_fingerprint})

@@ -27,7 +27,7 @@ NEW = "/new"
 
 def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
-    from grpo.model import describe, eos_token_ids, load_model, load_tokenizer
+    from grpo.model import NO_LIMIT, eos_token_ids, length_limits, load_model, load_tokenizer
     from grpo.prompts import render_prompt, tokenize_prompt
     from grpo.ranks import own_place
     from grpo.records import Example
@@ -35,7 +35,9 @@ def talk(config: ChatConfig, interactive: bool) -> None:
 
     _, _, device = own_place()
     tokenizer, model = load_tokenizer(config), load_model(config, device)
-    longest, ends = describe(model, tokenizer, config.model_name_or_path).max_length, eos_token_ids(model, tokenizer)
+    # An answer is a batch by itself: the limits that are there for the sake of others in a batch do not hold.
+    longest = length_limits(model.config).get("max_position_embeddings", NO_LIMIT)
+    ends = eos_token_ids(model, tokenizer)
     if interactive:
         print(f"{config.model_name_or_path}: {NEW} begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends")
 

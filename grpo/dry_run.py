@@ -60,7 +60,7 @@ def dry_run(config: TrainerConfig) -> None:
         check_unused("output_dir", Path(config.output_dir))
     model = policy_on_meta(config, resolve_dtype(config, device))
     own = describe_without_weights(model, tokenizer, config.model_name_or_path)
-    check_lengths(config, own)
+    check_lengths(config, model.config)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
 
@@ -81,7 +81,7 @@ def dry_run(config: TrainerConfig) -> None:
 
 
 def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """What would be trained, without its weights. Raises ConfigError as loading it would."""
+    """What would be trained, without its weights. Raises ConfigError as a run would."""
     model = on_meta(config, dtype)
     if base_of(config.model_name_or_path) is not None:
         put_adapter(model, config.model_name_or_path)

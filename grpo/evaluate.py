@@ -32,7 +32,7 @@ def run(config: EvaluateConfig) -> None:
     from grpo.checkpoint import new_folder
     from grpo.data import load_examples
     from grpo.metrics import gather
-    from grpo.model import check_lengths, describe, load_model, load_tokenizer, make_sampler
+    from grpo.model import check_lengths, load_model, load_tokenizer, make_sampler
     from grpo.ranks import own_place
 
     rank, world_size, device = own_place()
@@ -45,7 +45,7 @@ def run(config: EvaluateConfig) -> None:
     tokenizer = load_tokenizer(config)
     examples = load_examples(config, _split(config), tokenizer, config.eval_samples, progress=rank == 0)
     model = load_model(config, device)
-    check_lengths(config, describe(model, tokenizer, config.model_name_or_path))
+    check_lengths(config, model.config)
     sampler = make_sampler(model, tokenizer, config.max_completion_length)
 
     start = time.perf_counter()

@@ -33,7 +33,7 @@ from grpo.weights import WeightsFile, sample
 
 log = logging.getLogger(__name__)
 
-_NO_LIMIT = 2**31 - 1
+NO_LIMIT = 2**31 - 1
 
 
 def resolve_dtype(config: SharedConfig, device: torch.device) -> torch.dtype:
@@ -116,7 +116,7 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
     for variant in variants_for(model) if longest else []:
         switch_on(model, variant)
         if (reason := packed_differs(model, padded)) is None:
-            limit = "" if longest == _NO_LIMIT else f" up to {longest} tokens a sequence, its attention's window"
+            limit = "" if longest == NO_LIMIT else f" up to {longest} tokens a sequence, its attention's window"
             log.info("log-probs in packed batches, each prompt once (%s)%s", variant, limit)
             return Batcher(pad_token_id, longest)
         switch_off(model)
@@ -132,7 +132,7 @@ def _longest_packed(model: PreTrainedModel) -> tuple[int, str]:
         return 0, f"has layers of type {min(other)}"
     window = getattr(config, "sliding_window", None)
     if window is None or (kinds and "sliding_attention" not in kinds):
-        return _NO_LIMIT, ""
+        return NO_LIMIT, ""
     return window, ""  # nothing is out of sight of a sequence that fits the window
 
 
@@ -165,30 +165,47 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return sorted({tokenizer.eos_token_id, *ids} - {None})
 
 
-def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence whose log-probs are its own, whatever else is in its batch; None is no limit.
+def length_limits(config: PretrainedConfig) -> dict[str, int]:
+    """Give the settings of a model that limit the tokens of a sequence.
 
-    Beyond the first length of longrope positions, transformers rotates a whole batch by the long factors, a sampled
-    sequence by the short ones up to there. Beyond `index_topk` tokens, which keys an indexed attention sees depends on
-    the length of the row.
+    `max_position_embeddings` holds for every sequence. Beyond the others a sequence's log-probs depend on the rest of
+    its batch, so they hold wherever sequences share one. Beyond the first length of longrope positions
+    (`original_max_position_embeddings`), transformers rotates a whole batch by the long factors, a sampled sequence by
+    the short ones up to there. Beyond `index_topk` tokens, which keys an indexed attention sees depends on the length
+    of the row.
     """
     text = config.get_text_config()
-    limits = [getattr(text, "max_position_embeddings", None), getattr(text, "index_topk", None)]
+    limits = {name: getattr(text, name, None) for name in ("max_position_embeddings", "index_topk")}
     rope = getattr(text, "rope_parameters", None) or {}
-    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if kind.get("rope_type") == "longrope":
-            limits.append(kind.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit), default=None)
+    originals = [
+        kind.get("original_max_position_embeddings")
+        for kind in (rope, *(value for value in rope.values() if isinstance(value, dict)))
+        if kind.get("rope_type") == "longrope"
+    ]
+    limits["original_max_position_embeddings"] = min(filter(None, originals), default=None)
+    return {name: limit for name, limit in limits.items() if limit}
 
 
-def check_lengths(config: AnsweringConfig, model: Health) -> None:
-    """Raises ConfigError where the longest sequence that there may be does not fit the model."""
-    if config.longest_sequence > model.max_length:
-        raise ConfigError(
-            f"max_completion_length={config.max_completion_length}: with max_prompt_length={config.max_prompt_length} "
-            f"that makes {config.longest_sequence} tokens, and {model.model} takes at most {model.max_length}: "
-            "lower one of them"
-        )
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence whose log-probs are its own, whatever else is in its batch; None is no limit."""
+    return min(length_limits(config).values(), default=None)
+
+
+def check_lengths(config: AnsweringConfig, settings: PretrainedConfig) -> None:
+    """Raises ConfigError where the longest sequence that there may be is too long for the model, or for its batches."""
+    limits = length_limits(settings)
+    name = min(limits, key=limits.get, default=None)
+    if name is None or config.longest_sequence <= limits[name]:
+        return
+    model, limit = config.model_name_or_path, limits[name]
+    if name == "max_position_embeddings":
+        reason = f"{model} takes at most {limit}"
+    else:
+        reason = f"beyond {limit} ({name}) the log-probs of {model} depend on the rest of the batch"
+    raise ConfigError(
+        f"max_completion_length={config.max_completion_length}: with max_prompt_length={config.max_prompt_length} "
+        f"that makes {config.longest_sequence} tokens, and {reason}: lower one of them"
+    )
 
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Health:
@@ -208,7 +225,7 @@ def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokeni
         tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
         config_fingerprint=fingerprint(_settings(model)),
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        max_length=longest_sequence(model.config) or _NO_LIMIT,
+        max_length=longest_sequence(model.config) or NO_LIMIT,
         dtype=str(model.dtype).removeprefix("torch."),
         device=", ".join(sorted({str(place) for place in placed.values()})) if placed else str(model.device),
     )

@@ -14,14 +14,16 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
 from grpo.answer_config import ChatConfig
 from grpo.arguments import parse_arguments
 from grpo.chat import Shown, stopped_by_ctrl_c, talk
+from grpo.config import ConfigError
 from grpo.prompts import render_prompt, tokenize_prompt
 from grpo.records import Example
 from grpo.rollout import Sampler
@@ -278,6 +280,41 @@ def test_the_template_is_told_what_the_settings_say(model_folder, model, tmp_pat
         monkeypatch.setattr("sys.stdin", io.StringIO("What is 2+2?\n"))
         talk(parse_arguments(ChatConfig, "", [*arguments, *option]), interactive=False)
         assert capsys.readouterr().out == answer
+
+
+def test_an_answer_may_be_longer_than_a_batch_allows(tokenizer, tmp_path, monkeypatch, capsys):
+    """With longrope positions a batch's rows depend on the longest from 32 tokens on; a batch of one has one row."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(
+        Phi3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            original_max_position_embeddings=32,
+            rope_parameters=rope | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 4.0, 6.0, 8.0]},
+            initializer_range=0.3,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    ).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    question = "What is 2+2?" + " frog" * 8
+    messages = [{"role": "user", "content": question}]
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert 32 < len(tokenizer(asked)["input_ids"]) < 100
+    config = parse_arguments(ChatConfig, "", ["--model", str(tmp_path), "--system_prompt", "", *SHORT_AND_GREEDY])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
+    talk(config, interactive=False)
+    assert capsys.readouterr().out == greedy(model, tokenizer, messages) + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(question * 8 + "\n"))
+    with pytest.raises(ConfigError, match="tokens, and the model takes at most 128: ask less at a time"):
+        talk(config, interactive=False)
 
 
 @pytest.mark.slow

@@ -20,9 +20,17 @@ from transformers import (
     RwkvConfig,
 )
 
+from grpo.answer_config import EvaluateConfig
 from grpo.config import ConfigError, SharedConfig
 from grpo.logprobs import token_logprobs
-from grpo.model import checkpoint_activations, load_model, longest_sequence, make_batcher, make_sampler
+from grpo.model import (
+    check_lengths,
+    checkpoint_activations,
+    load_model,
+    longest_sequence,
+    make_batcher,
+    make_sampler,
+)
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -55,6 +63,11 @@ NOISY = {
 def loaded(config, folder, **options) -> PreTrainedModel:
     build(config).save_pretrained(folder)
     return load_model(SharedConfig(model_name_or_path=str(folder), **options), torch.device("cpu"))
+
+
+def answering(length: int) -> EvaluateConfig:
+    """The settings of an evaluation whose longest sequence has `length` tokens."""
+    return EvaluateConfig(model_name_or_path="some/model", max_prompt_length=20, max_completion_length=length - 20)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -168,6 +181,10 @@ def test_positions_that_depend_on_a_batchs_longest_row_are_used_up_to_where_they
     small = SMALL | {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "initializer_range": 0.3}
     model = loaded(Phi3Config(**small, rope_parameters=LONGROPE), tmp_path)
     assert longest_sequence(model.config) == 32
+    check_lengths(answering(32), model.config)
+    said = r"^max_completion_length=13: .* 33 tokens, and beyond 32 \(original_max_position_embeddings\) the log-probs "
+    with pytest.raises(ConfigError, match=f"{said}of some/model depend on the rest of the batch: lower one of them$"):
+        check_lengths(answering(33), model.config)
     short, longest, beyond = ([5, 6, 7], [8, 9]), ([5, 6, 7], [8] * 29), ([5, 6, 7], [8] * 31)
     batcher = make_batcher(model, 0)
     with torch.no_grad():
@@ -201,6 +218,8 @@ def test_an_indexed_attention_is_used_as_far_as_it_sees_everything():
     )
     batcher = make_batcher(model, 0)
     assert longest_sequence(model.config) == 12
+    with pytest.raises(ConfigError, match=r"beyond 12 \(index_topk\) the log-probs of some/model depend on the rest"):
+        check_lengths(answering(33), model.config)
     for short, long, same in ((8, 12, True), (20, 48, False)):
         ids = [*range(8, 8 + long)]
         with torch.no_grad():
