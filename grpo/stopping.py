@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,6 +39,8 @@ class Launcher:
         self._above = _parent(self.process) if self.process else 0
         if self.process:
             threading.Thread(target=self._watch, name="launcher", daemon=True).start()
+        elif "LOCAL_SIZE" in os.environ and not any(map(_is_launcher, _ancestors())):
+            _end_unstarted()  # the launcher set it, and has ended before this look
 
     def _watch(self) -> None:
         gone = _is_orphan(self.process)
@@ -131,10 +133,22 @@ class _Screen:
 def _launcher() -> int:
     """The process that started this rank, if it is DeepSpeed's launcher; else 0."""
     parent = os.getppid()
+    return parent if _is_launcher(parent) else 0
+
+
+def _is_launcher(process: int) -> bool:
     try:
-        return parent if b"deepspeed.launcher.launch" in Path(f"/proc/{parent}/cmdline").read_bytes() else 0
+        return b"deepspeed.launcher.launch" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
-        return 0
+        return False
+
+
+def _ancestors() -> Iterator[int]:
+    """List the processes above this one: a wrapper that the user names may stand between launcher and rank."""
+    process = os.getppid()
+    while process > 0:
+        yield process
+        process = _parent(process)
 
 
 def _end_unstarted() -> None:

@@ -1,5 +1,6 @@
 """The signals of one process: what asks, and what ends at once. Whole runs are stopped in test_resume.py."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -124,9 +125,11 @@ def test_a_screen_that_nobody_reads_any_more_asks_and_is_no_error():
 
 # Three processes as DeepSpeed's launcher has them, each of which writes its number. The lower one waits for a file.
 RANK = """
-import os, time
+import os, pathlib, time
 print("rank", os.getpid(), flush=True)
 from grpo.stopping import Launcher
+while not pathlib.Path(os.environ["LOOK"]).exists():
+    time.sleep(0.01)
 Launcher()
 time.sleep(600)
 """
@@ -140,13 +143,16 @@ sys.exit(subprocess.call([sys.executable, "-c", sys.argv[2]]))
 UPPER = "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-c', *sys.argv[1:]]))"
 
 
-@pytest.mark.parametrize("whose, early", [("upper", True), ("upper", False), ("lower", False)])
-def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, early, tmp_path):
-    """`early`: before the rank is there."""
-    go = tmp_path / "go"
+@pytest.mark.parametrize("whose, when", [("upper", "early"), ("upper", ""), ("lower", ""), ("lower", "unseen")])
+def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, when, tmp_path):
+    """early: before the rank is there; unseen: before it looks for a launcher."""
+    go, look, early = tmp_path / "go", tmp_path / "look", when == "early"
+    if when != "unseen":
+        look.touch()
     upper = subprocess.Popen(
         [sys.executable, "-c", UPPER, LOWER, "deepspeed.launcher.launch", RANK, str(go)],
         cwd=REPOSITORY,
+        env={**os.environ, "LOCAL_SIZE": "1", "LOOK": str(look)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -167,9 +173,12 @@ def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, early, tmp_
             read_number()
             assert psutil.Process(pids["rank"]).ppid() == pids["lower"]
             if not early:
-                time.sleep(1)
+                time.sleep(0 if when == "unseen" else 1)
                 assert psutil.pid_exists(pids["rank"])
                 psutil.Process(pids[whose]).kill()
+            if when == "unseen":
+                upper.wait()
+                look.touch()
             output = upper.stdout.read()  # until none has it open
             assert output.endswith("error: the launcher is gone, and no step was done: start it again\n")
         finally:
