@@ -97,7 +97,7 @@ class _ErrorTask(ErrorTask):
             self.response_headers.append(("Retry-After", str(error.retry_after)))
         self.set_close_on_finish()
         self.content_length = len(body)
-        self.write(body)
+        self.write(b"" if self.request.command == "HEAD" else body)
         sender = self.channel.addr[0] if self.channel.addr else ""
         self.channel.server.on_refused(self.request.command, self.request.path, sender, error)
 
@@ -204,7 +204,8 @@ class Connection(HTTPChannel):
     def give_up_body(self) -> None:
         """Refuse the request that is on its way in, for others to have room."""
         with self.requests_lock:
-            self._refuse_partial(too_many_bodies())
+            if self.request is not None:  # its last bytes may have come just now
+                self._refuse_partial(too_many_bodies())
 
     def _refuse_partial(self, error: ProtocolError) -> None:
         """Answer the request that is on its way in; the caller holds the lock."""

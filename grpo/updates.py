@@ -170,7 +170,8 @@ class Updates:
                         self._served, self._upload = upload.sha256, None  # its file is kept
                 finally:
                     with self._uploading:
-                        self._drop()
+                        if self._upload is upload:  # the next one may have begun
+                            self._drop()
                 self._on_swap(commit.becomes, commit.sha256)
                 seconds = time.monotonic() - began
                 log.info("new weights: %s replaces %s (%.1f s)", commit.becomes, commit.replaces, seconds)

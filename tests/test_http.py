@@ -168,6 +168,13 @@ def test_a_request_with_a_doubtful_end_is_refused_and_nothing_behind_it_is_read(
     assert refused(answers[0]) == (status, code)
 
 
+def test_the_refusal_of_a_head_request_has_no_body(low):
+    with connect(low) as connection:
+        connection.sendall(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert received.startswith(b"HTTP/1.1 411 ") and received.endswith(b"\r\n\r\n")
+
+
 TAKEN = {
     "a folded header": (GET + b"X: a\r\n b\r\n\r\n", 200),
     "a name with an underscore is passed over": (GET + b"Transfer_Encoding: chunked\r\n\r\n", 200),
