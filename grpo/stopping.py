@@ -39,8 +39,9 @@ class Launcher:
         self._above = _parent(self.process) if self.process else 0
         if self.process:
             threading.Thread(target=self._watch, name="launcher", daemon=True).start()
-        elif "LOCAL_SIZE" in os.environ and not any(map(_is_launcher, _ancestors())):
-            _end_unstarted()  # the launcher set it, and has ended before this look
+        # The launcher alone sets this (LOCAL_SIZE is set by `deepspeed --launcher mpich` too): it has ended by now.
+        elif "CROSS_SIZE" in os.environ and not any(map(_is_launcher, _ancestors())):
+            _end_unstarted()
 
     def _watch(self) -> None:
         gone = _is_orphan(self.process)

@@ -152,7 +152,7 @@ def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, when, tmp_p
     upper = subprocess.Popen(
         [sys.executable, "-c", UPPER, LOWER, "deepspeed.launcher.launch", RANK, str(go)],
         cwd=REPOSITORY,
-        env={**os.environ, "LOCAL_SIZE": "1", "LOOK": str(look)},
+        env={**os.environ, "CROSS_SIZE": "1", "LOOK": str(look)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
