@@ -385,7 +385,7 @@ def test_the_deadlines_sentence_names_each_server_and_what_it_last_said():
 
 
 def test_the_start_waits_for_all_together_and_names_those_that_are_missing():
-    missing = [f"http://127.0.0.1:{free_port()}" for _ in range(3)]
+    missing = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]  # nobody listens there, and no two are the same
     with fake() as there, client(missing[0], there.url, *missing[1:]) as one:
         with pytest.raises(RefUnavailable, match="after 1 s") as gone:
             one.wait_ready()
