@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,12 @@ def varlen(
 
     if softcap is not None:
         raise NotImplementedError("varlen_attn has no softcap")
+    options: dict[str, bool] = {}
+    if (repeat := query.shape[1] // key.shape[1]) > 1:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # torch 2.11 has it for as many key heads as query heads alone
+            key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
 
     def laid_out(states: torch.Tensor) -> torch.Tensor:
         parts = iter(states.split(tree.segments, dim=2))
@@ -78,7 +85,7 @@ def varlen(
         max(tree.key_lengths),
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     return out.unsqueeze(0)
 

@@ -99,6 +99,9 @@ def load_settings(config: SharedConfig) -> PretrainedConfig:
 
 
 def _load_model(config: SharedConfig, dtype: torch.dtype, **options) -> PreTrainedModel:
+    # cuDNN's, torch's first choice on an H100, plans anew for every shape, and fails at some of ours ("Expected
+    # mha_graph.execute(...) to be true"). Without it torch takes flash attention.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model = load_auto(AutoModelForCausalLM, config, config=load_settings(config), dtype=dtype, **options)
     if base_of(config.model_name_or_path) is not None:
         load_adapter(model, config.model_name_or_path)

@@ -11,7 +11,8 @@ from transformers import MambaConfig, MistralConfig
 from grpo.attention import switch_off, switch_on
 from grpo.batch import Batcher
 from grpo.logprobs import token_logprobs
-from grpo.model import make_batcher
+from grpo.model import load_model, make_batcher
+from grpo.trainer_config import TrainerConfig
 
 PACKED = {
     "qwen2": "",
@@ -136,3 +137,54 @@ def test_the_variants_agree_on_a_gpu(variant):
         switch_on(model, variant)
         packed, _ = token_logprobs(model, Batcher(0, 10**9).make(sequences, "cuda"), 1.0)
     torch.testing.assert_close(packed, padded, atol=0.1, rtol=0)
+
+
+def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size):
+    """What flash attention computes, a segment at a time in float64. [tokens, heads, d] each."""
+    assert window_size == (-1, 0)
+    outputs = []
+    for place in range(len(cu_seq_q) - 1):
+        queries = query[cu_seq_q[place] : cu_seq_q[place + 1]].double()
+        keys, values = (states[cu_seq_k[place] : cu_seq_k[place + 1]].double() for states in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """torch 2.11's signature: no grouped heads."""
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
+
+
+def varlen_2_13(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    """torch 2.13's signature: grouped heads where they are announced."""
+    repeat = query.shape[1] // key.shape[1]
+    assert enable_gqa == (repeat > 1)
+    key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
+    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
+
+
+@pytest.mark.parametrize("torchs_own", [varlen_2_11, varlen_2_13])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2, learned positions"])
+def test_what_varlen_is_given_is_what_segments_compute(name, torchs_own, monkeypatch):
+    """The kernel itself needs a card; the order of keys, the lengths and the grouped heads do not."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs_own)
+    model = build(CONFIGS[name])
+    sequences = [([5, 6, 7] * 5, [8, 9] * 9), ([5, 6, 7] * 5, [10] * 7), ([1], [2, 3])]
+    batch = Batcher(0, 10**9).make(sequences, "cpu")
+    logprobs = {}
+    for variant in ("segments", "varlen"):
+        switch_on(model, variant)
+        logprobs[variant], _ = token_logprobs(model, batch, 1.0)
+    torch.testing.assert_close(logprobs["varlen"], logprobs["segments"], atol=1e-5, rtol=0)
+
+
+def test_cudnns_attention_is_off_once_a_model_is_loaded(model_folder):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_model(TrainerConfig(model_name_or_path=str(model_folder)), torch.device("cpu"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
