@@ -94,7 +94,10 @@ def ratios(slower: list[float], faster: list[float]) -> list[float]:
 
 
 def forget_peak() -> int:
-    """Start a new peak of this process's memory; return what it holds now, in bytes. Linux."""
+    """Start a new peak of this process's memory; return what it holds now, in bytes: on a card, of tensors. Linux."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
     Path("/proc/self/clear_refs").write_text("5")
     return resident()
 
@@ -106,6 +109,8 @@ def resident(pid: int | str = "self") -> int:
 
 def peak_above(start: int, pid: int | str = "self") -> int:
     """Most bytes held since `forget_peak`, above what was held then."""
+    if pid == "self" and torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() - start
     return _status("VmHWM", pid) - start
 
 

@@ -4,6 +4,8 @@
     python -m benchmarks.train_memory --only LoRA
     python -m benchmarks.train_memory --heap           # with glibc's heap as it is by default
 
+`python -m benchmarks.gpu --part memory` measures CARD_CASES on a CUDA card in the same way, by torch's own counters.
+
 Each case is a rank (or two) in processes of their own, set up as the trainer sets itself up: a model loaded from a
 folder, DeepSpeed's engine, then twice a call of `generate` and an update, of prompts and completions of full length.
 What is shown is the most resident memory in each phase of the second round, above that of the process before a model
@@ -28,6 +30,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from benchmarks.card import CUDA, DEVICE
 from benchmarks.common import REPOSITORY, forget_peak, machine, peak_above, qwen, random_model, table
 from benchmarks.memory import gpt2, on_meta
 from demo.__main__ import free_port
@@ -93,6 +96,26 @@ CASES = {
         all_heads, {"sequences_per_generate": 64, "max_prompt_length": 128, "prompts_per_step": 8}
     ),
 }
+
+# The defaults of the trainer, with full-length completions: 8 prompts x 8 completions a step.
+CARD = {
+    "max_prompt_length": 256,
+    "max_completion_length": 512,
+    "prompts_per_step": 8,
+    "sequences_per_generate": 64,
+    "micro_batch_tokens": 16384,
+}
+QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_attention_heads=12)
+QWEN_3B = dict(hidden_size=2048, intermediate_size=11008, num_attention_heads=16)
+CARD_CASES = {
+    "Qwen2.5-1.5B's shape": Case(widths(28, 151936, **QWEN_1_5B), CARD),
+    "... no checkpointing, 4,096 tokens": Case(
+        widths(28, 151936, **QWEN_1_5B), CARD | NO_CHECKPOINTS | {"micro_batch_tokens": 4096}
+    ),
+    "... LoRA": Case(widths(28, 151936, **QWEN_1_5B), CARD | LORA),
+    "Qwen2.5-3B's shape": Case(widths(36, 151936, **QWEN_3B), CARD),
+}
+TINY_CASES = {"tiny": Case(widths(2, 1024, hidden_size=64, intermediate_size=192, num_attention_heads=4))}
 PHASES = {"sampling": ["sampling"], "backward": ["backward pass, its begin", "backward pass, its end"]}
 PHASES["AdamW's step"] = ["AdamW's step"]
 
@@ -106,7 +129,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.measure:
         name, folder = options.measure
-        print(json.dumps(measure(CASES[name], folder)), flush=True)
+        print(json.dumps(measure((CASES | CARD_CASES | TINY_CASES)[name], folder)), flush=True)
         os._exit(0)  # DeepSpeed has nothing left to do
     rows = []
     for name, case in CASES.items():
@@ -130,26 +153,41 @@ def most_of(expected: Memory, phase: str) -> int:
     return max(expected.of_phase(name) for name in PHASES[phase])
 
 
-def predict(case: Case) -> Memory:
+def predict(case: Case, device: str = "cpu") -> Memory:
     config = case.trainer()
-    model = on_meta(case.config(), torch.float32).eval()
+    model = on_meta(case.config(), torch.bfloat16 if device == "cuda" else torch.float32).eval()
     if config.use_peft:
         train_adapter(model, config)
-    ds_config = engine_config(config, case.ranks, torch.device("cpu"))
+    ds_config = engine_config(config, case.ranks, torch.device(device))
     policy = Policy.of(model, config.longest_sequence)
-    return memory(policy, Load.of(config, ds_config, case.ranks, config.max_prompt_length, 0), "cpu")
+    return memory(policy, Load.of(config, ds_config, case.ranks, config.max_prompt_length, 0), device)
 
 
-def run(*command: str, case: Case, heap: bool = False) -> dict[str, int]:
+def phase_sizes(name: str, case: Case, seconds: float) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of each phase on this machine's device, predicted and measured: tensors, without process or context.
+
+    Raises RuntimeError or subprocess.TimeoutExpired where the case's process fails or takes too long.
+    """
+    expected = predict(case, DEVICE)
+    predicted = {phase: expected.held + most_of(expected, phase) for phase in PHASES}
+    measured = run("-m", "benchmarks.train_memory", "--measure", name, case=case, on_card=CUDA, seconds=seconds)
+    return predicted, measured
+
+
+def run(
+    *command: str, case: Case, heap: bool = False, on_card: bool = False, seconds: float | None = None
+) -> dict[str, int]:
     """Make the model, run a process for each rank, return the most of each phase over ranks, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         config = case.config()
-        random_model(config).save_pretrained(folder)
+        save_random(config, folder, on_card)
         words = {f"w{place}": place for place in range(config.vocab_size)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0").save_pretrained(folder)
         place = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        alone = {"HF_HUB_OFFLINE": "1"}
+        if not on_card:
+            alone |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if not heap:
             alone["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
         processes = [
@@ -163,12 +201,24 @@ def run(*command: str, case: Case, heap: bool = False) -> dict[str, int]:
             )
             for rank in range(case.ranks)
         ]
-        ended = [process.communicate() for process in processes]
+        try:
+            ended = [process.communicate(timeout=seconds) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     for process, (_, said) in zip(processes, ended, strict=True):
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{said[-3000:]}")
     found = [json.loads(output.strip().splitlines()[-1]) for output, _ in ended]
     return {phase: max(one[phase] for one in found) for phase in found[0]}
+
+
+def save_random(config: PretrainedConfig, folder: str, on_card: bool) -> None:
+    if on_card:
+        random_model(config, torch.bfloat16, "cuda").save_pretrained(folder)
+        torch.cuda.empty_cache()
+    else:
+        random_model(config).save_pretrained(folder)
 
 
 def measure(case: Case, folder: str) -> dict[str, int]:
