@@ -67,7 +67,7 @@ def test_every_module_has_a_level():
     assert {path.stem for path in (REPOSITORY / "grpo").glob("*.py")} - {"__init__"} == set(LEVEL)
 
 
-@pytest.mark.parametrize("name", LEVEL)
+@pytest.mark.parametrize("name", sorted(LEVEL))
 def test_imports_only_go_down(name):
     path = REPOSITORY / f"grpo/{name}.py"
     assert not [other for other in own(path) if LEVEL[other] > LEVEL[name]]
