@@ -83,8 +83,9 @@ from grpo.update import NothingLearned, update
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
-# DeepSpeed's own calls, one line a rank.
+# DeepSpeed's own calls, one line a rank. The barrier's, on GPUs, means the device that join_ranks has set.
 warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
+warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
 import deepspeed
 
 log = logging.getLogger("grpo_ref_split")
