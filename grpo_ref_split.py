@@ -383,6 +383,10 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
+    # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so what it times is each
+    # sampled token, and from the third step on its timer waits for the device before each.
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
     return engine, schedule
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,6 +241,22 @@ def test_the_same_seed_gives_the_same_run_and_beta_0_needs_no_reference(model_fo
     assert one == same
     assert one[0] != other[0]
     assert "kl" not in one[0][1] and not (tmp_path / "one" / "tensorboard").exists()
+
+
+@pytest.mark.slow
+def test_no_token_waits_for_the_whole_device(model_folder, data_folder, letters, tmp_path):
+    """DeepSpeed's timers would do so from the third step on, and the more where its file asks for them."""
+    file = json.loads((REPOSITORY / "ds_config.json").read_text())
+    file |= {"timers": {"throughput": {"enabled": True, "synchronized": True}}, "memory_breakdown": True}
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    changes = {"beta": 0, "max_steps": 4, "eval_steps": 0, "report_to": "none", "deepspeed": tmp_path / "ds.json"}
+    words = [*options(model_folder, data_folder, tmp_path / "run", **changes), *letters]
+    command = [sys.executable, "tests/syncs_of.py", *words]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    waits = re.findall(r"^WAITS tokens=(\d+) device=(\d+)$", ended.stdout, re.MULTILINE)
+    assert len(waits) >= 4 and all(int(tokens) > 0 for tokens, _ in waits)
+    assert {device for _, device in waits} == {"0"}
 
 
 @pytest.mark.slow
