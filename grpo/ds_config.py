@@ -40,6 +40,16 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
             raise ConfigError(f"deepspeed='{path}': {key} is set there, but {instead} decide it: take it out")
     if settings.get("fp16", {}).get("enabled", False):
         raise ConfigError(f"deepspeed='{path}': fp16.enabled is true: the dtypes are bfloat16 and float32: take it out")
+    timers = {
+        "wall_clock_breakdown": settings.get("wall_clock_breakdown", False),
+        "flops_profiler.enabled": settings.get("flops_profiler", {}).get("enabled", False),
+    }
+    for key, enabled in timers.items():
+        if enabled:
+            raise ConfigError(
+                f"deepspeed='{path}': {key} is true, but DeepSpeed can time only forward passes through its engine, "
+                "and the trainer's go past it: take it out, metrics.jsonl has the time of each phase"
+            )
     zero = settings.setdefault("zero_optimization", {"stage": 2})
     if zero.get("stage") != 2:
         raise ConfigError(

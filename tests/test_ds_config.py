@@ -58,6 +58,8 @@ def with_file(tmp_path):
             "zero_optimization.compute_grad_norm is False but max_bad_steps makes it True",
         ),
         ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown is true, but DeepSpeed can time only"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled is true, but DeepSpeed can time only"),
         ({"optimizer": {"type": "Adam"}}, "optimizer is set there, but learning_rate"),
         ({"scheduler": {}}, "scheduler is set there, but lr_scheduler_type"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3: use 2"),
