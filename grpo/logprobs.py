@@ -139,6 +139,13 @@ class Head:
             logits *= self.scale / self.temperature
         return logits
 
+    def all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden size] -> float32 [n, vocabulary], over the temperature; for few rows, and without gradients."""
+        if hidden.is_cuda and MM_GIVES_FP32:
+            return self.logits(hidden, slice(None))
+        # The weight is cast: a block of it at a time.
+        return torch.cat([self.logits(hidden, block) for block in self.blocks(hidden)[1]], dim=1)
+
     def back_through(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The gradient by `logits` -> that by hidden @ weight + bias, in place."""
         if self.softcap is not None:

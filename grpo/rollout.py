@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -16,7 +18,10 @@ from transformers import (
 )
 
 from grpo.adapters import frozen_norms
+from grpo.logprobs import Head
 from grpo.records import Example, Rollout
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 class Sampler:
@@ -98,7 +103,7 @@ class Sampler:
         own, model.generation_config = model.generation_config, settings
         model.eval()  # layers that recompute their activations would switch the KV cache off
         try:
-            with frozen_norms(model):
+            with frozen_norms(model), _exact_head(model):
                 drawn = model.generate(
                     input_ids=input_ids.to(model.device),
                     attention_mask=attention_mask.to(model.device),
@@ -176,3 +181,28 @@ class _GroupsEnd(StoppingCriteria):
         for place in self._ended.view(-1, self._copies).all(dim=1).nonzero().flatten().tolist():
             self._hand_over(place, input_ids)
         return torch.zeros_like(ends)
+
+
+@contextmanager
+def _exact_head(model: PreTrainedModel) -> Iterator[None]:
+    """Within, a head of 16 bits gives the last position's logits in fp32, as the loss computes them, and no others.
+
+    Its own are rounded to 16 bits: another distribution. In fp32 nothing changes. A head that is more than nn.Linear
+    (quantised, adapted, spread over devices) stays as it is.
+    """
+    linear = model.get_output_embeddings()
+    plain = getattr(getattr(linear, "forward", None), "__func__", None) is nn.Linear.forward
+    if not plain or type(linear.weight) is not nn.Parameter or linear.weight.dtype not in HALF:
+        yield
+        return
+
+    def exact(hidden: torch.Tensor) -> torch.Tensor:
+        # What the model does to its logits after the head, it does to these.
+        head = Head(linear.weight, linear.bias, scale=1.0, softcap=None, temperature=1.0)
+        return head.all_logits(hidden[:, -1]).unsqueeze(1)
+
+    linear.forward = exact
+    try:
+        yield
+    finally:
+        del linear.forward

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_logprobs import CONFIGS, build
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo.batch import Batcher
@@ -72,6 +73,63 @@ def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, 
     torch.testing.assert_close(torch.tensor(said), scored, atol=1e-4, rtol=0)
     assert len({len(completion) for _, completion in sequences}) > 2
     assert {rollout.policy_version for rollouts in groups for rollout in rollouts} == {7}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_seed_draws_what_transformers_draws_with_it(model, tokenizer, examples, temperature):
+    """In fp32, with its own head, its own temperature and no_grad."""
+    eos, copies = list(range(20)), 3
+    groups = sampler(tokenizer, eos, length=20).sample(
+        model, examples, copies, temperature, seed=6, on_group=lambda *_: None
+    )
+    texts = ["Tom has 3", "A bus carries 8 people and", "7"]
+    inputs = tokenizer([text for text in texts for _ in range(copies)], padding=True, padding_side="left")
+    torch.manual_seed(6)
+    settings = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=20, eos_token_id=eos)
+    rows = model.generate(**inputs.convert_to_tensors("pt"), **settings, pad_token_id=tokenizer.pad_token_id)
+    drawn = [rollout.completion_ids for rollouts in groups for rollout in rollouts]
+    width = len(inputs["input_ids"][0])
+    assert drawn == [row[width : width + len(ids)] for row, ids in zip(rows.tolist(), drawn, strict=True)]
+    assert len({len(ids) for ids in drawn}) > 2
+
+
+HEADS = ["qwen2", "gemma2, softcapped", "cohere, scaled", "granite, divided", "phi, bias", "with LoRA"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_in_16_bits_too_a_rollout_brings_the_logprobs_that_the_loss_gives_it(name, tokenizer):
+    """Without attention kernels that round otherwise with each shape, nothing but the head could round otherwise."""
+    model = build(CONFIGS.get(name, CONFIGS["qwen2"]))
+    model.set_attn_implementation("eager")
+    if name == "with LoRA":
+        peft = pytest.importorskip("peft")
+        checkpoint_activations(model)
+        model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.to(torch.bfloat16)
+    examples, copies = [example([5, 6, 7]), example([9, 10, 11, 12, 13, 14])], 8
+    groups = sampler(tokenizer, eos=[10**6], length=20).sample(model, examples, copies, 0.8, seed=2)
+    rollouts = [rollout for group in groups for rollout in group]
+    prompts = [one.prompt_ids for one in examples for _ in range(copies)]
+    sequences = [(prompt, rollout.completion_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    with torch.no_grad():
+        scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), 0.8)
+        own = model(input_ids=torch.tensor([prompts[0]])).logits
+    difference = (torch.tensor([value for one in rollouts for value in one.sampling_logprobs]) - scored).abs()
+    assert len(difference) == 320 and (difference > 0.01).float().mean() < 0.01
+    # And the head is the model's own again.
+    assert "forward" not in vars(model.get_output_embeddings())
+    assert own.shape[1] == 3 and torch.equal(own, own.bfloat16().to(own.dtype))
+
+
+def test_a_head_is_the_models_own_again_after_a_failure(tokenizer):
+    model = build(CONFIGS["qwen2"]).to(torch.bfloat16)
+
+    def fails(*_):
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        sampler(tokenizer).stream(model, example([5, 6]), 1.0, 0, fails)
+    assert "forward" not in vars(model.get_output_embeddings())
 
 
 def test_the_models_own_generation_config_changes_nothing(model, tokenizer, examples, monkeypatch):
