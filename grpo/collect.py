@@ -145,7 +145,7 @@ class Collector:
         return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
 
     def _draw(self, indices: list[int], ids: list[int], updates: int, attempt: int) -> list[Group]:
-        """A group for each example. Each goes to the reference the moment its last completion ends."""
+        """A group for each example. Each goes to the reference soon after its last completion ends."""
         config, groups = self._config, []
         at_once = max(1, config.sequences_per_generate // config.num_generations)
         for start in range(0, len(ids), at_once):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, count
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from grpo.adapters import frozen_norms
 from grpo.logprobs import Head
 from grpo.records import Example, Rollout
 
+LOOK_EVERY = 16  # tokens
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -42,15 +44,15 @@ class Sampler:
     ) -> list[list[Rollout]]:
         """`copies` completions of each example, in order. The seed decides what is drawn, whatever was drawn before.
 
-        `on_group(place, rollouts)` is called once for each example, the moment its last completion ends, while the
-        others are still being drawn.
+        `on_group(place, rollouts)` is called once for each example, less than LOOK_EVERY tokens after its last
+        completion ends, while the others are still being drawn.
         """
         torch.manual_seed(seed)
-        return self._generate(model, examples, copies, _settings(temperature), policy_version, on_group)
+        return self._generate(model, examples, copies, temperature, policy_version, on_group)
 
     def greedy(self, model: PreTrainedModel, examples: Sequence[Example]) -> list[Rollout]:
         """The most likely completion of each example, token by token."""
-        return [one for (one,) in self._generate(model, examples, 1, _settings(0))]
+        return [one for (one,) in self._generate(model, examples, 1, temperature=0)]
 
     def stream(
         self,
@@ -63,19 +65,21 @@ class Sampler:
         """One completion; a temperature of 0 is greedy. After each token `on_token(ids so far)` may stop it: True."""
         torch.manual_seed(seed)
         watch = [_EachToken(len(example.prompt_ids), on_token)]
-        return self._generate(model, [example], 1, _settings(temperature), watch=watch)[0][0]
+        return self._generate(model, [example], 1, temperature, watch=watch)[0][0]
 
-    @torch.no_grad()
     def _generate(
         self,
         model: PreTrainedModel,
         examples: Sequence[Example],
         copies: int,
-        settings: GenerationConfig,
+        temperature: float,
         policy_version: int = 0,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
         watch: Sequence[StoppingCriteria] = (),
     ) -> list[list[Rollout]]:
+        settings = GenerationConfig(do_sample=False)
+        if temperature:  # it is applied where the log-probs are taken (`_DrawnWith`)
+            settings = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
         settings.max_new_tokens = self._max_new_tokens
         settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
         prompts = [example.prompt_ids for example in examples for _ in range(copies)]
@@ -86,24 +90,28 @@ class Sampler:
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
         groups: dict[int, list[Rollout]] = {}
-        drawn_with = _DrawnWith(settings.temperature if settings.do_sample else 1.0)
+        drawn_with = _DrawnWith(temperature or 1.0)
 
-        def hand_over(place: int, ids: torch.Tensor) -> None:
-            if place not in groups:
+        def hand_over(places: Iterable[int], ids: torch.Tensor) -> None:
+            if not (places := [place for place in places if place not in groups]):
+                return
+            drawn, logprobs = ids[:, width:].tolist(), drawn_with.logprobs(ids).tolist()
+            for place in places:
                 rows = slice(place * copies, (place + 1) * copies)
-                drawn, logprobs = ids[rows, width:].tolist(), drawn_with.logprobs(ids)[rows].tolist()
-                groups[place] = [self._rollout(*one, policy_version) for one in zip(drawn, logprobs, strict=True)]
+                pairs = zip(drawn[rows], logprobs[rows], strict=True)
+                groups[place] = [self._rollout(*pair, policy_version) for pair in pairs]
                 if on_group is not None:
                     on_group(place, groups[place])
 
-        if on_group is not None:
-            watch = [*watch, _GroupsEnd(copies, self._eos, hand_over)]
         # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty),
         # which would draw from another distribution than the loss scores. So it has none while we draw.
         own, model.generation_config = model.generation_config, settings
         model.eval()  # layers that recompute their activations would switch the KV cache off
         try:
-            with frozen_norms(model), _exact_head(model):
+            with _without_gradients(model), frozen_norms(model), _exact_head(model):
+                if on_group is not None:
+                    ends = torch.tensor(self._eos, device=model.device)
+                    watch = [*watch, _GroupsEnd(len(prompts), copies, width, ends, hand_over)]
                 drawn = model.generate(
                     input_ids=input_ids.to(model.device),
                     attention_mask=attention_mask.to(model.device),
@@ -111,10 +119,9 @@ class Sampler:
                     logits_processor=LogitsProcessorList([drawn_with]),
                     stopping_criteria=StoppingCriteriaList([*watch]),
                 )
+                hand_over(range(len(examples)), drawn)
         finally:
             model.generation_config = own
-        for place in range(len(examples)):
-            hand_over(place, drawn)
         return [groups[place] for place in range(len(examples))]
 
     def _rollout(self, ids: list[int], logprobs: list[float], policy_version: int) -> Rollout:
@@ -125,10 +132,7 @@ class Sampler:
 
 
 class _DrawnWith(LogitsProcessor):
-    """Looks on while tokens are drawn and keeps each one's log-prob. Changes nothing.
-
-    transformers runs it before its own temperature, so the logits that it sees are the model's.
-    """
+    """Divides the logits by the temperature and keeps each token's log-prob in the distribution that this makes."""
 
     def __init__(self, temperature: float):
         self._temperature = temperature
@@ -137,24 +141,20 @@ class _DrawnWith(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._take(input_ids)
-        self._distribution = torch.log_softmax(scores / self._temperature, dim=-1)
+        if self._temperature != 1:
+            scores = scores / self._temperature
+        self._distribution = torch.log_softmax(scores, dim=-1)
         return scores
 
     def logprobs(self, input_ids: torch.Tensor) -> torch.Tensor:
         """float32 [rows, tokens drawn so far], the last column of input_ids being the last of them."""
         self._take(input_ids)
-        return torch.stack(self._columns, dim=1)
+        return torch.cat(self._columns, dim=1)
 
     def _take(self, input_ids: torch.Tensor) -> None:
         if self._distribution is not None:
-            self._columns.append(self._distribution.gather(1, input_ids[:, -1:]).squeeze(1))
+            self._columns.append(self._distribution.gather(1, input_ids[:, -1:]))
             self._distribution = None
-
-
-def _settings(temperature: float) -> GenerationConfig:
-    if temperature == 0:
-        return GenerationConfig(do_sample=False)
-    return GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0)
 
 
 class _EachToken(StoppingCriteria):
@@ -169,18 +169,46 @@ class _EachToken(StoppingCriteria):
 
 
 class _GroupsEnd(StoppingCriteria):
-    """Looks on while tokens are drawn and names each group whose rows have all ended. Stops nothing."""
+    """Looks at every LOOK_EVERY-th token and names the groups whose rows have all ended. Stops nothing.
 
-    def __init__(self, copies: int, eos_token_ids: list[int], hand_over: Callable[[int, torch.Tensor], None]):
-        self._copies, self._eos, self._hand_over = copies, eos_token_ids, hand_over
-        self._ended: torch.Tensor | None = None
+    To look, the host waits for the device, which then idles until it is given the next token to compute.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        copies: int,
+        width: int,
+        eos_token_ids: torch.Tensor,
+        hand_over: Callable[[Iterable[int], torch.Tensor], None],
+    ):
+        self._copies, self._width, self._eos, self._hand_over = copies, width, eos_token_ids, hand_over
+        self._stops = torch.zeros(rows, dtype=torch.bool, device=eos_token_ids.device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options) -> torch.Tensor:
-        ends = torch.isin(input_ids[:, -1], torch.tensor(self._eos, device=input_ids.device))
-        self._ended = ends if self._ended is None else self._ended | ends
-        for place in self._ended.view(-1, self._copies).all(dim=1).nonzero().flatten().tolist():
-            self._hand_over(place, input_ids)
-        return torch.zeros_like(ends)
+        drawn = input_ids[:, self._width :]
+        if drawn.shape[1] % LOOK_EVERY == 0:
+            ended = torch.isin(drawn, self._eos).any(dim=1).view(-1, self._copies).all(dim=1).tolist()
+            self._hand_over(compress(count(), ended), input_ids)
+        return self._stops
+
+
+@contextmanager
+def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
+    """torch.inference_mode, less work for the host than no_grad, for a model that learns afterwards.
+
+    Autograd takes no tensor that was made within. A model may keep such tensors (positions by a dynamic RoPE): they
+    become ordinary ones.
+    """
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in model.modules():
+            for state in (vars(module), module._buffers):
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.is_inference():
+                        state[name] = value.clone()
 
 
 @contextmanager

@@ -1,15 +1,19 @@
 """Sampling draws from the very distribution that the loss scores, and cuts completions at their first eos."""
 
+import sys
+from collections import Counter
+
 import pytest
 import torch
-from test_logprobs import CONFIGS, build
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from test_logprobs import CONFIGS, SMALL, build
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 from grpo.batch import Batcher
 from grpo.logprobs import token_logprobs
 from grpo.model import checkpoint_activations
 from grpo.records import Example
-from grpo.rollout import Sampler
+from grpo.rollout import LOOK_EVERY, Sampler
 
 
 def example(ids) -> Example:
@@ -205,8 +209,85 @@ def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, t
     assert widths == [max(len(one.prompt_ids) for one in examples)] + [1] * (len(widths) - 1)
 
 
-def test_each_group_is_handed_over_once_when_its_last_completion_ends(model, tokenizer, examples):
-    draw = sampler(tokenizer, eos=list(range(150)), length=40).sample  # so many ends that lengths differ
+def gradients(model) -> list[torch.Tensor]:
+    model.zero_grad()
+    token_logprobs(model, Batcher(0, 0).make([([5, 6], [7, 8, 9])], "cpu"), 1.0)[0].sum().backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+def keep_tensors(model) -> None:
+    """Make a layer keep what it computes in its first forward pass, as a buffer and as an attribute."""
+
+    def scale(layer, inputs) -> tuple:
+        if not hasattr(layer, "attribute"):
+            layer.attribute = torch.linspace(0.5, 2.0, inputs[0].shape[-1])
+            layer.register_buffer("buffer", layer.attribute.square())
+        return (inputs[0] * layer.attribute * layer.buffer,)
+
+    model.model.layers[0].mlp.register_forward_pre_hook(scale)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "keeps tensors", "dynamic positions"])
+def test_a_model_learns_after_sampling_as_if_there_had_been_none(kind, checkpointing, tokenizer):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    settings = SMALL | {"max_position_embeddings": 16, "initializer_range": 0.3}
+
+    def make():
+        model = build(LlamaConfig(**settings, rope_parameters=rope if kind == "dynamic positions" else None))
+        if kind == "keeps tensors":
+            keep_tensors(model)
+        if checkpointing:
+            checkpoint_activations(model)
+        return model
+
+    model, modes = make(), set()
+    model.lm_head.register_forward_pre_hook(lambda *_: modes.add(torch.is_inference_mode_enabled()))
+    sampler(tokenizer, eos=[10**6], length=40).sample(model, [example([5, 6])], 2, 1.0, seed=0)
+    assert modes == {True}
+    assert all(map(torch.equal, gradients(model), gradients(make())))
+    kept = [value for part in model.modules() for value in (*vars(part).values(), *part.buffers(recurse=False))]
+    assert not any(isinstance(value, torch.Tensor) and value.is_inference() for value in kept)
+
+
+class HostWaits(TorchFunctionMode):
+    """Counts what makes the host wait for the device, or copies to it, by who asks for it: ours or transformers."""
+
+    NAMES = ("tolist", "item", "cpu", "numpy", "nonzero", "tensor", "as_tensor", "unique", "equal")
+    NAMES += ("__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if (name := getattr(function, "__name__", "")) in self.NAMES:
+            frame = sys._getframe(1)
+            while not (ours := "grpo/rollout.py" in frame.f_code.co_filename) and (
+                "transformers/" not in frame.f_code.co_filename
+            ):
+                frame = frame.f_back
+            self.counts["ours" if ours else "transformers", name] += 1
+        return function(*arguments, **options or {})
+
+
+def test_no_token_makes_the_host_wait_for_the_sake_of_ours(model, tokenizer, examples):
+    def waits(length: int) -> Counter:
+        with HostWaits() as counted:
+            draw = sampler(tokenizer, eos=[10**6], length=length).sample
+            draw(model, examples, 2, 0.9, seed=1, on_group=lambda *_: None)
+        return counted.counts
+
+    tokens = 2 * LOOK_EVERY
+    more = waits(1 + 2 * tokens) - waits(1 + tokens)
+    assert more["ours", "tolist"] == 2  # a look every LOOK_EVERY tokens
+    assert {name for who, name in more if who == "ours"} == {"tolist"}
+    # transformers' own: whether its mask can be left out, and whether all rows have ended.
+    assert sum(number for (who, _), number in more.items() if who == "transformers") <= 2 * tokens
+
+
+def test_each_group_is_handed_over_once_soon_after_its_last_completion_ends(model, tokenizer, examples):
+    draw = sampler(tokenizer, eos=list(range(30)), length=100).sample  # so many ends that lengths differ
     plain = draw(model, examples * 2, 4, 1.0, seed=5)
     passes, handed = [], []
     hook = model.register_forward_hook(lambda *_: passes.append(1))
@@ -223,19 +304,21 @@ def test_each_group_is_handed_over_once_when_its_last_completion_ends(model, tok
         hook.remove()
     assert watched == plain
     assert {place: rollouts for place, rollouts, _ in handed} == dict(enumerate(plain)) and len(handed) == 6
-    # A forward pass draws one token of every row, so a group is there after as many as its longest completion has.
+    # A forward pass draws one token of every row, so a group's last token is there after as many as its longest
+    # completion has; whether it is there is asked at each LOOK_EVERY-th token, and at the end.
     longest = [max(len(rollout.completion_ids) for rollout in rollouts) for _, rollouts, _ in handed]
-    assert [after for *_, after in handed] == longest == sorted(longest) and longest[0] < longest[-1]
+    looks = [min(-(-count // LOOK_EVERY) * LOOK_EVERY, max(longest)) for count in longest]
+    assert [after for *_, after in handed] == looks == sorted(looks) and len({*looks}) > 2
 
 
-def streamed(model, tokenizer, one, temperature, seed, stop_after=100):
+def streamed(model, tokenizer, one, temperature, seed, stop_after=100, eos=10**6):
     shown = []
 
     def on_token(ids) -> bool:
         shown.append(ids)
         return len(ids) == stop_after
 
-    return sampler(tokenizer, eos=[10**6]).stream(model, one, temperature, seed, on_token), shown
+    return sampler(tokenizer, eos=[eos]).stream(model, one, temperature, seed, on_token), shown
 
 
 def test_a_stream_shows_each_token_and_ends_as_its_rollout(model, tokenizer, examples):
@@ -246,6 +329,16 @@ def test_a_stream_shows_each_token_and_ends_as_its_rollout(model, tokenizer, exa
         assert shown == [greedy.completion_ids[:count] for count in range(1, 13)]
         ((drawn,),) = sampler(tokenizer, eos=[10**6]).sample(model, [one], 1, 2.0, seed=1)
         assert streamed(model, tokenizer, one, temperature=2.0, seed=1)[0] == drawn
+
+
+def test_a_stream_shows_each_token_once_up_to_its_eos(model, tokenizer, examples):
+    for temperature in (0, 2.0):
+        whole, _ = streamed(model, tokenizer, examples[0], temperature, seed=1)
+        end = next(place for place in range(4, 12) if whole.completion_ids[place] not in whole.completion_ids[:place])
+        eos = whole.completion_ids[end]
+        rollout, shown = streamed(model, tokenizer, examples[0], temperature, seed=1, eos=eos)
+        assert rollout.finished and rollout.completion_ids == whole.completion_ids[: end + 1]
+        assert shown == [rollout.completion_ids[:count] for count in range(1, end + 2)]
 
 
 def test_a_stream_stops_where_it_is_told_to(model, tokenizer, examples):
