@@ -108,6 +108,45 @@ except SystemExit as ended:
     assert "--config" in shown and any(command in shown for command in commands)
 
 
+# What brings each program to its first import of torch.
+TO_TORCH = {
+    "ref_server": ["--estimate"],
+    "grpo_ref_split": [],
+    "grpo/evaluate": ["--model", ".", "--dataset", "."],
+    "grpo/chat": ["--model", "."],
+}
+
+
+OWN = "max_split_size_mb:64"
+
+
+@pytest.mark.parametrize(
+    ("entry", "given", "expected"),
+    [
+        *((entry, {}, ["expandable_segments:True"] * 2) for entry in TO_TORCH),
+        ("grpo_ref_split", {"PYTORCH_ALLOC_CONF": OWN}, [OWN, None]),
+        ("grpo_ref_split", {"PYTORCH_CUDA_ALLOC_CONF": OWN}, [None, OWN]),
+    ],
+)
+def test_the_allocator_is_set_before_torch_is_loaded(entry, given, expected):
+    """torch reads these variables before CUDA is initialised, and some versions when they are loaded."""
+    script = f"""
+import os, runpy, sys
+def on_event(event, arguments):
+    if event == "import" and arguments[0] == "torch":
+        print([os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")], flush=True)
+        os._exit(0)
+sys.addaudithook(on_event)
+sys.argv = {[f"{entry}.py", *TO_TORCH[entry]]}
+runpy.run_path("{entry}.py", run_name="__main__")
+"""
+    environment = {name: value for name, value in ENVIRONMENT.items() if not name.endswith("ALLOC_CONF")} | given
+    shown = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.splitlines()[-1] == str(expected)
+
+
 def test_every_module_stands_in_the_map_for_contributors():
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     known = {file for line in text.splitlines() if line.startswith("| `") for file in re.findall(r"`([a-z_.]+)`", line)}
