@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo.batch import Batcher
+from grpo.devices import is_out_of_memory
 from grpo.fair_queue import Exchange, FairQueue, Job, Taken
 from grpo.logprobs import token_logprobs
 from grpo.monitor import Pass
@@ -128,9 +129,7 @@ class Scorer:
             began = time.monotonic()
             answers, fed = self._compute(self._model, self._batcher, sequences, temperature)
         except (MemoryError, RuntimeError) as error:
-            # torch.OutOfMemoryError is a RuntimeError, as a broken device is; on a CPU only the words tell.
-            full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-            if not full:
+            if not is_out_of_memory(error):
                 raise
         else:
             if not all(np.isfinite(answer).all() for answer in answers):

@@ -13,8 +13,20 @@ LEVELS = [
     {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"}
     | {"report_config"},
     {"protocol", "reward_protocol", "update_protocol", "tensor_header", "ref_wire", "weights"}
-    | {"logprobs", "batch", "attention", "arguments", "ending", "ranks", "stopping", "run_files", "curves", "phases"}
-    | {"checkpoint_list", "run_lock"},
+    | {
+        "logprobs",
+        "batch",
+        "attention",
+        "arguments",
+        "ending",
+        "devices",
+        "ranks",
+        "stopping",
+        "run_files",
+        "curves",
+        "phases",
+    }
+    | {"checkpoint_list", "run_lock", "devices"},
     {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"fair_queue", "scorer", "prompts", "trial"}
     | {"connection", "http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}

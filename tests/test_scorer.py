@@ -31,6 +31,7 @@ class Desk:
         fits: int = 10**9,
         poison: int | None = None,
         error=ValueError,
+        full: Exception | None = None,
         queue: int = 10**6,
         requests: int = 1000,
         deterministic: bool = False,
@@ -41,6 +42,7 @@ class Desk:
         self.dead: list[Exception] = []
         self._busy, self._go = threading.Event(), threading.Event()
         self._fits, self._poison, self._error = fits, poison, error
+        self._full = full or torch.OutOfMemoryError("the device is full")
         self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.notes: list[Pass] = []
         self.queue = FairQueue(self.batcher, budget, queue, requests, deterministic)
@@ -54,7 +56,7 @@ class Desk:
         ids = options["input_ids"]
         self.passes.append(ids)
         if ids.numel() > self._fits:
-            raise torch.OutOfMemoryError("the device is full")
+            raise self._full
         if self._poison is not None and (ids == self._poison).any():
             raise self._error(f"token {self._poison} hurts")
 
@@ -286,8 +288,17 @@ def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(con
     assert not desk.dead
 
 
-def test_a_sequence_that_does_not_fit_alone_is_its_requests_507_and_nobody_elses():
-    desk = Desk(budget=64, fits=20)
+@pytest.mark.parametrize(
+    "full",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        MemoryError(),
+    ],
+)
+def test_a_sequence_that_does_not_fit_alone_is_its_requests_507_and_nobody_elses(full):
+    desk = Desk(budget=64, fits=20, full=full)
     huge = desk.ask([5], [[6] * 30, [7] * 2], "huge")
     small = desk.ask([8], [[9, 10]], "small")
     desk.go()
@@ -296,7 +307,7 @@ def test_a_sequence_that_does_not_fit_alone_is_its_requests_507_and_nobody_elses
         huge.result(30)
     assert (refusal.value.status, refusal.value.code) == (507, "out_of_memory")
     assert close_to(desk.ask([5], [[7] * 2]), desk.exact([5], [[7] * 2]))
-    assert desk.queue.depth == 0
+    assert desk.queue.depth == 0 and not desk.dead
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, NotImplementedError])
