@@ -70,12 +70,11 @@ def dry_run(config: TrainerConfig) -> None:
         for count in range(1, config.prompts_per_step + 1)
         if config.prompts_per_step % count == 0
     }
-    offloaded = "offload_optimizer" in ds_config["zero_optimization"]
     parts = [
         _found(config, rewards, examples, held_out, model, own)
         + ([f"  goes on    from {checkpoint}"] if checkpoint else []),
         _step(config, loads[ranks], examples),
-        _memory(config, loads, model, own, rewards, ranks, device, offloaded),
+        _memory(config, loads, model, own, rewards, ranks, device),
     ]
     print("\n\n".join("\n".join(lines) for lines in parts))
 
@@ -166,7 +165,6 @@ def _memory(
     rewards: dict,
     ranks: int,
     device: torch.device,
-    offloaded: bool,
 ) -> list[str]:
     cuda, load = torch.device("cuda"), loads[ranks]
     try:
@@ -181,6 +179,8 @@ def _memory(
                     Policy.of(with_checkpoints, config.longest_sequence),
                     replace(load, checkpointing=True),
                 )
+        if not load.offloaded:
+            instead["offload_optimizer"] = there, replace(load, offloaded=True)
         if config.dtype == "float32":
             half = policy_on_meta(config, torch.bfloat16)
             instead["dtype bfloat16"] = Policy.of(half, config.longest_sequence), load
@@ -198,8 +198,6 @@ def _memory(
         "",
         *cards(there, load, _reward_models(config, rewards, cuda), own.max_length, [*loads.values()], instead),
     ]
-    if offloaded:
-        lines += ["", "The DeepSpeed file offloads the optimizer, which the formula does not know: it counts it here."]
     if has_experts(model):
         lines += ["", "This model has experts, which the formula does not know: it may need more."]
     return lines

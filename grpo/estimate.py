@@ -23,9 +23,11 @@ CPU_PROCESS = 400 * MIB  # Python, torch and the rest: a server with a model of 
 # What glibc's heap holds beside the tensors in use, and the matrix products' own buffers: fitted to measured peaks.
 CPU_HEAP, CPU_HOLES = 160 * MIB, 0.1
 # Assumed, not measured; the report says so.
-CUDA_CONTEXT = 600 * MIB
+CUDA_PROCESS = 900 * MIB  # CUDA's context, and kernels, which are loaded when they are first used
 CUDA_SCRATCH = 32 * MIB
 CUDA_ROUNDING = 0.1  # of the tensors, by torch's allocator
+ALLOCATOR, HEAP = "allocator", "heap"
+"""names of the terms that are no tensors"""
 GROUP = 8  # completions of a prompt: flash attention lays the prompt's keys out for each
 
 FUSED = {"silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "tanh", "sigmoid"}
@@ -129,7 +131,7 @@ def estimate(
     return Estimate(
         weights(model, dtype, quantization),
         working(Shape.of(model), dtype, quantization, batch_tokens, longest, device_type),
-        CUDA_CONTEXT if device_type == "cuda" else CPU_PROCESS,
+        CUDA_PROCESS if device_type == "cuda" else CPU_PROCESS,
     )
 
 
@@ -158,9 +160,16 @@ def working(
 
 
 def forward(
-    shape: Shape, dtype: torch.dtype, quantization: str, tokens: int, longest: int, device_type: str
+    shape: Shape,
+    dtype: torch.dtype,
+    quantization: str,
+    tokens: int,
+    longest: int,
+    device_type: str,
+    scoring: bool = True,
 ) -> list[Term]:
-    """As `working`, without what the device's allocator takes beside the tensors."""
+    """As `working`, without what the device's allocator takes beside the tensors. `scoring`: of a packed batch, with
+    log-probs; else of a padded one, whose last tokens alone go through the head, as generate has it."""
     item, cuda = dtype.itemsize, device_type == "cuda"
     row = tokens * item  # bytes of a number for every token
     hidden, wide, queries, keys = shape.hidden, shape.wide, shape.queries, shape.keys
@@ -173,19 +182,25 @@ def forward(
 
     # Keys and values of its prompt beside its own for one segment at a time; for flash attention for all of them.
     varlen = cuda and item == 2 and not shape.softcap
-    seen = 2 * keys * ((GROUP + 1) * row if varlen else longest * item)
+    prompts = 2 * keys * ((GROUP + 1) * row if varlen else longest * item)
     rotated = max(4 * queries + 2 * keys, 2 * queries + 5 * keys)
     attention = [
         Term("input of the attention", hidden * row, "normed, beside the layer's own"),
         Term("queries, keys, values", max(rotated, 3 * queries + 2 * keys) * row, "rotated one after the other"),
-        Term("prompts' keys again", seen, f"groups of {GROUP}" if varlen else "of one segment"),
     ]
-    if not varlen and (cuda or shape.softcap):
+    if scoring:
+        attention.append(Term("prompts' keys again", prompts, f"groups of {GROUP}" if varlen else "of one segment"))
+    elif queries != keys:
+        attention.append(Term("keys repeated", 2 * queries * row, "to as many heads as the queries have"))
+    if scoring and not varlen and (cuda or shape.softcap):
         repeated = 2 * queries * longest * item
         attention.append(Term("keys repeated", repeated, "to as many heads as the queries have, of one segment"))
         scores = 8 * shape.heads * ROWS * longest
         attention.append(Term("scores", scores, f"of {ROWS} rows at a time, two in fp32"))
-    if shape.window is not None and longest > shape.window:
+    elif not scoring and shape.eager:
+        scores = (4 + item) * shape.heads * tokens * longest
+        attention.append(Term("scores", scores, "in fp32 and as the model has them"))
+    if scoring and shape.window is not None and longest > shape.window:
         pairs = tokens * longest
         size = pairs * (8 * shape.heads + 2 * item) if shape.eager else pairs * (1 + item)
         attention.append(Term("beyond the window", size, "padded batches: a mask, and scores where no kernel knows it"))
@@ -216,12 +231,12 @@ def forward(
         Term("block of logits", 4 * blocks * rows * columns + casts, f"{blocks} of {rows} x {columns} in fp32"),
         Term("targets and answers", 64 * tokens, "places, ids, log-probs"),
     ]
-    phases = body + attention, body + mlp, head
+    phases = [body + attention, body + mlp, *([head] if scoring else [])]
     terms = [
         *max(phases, key=lambda phase: sum(term.size for term in phase)),
         Term("ids and positions", 48 * tokens, "64-bit integers"),
     ]
-    if not varlen:
+    if scoring and not varlen:
         width = 1 << max(0, longest - 1).bit_length()  # cached in powers of two, as grpo/attention.py does
         masks = item * (64 * ROWS**2 + ROWS * (2 * width + 8 * ROWS))
         terms.append(Term("masks", masks, "of groups and of completions, kept for the next pass"))
@@ -232,10 +247,10 @@ def overhead(terms: list[Term], device_type: str) -> list[Term]:
     """What the device's allocator takes beside these tensors."""
     tensors = sum(term.size for term in terms)
     if device_type == "cuda":
-        rounding = Term("allocator", round(CUDA_ROUNDING * tensors), f"assumed: {CUDA_ROUNDING:.0%} of the above")
+        rounding = Term(ALLOCATOR, round(CUDA_ROUNDING * tensors), f"assumed: {CUDA_ROUNDING:.0%} of the above")
         return [Term("products' workspace", CUDA_SCRATCH, "assumed"), rounding]
     kept = CPU_HEAP + round(CPU_HOLES * tensors)
-    return [Term("heap", kept, f"{CPU_HEAP // MIB} MiB and {CPU_HOLES:.0%}: what glibc does not give back")]
+    return [Term(HEAP, kept, f"{CPU_HEAP // MIB} MiB and {CPU_HOLES:.0%}: what glibc does not give back")]
 
 
 def _linears(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import ConfigError, SharedConfig
-from grpo.estimate import CUDA_CONTEXT, CUDA_ROUNDING, GROUP, MIB, Shape, estimate, weights, working
+from grpo.estimate import CUDA_PROCESS, CUDA_ROUNDING, GROUP, MIB, Shape, estimate, weights, working
 from grpo.model import load_settings, longest_sequence, resolve_dtype
 from grpo.server_config import ServerConfig
 
@@ -76,7 +76,11 @@ def _breakdown(
     lines = [
         f"On this machine ({device_type}, {name_of(dtype)}, quantization {quantization}; {measured}), MiB:",
         row("weights", full.weights, "a tied head once"),
-        row("process", full.process, "assumed: CUDA's context" if device_type == "cuda" else "without a model"),
+        row(
+            "process",
+            full.process,
+            "assumed: CUDA's context and kernels" if device_type == "cuda" else "without a model",
+        ),
         row(f"forward pass of {budget:,} tokens", full.working, "at its highest point; of that:"),
         *(row(f"  {term.name}", term.size, term.why) for term in full.terms),
         row("together", full.total, f"--max_batch_tokens {budget}"),
@@ -91,7 +95,7 @@ def _breakdown(
 def fit(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: int, card: int) -> tuple[int, int]:
     """The largest budget and the longest sequence, in tokens, for a card of `card` GB; 0 where not even 256 fit."""
     shape = Shape.of(model)
-    room = CARD_USABLE * card * GIB - CUDA_CONTEXT - weights(model, dtype, quantization)
+    room = CARD_USABLE * card * GIB - CUDA_PROCESS - weights(model, dtype, quantization)
 
     def fits(tokens: int, length: int) -> bool:
         return sum(term.size for term in working(shape, dtype, quantization, tokens, length, "cuda")) <= room
@@ -105,8 +109,8 @@ def fit(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: 
 def _cards(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: int) -> list[str]:
     lines = [
         f"On a card (cuda, {name_of(dtype)}, quantization {quantization}): the same formula, not measured there.",
-        f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_CONTEXT // MIB} MiB of that CUDA's context; the allocator "
-        f"rounds up by {CUDA_ROUNDING:.0%}; groups of {GROUP}.",
+        f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_PROCESS // MIB} MiB of that CUDA's context and kernels; "
+        f"the allocator rounds up by {CUDA_ROUNDING:.0%}; groups of {GROUP}.",
         f"{'card':>6}  {'weights':>9}  {'--max_batch_tokens up to':>24}  {'longest sequence':>17}",
     ]
     held = weights(model, dtype, quantization) / GIB

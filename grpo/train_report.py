@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from grpo.estimate import CUDA_CONTEXT, CUDA_ROUNDING, MIB, Term
+from grpo.estimate import CUDA_PROCESS, CUDA_ROUNDING, MIB, Term
 from grpo.estimate_report import CARD_USABLE, CARDS, CEILING, GIB, most, name_of, row
 from grpo.train_estimate import PHASES, Load, Memory, Policy, memory
 
@@ -19,8 +20,7 @@ def breakdown(policy: Policy, load: Load, others: list[Term], device: torch.devi
     measured = "not measured on a card" if device.type == "cuda" else "held against measured peaks"
     lines = [
         f"Memory of a rank on this machine ({device.type}, {name_of(policy.dtype)}; {measured}), MiB:",
-        row("process", here.process, "assumed: CUDA's context" if device.type == "cuda" else "without a model"),
-        *(row(term.name, term.size, term.why) for term in here.standing),
+        *(row(term.name, term.size, term.why) for term in here.outside + here.standing),
     ]
     for name, terms in here.phases.items():
         highest = ", the highest" if name == here.highest else ""
@@ -29,10 +29,27 @@ def breakdown(policy: Policy, load: Load, others: list[Term], device: torch.devi
             *(row(f"  {term.name}", term.size, term.why) for term in terms if term.size),
         ]
     lines.append(row("together", here.total, f"with {here.highest}; times {load.ranks} for all ranks"))
+    if here.host:
+        lines += _in_host(here.host, load.ranks)
     if device.type == "cpu":
         lines.append("  glibc keeps much of what is freed, up to 0.8 times as much again was seen:")
         lines.append("  MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes it give that back.")
     return lines
+
+
+def _in_host(terms: list[Term], ranks: int) -> list[str]:
+    """What is offloaded to this machine's memory, by all ranks that it has, beside what the machine has."""
+    together, on_machine = sum(term.size for term in terms), int(os.environ.get("LOCAL_SIZE", ranks))
+    needed, there = on_machine * together, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fits = "it fits" if needed < there else "it does NOT fit: use fewer ranks on a machine, use_peft, or no offload"
+    return [
+        "",
+        "In the machine's memory for each rank (offload_optimizer), MiB:",
+        *(row(term.name, term.size, term.why) for term in terms),
+        row(
+            "together", together, f"times {on_machine} ranks here: {needed / GIB:.1f} of {there / GIB:.1f} GiB: {fits}"
+        ),
+    ]
 
 
 def cards(
@@ -52,8 +69,8 @@ def cards(
     lines = [
         f"On a card for each rank (cuda, {name_of(policy.dtype)}): the same formula, not measured there. Together "
         f"{here.total / GIB:.1f} GiB, {here.held / GIB:.1f} of them always.",
-        f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_CONTEXT // MIB} MiB of that CUDA's context; the allocator "
-        f"rounds up by {CUDA_ROUNDING:.0%}.",
+        f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_PROCESS // MIB} MiB of that CUDA's context and kernels; "
+        f"the allocator rounds up by {CUDA_ROUNDING:.0%}.",
         "A column is a setting that would do, all others as they are: the largest micro_batch_tokens with which the",
         "update fits, sequences_per_generate with which sampling fits, max_completion_length with which all fits; the",
         "least ranks. '-': this alone does not help.",

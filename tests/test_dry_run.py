@@ -1,17 +1,23 @@
 """`grpo_ref_split.py --dry_run`: what it finds out, what it refuses, and what it leaves alone."""
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port
+from test_train_estimate import LOAD
+from test_train_estimate import policy as policy_of
 from transformers import AutoConfig, BloomConfig, JetMoeConfig, MambaConfig, RwkvConfig
 
 from demo.task import write_dataset
 from grpo.config import ConfigError
 from grpo.dry_run import dry_run
 from grpo.estimate_report import CARDS
+from grpo.train_report import breakdown
 from grpo.trainer_config import TrainerConfig
 
 
@@ -106,6 +112,31 @@ def test_an_adapter_is_counted(given, capsys):
     dry_run(TrainerConfig(**given | {"use_peft": True, "lora_target_modules": ["q_proj"], "ref": "adapter_off"}))
     said = capsys.readouterr().out
     assert "the trainer itself, its adapter off" in said and "use_peft" not in said
+
+
+def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, capsys, tmp_path, monkeypatch):
+    settings = json.loads((REPOSITORY / "ds_config.json").read_text())
+    settings |= {"zero_force_ds_cpu_optimizer": False, "data_types": {"grad_accum_dtype": "fp32"}}
+    settings["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "offload.json").write_text(json.dumps(settings))
+    dry_run(TrainerConfig(**given))
+    assert "offload_optimizer" in capsys.readouterr().out.split("On a card")[1]  # a column: what would do
+    dry_run(TrainerConfig(**given | {"deepspeed": str(tmp_path / "offload.json")}))
+    said = capsys.readouterr().out
+    assert "gradients as they come" in said and "offload_optimizer" not in said.split("On a card")[1]
+    # On a card the host has them, of all ranks of the machine.
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    trained = (10**6, 10**6)
+    one = dataclasses.replace(policy_of(), trained=trained)
+    load = dataclasses.replace(LOAD, offloaded=True)
+    lines = breakdown(one, load, [], torch.device("cuda"))
+    [together] = [line for line in lines if "times 3 ranks here" in line]
+    size = 4 * 2e6 + 8 * 2e6 + 4 * 2e6 + 4 * 3e6 + 4 * 2e6  # fp32 weights: all gradients and the largest
+    assert int(together.split()[1].replace(",", "")) == round(size / 2**20)
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert f"{3 * size / 2**30:.1f} of {ram / 2**30:.1f} GiB: it fits" in together
+    larger = breakdown(dataclasses.replace(one, trained=(ram // 16,)), load, [], torch.device("cuda"))
+    assert any("it does NOT fit" in line for line in larger)
 
 
 @pytest.mark.parametrize(

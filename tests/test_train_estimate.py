@@ -1,9 +1,15 @@
 """The trainer's memory that --dry_run computes, against numbers counted by hand, real passes and real peaks."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+from inspect import signature
 
 import pytest
 import torch
+from conftest import ENVIRONMENT, REPOSITORY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Gemma2Config, GPT2Config, LlamaConfig
@@ -38,6 +44,8 @@ LOAD = Load(
     checkpointing=False,
     buckets=2,
     bucket=10**8,
+    fp32_gradients=False,
+    offloaded=False,
 )
 
 
@@ -126,6 +134,95 @@ def test_checkpointing_keeps_each_layers_input_and_one_layer():
     found = sizes(policy(), dataclasses.replace(LOAD, checkpointing=True))
     assert found["layers' inputs"] == 2 * 128 * 4 * LOAD.tokens
     assert policy().kept // 2 * LOAD.tokens <= found["a layer's activations"] < policy().kept * LOAD.tokens
+
+
+def test_a_group_of_ranks_costs_what_nccl_takes():
+    one, two = (memory(policy(), dataclasses.replace(LOAD, ranks=ranks), "cuda") for ranks in (1, 2))
+    assert two.process - one.process == 2 * 256 * MIB
+    assert memory(policy(), dataclasses.replace(LOAD, ranks=2), "cpu").process == memory(policy(), LOAD, "cpu").process
+
+
+def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
+    one = dataclasses.replace(policy(dtype=torch.bfloat16), trained=(5000, 3000, 2000), head=0)
+    load = dataclasses.replace(LOAD, micro_batch_tokens=100)
+    here, away = (memory(one, dataclasses.replace(load, offloaded=offloaded), "cuda") for offloaded in (False, True))
+    # Masters and moments go; a buffer for the largest gradient, in 16 bit, comes.
+    assert here.held - away.held == 12 * 10000 - 2 * 5000 and here.host == []
+    assert {term.name: term.size for term in away.host} == {
+        "masters": 4 * 10000,
+        "AdamW's moments": 8 * 10000,
+        "gradients in fp32": 4 * 10000,
+        "gradients as they come": 2 * (10000 + 5000),
+        "weights on their way back": 2 * 10000,
+    }
+    end = {term.name: term.size for term in away.phases["backward pass, its end"]}
+    assert end["gradients so far"] == 0 and end["gradients"] == 2 * 10000  # what a bucket holds
+    # On a CPU it is one memory.
+    assert memory(one, dataclasses.replace(load, offloaded=True), "cpu").host == []
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_gradients_in_fp32_are_there_once(several):
+    one = dataclasses.replace(policy(dtype=torch.bfloat16), trained=(5000, 3000, 2000), head=0)
+    load = dataclasses.replace(LOAD, fp32_gradients=True, micro_batch_tokens=100 if several else 10**6)
+    here = memory(one, load, "cuda")
+    end = {term.name: term.size for term in here.phases["backward pass, its end"]}
+    # 4 bytes a parameter, from the first micro-batch on or from this one; a bucket's sum, and its largest in fp32.
+    assert end["gradients so far"] == (4 * 10000 if several else 0)
+    assert end["gradients so far"] + end["gradients"] == 4 * 10000 + 2 * 10000 + 4 * 5000
+    step = {term.name: term.size for term in here.phases["AdamW's step"]}
+    assert step["gradients"] == 4 * 10000 and step["one in fp64"] == 8 * 5000 and "in one piece" not in step
+    # Weights in fp32 have such gradients anyway.
+    assert sizes(policy(), load) == sizes(policy(), dataclasses.replace(load, fp32_gradients=False))
+
+
+def test_flash_attentions_own_gradients_by_hand():
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    # So wide in its attention, and so narrow in its MLP, that the attention is the layer's highest point.
+    shape = SMALL | dict(intermediate_size=32, head_dim=96, num_key_value_heads=2)
+    one = Policy.of(on_meta(qwen(2, 100, **shape), torch.bfloat16).eval(), 150)
+    found = sizes(one, dataclasses.replace(LOAD, micro_batch_tokens=1000, checkpointing=True), "cuda")
+    # At most 22 segments in 1,000 tokens, as 8 completions of 50 have 9, and 9 that a cut may leave over.
+    queries, keys, laid_out = 4 * 96, 2 * 96, 2 * (100 + 8 * 150)
+    assert found["attention: queries' sum"] == 4 * (1000 + 128 * 31) * 4 * 96
+    assert found["attention: gradients"] == 3 * queries * 2 * 1000
+    if "enable_gqa" in signature(varlen.varlen_attn).parameters:
+        assert found["attention: keys'"] == 2 * keys * 2 * laid_out
+        assert found["attention: for all heads"] == 2 * queries * 2 * laid_out
+    else:
+        assert found["attention: keys'"] == 2 * queries * 2 * laid_out
+
+
+PLAIN = {"dtype": "bfloat16", "micro_batch_tokens": 896, "deepspeed": {}}
+ACCUMULATED = {"data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOADED = {
+    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+LIVE = {
+    "several micro-batches": PLAIN,
+    "no checkpointing": PLAIN | {"gradient_checkpointing": False},
+    "gradients in fp32": PLAIN | {"deepspeed": ACCUMULATED},
+    "offloaded": PLAIN | {"deepspeed": OFFLOADED},
+    "fp32": PLAIN | {"dtype": "float32"},
+}
+
+
+@pytest.mark.slow
+def test_what_tensors_really_hold_is_near_the_prediction():
+    """In a rank that samples and updates twice with DeepSpeed's engine, each storage counted while it is there."""
+    command = [sys.executable, "tests/live_tensors.py", json.dumps([*LIVE.values()])]
+    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, measured in zip(LIVE, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        predicted = measured["predicted"]
+        print(name, {phase: round(predicted[phase] / measured[phase], 3) for phase in predicted})
+        # Rotary frequencies and cached masks are not counted.
+        assert measured["standing"] == pytest.approx(predicted["standing"], rel=0.01), name
+        assert measured["step"] == pytest.approx(predicted["step"], rel=0.01), name
+        # The formula takes each layer's highest point, and memory when it is written to.
+        assert 0.85 * measured["backward"] < predicted["backward"] < 1.15 * measured["backward"], name
+        assert measured["sampling"] < predicted["sampling"] < 1.25 * measured["sampling"], name
 
 
 META = {name: policy(name, dtype) for name, dtype in (("qwen2", torch.float32), ("gpt2", torch.bfloat16))}

@@ -1,0 +1,154 @@
+"""Run by test_train_estimate.py: the most bytes that live tensors hold in each phase of a rank, with each DeepSpeed
+file of a list. Prints a JSON list of {"standing", "sampling", "backward", "step", "predicted": the formula's}.
+
+    live_tensors.py CASES
+
+CASES is a JSON list of {"deepspeed": {...}, ...}: what to add to ds_config.json, and the trainer's settings. What is
+counted is each storage that an operation returns, until it is freed, as torch.cuda.max_memory_allocated() would.
+"""
+
+import json
+import random
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import grpo_ref_split as trainer
+from benchmarks.common import qwen, random_model
+from benchmarks.memory import on_meta
+from grpo.ds_config import engine_config
+from grpo.metrics import PhaseClock
+from grpo.model import checkpoint_activations, make_batcher
+from grpo.records import Example, Sequence
+from grpo.rollout import Sampler
+from grpo.train_estimate import Load, Policy, memory
+from grpo.trainer_config import TrainerConfig
+from grpo.update import update
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROMPT, COMPLETION = 64, 48
+SHAPE = dict(hidden_size=256, intermediate_size=1024, num_attention_heads=8, tie_word_embeddings=True)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that are there, and the most since `forget`."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._sizes = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        returned = function(*arguments, **(options or {}))
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, torch.Tensor):
+                self.count(leaf)
+        return returned
+
+    def count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta" or storage._cdata in self._sizes:
+            return
+        self._sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._freed, storage._cdata)
+
+    def _freed(self, place: int) -> None:
+        self.now -= self._sizes.pop(place)
+
+    def forget(self) -> int:
+        """Begin a new peak; returns the last one."""
+        most, self.most = self.most, self.now
+        return most
+
+
+class Tokenizer:
+    pad_token_id = 0
+
+    def decode(self, ids, **options) -> str:
+        return ""
+
+
+class Watched:
+    """A DeepSpeed engine that notes the peaks before its step and in it."""
+
+    def __init__(self, engine, live: Live):
+        self._engine, self._live, self.peaks = engine, live, {}
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    def step(self) -> None:
+        self.peaks["backward"] = self._live.forget()
+        self._engine.step()
+        self.peaks["step"] = self._live.forget()
+
+
+def run(case: dict, folder: str) -> dict:
+    settings = json.loads((REPOSITORY / "ds_config.json").read_text())
+    more = case.pop("deepspeed")
+    settings["zero_optimization"] |= {"reduce_bucket_size": 500_000} | more.pop("zero_optimization", {})
+    path = Path(folder) / "ds_config.json"
+    path.write_text(json.dumps(settings | more))
+    config = TrainerConfig(
+        max_prompt_length=PROMPT,
+        max_completion_length=COMPLETION,
+        num_generations=8,
+        prompts_per_step=4,
+        sequences_per_generate=16,
+        beta=0.0,
+        eval_steps=0,
+        deepspeed=str(path),
+        **case,
+    )
+    _, ranks, device = trainer.join_ranks(config)
+    ds_config = engine_config(config, ranks, device)
+    shape, dtype, draw = qwen(4, 512, **SHAPE), getattr(torch, config.dtype), random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(3, 512) for _ in range(count)]
+
+    live = Live()
+    with live:
+        model = random_model(shape, dtype)
+        for tensor in (*model.parameters(), *model.buffers()):
+            live.count(tensor)
+        if config.gradient_checkpointing:
+            checkpoint_activations(model)
+        batcher = make_batcher(model, 0)
+        engine, _ = trainer.start_engine(config, ds_config, model)
+        for group in engine.optimizer.optimizer.param_groups:
+            group |= {"fused": True, "foreach": False}  # what the formula counts
+        sampler, watched, peaks = Sampler(Tokenizer(), [2], COMPLETION), Watched(engine, live), {}
+        for turn in range(2):
+            prompts = [ids(PROMPT) for _ in range(4)]
+            live.forget()
+            examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:2])]
+            sampler.sample(engine.module, examples, 8, 1.0, seed=turn)
+            peaks["sampling"] = live.forget()
+            sequences = [Sequence(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
+            update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0)
+        peaks |= {**watched.peaks, "standing": live.now}
+    policy = Policy.of(on_meta(shape, dtype).eval(), PROMPT + COMPLETION)
+    here = memory(policy, Load.of(config, ds_config, ranks, PROMPT, 0), "cpu")
+    begin, end = (here.allocated(f"backward pass, its {name}") for name in ("begin", "end"))
+    predicted = {
+        "standing": here.held,
+        "sampling": here.allocated("sampling"),
+        "backward": max(begin, end),
+        "step": here.allocated("AdamW's step"),
+    }
+    return peaks | {"predicted": predicted}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps([run(case, folder) for case in json.loads(sys.argv[1])]), flush=True)
