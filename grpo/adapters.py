@@ -7,6 +7,7 @@ alone. It is never merged while it is used: in 16 bits a merged weight is anothe
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import logging
@@ -21,14 +22,17 @@ from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from grpo.config import ConfigError
+from grpo.quantization import is_packed, is_quantized, unpacked
 from grpo.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
 log = logging.getLogger(__name__)
 
 NAME = "default"
+QUANTIZERS = "accelerate", "bitsandbytes"
 # What LoRA, rsLoRA and DoRA need, and where they come from. Anything else in an adapter's configuration that is not as
 # peft has it by default makes another kind of adapter, or one that changes the base too.
 _KNOWN_FIELDS = {
@@ -58,9 +62,8 @@ _KNOWN_STARTS = (True, False, "gaussian", "orthogonal")
 
 def need(field: str, value: object, *packages: str) -> None:
     """Raises ConfigError where a package that a setting needs is not installed."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{field}={value!r}: {package} is not installed: pip install {package}")
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise ConfigError(f"{field}={value!r}: {missing[0]} is not installed: pip install {' '.join(missing)}")
 
 
 def base_of(name: str) -> str | None:
@@ -82,6 +85,8 @@ def base_of(name: str) -> str | None:
 
 def check_adapter(config: TrainerConfig) -> None:
     """Refuse what can be known before a model is loaded. Raises ConfigError."""
+    if config.quantization != "none":
+        need("quantization", config.quantization, *QUANTIZERS)
     if config.use_peft:
         need("use_peft", True, "peft")
     elif base_of(config.model_name_or_path) is not None:
@@ -203,7 +208,7 @@ def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
     with torch.no_grad():
         for layer, magnitude in zip(layers, magnitudes, strict=True):
             product = magnitude.get_lora_weight(layer.lora_A[NAME], layer.lora_B[NAME])
-            norm = magnitude.get_weight_norm(layer.get_base_layer().weight, product, layer.scaling[NAME])
+            norm = magnitude.get_weight_norm(unpacked(layer.get_base_layer().weight), product, layer.scaling[NAME])
             # The product is asked for its norm alone, so anything may stand for it.
             magnitude.get_lora_weight = magnitude.get_weight_norm = lambda *_, norm=norm, **__: norm
     try:
@@ -211,6 +216,25 @@ def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for magnitude in magnitudes:
             del magnitude.get_lora_weight, magnitude.get_weight_norm
+
+
+@contextmanager
+def trained_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model's state dict is what is trained.
+
+    DeepSpeed's `exclude_frozen_parameters` leaves a tied head in, and the constants of weights in 4 bits.
+    """
+
+    def leave_out(model: PreTrainedModel, weights: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for name in weights.keys() - trained:
+            del weights[name]
+
+    hook = model.register_state_dict_post_hook(leave_out)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class OwnReference:
@@ -246,7 +270,8 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     """A plain model to save, with the adapter merged into its weights; `model` stays as it is.
 
     It cannot compute: buffers that are not saved are not there.
-    The merged weights are new, on the CPU: they take as much memory there as the layers with an adapter have. The
+    The merged weights are new, on the CPU: they take as much memory there as the layers with an adapter have. So are
+    those that were in 4 bits, unpacked into the model's dtype: the saved model is the base that was trained on. The
     others are the model's own. On the model's device a single layer is merged at a time.
     """
     from peft.tuners.lora import LoraLayer
@@ -254,20 +279,35 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     weights = {
         name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items() if ".lora_" not in name
     }
+    settings = copy.deepcopy(model.config)
+    if is_quantized(model, "4bit"):
+        del settings.quantization_config
+        weights = {name: weight for name, weight in weights.items() if ".weight." not in name}  # blocks' constants
+        for name, weight in model.named_parameters():
+            if is_packed(weight) and ".base_layer." not in name:
+                weights[name] = unpacked(weight).cpu()
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            base = layer.get_base_layer()
-            own = base.weight.data
-            try:
-                layer.merge(safe_merge=True, adapter_names=[NAME])  # into a copy, which takes the weight's place
-                weights[f"{name}.weight"] = base.weight.data.cpu()
-            finally:
-                # Unmerging would subtract what was added, and leave the rounding of both.
-                base.weight.data = own
-                layer.merged_adapters.clear()
+            weights[f"{name}.weight"] = _merged_weight(layer).cpu()
     with torch.device("meta"):
-        plain = type(model)(model.config)
+        plain = type(model)(settings)
     plain.load_state_dict(weights, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
     return plain
+
+
+def _merged_weight(layer: LoraLayer) -> torch.Tensor:
+    """What the layer's product with its adapter is one with; the layer stays as it is."""
+    base = layer.get_base_layer()
+    if is_packed(base.weight):  # peft would pack the sum into 4 bits again
+        plain, kind = unpacked(base.weight), layer.lora_variant.get(NAME)
+        return plain + layer.get_delta_weight(NAME) if kind is None else kind.merge_safe(layer, NAME, plain)
+    own = base.weight.data
+    try:
+        layer.merge(safe_merge=True, adapter_names=[NAME])  # into a copy, which takes the weight's place
+        return base.weight.data
+    finally:
+        # Unmerging would subtract what was added, and leave the rounding of both.
+        base.weight.data = own
+        layer.merged_adapters.clear()

@@ -45,6 +45,11 @@ class SharedConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "weights and forward pass; auto is bfloat16 on a GPU, float32 on a CPU"
     )
+    quantization: Literal["none", "8bit", "4bit"] = option(
+        "none",
+        "linear layers but the head in 8 or 4 bits, by bitsandbytes: less memory, a slightly different model; in the "
+        "trainer 4bit, under an adapter (QLoRA)",
+    )
 
 
 @dataclass

@@ -168,22 +168,23 @@ def _memory(
 ) -> list[str]:
     cuda, load = torch.device("cuda"), loads[ranks]
     try:
-        here = Policy.of(model, config.longest_sequence)
-        there = Policy.of(policy_on_meta(config, resolve_dtype(config, cuda)), config.longest_sequence)
+        here = Policy.of(model, config.longest_sequence, config.quantization)
+        on_cuda = policy_on_meta(config, resolve_dtype(config, cuda))
+        there = Policy.of(on_cuda, config.longest_sequence, config.quantization)
         instead: dict[str, tuple[Policy, Load]] = {}
         if not config.gradient_checkpointing:
             recomputing = replace(config, gradient_checkpointing=True)
             with suppress(ConfigError):  # for a model that does not know how it is no choice
                 with_checkpoints = policy_on_meta(recomputing, there.dtype)
                 instead["gradient_checkpointing"] = (
-                    Policy.of(with_checkpoints, config.longest_sequence),
+                    Policy.of(with_checkpoints, config.longest_sequence, config.quantization),
                     replace(load, checkpointing=True),
                 )
         if not load.offloaded:
             instead["offload_optimizer"] = there, replace(load, offloaded=True)
         if config.dtype == "float32":
             half = policy_on_meta(config, torch.bfloat16)
-            instead["dtype bfloat16"] = Policy.of(half, config.longest_sequence), load
+            instead["dtype bfloat16"] = Policy.of(half, config.longest_sequence, config.quantization), load
         if not config.use_peft:
             adapted = replace(config, use_peft=True)
             # Without peft, or for a kind of model of which peft knows no layers, it is no choice.
@@ -191,6 +192,10 @@ def _memory(
                 check_adapter(adapted)
                 with_adapter = policy_on_meta(adapted, there.dtype)
                 instead["use_peft"] = Policy.of(with_adapter, config.longest_sequence), load
+        elif config.quantization == "none":
+            with suppress(ConfigError):
+                check_adapter(replace(config, quantization="4bit"))
+                instead["quantization 4bit"] = Policy.of(on_cuda, config.longest_sequence, "4bit"), load
     except NotImplementedError as error:
         return [f"Memory: no estimate ({' '.join(str(error).split())[:300]})"]
     lines = [

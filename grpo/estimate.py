@@ -139,14 +139,16 @@ def weights(model: PreTrainedModel, dtype: torch.dtype, quantization: str) -> in
     """Bytes. A tied head counts once.
 
     As bitsandbytes lays them out: all linear layers but the head, in 8 bits with a float32 for each output, in 4 bits
-    with a float32 for every 64 numbers. Embeddings, head, norms and biases stay in `dtype`.
+    with a byte for every 64 numbers and a float32 for every 256 such bytes. Embeddings, head, norms, biases and an
+    adapter stay in `dtype`.
     """
     size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     if quantization == "none":
         return size
     for layer in _linears(model):
         count, outputs = layer.weight.numel(), layer.nf if isinstance(layer, Conv1D) else layer.out_features
-        small = count + 4 * outputs if quantization == "8bit" else -(-count // 2) + 4 * -(-count // 64)
+        blocks = -(-count // 64)
+        small = count + 4 * outputs if quantization == "8bit" else -(-count // 2) + blocks + 4 * -(-blocks // 256)
         size += small - count * dtype.itemsize
     return size
 
@@ -255,4 +257,5 @@ def overhead(terms: list[Term], device_type: str) -> list[Term]:
 
 def _linears(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
     head = model.get_output_embeddings()
-    return [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
+    layers = [layer for name, layer in model.named_modules() if ".lora_" not in name]
+    return [layer for layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer is not head]

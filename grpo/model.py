@@ -12,20 +12,20 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file
 
-from grpo.adapters import base_of, load_adapter, need, scalings
+from grpo.adapters import QUANTIZERS, base_of, load_adapter, need, scalings
 from grpo.answer_config import AnsweringConfig
 from grpo.attention import switch_off, switch_on, variants_for
 from grpo.batch import Batcher
 from grpo.config import ConfigError, SharedConfig
 from grpo.logprobs import Head
 from grpo.protocol import Health, fingerprint
+from grpo.quantization import keep_layout, layout, quantization_of, unpacked
 from grpo.rollout import Sampler
 from grpo.server_config import ServerConfig
 from grpo.trial import check_padded, check_sampling, packed_differs
@@ -55,37 +55,41 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(config: SharedConfig, device: torch.device) -> PreTrainedModel:
+def load_model(config: SharedConfig, device: torch.device, device_map: str | None = None) -> PreTrainedModel:
     """The causal language model in its dtype on `device`, in evaluation mode, its head checked against ours.
 
-    Nothing puts it into training mode: its log-probs would be those of another distribution than it sampled from.
+    It is quantized where the configuration says so, and over all devices with a `device_map`. Nothing puts it into
+    training mode: its log-probs would be those of another distribution than it sampled from.
+
+    Raises ConfigError where a package that this needs is not installed.
     """
-    model = _load_model(config, resolve_dtype(config, device)).to(device)
+    # cuDNN's, torch's first choice on an H100, plans anew for every shape, and fails at some of ours ("Expected
+    # mha_graph.execute(...) to be true"). Without it torch takes flash attention.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
+    if device_map is not None:
+        need("device_map", device_map, "accelerate")
+        options["device_map"] = device_map
+    if config.quantization != "none":
+        need("quantization", config.quantization, *QUANTIZERS)
+        if getattr(settings, "quantization_config", None) is not None:
+            raise ConfigError(
+                f"quantization={config.quantization!r}: the weights of {config.model_name_or_path} are quantized "
+                "already: use none, or name the model that they were made from"
+            )
+        options |= {"quantization_config": layout(config.quantization, dtype), "device_map": device_map or {"": device}}
+    model = load_auto(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options)
+    keep_layout(model)
+    if base_of(config.model_name_or_path) is not None:
+        load_adapter(model, config.model_name_or_path)
+    model = model.eval() if options else model.eval().to(device)
     Head.check(model)
     return model
 
 
 def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedModel:
-    """The frozen model on `device`, or over all devices, or quantized, where the configuration says so.
-
-    Raises ConfigError where a package that this needs is not installed.
-    """
-    if config.device_map is None and config.quantization == "none":
-        return load_model(config, device).requires_grad_(False)
-    dtype, quantized = resolve_dtype(config, device), None
-    if config.quantization == "none":
-        need("device_map", config.device_map, "accelerate")
-    else:
-        need("quantization", config.quantization, "accelerate", "bitsandbytes")
-        quantized = BitsAndBytesConfig(
-            load_in_8bit=config.quantization == "8bit",
-            load_in_4bit=config.quantization == "4bit",
-            bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_quant_type="nf4",
-        )
-    model = _load_model(config, dtype, device_map=config.device_map or {"": device}, quantization_config=quantized)
-    Head.check(model)
-    return model.requires_grad_(False)
+    """As `load_model`, frozen."""
+    return load_model(config, device, config.device_map).requires_grad_(False)
 
 
 def load_settings(config: SharedConfig) -> PretrainedConfig:
@@ -96,16 +100,6 @@ def load_settings(config: SharedConfig) -> PretrainedConfig:
             if isinstance(value, float) and "drop" in name:
                 setattr(part, name, 0.0)
     return settings
-
-
-def _load_model(config: SharedConfig, dtype: torch.dtype, **options) -> PreTrainedModel:
-    # cuDNN's, torch's first choice on an H100, plans anew for every shape, and fails at some of ours ("Expected
-    # mha_graph.execute(...) to be true"). Without it torch takes flash attention.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    model = load_auto(AutoModelForCausalLM, config, config=load_settings(config), dtype=dtype, **options)
-    if base_of(config.model_name_or_path) is not None:
-        load_adapter(model, config.model_name_or_path)
-    return model.eval()
 
 
 def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
@@ -214,7 +208,8 @@ def check_lengths(config: AnsweringConfig, settings: PretrainedConfig) -> None:
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Health:
     """What identifies a model, on either side of the wire."""
     said = describe_without_weights(model, tokenizer, name)
-    samples = (parameter.detach().flatten()[sample(parameter.numel())] for parameter in model.parameters())
+    weights = (unpacked(parameter).flatten() for parameter in model.parameters())
+    samples = (values[sample(len(values))] for values in weights)
     digest = getattr(model.config, "weights_sha256", "")
     return replace(said, model_fingerprint=_fingerprint(model, said.tokenizer_fingerprint, samples, digest))
 
@@ -231,6 +226,7 @@ def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokeni
         max_length=longest_sequence(model.config) or NO_LIMIT,
         dtype=str(model.dtype).removeprefix("torch."),
         device=", ".join(sorted({str(place) for place in placed.values()})) if placed else str(model.device),
+        quantization=quantization_of(model),
     )
 
 
@@ -255,7 +251,8 @@ def _fingerprint(model: PreTrainedModel, tokens: str, samples: Iterable[torch.Te
 def _settings(model: PreTrainedModel) -> dict:
     """The configuration, without what two models may differ in and be one."""
     settings = model.config.to_dict()
-    volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "weights_sha256")
+    volatile = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "weights_sha256"}
+    volatile |= {"quantization_config"}  # the samples are of what it leaves of the weights
     return {name: value for name, value in settings.items() if name not in volatile}
 
 

@@ -123,6 +123,8 @@ class Health:
     version: int = VERSION
     task: str = "logprobs"
     """what it answers with: logprobs or reward (grpo/reward_protocol.py)"""
+    quantization: str = "none"
+    """of its weights: none, 8bit or 4bit"""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -50,6 +50,12 @@ def check_reference(config: TrainerConfig, policy: Health, reference: Health) ->
             f"{urls} serves {reference.model}, whose configuration is not that of {policy.model}, so it cannot take "
             f"these weights: {restart}, or set ref_update_steps to 0"
         )
+    if config.quantization not in ("none", reference.quantization):
+        raise RefError(
+            f"{urls} serves {reference.model} with quantization {reference.quantization}, and that of the policy is "
+            f"{config.quantization}, so the KL would not begin at 0: restart it with --quantization "
+            f"{config.quantization}, or use ref adapter_off"
+        )
     if reference.model_fingerprint != policy.model_fingerprint:
         log.warning(
             "the reference (%s) is another model than the policy starts from (%s): the KL will not begin at 0",

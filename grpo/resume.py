@@ -14,6 +14,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from grpo.adapters import trained_alone
 from grpo.checkpoint import SaveError, put_in_place, to_disk, write_model
 from grpo.checkpoint_list import PROGRESS, Sums, best, checkpoints, read_progress, readable, sum_files, write_progress
 from grpo.collect import Part
@@ -124,9 +126,11 @@ class Checkpoints:
 
         def save_engine() -> None:
             try:
-                engine.save_checkpoint(
-                    str(unfinished), tag=ENGINE, save_latest=False, exclude_frozen_parameters=self._config.use_peft
-                )
+                alone = trained_alone(engine.module) if self._config.use_peft else nullcontext()
+                with alone:
+                    engine.save_checkpoint(
+                        str(unfinished), tag=ENGINE, save_latest=False, exclude_frozen_parameters=self._config.use_peft
+                    )
             except Exception:
                 torch.distributed.barrier()  # the others wait for this rank in the one at its end
                 raise

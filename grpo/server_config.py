@@ -26,9 +26,6 @@ class ServingSection:
     device_map: Optional[str] = option(
         None, "auto spreads the model over all visible GPUs, for one too big for a single card (needs accelerate)"
     )
-    quantization: Literal["none", "8bit", "4bit"] = option(
-        "none", "weights in 8 or 4 bits, by bitsandbytes: less memory, and log-probs of a slightly different model"
-    )
     deterministic: bool = option(
         False, "compute each request by itself: bitwise the same answer whatever else waits, before and after a restart"
     )

@@ -19,7 +19,7 @@ from transformers.integrations import sdpa_attention
 
 from grpo.activations import kept_for_backward
 from grpo.attention import ROWS
-from grpo.estimate import ALLOCATOR, CUDA_PROCESS, HEAP, MIB, Shape, Term, forward, overhead
+from grpo.estimate import ALLOCATOR, CUDA_PROCESS, HEAP, MIB, Shape, Term, forward, overhead, weights
 from grpo.logprobs import CPU_BLOCK, CUDA_BLOCK
 from grpo.optimizer import parameter_groups
 from grpo.trainer_config import TrainerConfig
@@ -51,10 +51,14 @@ class Policy:
     """parameters of the head, 0 where it is not trained"""
     kept: int
     """bytes that all layers keep for the backward pass, of one token"""
+    quantization: str = "none"
+    spared: int = 0
+    """bytes of weights that quantization spares"""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, longest: int) -> Policy:
-        """Of a model on device meta, with its adapter if it trains one. `longest` sequence, in tokens.
+    def of(cls, model: PreTrainedModel, longest: int, quantization: str = "none") -> Policy:
+        """Of a model on device meta, with its adapter if it trains one. `longest` sequence, in tokens. There its
+        weights are whole; `quantization` is how a run has them.
 
         Raises NotImplementedError where the model cannot run without numbers.
         """
@@ -67,6 +71,8 @@ class Policy:
             trained=tuple(parameter.numel() for parameter in chain(*parameter_groups(model))),
             head=head.numel() if head.requires_grad else 0,
             kept=kept_for_backward(model, longest),
+            quantization=quantization,
+            spared=weights(model, model.dtype, "none") - weights(model, model.dtype, quantization),
         )
 
 
@@ -177,7 +183,7 @@ def memory(policy: Policy, load: Load, device_type: str) -> Memory:
         outside = [Term("CUDA", CUDA_PROCESS, "assumed: its context, and kernels as they are loaded")]
     if cuda and load.ranks > 1:
         outside.append(Term("NCCL's buffers", NCCL_GROUPS * NCCL_GROUP, f"assumed: of {NCCL_GROUPS} groups of ranks"))
-    standing = [Term("weights", policy.count * item, "whole on every rank, a tied head once")]
+    standing = [Term("weights", policy.count * item - policy.spared, "whole on every rank, a tied head once")]
     optimizer = [
         Term("masters", 4 * share, f"fp32, of 1/{load.ranks} of what is trained; where weights are fp32 too"),
         Term("AdamW's moments", 8 * share, f"two in fp32, of 1/{load.ranks}"),
@@ -215,7 +221,9 @@ def _sampling(policy: Policy, load: Load, device_type: str) -> list[Term]:
     longest = load.prompt + load.completion
     cache = 2 * policy.layers * shape.keys * rows * item  # of a token of every row
 
-    prompts = forward(shape, policy.dtype, "none", rows * load.prompt, load.prompt, device_type, scoring=False)
+    prompts = forward(
+        shape, policy.dtype, policy.quantization, rows * load.prompt, load.prompt, device_type, scoring=False
+    )
     first = [
         Term("KV cache", cache * load.prompt, f"of {rows} prompts"),
         Term("their forward pass", _size(prompts), "each completion's prompt by itself"),
@@ -225,11 +233,18 @@ def _sampling(policy: Policy, load: Load, device_type: str) -> list[Term]:
         Term("KV cache", cache * longest, f"{rows} sequences of {longest:,}"),
         Term("a layer's keys again", cache * longest // policy.layers // 2, "made anew to take a token in"),
         Term("next token's logits", 24 * rows * shape.vocabulary, "six of the vocabulary in fp32"),
+        *_unpacked(policy),
     ]
     if REPEATS_KEYS:
         repeated = 2 * shape.queries * rows * longest * item
         last.append(Term("keys repeated", repeated, "a layer's, to as many heads as queries have"))
     return max(first, last, key=_size)
+
+
+def _unpacked(policy: Policy) -> list[Term]:
+    """A weight is unpacked for a product, forwards and backwards, and dropped after it."""
+    size = policy.dtype.itemsize * policy.shape.largest if policy.quantization == "4bit" else 0
+    return [Term("4 bit weights unpacked", size, "of the largest layer, for its product")]
 
 
 def _begin(policy: Policy, load: Load, cuda: bool) -> list[Term]:
@@ -256,7 +271,9 @@ def _begin(policy: Policy, load: Load, cuda: bool) -> list[Term]:
         before,
     ]
     return max(
-        at_head + _head(policy, load, cuda) + both, in_layer + _layer(policy, load, cuda) + both + gradients, key=_size
+        at_head + _head(policy, load, cuda) + both,
+        in_layer + _layer(policy, load, cuda) + _unpacked(policy) + both + gradients,
+        key=_size,
     )
 
 

@@ -284,6 +284,24 @@ class TrainerConfig(
         )
 
     def _check_adapter(self) -> None:
+        require(
+            self.quantization != "8bit",
+            "quantization",
+            self.quantization,
+            "activations go in 8 bits too, so that a log-prob would depend on the rest of its batch: use 4bit",
+        )
+        require(
+            self.quantization == "none" or self.use_peft,
+            "quantization",
+            self.quantization,
+            "weights in 4 bits cannot be trained: add use_peft, which trains an adapter on them, or use none",
+        )
+        require(
+            self.quantization == "none" or self.ref_update_steps == 0,
+            "ref_update_steps",
+            self.ref_update_steps,
+            "weights in 4 bits cannot be replaced on a server: use 0, or quantization none",
+        )
         for name, idle in (
             ("ref", "server"),
             ("merge_on_save", False),

@@ -111,7 +111,20 @@ def test_an_adapter_is_counted(given, capsys):
     pytest.importorskip("peft")
     dry_run(TrainerConfig(**given | {"use_peft": True, "lora_target_modules": ["q_proj"], "ref": "adapter_off"}))
     said = capsys.readouterr().out
-    assert "the trainer itself, its adapter off" in said and "use_peft" not in said
+    assert "the trainer itself, its adapter off" in said and "use_peft" not in said and "quantization 4bit" in said
+
+
+def test_weights_in_4_bits_are_counted(given, model, capsys):
+    pytest.importorskip("bitsandbytes")
+    dry_run(TrainerConfig(**given | {"use_peft": True, "quantization": "4bit", "ref": "adapter_off"}))
+    said = capsys.readouterr().out
+    assert "4 bit weights unpacked" in said and "quantization 4bit" not in said
+
+
+def test_a_server_with_other_weights_than_a_policy_in_4_bits_is_named(given, server, capsys):
+    pytest.importorskip("bitsandbytes")
+    dry_run(TrainerConfig(**given | {"use_peft": True, "quantization": "4bit", "ref_servers": [server.url]}))
+    assert "with quantization none, and that of the policy is 4bit" in capsys.readouterr().out
 
 
 def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, capsys, tmp_path, monkeypatch):
