@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from grpo.adapters import base_of, check_adapter, put_adapter, train_adapter
+from grpo.adapters import base_of, check_adapter, need, put_adapter, train_adapter
 from grpo.batch import Batcher
 from grpo.checkpoint import check_unused
 from grpo.checkpoint_list import find_checkpoints
@@ -168,23 +168,30 @@ def _memory(
 ) -> list[str]:
     cuda, load = torch.device("cuda"), loads[ranks]
     try:
-        here = Policy.of(model, config.longest_sequence, config.quantization)
+        here = Policy.of(model, config.longest_sequence, config.quantization, config.optim)
         on_cuda = policy_on_meta(config, resolve_dtype(config, cuda))
-        there = Policy.of(on_cuda, config.longest_sequence, config.quantization)
+        there = Policy.of(on_cuda, config.longest_sequence, config.quantization, config.optim)
         instead: dict[str, tuple[Policy, Load]] = {}
         if not config.gradient_checkpointing:
             recomputing = replace(config, gradient_checkpointing=True)
             with suppress(ConfigError):  # for a model that does not know how it is no choice
                 with_checkpoints = policy_on_meta(recomputing, there.dtype)
                 instead["gradient_checkpointing"] = (
-                    Policy.of(with_checkpoints, config.longest_sequence, config.quantization),
+                    Policy.of(with_checkpoints, config.longest_sequence, config.quantization, config.optim),
                     replace(load, checkpointing=True),
                 )
         if not load.offloaded:
             instead["offload_optimizer"] = there, replace(load, offloaded=True)
         if config.dtype == "float32":
             half = policy_on_meta(config, torch.bfloat16)
-            instead["dtype bfloat16"] = Policy.of(half, config.longest_sequence, config.quantization), load
+            instead["dtype bfloat16"] = (
+                Policy.of(half, config.longest_sequence, config.quantization, config.optim),
+                load,
+            )
+        if not config.use_peft and config.optim == "adamw_torch":
+            with suppress(ConfigError):
+                need("optim", "adamw_8bit", "bitsandbytes")
+                instead["optim adamw_8bit"] = Policy.of(on_cuda, config.longest_sequence, optim="adamw_8bit"), load
         if not config.use_peft:
             adapted = replace(config, use_peft=True)
             # Without peft, or for a kind of model of which peft knows no layers, it is no choice.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from grpo.adapters import need
 from grpo.config import REPOSITORY, ConfigError
 from grpo.model import resolve_dtype
 from grpo.trainer_config import TrainerConfig
@@ -56,6 +57,14 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
             f"deepspeed='{path}': zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the "
             "whole weights that generation needs"
         )
+    if config.optim == "adamw_8bit":
+        need("optim", config.optim, "bitsandbytes")
+        if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+            raise ConfigError(
+                f"optim={config.optim!r}: '{path}' has zero_optimization.offload_optimizer, which wants AdamW on the "
+                "CPU, in 32 bits: take one of them out"
+            )
+        fill(settings, "zero_allow_untested_optimizer", True, "optim")
     sequences = config.prompts_per_step * config.num_generations
     source = "prompts_per_step x num_generations"
     fill(settings, "train_batch_size", sequences, source)

@@ -13,9 +13,13 @@ from grpo.trainer_config import TrainerConfig
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
+_MOST = 2**30  # numbers in a group of bitsandbytes' AdamW
+
 
 def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """torch's own AdamW: DeepSpeed's would be compiled at the first start."""
+    if config.optim == "adamw_8bit":
+        return _with_8_bits(model, config)
     decays = config.weight_decay, 0.0
     groups = [
         {"params": parameters, "weight_decay": decay}
@@ -39,6 +43,51 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
             bare = id(parameter) in norms or _NOT_DECAYED.search(name.lower())
             (others if bare else decayed).append(parameter)
     return decayed, others
+
+
+def in_8_bits(model: nn.Module) -> list[nn.Parameter]:
+    """What is trained with moments in 8 bits: matrices, but no embeddings and nothing small.
+
+    `Trainer` and bitsandbytes leave those out too; but of a group ZeRO-2 makes one tensor, which is never small.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [weight for weight in parameter_groups(model)[0] if id(weight) not in embeddings and weight.numel() >= 4096]
+
+
+def _with_8_bits(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW, each group with its `optim_bits`."""
+    from bitsandbytes.optim import AdamW8bit
+
+    class AdamW(AdamW8bit):
+        def get_config(self, group_index: int, index: int, group: dict) -> dict:
+            return super().get_config(group_index, index, group) | {"optim_bits": group["optim_bits"]}
+
+    decayed, others = parameter_groups(model)
+    large = in_8_bits(model)
+    known = {id(weight) for weight in large}
+    small = [weight for weight in decayed if id(weight) not in known]
+    groups = [
+        {"params": part, "weight_decay": decay, "optim_bits": bits}
+        for weights, decay, bits in (
+            (large, config.weight_decay, 8),
+            (small, config.weight_decay, 32),
+            (others, 0.0, 32),
+        )
+        for part in _parts(weights)
+    ]
+    return AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon)
+
+
+def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """In their order, so many at a time that bitsandbytes' kernels, which count in 32 bits, can count them."""
+    parts, size = [], _MOST
+    for weight in weights:
+        if size + weight.numel() > _MOST:
+            parts.append([])
+            size = 0
+        parts[-1].append(weight)
+        size += weight.numel()
+    return parts
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LambdaLR:

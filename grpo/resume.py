@@ -103,12 +103,13 @@ class Checkpoints:
         for left in [*folder.glob("*.unfinished"), *folder.glob("*.old")] if rank == 0 else []:
             shutil.rmtree(left)
         prompts = [one.prompt for one in examples]
+        in_few_bits = config.quantization != "none" or config.optim == "adamw_8bit"
         self._about = {
             "ranks": world_size,
             "model": model,
             "prompts": [len(prompts), fingerprint(prompts)],
             "settings": {name: value for name, value in asdict(config).items() if name not in FREE},
-            "versions": {name: version(name) for name in LIBRARIES},
+            "versions": {name: version(name) for name in (*LIBRARIES, *(["bitsandbytes"] if in_few_bits else []))},
         }
 
     def save(self, engine, progress: Progress) -> None:
@@ -189,6 +190,11 @@ class Checkpoints:
         load = partial(engine.load_checkpoint, load_module_strict=not self._config.use_peft)
         if there == here:
             load(str(checkpoint), tag=ENGINE)
+        elif self._config.optim == "adamw_8bit":
+            raise ConfigError(
+                f"resume_from_checkpoint='{checkpoint}': it is of {there} ranks, and AdamW's moments in 8 bits cannot "
+                f"be rearranged for {here}: start it with {there}"
+            )
         else:
             log.info("%s is of %d ranks: DeepSpeed rearranges it for %d", checkpoint, there, here)
             universal = checkpoint.with_name(checkpoint.name + ".universal.unfinished")

@@ -21,7 +21,7 @@ from grpo.activations import kept_for_backward
 from grpo.attention import ROWS
 from grpo.estimate import ALLOCATOR, CUDA_PROCESS, HEAP, MIB, Shape, Term, forward, overhead, weights
 from grpo.logprobs import CPU_BLOCK, CUDA_BLOCK
-from grpo.optimizer import parameter_groups
+from grpo.optimizer import in_8_bits, parameter_groups
 from grpo.trainer_config import TrainerConfig
 
 PHASES = "sampling", "backward pass, its begin", "backward pass, its end", "AdamW's step"
@@ -54,9 +54,11 @@ class Policy:
     quantization: str = "none"
     spared: int = 0
     """bytes of weights that quantization spares"""
+    in_8_bits: int = 0
+    """trained parameters whose moments are in 8 bits"""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, longest: int, quantization: str = "none") -> Policy:
+    def of(cls, model: PreTrainedModel, longest: int, quantization: str = "none", optim: str = "adamw_torch") -> Policy:
         """Of a model on device meta, with its adapter if it trains one. `longest` sequence, in tokens. There its
         weights are whole; `quantization` is how a run has them.
 
@@ -72,6 +74,7 @@ class Policy:
             head=head.numel() if head.requires_grad else 0,
             kept=kept_for_backward(model, longest),
             quantization=quantization,
+            in_8_bits=sum(weight.numel() for weight in in_8_bits(model)) if optim == "adamw_8bit" else 0,
             spared=weights(model, model.dtype, "none") - weights(model, model.dtype, quantization),
         )
 
@@ -188,6 +191,10 @@ def memory(policy: Policy, load: Load, device_type: str) -> Memory:
         Term("masters", 4 * share, f"fp32, of 1/{load.ranks} of what is trained; where weights are fp32 too"),
         Term("AdamW's moments", 8 * share, f"two in fp32, of 1/{load.ranks}"),
     ]
+    if policy.in_8_bits:
+        part = -(-policy.in_8_bits // load.ranks)
+        size = 8 * (share - part) + 2 * part + 8 * -(-part // 256)
+        optimizer[-1] = Term("AdamW's moments", size, f"two, of 1/{load.ranks}: matrices' in 8 bits, others' in fp32")
     if load.offloaded:
         standing.append(Term("a gradient", item * largest, "offload_optimizer: a buffer for the largest"))
         accumulated = 0 if _compact(policy, load) else item * _own(policy.trained, load.ranks)
@@ -201,7 +208,7 @@ def memory(policy: Policy, load: Load, device_type: str) -> Memory:
         _sampling(policy, load, device_type),
         _begin(policy, load, cuda),
         _gradients(policy, load, cuda),
-        _step(policy, load),
+        _step(policy, load, cuda),
     ]
     return Memory(
         outside=outside,
@@ -372,7 +379,7 @@ def _gradients(policy: Policy, load: Load, cuda: bool) -> list[Term]:
     ]
 
 
-def _step(policy: Policy, load: Load) -> list[Term]:
+def _step(policy: Policy, load: Load, cuda: bool) -> list[Term]:
     """AdamW's own copy of the gradient, and the norm before it; AdamW itself is one kernel that makes nothing."""
     item, largest = policy.dtype.itemsize, max(policy.trained)
     share, own = -(-sum(policy.trained) // load.ranks), _own(policy.trained, load.ranks)
@@ -383,7 +390,10 @@ def _step(policy: Policy, load: Load) -> list[Term]:
         return [Term("a gradient", item * largest, "the largest: they come back one by one"), in_fp64]
     gradients = Term("gradients", item * own, f"1/{load.ranks}")
     copied = Term("in one piece", share * item + (4 * share if item == 2 else 0), "and in fp32")
-    return max([gradients, in_fp64], [gradients, copied], key=_size)
+    stepped = [Term("gradients in fp32", 4 * share, f"1/{load.ranks} in one piece")]
+    if policy.in_8_bits and not cuda:
+        stepped.append(Term("of bitsandbytes' AdamW", 20 * share, "on a CPU, both moments in fp32"))
+    return max([gradients, in_fp64], [gradients, copied], stepped, key=_size)
 
 
 def _compact(policy: Policy, load: Load) -> bool:

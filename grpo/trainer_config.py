@@ -52,6 +52,9 @@ class TrainingSection:
         "constant_with_warmup", "what follows the linear warm-up"
     )
     warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0")
+    optim: Literal["adamw_torch", "adamw_8bit"] = option(
+        "adamw_torch", "AdamW; with adamw_8bit its moments are in 8 bits, by bitsandbytes: a quarter of their memory"
+    )
     adam_beta1: float = option(0.9, "AdamW")
     adam_beta2: float = option(0.99, "AdamW")
     adam_epsilon: float = option(1e-8, "AdamW")

@@ -28,6 +28,18 @@ def test_the_shipped_file_is_filled():
     assert engine_config(config("--dtype", "bfloat16"), 1, CPU)["bf16"]["enabled"] is True
 
 
+def test_moments_in_8_bits_are_allowed_and_not_offloaded(with_file):
+    pytest.importorskip("bitsandbytes")
+    assert "zero_allow_untested_optimizer" not in with_file({})
+    eight = "--optim", "adamw_8bit"
+    assert with_file({}, *eight)["zero_allow_untested_optimizer"] is True
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(
+        ConfigError, match="^optim='adamw_8bit': .* has zero_optimization.offload_optimizer, .* take one"
+    ):
+        with_file(offloaded, *eight)
+
+
 def test_the_shipped_file_says_no_size_and_no_rate():
     file = json.loads((REPOSITORY / "ds_config.json").read_text())
     assert file["train_batch_size"] == file["gradient_clipping"] == file["bf16"]["enabled"] == "auto"
