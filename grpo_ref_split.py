@@ -43,6 +43,7 @@ from grpo.checkpoint_list import read_progress
 from grpo.collect import Collector
 from grpo.config import ConfigError
 from grpo.data import PromptStream, check_reward_columns, load_examples
+from grpo.devices import wants_card
 from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config
 from grpo.ending import Stopped, exit_code
@@ -81,7 +82,7 @@ from grpo.rewards import RewardError, load_reward_funcs, start_rewards
 from grpo.stalls import TIME_OUT, Stalls
 from grpo.update import NothingLearned, update
 
-if not torch.cuda.is_available():
+if not wants_card():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
 # DeepSpeed's own calls, one line a rank. The barrier's, on GPUs, means the device that join_ranks has set.
 warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -358,6 +359,8 @@ def show_end(folder: Path) -> None:
 
 def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
     """Meet the other ranks. Returns (rank, world size, device). Raises ConfigError if the step cannot be shared."""
+    rank, world_size, device = own_place()
+    config.check_ranks(world_size)
     if "RANK" not in os.environ:  # plain python instead of the deepspeed launcher: one rank
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -368,8 +371,6 @@ def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-    rank, world_size, device = own_place()
-    config.check_ranks(world_size)
     if device.type == "cpu":
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

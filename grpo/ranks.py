@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from grpo.devices import take_device
+
 _T = TypeVar("_T")
 
 
@@ -16,17 +18,17 @@ def own_place() -> tuple[int, int, torch.device]:
     """(rank, number of ranks, device), as the launcher's environment says; without a launcher (0, 1, device).
 
     Takes the device, and a fair share of the cores where that is the CPU. Only rank 0 goes on to show progress bars.
+    Raises ConfigError as take_device.
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if rank != 0:
         disable_progress_bar()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-        return rank, world_size, torch.device("cuda", local_rank)
-    if "OMP_NUM_THREADS" not in os.environ:  # the launcher sets none, and ranks would fight for the cores
+    device = take_device(local_rank)
+    # The launcher sets none, and ranks would fight for the cores.
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
-    return rank, world_size, torch.device("cpu")
+    return rank, world_size, device
 
 
 def from_first(value: _T) -> _T:

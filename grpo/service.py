@@ -46,15 +46,14 @@ class Service:
         self._changing = threading.Lock()
 
     def load(self) -> None:
-        """Load the model and begin to score. Raises ConfigError where there is no such model."""
-        import torch
-
+        """Load the model and begin to score. Raises ConfigError where there is no such model, or a card of no use."""
+        from grpo.devices import take_device
         from grpo.fair_queue import FairQueue
         from grpo.model import describe, device_memory, load_reference, load_tokenizer, make_batcher
         from grpo.scorer import Scorer, completion_logprobs
         from grpo.updates import Updates
 
-        config, device = self.config, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config, device = self.config, take_device(local_rank=0)
         if device.type == "cuda":
             self.monitor.device_memory = device_memory
         if config.task == "reward":

@@ -1,10 +1,13 @@
 """Which device a process takes, what it refuses, what an error of it means. No card is needed: what depends on one is
 computed from its names and numbers."""
 
+import os
+
 import pytest
 import torch
+from conftest import running_server
 
-from grpo.devices import is_out_of_memory
+from grpo.devices import asks_for_card, explain_too_many, explain_unusable, is_out_of_memory, take_device
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,65 @@ def test_what_is_out_of_memory(error):
 )
 def test_what_is_another_failure(error):
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "environment, there, expected",
+    [
+        ({}, False, False),
+        ({}, True, True),
+        # What the user names must be used, whether it is there or not.
+        ({"CUDA_VISIBLE_DEVICES": "7"}, False, True),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8d1f2ab4"}, False, True),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-8d1f2ab4"}, True, True),
+        # How people and batch systems ask for none.
+        ({"CUDA_VISIBLE_DEVICES": ""}, True, False),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, True, False),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, True, False),
+        # The launcher names cards to ranks on a CPU too.
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": "1"}, False, False),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": "1"}, True, True),
+    ],
+)
+def test_who_works_on_a_card(environment, there, expected):
+    assert asks_for_card(environment, there) == expected
+
+
+def test_ranks_on_the_cpu_see_no_cards_whatever_the_launcher_names(monkeypatch):
+    """DeepSpeed's launcher, started with CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu, sets the former for its ranks."""
+    for name, value in {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert take_device(local_rank=1) == torch.device("cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_card_that_torch_cannot_use_is_refused_and_not_replaced_by_the_cpu(model_folder, tmp_path):
+    """No machine has so many cards."""
+    environment = {"CUDA_VISIBLE_DEVICES": "9999", "DS_ACCELERATOR": ""}
+    with running_server(model_folder, tmp_path, environment=environment) as server:
+        assert server.process.wait(60) == 2
+    (line,) = [line for line in server.log.read_text().splitlines() if "error: " in line]
+    assert line.startswith(f"ref_server.py: error: torch={torch.__version__}: it can use no card (")
+    assert "; CUDA_VISIBLE_DEVICES is 9999): " in line and line.endswith(", or set DS_ACCELERATOR=cpu to use the CPU")
+
+
+@pytest.mark.parametrize(
+    "built_for, environment, reason, remedy",
+    [
+        (None, {}, "Torch not compiled with CUDA enabled", "install a torch that is built for CUDA"),
+        ("13.0", {"CUDA_VISIBLE_DEVICES": "7"}, "No CUDA GPUs are available", "set CUDA_VISIBLE_DEVICES to cards that"),
+        ("13.0", {}, "The NVIDIA driver on your system is too old (found version 12020)", "update NVIDIA's driver, or"),
+    ],
+)
+def test_the_remedy_fits_the_reason(monkeypatch, built_for, environment, reason, remedy):
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    text = explain_unusable(environment, reason)
+    assert f"it can use no card ({reason}; CUDA_VISIBLE_DEVICES is " in text and f"): {remedy}" in text
+
+
+def test_more_ranks_than_cards_are_counted():
+    text = explain_too_many({"LOCAL_RANK": "2", "LOCAL_SIZE": "4", "CUDA_VISIBLE_DEVICES": "0,1"}, cards=2)
+    assert text == (
+        "LOCAL_RANK=2: 4 ranks were started on this machine, and torch sees 2 cards (CUDA_VISIBLE_DEVICES is 0,1): "
+        "start one a card, as 'deepspeed --num_gpus 2' does"
+    )
