@@ -147,6 +147,8 @@ def _causal(
         seen = all_keys - own + start
         end = seen + rows.shape[2]
         mask = _mask(rows.shape[2], seen, query.dtype, query.device)
+        if query.is_cuda:
+            mask = _aligned(mask)
         out.append(_attend(rows, key[:, :, :end], value[:, :, :end], mask, scaling, softcap))
     return out
 
@@ -180,7 +182,16 @@ def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, d
     segment = torch.arange(1 + len(completions)).repeat_interleave(torch.tensor([prompt, *completions]))
     seen = (segment == 0) | (segment == segment.unsqueeze(1))
     mask = torch.zeros(len(segment), len(segment), dtype=dtype).masked_fill(~seen.tril(), -torch.inf)
-    return mask.to(device)
+    return _aligned(mask.to(device))
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Copy a mask so that each row begins at a multiple of 16 numbers.
+
+    A GPU's kernel refuses others ("attn_bias_ptr is not correctly aligned").
+    """
+    rows, columns = mask.shape
+    return mask.new_empty(rows, columns + -columns % 16)[:, :columns].copy_(mask)
 
 
 def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

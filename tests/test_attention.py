@@ -8,7 +8,7 @@ import torch
 from test_logprobs import CONFIGS, PADDED, SMALL, build
 from transformers import MambaConfig, MistralConfig
 
-from grpo.attention import switch_off, switch_on
+from grpo.attention import _aligned, _mask, switch_off, switch_on
 from grpo.batch import Batcher
 from grpo.logprobs import token_logprobs
 from grpo.model import load_model, make_batcher
@@ -137,6 +137,17 @@ def test_the_variants_agree_on_a_gpu(variant):
         switch_on(model, variant)
         packed, _ = token_logprobs(model, Batcher(0, 10**9).make(sequences, "cuda"), 1.0)
     torch.testing.assert_close(packed, padded, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mask_for_a_gpu_begins_where_its_kernel_wants_it(dtype):
+    for rows, seen in [(256, 0), (256, 40), (7, 133), (1, 9), (200, 300)]:
+        mask = _mask(rows, seen, dtype, torch.device("cpu"))
+        copy = _aligned(mask)
+        assert torch.equal(copy, mask) and copy.shape == (rows, seen + rows)
+        assert copy.data_ptr() % 16 == 0 and copy.stride(0) % 16 == 0 and copy.stride(1) == 1
+    # As they come from the cache they do not.
+    assert _mask(7, 133, dtype, torch.device("cpu")).data_ptr() % 16
 
 
 def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size):
