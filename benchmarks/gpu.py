@@ -116,7 +116,7 @@ def differences(model: PreTrainedModel, sequences: list, tables: Tables) -> None
             tables.row(name, f"{difference.mean():.1e}", f"{difference.max():.1e}", f"{off:.1e}")
         # One that this card or this torch cannot run says so, and the others are still measured.
         except (RuntimeError, NotImplementedError, ImportError, TypeError) as error:
-            tables.row(name, f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}", "", "")
+            tables.row(name, failure(error), "", "")
         finally:
             switch_off(model)
 
@@ -163,13 +163,22 @@ def speeds(
             if kind in VARIANTS:
                 switch_on(model, kind)
             run = partial(step, model, makes, sequences)
-            peak = peak_of(run)  # the warm-up
-            times = clock.times(run)
-            switch_off(model)
+            try:
+                peak = peak_of(run)  # the warm-up
+                times = clock.times(run)
+            except (RuntimeError, NotImplementedError, ImportError, TypeError) as error:
+                tables.row(shape, name, kind, failure(error), "", "", "")
+                continue
+            finally:
+                switch_off(model)
             # A multiply-add is two operations; the backward pass does each product twice. What checkpointing computes
             # again is not counted as needed.
             operations = 2 * sum(needed.multiply_adds(model.config).values()) * (3 if step is update else 1)
             tables.row(shape, name, kind, *rates(needed, operations, times), f"{peak / 2**30:.2f}" if CUDA else "-")
+
+
+def failure(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def rates(needed: Work, operations: float, times: list[float]) -> tuple[str, str, str]:
@@ -304,7 +313,11 @@ def train_both(tiny: bool, clock: Clock, tables: Tables) -> None:
 
 
 def build(shape: str, tiny: bool) -> PreTrainedModel:
-    return random_model(qwen(**(TINY if tiny else SHAPES[shape])), torch.float32 if tiny else torch.bfloat16, DEVICE)
+    """Random weights whose logits spread as a trained model's do: with a norm of 1 they would differ by 0.8."""
+    config = qwen(**(TINY if tiny else SHAPES[shape]))
+    model = random_model(config, torch.float32 if tiny else torch.bfloat16, DEVICE)
+    model.model.norm.weight.data.fill_(4.0)
+    return model
 
 
 def workload(tiny: bool, config) -> list[Group]:

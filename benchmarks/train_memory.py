@@ -7,10 +7,11 @@
 `python -m benchmarks.gpu --part memory` measures CARD_CASES on a CUDA card in the same way, by torch's own counters.
 
 Each case is a rank (or two) in processes of their own, set up as the trainer sets itself up: a model loaded from a
-folder, DeepSpeed's engine, then twice a call of `generate` and an update, of prompts and completions of full length.
-What is shown is the most resident memory in each phase of the second round, above that of the process before a model
-was loaded. Blocks of 1 MiB and more go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_), so that what is
-resident is what tensors take; with --heap they do not. The table goes to stdout, progress to stderr. Linux.
+folder, DeepSpeed's engine, then an update, a call of `generate` and an update, of prompts and completions of full
+What is shown is the most resident memory in each phase after the first update, above that of the process
+before a model was loaded. Blocks of 1 MiB and more go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_),
+so that what is resident is what tensors take; with --heap they do not. The table goes to stdout, progress to stderr.
+Linux.
 """
 
 from __future__ import annotations
@@ -248,9 +249,10 @@ def measure(case: Case, folder: str) -> dict[str, int]:
         prompts = [ids(config.max_prompt_length) for _ in range(config.prompts_per_step // world_size)]
         at_once = config.sequences_per_generate // config.num_generations
         examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:at_once])]
-        forget_peak()
-        sampler.sample(engine.module, examples, config.num_generations, 1.0, seed=turn)
-        peaks["sampling"] = peak_above(start)
+        if turn == 1:
+            forget_peak()
+            sampler.sample(engine.module, examples, config.num_generations, 1.0, seed=turn)
+            peaks["sampling"] = peak_above(start)
         sequences = [
             Sequence(prompt, ids(config.max_completion_length), True, advantage=draw.gauss(0, 1))
             for prompt in prompts
