@@ -43,7 +43,7 @@ class SharedConfig:
     )
     trust_remote_code: bool = option(False, "run model code that comes with the weights")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto", "weights and forward pass; auto is bfloat16 on a GPU, float32 on a CPU"
+        "auto", "weights and forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
     )
     quantization: Literal["none", "8bit", "4bit"] = option(
         "none",

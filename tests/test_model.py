@@ -1,6 +1,7 @@
 """Loading, and what identifies a model."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from grpo.config import ConfigError, SharedConfig
 from grpo.logprobs import token_logprobs
-from grpo.model import describe, eos_token_ids, load_model, load_reference, load_tokenizer, make_batcher
+from grpo.model import describe, eos_token_ids, load_model, load_reference, load_tokenizer, make_batcher, resolve_dtype
 from grpo.server_config import ServerConfig
 
 CPU = torch.device("cpu")
@@ -142,3 +143,14 @@ def test_a_missing_package_is_named(model_folder, monkeypatch, options, package)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith(package) else found(name))
     with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*{package}.* is not installed: pip install"):
         load_reference(ServerConfig(model_name_or_path=str(model_folder), **options), CPU)
+
+
+@pytest.mark.parametrize("major, expected", [(7, torch.float32), (8, torch.bfloat16), (None, torch.bfloat16)])
+def test_bfloat16_is_chosen_where_a_gpu_has_units_for_it(monkeypatch, major, expected):
+    """torch also counts an emulation. None is a machine without a GPU, that asks what one would need."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    assert resolve_dtype(SharedConfig(), torch.device("cuda")) == expected
+    assert resolve_dtype(SharedConfig(), torch.device("cpu")) == torch.float32
+    assert resolve_dtype(SharedConfig(dtype="bfloat16"), torch.device("cuda")) == torch.bfloat16
