@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from grpo.loss_config import LossSection
 
@@ -66,8 +67,8 @@ def grpo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """These tokens' share of the step's loss, with the coefficients of this step. Returns (scalar, metrics).
 
-    A metric is the values whose mean is reported: [T], or [S] where the probability ratio is one of sequences. The
-    log of a ratio is clamped to +-20 before exp.
+    A metric is the values whose mean is reported, NaN left out: [T], or [S] where the probability ratio is one of
+    sequences. The log of a ratio is clamped to +-20 before exp.
     """
     logprobs = tokens.logprobs
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
@@ -77,20 +78,21 @@ def grpo_loss(
         log_ratio = _sequence_sums(log_ratio, tokens.lengths) / tokens.lengths.clamp(min=1)
     ratio = _exp(log_ratio)
     if per_sequence:
-        ratio = _to_tokens(ratio, tokens.lengths)
+        ratio = _to_tokens(ratio, tokens.lengths, len(logprobs))
     if settings.loss_type == "vespo":
         weight = _vespo_weight(tokens, old, settings)
-        policy = -_to_tokens(weight * tokens.advantages, tokens.lengths) * logprobs
+        policy = -_to_tokens(weight * tokens.advantages, tokens.lengths, len(logprobs)) * logprobs
         metrics = {"vespo/phi_seq_mean": weight}
     else:
-        policy, metrics = _policy_term(ratio, _to_tokens(tokens.advantages, tokens.lengths), logprobs, settings)
+        of_tokens = _to_tokens(tokens.advantages, tokens.lengths, len(logprobs))
+        policy, metrics = _policy_term(ratio, of_tokens, logprobs, settings)
         if per_sequence:
-            # One value a sequence, read off its first token; an empty sequence has none.
-            metrics = {name: values[_first_tokens(tokens.lengths)] for name, values in metrics.items()}
+            # One value a sequence, read off its first token.
+            metrics = {name: _of_first_tokens(values, tokens.lengths) for name, values in metrics.items()}
 
     if settings.off_policy_mask_threshold is not None:
         keep = _near_policy(tokens, old, settings.off_policy_mask_threshold)
-        policy = policy * _to_tokens(keep, tokens.lengths)
+        policy = policy * _to_tokens(keep, tokens.lengths, len(logprobs))
         metrics["off_policy_masked"] = ~keep
     if tokens.high_entropy is not None:
         policy = policy * tokens.high_entropy
@@ -110,19 +112,24 @@ def grpo_loss(
         metrics["kl"] = kl
         if not settings.kl_in_reward:
             per_token = per_token + beta * kl
-    loss = (per_token * token_weights(tokens.lengths, step, settings.loss_type, max_completion_length)).sum()
-    acted_on = tokens.entropy if tokens.high_entropy is None else tokens.entropy[tokens.high_entropy]
+    weights = token_weights(tokens.lengths, len(logprobs), step, settings.loss_type, max_completion_length)
+    loss = (per_token * weights).sum()
     if entropy_coef > 0:
+        acted_on = tokens.entropy if tokens.high_entropy is None else tokens.entropy * tokens.high_entropy
         among = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens
         loss = loss - entropy_coef * acted_on.sum() / max(among, 1)
     metrics["entropy"] = tokens.entropy
     if settings.use_adaptive_entropy:
-        metrics["entropy_acted_on"] = acted_on
+        metrics["entropy_acted_on"] = tokens.entropy
+        if tokens.high_entropy is not None:
+            metrics["entropy_acted_on"] = tokens.entropy.masked_fill(~tokens.high_entropy, torch.nan)
     return loss, {name: values.detach().float() for name, values in metrics.items()}
 
 
-def token_weights(lengths: torch.Tensor, step: StepSize, loss_type: str, max_completion_length: int) -> torch.Tensor:
-    """Each token's weight in the step's sum, float32 [T], for sequences of these lengths (int64 [S]).
+def token_weights(
+    lengths: torch.Tensor, count: int, step: StepSize, loss_type: str, max_completion_length: int
+) -> torch.Tensor:
+    """Each token's weight in the step's sum, float32 [T], for sequences of these lengths (int64 [S]), `count` in all.
 
     grpo, sapo: the mean over sequences of the mean over a sequence's tokens (DeepSeekMath, equation 3). An empty
     completion has no token and adds 0, and still counts as a sequence.
@@ -136,7 +143,7 @@ def token_weights(lengths: torch.Tensor, step: StepSize, loss_type: str, max_com
     else:
         whole = {"dr_grpo": step.sequences * max_completion_length, "luspo": step.sequences}.get(loss_type, step.tokens)
         shares = torch.full_like(lengths, 1.0 / max(whole, 1), dtype=torch.float64)
-    return _to_tokens(shares.float(), lengths)
+    return _to_tokens(shares.float(), lengths, count)
 
 
 def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -167,8 +174,10 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
 def experts_chosen(router_logits: torch.Tensor, per_token: int) -> torch.Tensor:
     """How many tokens chose each expert, the mean of all layers: [layers, T, experts] -> float64 [experts]."""
     chosen = router_logits.softmax(dim=-1).topk(per_token, dim=-1).indices
-    counts = torch.bincount(chosen.flatten(), minlength=router_logits.shape[-1])
-    return counts.double() / len(router_logits)
+    # bincount would wait for a GPU to know how many there are.
+    counts = torch.zeros(router_logits.shape[-1], dtype=torch.float64, device=router_logits.device)
+    counts.index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
+    return counts / len(router_logits)
 
 
 def balance_loss(router_logits: torch.Tensor, chosen: torch.Tensor, step: StepSize) -> torch.Tensor:
@@ -283,24 +292,25 @@ def _sampler_correction(tokens: Tokens, old: torch.Tensor, settings: LossSection
         weight = weight.clamp(low, high)
     else:
         weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
-    return weight, _to_tokens(weight, tokens.lengths) if level == "sequence" else weight
+    return weight, _to_tokens(weight, tokens.lengths, len(old)) if level == "sequence" else weight
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
 
 
-def _to_tokens(of_sequences: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """[S] -> [T], a sequence's value at each of its tokens."""
-    return of_sequences.repeat_interleave(lengths, dim=0)
+def _to_tokens(of_sequences: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """[S] -> [T], a sequence's value at each of its tokens: their `count` is given, as a GPU would be waited for."""
+    return of_sequences.repeat_interleave(lengths, dim=0, output_size=count)
 
 
 def _sequence_sums(of_tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """[T] -> [S]."""
-    owner = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    owner = _to_tokens(torch.arange(len(lengths), device=lengths.device), lengths, len(of_tokens))
     return of_tokens.new_zeros(len(lengths)).index_add(0, owner, of_tokens)
 
 
-def _first_tokens(lengths: torch.Tensor) -> torch.Tensor:
-    """Places in [T] where the sequences that are not empty begin."""
-    return (lengths.cumsum(0) - lengths)[lengths > 0]
+def _of_first_tokens(of_tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[T] -> float32 [S], the value at each sequence's first token, NaN where it has none."""
+    padded = nn.functional.pad(of_tokens.float(), (0, 1), value=torch.nan)
+    return padded[lengths.cumsum(0) - lengths].masked_fill(lengths == 0, torch.nan)

@@ -19,6 +19,7 @@ from grpo.loss import (
     kl_divergence,
 )
 from grpo.loss_config import LossSection
+from grpo.metrics import Stats
 
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 LEVELS = ["token", "sequence"]
@@ -216,7 +217,21 @@ def test_no_token_at_all_gives_zero_and_not_nan(loss_type, level, mode):
         value, metrics, _ = ours(some, settings)
         value.backward()
         assert value.item() == 0.0
-        assert all(torch.isfinite(values).all() for values in metrics.values())
+        assert all(math.isfinite(Stats.of(values).total) for values in metrics.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_no_number_is_fetched_from_the_device(loss_type, level, mode):
+    """Device meta has none, and raises where one is asked for."""
+    options, kind = MODES[mode]
+    more = {"use_adaptive_entropy": True} if "entropy_coef" in options else {}
+    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options, **more)
+    tokens = tokens_of(some := drawn(settings, seed=1, **kind))
+    values = {field.name: getattr(tokens, field.name) for field in dataclasses.fields(tokens)}
+    apart = Tokens(**{name: value if value is None else value.to("meta") for name, value in values.items()})
+    grpo_loss(apart, step_of(some), settings, beta=BETA, **constants(settings))
 
 
 @pytest.mark.parametrize("distance", [1e3, -1e3])
