@@ -3,7 +3,7 @@ score with the policy that drew, compare within each group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from grpo.ref_client import RefClient, RefError
 from grpo.rewards import compute_rewards
 from grpo.rollout import Sampler
 from grpo.trainer_config import TrainerConfig
-from grpo.update import policy_logprobs, raise_together
+from grpo.update import policy_logprobs, raise_together, sort_out
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,18 @@ class Collector:
         replaced = self._replace(groups, by_function, ids, first, updates, clock)
 
         sequences = [sequence for group in groups for sequence in make_sequences(group)]
+        size = share * config.num_generations
+        by_step = [sequences[begin : begin + size] for begin in range(0, len(sequences), size)]
         # Of the first step's sequences its own forward pass will say what the policy that drew them says.
-        due = sequences if config.kl_in_reward else sequences[share * config.num_generations :]
-        if due:
+        if due := by_step if config.kl_in_reward else by_step[1:]:
             with clock("old_logprobs"):
-                said, _ = policy_logprobs(self._model, due, config, self._batcher)
-                for sequence, own in zip(due, said, strict=True):
-                    sequence.old_logprobs = own
+                for sequence, logprobs in self._score(due):
+                    sequence.old_logprobs = logprobs
 
         if self._own_reference is not None:
             with clock("ref_logprobs"), self._own_reference.in_place():
-                said, _ = policy_logprobs(self._model, sequences, config, self._batcher)
-            for sequence, own in zip(sequences, said, strict=True):
-                sequence.ref_logprobs = partial(np.asarray, own)
+                for sequence, logprobs in self._score(by_step):
+                    sequence.ref_logprobs = partial(np.asarray, logprobs)
 
         penalty = torch.zeros(by_function.shape[1:], dtype=torch.float64)
         if config.kl_in_reward:
@@ -143,6 +142,13 @@ class Collector:
         signal = groups_with_signal(by_function, self._weights, config)
         whole = Part(groups, by_function, total_rewards(by_function, self._weights), signal, sequences)
         return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
+
+    def _score(self, by_step: list[list[Sequence]]) -> Iterator[tuple[Sequence, np.ndarray]]:
+        """Each step's sequences with what the model says of them now, in the micro-batches of that step's update."""
+        for of_step in by_step:
+            for rows in sort_out(of_step, self._config):
+                logprobs, _ = policy_logprobs(self._model, rows, self._config, self._batcher)
+                yield from zip(rows, logprobs, strict=True)
 
     def _draw(self, indices: list[int], ids: list[int], updates: int, attempt: int) -> list[Group]:
         """A group for each example. Each goes to the reference soon after its last completion ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -42,8 +43,7 @@ def update(
     Raises ReferenceLost, on every rank and with the weights as they were, where one gets no answer of the reference.
     """
     device = engine.module.device
-    if config.mask_truncated_completions:
-        sequences = [one for one in sequences if one.finished]
+    sequences, _ = sort_out(sequences, config)
     high_entropy = None
     if config.top_entropy_quantile < 1:
         with clock("old_logprobs"):
@@ -52,14 +52,18 @@ def update(
     micro_batches = _cut(sequences, config, batcher)
     size, most = _whole_step(sequences, high_entropy, len(micro_batches), device)
 
-    stats: dict[str, Stats] = {}
     if size.tokens == 0:
-        return stats  # zero gradients would still let AdamW's momentum and weight decay move the weights
+        return {}  # zero gradients would still let AdamW's momentum and weight decay move the weights
     chosen = None
     if config.router_aux_loss_coef > 0:
         with clock("routers"):
             chosen = _experts_chosen(engine.module, sequences, micro_batches, batcher)
     lost: RefError | None = None
+    # They stay on the device until the step is done: to fetch one is to wait for all that was asked of the device.
+    values: dict[str, list[torch.Tensor]] = defaultdict(list)
+    sums: dict[str, list[torch.Tensor]] = defaultdict(list)
+    again: list[Sequence] = []
+    first_logprobs: list[torch.Tensor] = []
     # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
     # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
     filler = Sequence([0], [0], True, ref_logprobs=lambda: np.zeros(1, np.float32))
@@ -102,19 +106,36 @@ def update(
         if chosen is not None:
             imbalance = balance_loss(routers, chosen, size)
             loss = loss + config.router_aux_loss_coef * imbalance
-            metrics["aux_loss"] = Stats(1, imbalance.item())
         # DeepSpeed leaves out, on all ranks, a step whose gradient is not finite: so it is where the loss is not.
         finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
         engine.backward(loss * finite * real * dist.get_world_size(), scale_wrt_gas=False)
         if not real:
             continue
-        add_stats(stats, {**metrics, "loss": Stats(1, loss.item())})
+        for name, metric in metrics.items():
+            values[name].append(metric)
+        sums["loss"].append(loss.detach())
+        if chosen is not None:
+            sums["aux_loss"].append(imbalance.detach())
         if config.num_iterations > 1 and tokens.old_logprobs is None:
-            for one, own in zip(rows, logprobs.detach().split(lengths.tolist()), strict=True):
-                one.old_logprobs = own.cpu().numpy()
+            again += rows
+            first_logprobs.append(logprobs.detach())
     raise_together(lost, device)
     engine.step()
-    return stats
+    if not engine.was_step_applied():
+        engine.optimizer.averaged_gradients.clear()  # with offload DeepSpeed would add the next step's gradient to this
+    if again:
+        of_each = torch.cat(first_logprobs).cpu().split([len(one.completion_ids) for one in again])
+        for sequence, its in zip(again, of_each, strict=True):
+            sequence.old_logprobs = its.numpy()
+    stats: dict[str, Stats] = {}
+    add_stats(stats, {name: torch.cat(parts) for name, parts in values.items()})
+    return stats | {name: Stats(len(parts), sum(torch.stack(parts).tolist())) for name, parts in sums.items()}
+
+
+def sort_out(sequences: Many[Sequence], config: TrainerConfig) -> tuple[list[Sequence], list[Sequence]]:
+    """Those that an update trains on, and those that it leaves out."""
+    trained = [one for one in sequences if one.finished or not config.mask_truncated_completions]
+    return trained, [one for one in sequences if config.mask_truncated_completions and not one.finished]
 
 
 def raise_together(own: RefError | None, device: torch.device) -> None:
@@ -133,7 +154,11 @@ def policy_logprobs(
     batcher: Batcher,
     with_entropy: bool = False,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What the model says now of each sequence: log-probs, and on request entropies. float32 [len(completion_ids)]."""
+    """What the model says now of each sequence: log-probs, and on request entropies. float32 [len(completion_ids)].
+
+    They are bit for bit those of an update on the same sequences, which cuts them into the same micro-batches: in
+    bfloat16 another micro-batch rounds otherwise.
+    """
     logprobs = [np.zeros(0, np.float32)] * len(sequences)
     entropies = list(logprobs)
     for indices in _cut(sequences, config, batcher):
@@ -155,13 +180,14 @@ def _experts_chosen(
     model: PreTrainedModel, sequences: Many[Sequence], micro_batches: list[list[int]], batcher: Batcher
 ) -> torch.Tensor:
     """How many of the step's tokens, on all ranks, chose each expert. float64 [experts]."""
-    per_token, total = model.config.get_text_config().num_experts_per_tok, torch.zeros(1, dtype=torch.float64)
+    per_token = model.config.get_text_config().num_experts_per_tok
+    total = torch.zeros(1, dtype=torch.float64, device=model.device)
     for indices in micro_batches:
         rows = [sequences[index] for index in indices]
         if any(row.completion_ids for row in rows):
             batch = batcher.make([(row.prompt_ids, row.completion_ids) for row in rows], model.device)
-            total = total + experts_chosen(router_logits(model, batch), per_token).cpu()
-    return sum(gather(total))  # a rank without tokens adds a 0
+            total = total + experts_chosen(router_logits(model, batch), per_token)
+    return sum(gather(total.cpu()))  # a rank without tokens adds a 0
 
 
 def _cut(sequences: Many[Sequence], config: TrainerConfig, batcher: Batcher) -> list[list[int]]:
