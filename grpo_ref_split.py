@@ -45,7 +45,7 @@ from grpo.config import ConfigError
 from grpo.data import PromptStream, check_reward_columns, load_examples
 from grpo.devices import wants_card
 from grpo.dry_run import dry_run
-from grpo.ds_config import engine_config
+from grpo.ds_config import engine_config, keep_gradients_apart
 from grpo.ending import Stopped, exit_code
 from grpo.logprobs import check_router
 from grpo.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
@@ -374,13 +374,18 @@ def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
     if device.type == "cpu":
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # A rank may wait for the reference up to its deadline while the others wait for that rank.
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=TIME_OUT + config.ref_deadline))
+    deepspeed.init_distributed(verbose=False, timeout=patience(config))
     return rank, world_size, device
+
+
+def patience(config: TrainerConfig) -> timedelta:
+    """How long a collective may take: a rank may wait for the reference while the others wait for that rank."""
+    return timedelta(seconds=TIME_OUT + config.ref_deadline)
 
 
 def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module):
     """The DeepSpeed engine around the policy, and the learning-rate schedule that it steps."""
+    keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
@@ -388,6 +393,8 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
     # sampled token, and from the third step on its timer waits for the device before each.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
+    # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
+    dist.distributed_c10d._set_pg_timeout(patience(config), engine.seq_data_parallel_group)
     return engine, schedule
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from grpo.adapters import need
 from grpo.config import REPOSITORY, ConfigError
 from grpo.model import resolve_dtype
 from grpo.trainer_config import TrainerConfig
+
+log = logging.getLogger(__name__)
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
@@ -72,9 +76,42 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
     fill(settings, "gradient_accumulation_steps", 1, "the token-budget cutting into micro-batches")
     fill(settings, "managed_gradient_accumulation", False, "the token-budget cutting into micro-batches")
     fill(settings, "gradient_clipping", config.max_grad_norm, "max_grad_norm")
-    bf16 = settings.setdefault("bf16", {})
-    fill(bf16, "enabled", resolve_dtype(config, device) == torch.bfloat16, "dtype", "bf16.")
+    fill(settings, "zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,")
+    bf16, dtype = settings.setdefault("bf16", {}), resolve_dtype(config, device)
+    fill(bf16, "enabled", dtype == torch.bfloat16, "dtype", "bf16.")
     # A step whose gradient is not finite is left out.
     fill(bf16, "check_grad_overflow", True, "max_bad_steps", "bf16.")
     fill(zero, "compute_grad_norm", True, "max_bad_steps", "zero_optimization.")
+    if zero.get("overlap_comm") == "auto":
+        zero["overlap_comm"] = world_size > 1  # one rank has nobody to talk with, and would hold a second bucket
+    place = (zero.get("offload_optimizer") or {}).get("device", "none")
+    if place not in ("cpu", "none"):
+        raise ConfigError(f"deepspeed='{path}': zero_optimization.offload_optimizer.device is {place!r}: use 'cpu'")
+    data_types, known = settings.setdefault("data_types", {}), ("bf16", "fp32") if bf16["enabled"] else ("fp32",)
+    if data_types.setdefault("grad_accum_dtype", "auto") == "auto":
+        # ZeRO-2 takes the memory for fp32 sums of gradients anyway, for AdamW's step, unless the step is on the CPU:
+        # then bf16 sums are kept there too, and fp32 ones would stay on the GPU.
+        data_types["grad_accum_dtype"] = known[0] if place == "cpu" else "fp32"
+    if data_types["grad_accum_dtype"] not in known:
+        raise ConfigError(
+            f"deepspeed='{path}': data_types.grad_accum_dtype is {data_types['grad_accum_dtype']!r}: with dtype "
+            f"{str(dtype).removeprefix('torch.')} use {' or '.join(known)}"
+        )
     return settings
+
+
+def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:
+    """Switch `overlap_comm` off for a head that is larger than a bucket, unless it is the embeddings too.
+
+    While one stream sums such a gradient DeepSpeed 0.19 frees it, on ranks that own no part of it, and the backward
+    pass goes on in its memory. After the gradient of the embeddings nothing goes on.
+    """
+    head, bucket = model.get_output_embeddings().weight, int(zero.get("reduce_bucket_size", 500_000_000))
+    tied = head is model.get_input_embeddings().weight
+    if zero.get("overlap_comm") and head.requires_grad and not tied and head.numel() > bucket:
+        zero["overlap_comm"] = False
+        log.info(
+            "overlap_comm is off: the head has %d numbers, and beside the backward pass DeepSpeed sums "
+            "reduce_bucket_size=%d at most",
+            *(head.numel(), bucket),
+        )

@@ -17,7 +17,7 @@ _MOST = 2**30  # numbers in a group of bitsandbytes' AdamW
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """torch's own AdamW: DeepSpeed's would be compiled at the first start."""
+    """torch's own AdamW: DeepSpeed's would be compiled at the first start. Fused, it makes no copy of what it steps."""
     if config.optim == "adamw_8bit":
         return _with_8_bits(model, config)
     decays = config.weight_decay, 0.0
@@ -27,7 +27,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW
         if parameters  # a LoRA adapter has no biases and norms, and DeepSpeed takes no empty group
     ]
     betas = config.adam_beta1, config.adam_beta2
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -34,6 +34,12 @@ def to_universal(engine: Path, to: Path) -> None:
         raise OSError(f"DeepSpeed's ds_to_universal: {(done.stdout.splitlines() or ['it was killed'])[-1]}")
 
 
+def put_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Put each count of steps where its parameter is, as a fused AdamW reads it: DeepSpeed leaves it on the CPU."""
+    for parameter, state in optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device)
+
+
 def shared_anew(by_rank: Many[list[Part]], rank: int, world_size: int) -> list[Part]:
     """A round that these ranks had, in their order, as this one of `world_size` ranks has it."""
     parts = []

@@ -33,7 +33,7 @@ from grpo.config import ConfigError
 from grpo.metrics import gather
 from grpo.protocol import fingerprint
 from grpo.ranks import from_first
-from grpo.rearrange import shared_anew, to_universal
+from grpo.rearrange import put_steps, shared_anew, to_universal
 from grpo.records import Example
 from grpo.trainer_config import TrainerConfig
 
@@ -198,8 +198,13 @@ class Checkpoints:
         else:
             log.info("%s is of %d ranks: DeepSpeed rearranges it for %d", checkpoint, there, here)
             universal = checkpoint.with_name(checkpoint.name + ".universal.unfinished")
+
+            def load_universal() -> None:
+                load(str(universal), tag=ENGINE)
+                put_steps(engine.basic_optimizer)
+
             failure = self._fails(partial(to_universal, checkpoint / ENGINE, universal / ENGINE), on_all=False)
-            failure = failure or self._fails(partial(load, str(universal), tag=ENGINE), on_all=True)
+            failure = failure or self._fails(load_universal, on_all=True)
             if self._rank == 0:
                 shutil.rmtree(universal, ignore_errors=True)
             if failure:

@@ -75,6 +75,18 @@ def with_file(tmp_path):
         ({"optimizer": {"type": "Adam"}}, "optimizer is set there, but learning_rate"),
         ({"scheduler": {}}, "scheduler is set there, but lr_scheduler_type"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3: use 2"),
+        (
+            {"zero_force_ds_cpu_optimizer": True},
+            "zero_force_ds_cpu_optimizer is True but torch's AdamW, which is not compiled .* makes it False",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device is 'nvme': use 'cpu'",
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "data_types.grad_accum_dtype is 'bf16': with dtype float32 use fp32",
+        ),
         ("{", "not JSON"),
         ("[]", "write a JSON object"),
     ],
@@ -89,6 +101,37 @@ def test_what_agrees_and_what_is_not_ours_is_kept(with_file):
         {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5}}, "--max_grad_norm", "0.5"
     )
     assert filled["gradient_clipping"] == 0.5 and filled["zero_optimization"]["reduce_bucket_size"] == 5
+
+
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    "settings, dtype, expected",
+    [
+        ({}, "bfloat16", "fp32"),
+        ({}, "float32", "fp32"),
+        ({"data_types": {"grad_accum_dtype": "auto"}}, "bfloat16", "fp32"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "bfloat16", "bf16"),
+        ({"zero_optimization": OFFLOADED}, "bfloat16", "bf16"),
+        ({"zero_optimization": OFFLOADED}, "float32", "fp32"),
+        ({"zero_optimization": OFFLOADED, "data_types": {"grad_accum_dtype": "fp32"}}, "bfloat16", "fp32"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}, "bfloat16", "fp32"),
+    ],
+)
+def test_gradients_are_summed_in_fp32_unless_they_are_offloaded(with_file, settings, dtype, expected):
+    filled = with_file(settings, "--dtype", dtype)
+    assert filled["data_types"]["grad_accum_dtype"] == expected
+    assert filled["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_one_rank_overlaps_nothing_unless_it_is_told_to(tmp_path):
+    for said, alone, together in (("auto", False, True), (True, True, True), (False, False, False)):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": said}}))
+        for ranks, expected in ((1, alone), (7, together)):
+            filled = engine_config(config("--deepspeed", str(path)), ranks, GPU)
+            assert filled["zero_optimization"]["overlap_comm"] is expected
 
 
 def test_a_missing_file_is_named():

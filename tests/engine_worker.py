@@ -1,0 +1,228 @@
+"""One rank with an engine as the trainer starts it, in many settings one after the other: what test_engine.py asks.
+
+python tests/engine_worker.py MODEL DATASET OUT
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+import grpo.update
+import grpo_ref_split as trainer
+from grpo.adapters import OwnReference, train_adapter
+from grpo.arguments import parse_arguments
+from grpo.collect import Collector
+from grpo.data import PromptStream, load_examples
+from grpo.ds_config import engine_config
+from grpo.loss import grpo_loss
+from grpo.metrics import PhaseClock
+from grpo.model import checkpoint_activations, load_model, load_tokenizer, make_batcher, make_sampler
+from grpo.records import Sequence
+from grpo.rewards import load_reward_funcs, start_rewards
+from grpo.trainer_config import TrainerConfig
+
+SHIPPED = "ds_config.json", "configs/ds_offload.json"
+DTYPES = "float32", "bfloat16"
+# What makes Python wait for a GPU.
+FETCHES = {"item", "tolist", "cpu", "nonzero", "bincount", "__bool__", "__int__", "__float__", "__index__"}
+
+
+def settings(model: str, dataset: str, **changes) -> TrainerConfig:
+    values = {
+        "model_name_or_path": model,
+        "dataset_name": dataset,
+        "system_prompt": "",
+        "beta": 0,
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_completion_length": 24,
+        "micro_batch_tokens": 60,
+        "warmup_steps": 0,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0,
+    } | changes
+    return parse_arguments(TrainerConfig, "", [f"--{name}={value}" for name, value in values.items()])
+
+
+def engine_of(config: TrainerConfig):
+    device = torch.device("cpu")
+    model = load_model(config, device)
+    if config.use_peft:
+        began_with_adapter = train_adapter(model, config)
+    reference = OwnReference(model, began_with_adapter) if config.ref == "adapter_off" else None
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
+    batcher = make_batcher(model, 0)
+    engine, _ = trainer.start_engine(config, engine_config(config, 1, device), model)
+    return engine, batcher, reference
+
+
+def completions(prompts: int, seed: int) -> list[Sequence]:
+    """Four of each prompt, with old log-probs that keep ratios within the clip, and a reference's."""
+    draw, made = random.Random(seed), []
+    for _ in range(prompts):
+        prompt = [draw.randrange(3, 60) for _ in range(draw.randrange(5, 20))]
+        for _ in range(4):
+            ids = [draw.randrange(3, 60) for _ in range(draw.randrange(1, 24))]
+            reference = np.full(len(ids), -4.0, np.float32)
+            made.append(Sequence(prompt, ids, True, draw.gauss(0, 1), partial(np.copy, reference)))
+    return made
+
+
+def update(engine, batcher, sequences: list[Sequence], config: TrainerConfig):
+    return grpo.update.update(engine, sequences, config, batcher, PhaseClock(), config.beta, 0.0)
+
+
+def steps_with_every_file(make, folder: Path) -> dict:
+    """Four steps, the second not finite, with each shipped file and one more in each dtype."""
+    found, mixed = {}, folder / "mixed.json"
+    mixed.write_text(Path(SHIPPED[1]).read_text().replace('"grad_accum_dtype": "auto"', '"grad_accum_dtype": "fp32"'))
+    for file in (*SHIPPED, mixed):
+        for dtype in DTYPES:
+            config = make(dtype=dtype, deepspeed=file)
+            engine, batcher, _ = engine_of(config)
+            applied, losses = [], []
+            for step in range(4):
+                sequences = completions(config.prompts_per_step, step)
+                if step == 1:
+                    sequences[3].advantage = float("nan")
+                losses.append(update(engine, batcher, sequences, config)["loss"].total)
+                applied.append(engine.was_step_applied())
+            groups = trainer.dist.distributed_c10d._world.pg_map
+            found[Path(file).name, dtype] = {
+                "applied": applied,
+                "losses": losses,
+                "weights": [weight.detach().clone() for weight in engine.module.parameters()],
+                "fused": [group["fused"] for group in engine.basic_optimizer.param_groups],
+                "kept on": {
+                    weight.device for group in engine.basic_optimizer.param_groups for weight in group["params"]
+                },
+                "offloaded": engine.optimizer.cpu_offload,
+                "summed in": engine.optimizer.gradient_accumulation_dtype,
+                "time-outs": [group._get_backend(torch.device("cpu")).options._timeout for group in groups],
+            }
+            engine.destroy()
+    return found
+
+
+def gradients(make, folder: Path) -> dict:
+    """The gradient of one step by AdamW's first moment, in micro-batches of one completion or in one of all."""
+    found = {}
+    for kind, dtype in (("exact", "float32"), ("bf16", "bfloat16"), ("fp32", "bfloat16")):
+        file = folder / f"{kind}.json"
+        file.write_text(f'{{"data_types": {{"grad_accum_dtype": "{kind if dtype == "bfloat16" else "auto"}"}}}}')
+        for budget in (1, 10**6):
+            config = make(dtype=dtype, deepspeed=file, prompts_per_step=22, micro_batch_tokens=budget, adam_beta1=0.0)
+            engine, batcher, _ = engine_of(config)
+            update(engine, batcher, completions(22, 0), config)
+            states = engine.basic_optimizer.state.values()
+            found[kind, budget] = torch.cat([state["exp_avg"].double() for state in states])
+            engine.destroy()
+    return found
+
+
+def ratios(make, dataset: str) -> dict:
+    """The largest |log ratio| of policy and old log-probs, and |log-probs - reference's|, while no weight moves."""
+    found = {}
+    kinds = {
+        "plain": {},
+        "activations kept": {"gradient_checkpointing": False},
+        "cut ones left out": {"mask_truncated_completions": True, "max_completion_length": 60},
+        "its own reference": {
+            "use_peft": True,
+            "ref": "adapter_off",
+            "beta": 0.04,
+            "lora_target_modules": "all-linear",
+        },
+    }
+    tokenizer = load_tokenizer(make())
+    examples = load_examples(make(), "train", tokenizer)
+    for dtype in DTYPES:
+        for kind, changes in kinds.items():
+            config = make(
+                dtype=dtype,
+                learning_rate=1e-30,
+                steps_per_generation=2,
+                num_iterations=2,
+                micro_batch_tokens=100,
+                **changes,
+            )
+            engine, batcher, reference = engine_of(config)
+            rewards = start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
+            stream = PromptStream(len(examples), config.prompts_per_step, config.seed)
+            sampler = make_sampler(engine.module, tokenizer, config.max_completion_length)
+            collector = Collector(
+                config, engine.module, sampler, batcher, examples, stream, rewards, None, reference, 0, 1
+            )
+            apart, from_reference = [], []
+
+            def watched(tokens, *arguments, apart=apart, from_reference=from_reference, **named):
+                if tokens.old_logprobs is not None:
+                    apart.append((tokens.logprobs - tokens.old_logprobs).abs().max().item())
+                if tokens.ref_logprobs is not None:
+                    from_reference.append((tokens.logprobs - tokens.ref_logprobs).abs().max().item())
+                return grpo_loss(tokens, *arguments, **named)
+
+            parts, _ = collector.collect(0, 0, config.beta, PhaseClock())
+            grpo.update.grpo_loss = watched
+            for part in parts * config.num_iterations:
+                update(engine, batcher, part.sequences, config)
+            grpo.update.grpo_loss = grpo_loss
+            found[dtype, kind] = {
+                "micro-batches": len(apart),
+                "apart": max(apart),
+                "from reference": max(from_reference, default=0.0),
+            }
+            engine.destroy()
+    return found
+
+
+class Fetches(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        self.count += getattr(function, "__name__", "") in FETCHES
+        return function(*arguments, **(named or {}))
+
+
+def fetches(make) -> dict:
+    """How often a step of so many micro-batches asks a tensor for its numbers."""
+    found = {}
+    for kind, changes in {"plain": {}, "GSPO": {"importance_sampling_level": "sequence"}}.items():
+        for prompts in (2, 16):
+            config = make(prompts_per_step=prompts, micro_batch_tokens=1, num_iterations=2, beta=0.04, **changes)
+            engine, batcher, _ = engine_of(config)
+            update(engine, batcher, completions(prompts, 0), config)
+            with Fetches() as mode:
+                update(engine, batcher, completions(prompts, 1), config)
+            found[kind, prompts] = mode.count
+            engine.destroy()
+    return found
+
+
+def main(model: str, dataset: str, out: str) -> None:
+    make, folder = partial(settings, model, dataset), Path(out).parent
+    trainer.join_ranks(make())
+    results = {
+        "steps": steps_with_every_file(make, folder),
+        "gradients": gradients(make, folder),
+        "ratios": ratios(make, dataset),
+        "fetches": fetches(make),
+    }
+    torch.save(results, out)
+    trainer.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
