@@ -71,6 +71,7 @@ from grpo.model import (
     make_sampler,
 )
 from grpo.optimizer import make_optimizer, make_schedule
+from grpo.out_of_memory import EVALUATION, START, OutOfMemory, raise_if_short
 from grpo.plots import draw_curves
 from grpo.ranks import own_place
 from grpo.rearrange import LOAD_UNIVERSAL
@@ -174,16 +175,20 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
     )
 
     def evaluation(step: int) -> dict[str, float]:
-        numbers, completions = evaluate(
-            engine.module,
-            sampler,
-            held_out,
-            reward_module.is_correct,
-            reward_module.has_format,
-            config,
-            rank,
-            world_size,
-        )
+        try:
+            numbers, completions = evaluate(
+                engine.module,
+                sampler,
+                held_out,
+                reward_module.is_correct,
+                reward_module.has_format,
+                config,
+                rank,
+                world_size,
+            )
+        except (RuntimeError, MemoryError) as error:
+            raise_if_short(error, f"{EVALUATION} after step {step}", EVALUATION, config, checkpoints.way_on())
+            raise
         greedy = chain.from_iterable(gather([one for one in completions if one["sample"] == 0]))
         if recorder:
             recorder.completions(step, "eval", sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED])
@@ -221,6 +226,10 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
                 stats = update(engine, part.sequences, config, batcher, clock, beta, entropy_coef)
         except ReferenceLost as lost:
             raise RefError(f"{lost}; {checkpoints.leave(engine, progress)}") from lost
+        except (RuntimeError, MemoryError) as error:
+            phase = clock.open[-1] if clock.open else "update"
+            raise_if_short(error, f"{phase} of step {step}", phase, config, checkpoints.way_on())
+            raise
 
         # Every so often, between two rounds, the policy becomes the reference. After the last step nobody would ask it.
         of_reference, unpublished = {"ref_step": ref_updates.step} if ref_updates else {}, None
@@ -388,7 +397,11 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: torch.nn.Module)
     keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
+    except (RuntimeError, MemoryError) as error:
+        raise_if_short(error, START, START, config, "nothing is lost: no step was done")
+        raise
     # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so what it times is each
     # sampled token, and from the third step on its timer waits for the device before each.
     engine.module_forward_pre_hook.remove()
@@ -403,7 +416,7 @@ if __name__ == "__main__":
     try:
         code = exit_code(
             lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG, LAUNCHER),
-            (RefError, RewardError, SaveError, NothingLearned, OSError),
+            (RefError, RewardError, SaveError, NothingLearned, OutOfMemory, OSError),
             "interrupted before the first step",
         )
     except Exception:

@@ -42,10 +42,12 @@ log = logging.getLogger(__name__)
 ENGINE = "engine"
 LIBRARIES = "torch", "transformers", "deepspeed"
 
-# What may be another when a run goes on: it changes no number, or (the second line) only its rounding.
+# What may be another when a run goes on: it changes no number, or (the second line) only its rounding, or (the third)
+# which completions a seed draws from then on: where memory was too small for them, a run must go on with fewer at once.
 FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
     *("micro_batch_tokens", "gradient_checkpointing", "max_bad_steps"),
+    "sequences_per_generate",
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "deepspeed"),
     *("eval_steps", "eval_samples", "num_generations_eval", "pass_at_k"),
     *("ref_servers", "host", "port", "token", "token_file", "ref_ca_file"),
@@ -175,6 +177,13 @@ class Checkpoints:
         if not from_first((saved / PROGRESS).exists()):  # another machine may see it later
             self.save(engine, progress)
         return f"--resume_from_checkpoint last --output_dir {self._folder} goes on after step {progress.step}"
+
+    def way_on(self) -> str:
+        """Says how to go on from the newest checkpoint, for a rank that fails alone and can save nothing."""
+        last = next(reversed(readable(self._folder).values()), None)
+        if last is None:
+            return "no checkpoint was saved: begin again"
+        return f"--resume_from_checkpoint last --output_dir {self._folder} goes on after step {last['step']}"
 
     def load(self, checkpoint: Path, engine) -> Progress:
         """Bring this rank and its engine to where the checkpoint is. What it had asked the reference is lost.

@@ -35,7 +35,10 @@ SHOWN = 8
 """ranks that are named"""
 
 # A step's phases as they follow each other. A rank that is between two has done the one and not begun the other.
-_ORDER = ("generate", "reward", "old_logprobs", "ref_logprobs", "routers", "wait_ref", "update", "publish_ref")
+_ORDER = (
+    *("generate", "reward", "old_logprobs", "ref_logprobs", "routers", "wait_ref", "update", "optimizer"),
+    "publish_ref",
+)
 # A line of these, or of this file, does not tell where a rank is.
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 

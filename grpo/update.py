@@ -120,7 +120,8 @@ def update(
             again += rows
             first_logprobs.append(logprobs.detach())
     raise_together(lost, device)
-    engine.step()
+    with clock("optimizer"):
+        engine.step()
     if not engine.was_step_applied():
         engine.optimizer.averaged_gradients.clear()  # with offload DeepSpeed would add the next step's gradient to this
     if again:

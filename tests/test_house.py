@@ -30,7 +30,7 @@ LEVELS = [
     {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
     | {"fair_queue", "scorer", "prompts", "trial"}
     | {"connection", "http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
-    | {"quantization", "activations", "train_estimate", "train_report", "optimizer"}
+    | {"quantization", "activations", "train_estimate", "train_report", "optimizer", "out_of_memory"}
     | {"reward_functions", "reward_pool", "reward_model", "reward_client", "reward_worker", "reward_prints"},
     {"accuracy", "update", "stalls"},
     {"evaluate", "chat", "collect", "rearrange", "resume", "service", "report", "dry_run", "machines"},
