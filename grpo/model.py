@@ -259,11 +259,16 @@ def _settings(model: PreTrainedModel) -> dict:
     return {name: value for name, value in settings.items() if name not in volatile}
 
 
-def device_memory() -> tuple[int, int]:
-    """Bytes that torch holds on all GPUs, and bytes that they have."""
-    devices = range(torch.cuda.device_count())
-    total = sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
-    return sum(torch.cuda.memory_reserved(device) for device in devices), total
+def cards_of(model: PreTrainedModel) -> list[torch.device]:
+    """The GPUs that hold some of the model."""
+    return sorted({values.device for values in model.parameters() if values.device.type == "cuda"}, key=str)
+
+
+def device_memory(cards: list[torch.device]) -> tuple[int, int, int]:
+    """Bytes that torch holds on these GPUs, that they have, and that tensors took at most since the peak was reset."""
+    total = sum(torch.cuda.get_device_properties(card).total_memory for card in cards)
+    peak = sum(torch.cuda.max_memory_allocated(card) for card in cards)
+    return sum(torch.cuda.memory_reserved(card) for card in cards), total, peak
 
 
 def load_auto(auto_class, shared: SharedConfig, **options):

@@ -96,10 +96,13 @@ class Monitor:
         self._queue_tokens = make(Gauge, "queue_tokens", "Tokens waiting or being scored")
         self._queue_requests = make(Gauge, "queue_requests", "Requests waiting or being scored")
         self._clients_waiting = make(Gauge, "clients", "Clients with a request waiting or being scored")
-        self._device_memory = make(Gauge, "device_memory_bytes", "Memory that torch holds on the GPUs")
+        self._device_memory = make(Gauge, "device_memory_bytes", "Memory that torch holds on the model's GPUs")
+        self._device_peak = make(
+            Gauge, "device_memory_peak_bytes", "Most memory that tensors took there since the model was loaded"
+        )
 
-        self.device_memory: Callable[[], tuple[int, int]] | None = None
-        """(held, in all) bytes on the GPUs, once there is a model"""
+        self.device_memory: Callable[[], tuple[int, int, int]] | None = None
+        """(held, in all, peak of tensors) bytes on the model's GPUs, once there is a model"""
 
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -173,14 +176,16 @@ class Monitor:
         self._queue_requests.set(sum(requests for _, requests in held.values()))
         self._clients_waiting.set(len(held))
         if self.device_memory:
-            self._device_memory.set(self.device_memory()[0])
+            held_on_device, _, peak = self.device_memory()
+            self._device_memory.set(held_on_device)
+            self._device_peak.set(peak)
         return generate_latest(self._registry)
 
     def status(self, held: dict[str, tuple[int, int]]) -> dict:
         """The numbers of the live page: times in seconds, sizes in bytes, curves oldest first."""
         now = time.monotonic()
         newest = int(now // BUCKET_SECONDS) - 1  # the last one that is over
-        device, device_total = self.device_memory() if self.device_memory else (None, None)
+        device, device_total, device_peak = self.device_memory() if self.device_memory else (None, None, None)
         with self._lock:
             sums, latencies = self._sums, sorted(self._latencies)
             asked = sums["padded"] or 1
@@ -201,7 +206,12 @@ class Monitor:
                 "saved_by_sharing": sums["sharing"] / asked,
                 "saved_by_packing": sums["packing"] / asked,
                 "batch_fill": sums["fed"] / (sums["budget"] or 1),
-                "memory": {"resident": _resident(), "device": device, "device_total": device_total},
+                "memory": {
+                    "resident": _resident(),
+                    "device": device,
+                    "device_total": device_total,
+                    "device_peak": device_peak,
+                },
                 "clients": [
                     {
                         **asdict(client),

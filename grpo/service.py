@@ -49,13 +49,11 @@ class Service:
         """Load the model and begin to score. Raises ConfigError where there is no such model, or a card of no use."""
         from grpo.devices import take_device
         from grpo.fair_queue import FairQueue
-        from grpo.model import describe, device_memory, load_reference, load_tokenizer, make_batcher
+        from grpo.model import cards_of, describe, device_memory, load_reference, load_tokenizer, make_batcher
         from grpo.scorer import Scorer, completion_logprobs
         from grpo.updates import Updates
 
         config, device = self.config, take_device(local_rank=0)
-        if device.type == "cuda":
-            self.monitor.device_memory = device_memory
         if config.task == "reward":
             from grpo.reward_model import PADDED, describe_reward, load_reward_model, read_request, scores_for_queue
 
@@ -67,6 +65,10 @@ class Service:
             tokenizer, model = load_tokenizer(config), load_reference(config, device)
             health = describe(model, tokenizer, config.model_name_or_path)
             batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
+        if cards := cards_of(model):
+            for card in cards:
+                torch.cuda.reset_peak_memory_stats(card)  # what loading took is over
+            self.monitor.device_memory = partial(device_memory, cards)
         self.queue = FairQueue(
             batcher,
             config.batch_tokens(device.type),

@@ -2,12 +2,16 @@
 
 import re
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import requests
+import torch
 from conftest import running_server
 from prometheus_client.parser import text_string_to_metric_families
 
+from grpo.model import cards_of, device_memory
 from grpo.monitor import BUCKET_SECONDS, Monitor, Pass, quantile
 from grpo.protocol import LogprobsRequest, ProtocolError, encode_request
 
@@ -119,6 +123,23 @@ def test_the_curve_holds_ten_minutes_and_a_long_pass_is_spread_over_its_time():
     curve = monitor.status({})["tokens_per_second"]
     assert len(curve) == 120 and sum(curve) * BUCKET_SECONDS == pytest.approx(300)
     assert sum(rate > 0 for rate in curve) == 3
+
+
+def test_the_memory_of_the_models_cards_is_shown_and_no_other(monkeypatch):
+    """There is no card here: torch's answers for eight of 24 GB, of which the second holds the model."""
+    card = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(total_memory=24 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda card: 10**9 * (1 + torch.device(card).index))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda card: 10**8 * (1 + torch.device(card).index))
+    model = SimpleNamespace(parameters=lambda: [torch.zeros(1), SimpleNamespace(device=card)])
+    assert cards_of(model) == [card]
+    monitor = Monitor()
+    monitor.device_memory = partial(device_memory, cards_of(model))
+    shown = monitor.status({})["memory"]
+    assert [shown[name] for name in ("device", "device_total", "device_peak")] == [2 * 10**9, 24 * 10**9, 2 * 10**8]
+    metrics = monitor.to_prometheus({}).decode()
+    assert "grpo_ref_device_memory_bytes 2e+09" in metrics and "grpo_ref_device_memory_peak_bytes 2e+08" in metrics
 
 
 def test_memory_stays_bounded_however_many_clients_and_errors_come():
