@@ -256,6 +256,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
                 "tokens": [len(one.prompt_ids) + len(one.completion_ids) for one in part.sequences],
                 "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
                 **clock.seconds,
+                **clock.memory,
                 "step_time": clock.total(),
                 "signal": [stop.asked],
             },

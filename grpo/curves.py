@@ -76,6 +76,7 @@ PANELS = {
     "Speed": [
         Panel("tokens per second", ("tokens_per_second",)),
         Panel("seconds per step", ("step_time",)),
+        Panel("most memory of a card, GiB", ("memory/peak_*",)),
     ],
 }
 REST = "Everything else"

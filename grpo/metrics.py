@@ -120,6 +120,8 @@ def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[st
     for name in stats:
         if name.startswith(("clip_ratio/", "time/")) or name in _MEANS:
             metrics[name] = stats[name].mean
+        elif name.startswith("memory/"):
+            metrics[name] = stats[name].high  # the fullest card is the one that fails
     return metrics
 
 
@@ -134,11 +136,16 @@ def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 class PhaseClock:
-    """Seconds by phase of one step, as `time/...`. A phase inside another is taken out of it: none counts twice."""
+    """Seconds by phase of one step, as `time/...`. A phase inside another is taken out of it: none counts twice.
+
+    On a card also the most memory of each phase in GiB: that of tensors as `memory/peak_...`, and over all phases what
+    torch's allocator took for them as `memory/peak_reserved`. On a CPU nobody counts tensors, so there are none.
+    """
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
         self.seconds: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
         self.open: list[str] = []
         """phases that are not over, the outermost first"""
         self.ended = ""
@@ -147,13 +154,30 @@ class PhaseClock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start, booked = time.perf_counter(), sum(self.seconds.values())
+        self._note_memory()
         self.open.append(phase)
         yield
+        self._note_memory()
         self.open.pop()
         self.ended = self.ended if self.open else phase
         within = sum(self.seconds.values()) - booked
         own = time.perf_counter() - start - within
         self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + own
+
+    def _note_memory(self) -> None:
+        """Book the peak since the last call to the phase that is open, and begin a new one.
+
+        The allocator's own counts: the device is not waited for.
+        """
+        if not torch.cuda.is_initialized():
+            return
+        working = [phase for phase in self.open if phase != "wait_ref"]  # there, what the phase around it has is held
+        if working:
+            tensors, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            for name, peak in ((working[-1], tensors), ("reserved", reserved)):
+                name = f"memory/peak_{name}"
+                self.memory[name] = max(self.memory.get(name, 0.0), peak / 2**30)
+        torch.cuda.reset_peak_memory_stats()
 
     def total(self) -> float:
         return time.perf_counter() - self.start

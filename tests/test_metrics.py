@@ -96,6 +96,61 @@ def test_a_phase_inside_another_counts_once():
     assert sum(clock.seconds.values()) <= clock.total()
 
 
+def test_the_fullest_card_counts():
+    stats: dict = {}
+    add_stats(stats, {"length": [1], "terminated_length": [1], "clipped_ratio": [0], "memory/peak_update": 3.5})
+    add_stats(stats, {"memory/peak_update": 7.25})  # of another rank
+    assert step_metrics(stats, [])["memory/peak_update"] == 7.25
+
+
+def test_each_phase_has_its_own_peak_on_a_card(monkeypatch):
+    """What the clock makes of torch's counts; there is no card here, so a variable stands for its allocator."""
+    held, peak = 0, 0
+
+    def hold(size: float) -> None:
+        nonlocal held, peak
+        held = size * 2**30
+        peak = max(peak, held)
+
+    def reset() -> None:
+        nonlocal peak
+        peak = held
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peak + 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    hold(9)
+    hold(1)  # before the step
+    clock = PhaseClock()
+    with clock("generate"):
+        hold(4)
+        hold(1)
+    hold(8)
+    hold(1)  # of no phase
+    for size in (2, 3):
+        with clock("update"):
+            hold(size)
+            with clock("wait_ref"):
+                pass
+            with clock("optimizer"):
+                hold(size + 2.5)
+                hold(1)
+    assert clock.memory == {
+        "memory/peak_generate": 4.0,
+        "memory/peak_update": 3.0,
+        "memory/peak_optimizer": 5.5,
+        "memory/peak_reserved": 6.5,
+    }
+
+
+def test_a_cpu_has_no_peaks():
+    clock = PhaseClock()
+    with clock("update"):
+        pass
+    assert clock.memory == {} and [*clock.seconds] == ["time/update"]
+
+
 def test_the_record_is_appended_and_nan_is_null(tmp_path):
     config = parse_arguments(TrainerConfig, "", ["--report_to", "tensorboard"])
     for step in (1, 2):
