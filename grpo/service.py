@@ -47,6 +47,8 @@ class Service:
 
     def load(self) -> None:
         """Load the model and begin to score. Raises ConfigError where there is no such model, or a card of no use."""
+        import torch
+
         from grpo.devices import take_device
         from grpo.fair_queue import FairQueue
         from grpo.model import cards_of, describe, device_memory, load_reference, load_tokenizer, make_batcher
