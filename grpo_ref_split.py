@@ -43,7 +43,7 @@ from grpo.checkpoint_list import read_progress
 from grpo.collect import Collector
 from grpo.config import ConfigError
 from grpo.data import PromptStream, check_reward_columns, load_examples
-from grpo.devices import wants_card
+from grpo.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
 from grpo.dry_run import dry_run
 from grpo.ds_config import engine_config, keep_gradients_apart
 from grpo.ending import Stopped, exit_code
@@ -95,9 +95,10 @@ log = logging.getLogger("grpo_ref_split")
 EVAL_RECORDED = 32  # held-out answers in the record of each evaluation
 
 
-def train(config: TrainerConfig, launcher: Launcher) -> None:
+def train(
+    config: TrainerConfig, launcher: Launcher, rank: int, world_size: int, device: torch.device, stalls: Stalls
+) -> None:
     """Set up, then loop. Raises ConfigError before a model is loaded wherever the mistake can be seen by then."""
-    rank, world_size, device = join_ranks(config)
     check_report_to(config)
     found_rewards = load_reward_funcs(config.reward_funcs)
     ds_config = engine_config(config, world_size, device)
@@ -166,7 +167,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
     elif ref_updates:
         ref_updates.begin(reference)
     collector.ask_again(progress.parts)
-    stop, stalls = StopSignals(launcher), Stalls(rank, world_size)
+    stop = StopSignals(launcher)
     recorder = Recorder(config, folder, after=progress.step if goes_on else -1) if rank == 0 else None
     log.info(
         "%d prompts, %d held out; %d x %s; run folder %s%s",
@@ -367,8 +368,20 @@ def show_end(folder: Path) -> None:
         log.info("done: model in %s", folder / "model")
 
 
-def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
-    """Meet the other ranks. Returns (rank, world size, device). Raises ConfigError if the step cannot be shared."""
+def run(config: TrainerConfig, launcher: Launcher) -> None:
+    """Join the other ranks, and train. Raises ConfigError as join_ranks, and what `train` raises."""
+    rank, world_size, device, stalls = join_ranks(config)
+    try:
+        train(config, launcher, rank, world_size, device, stalls)
+    finally:
+        stalls.close()  # torch prints a traceback of its own where rank 0 cannot be told any more
+
+
+def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device, Stalls]:
+    """Meet the other ranks. Returns (rank, world size, device, who watches them).
+
+    Raises ConfigError if the step cannot be shared, or a card cannot be used.
+    """
     rank, world_size, device = own_place()
     config.check_ranks(world_size)
     if "RANK" not in os.environ:  # plain python instead of the deepspeed launcher: one rank
@@ -384,8 +397,14 @@ def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device]:
     if device.type == "cpu":
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    held = memory_of_others(device)
+    stalls = Stalls(rank, world_size, hint=prepare_nccl() if device.type == "cuda" else "")
     deepspeed.init_distributed(verbose=False, timeout=patience(config))
-    return rank, world_size, device
+    shared = describe_shared_cards(gather(held))
+    stalls.met = True
+    if shared:
+        log.warning("%s", shared)
+    return rank, world_size, device, stalls
 
 
 def patience(config: TrainerConfig) -> timedelta:
@@ -416,7 +435,7 @@ if __name__ == "__main__":
     code = 1
     try:
         code = exit_code(
-            lambda: dry_run(CONFIG) if CONFIG.dry_run else train(CONFIG, LAUNCHER),
+            lambda: dry_run(CONFIG) if CONFIG.dry_run else run(CONFIG, LAUNCHER),
             (RefError, RewardError, SaveError, NothingLearned, OutOfMemory, OSError),
             "interrupted before the first step",
         )

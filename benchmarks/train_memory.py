@@ -227,7 +227,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
     import grpo_ref_split as trainer
 
     config = case.trainer(model_name_or_path=str(Path(folder).resolve()))
-    rank, world_size, device = trainer.join_ranks(config)
+    rank, world_size, device, _ = trainer.join_ranks(config)
     ds_config = engine_config(config, world_size, device)
     start = forget_peak()
     tokenizer, model = load_tokenizer(config), load_model(config, device)

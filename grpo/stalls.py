@@ -16,6 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 TIME_OUT = 1800.0
 """seconds after which a collective ends the run, beyond what the reference may take"""
 PATIENCE = 120.0
-"""seconds in which no rank gets on, after which it is said; then again after twice as many"""
+"""seconds in which no rank gets on, after which it is said, and half of them before a collective has worked; then again
+after twice as many"""
 BEAT = 5.0
 """seconds between two looks"""
 SHOWN = 8
@@ -66,31 +68,44 @@ class _Rank:
 
 
 class Stalls:
-    """Watches over a run from its making on. Set `step` and `clock` where a step begins."""
+    """Watches over a run. Make it before the ranks join: they may hang there. Set `met` once a collective has worked,
+    and `step` and `clock` where a step begins."""
 
-    def __init__(self, rank: int, world_size: int):
-        self.step, self.clock = 0, PhaseClock()
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, hint: str = ""):
+        """`hint` says what may be wrong where the first collective hangs."""
+        self.step, self.clock, self.met = 0, PhaseClock(), False
+        self._rank, self._world_size, self._hint = rank, world_size, hint
         self._ranks: dict[int, _Rank] = {}
-        self._answered = time.monotonic()
+        self._missing: list[int] = []  # ranks that have not begun to tell where they are
+        self._began = self._answered = time.monotonic()
         self._over = threading.Event()
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
         worker = threading.get_ident()
-        store.set(f"stalls/{rank}", json.dumps(self._own(worker, 0)))
         # Two: whoever asks a process that is stopped waits for ever, whatever the store's time-out.
-        for name, work in (("tell", lambda: self._tell(store, worker)), ("watch", self._watch)):
+        for name, work in (("tell", lambda: self._tell(worker)), ("watch", self._watch)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def close(self) -> None:
         self._over.set()
 
-    def _tell(self, store: dist.TCPStore, worker: int) -> None:
-        beat = 0
-        while not self._over.wait(BEAT):
-            beat += 1
+    def _tell(self, worker: int) -> None:
+        names = [f"stalls/{rank}" for rank in range(self._world_size)]
+        store = None
+        for beat in count():
+            if self._over.wait(BEAT if beat else 0.0):
+                return
             try:
-                store.set(f"stalls/{self._rank}", json.dumps(self._own(worker, beat)))
-                said = store.multi_get([f"stalls/{rank}" for rank in range(self._world_size)])
+                store = store or dist.TCPStore(
+                    os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
+                )
+            except RuntimeError:  # rank 0 has not come in five minutes
+                continue
+            try:
+                store.set(names[self._rank], json.dumps(self._own(worker, beat)))
+                if not self._ranks:
+                    self._missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+                    if self._missing:
+                        continue
+                said = store.multi_get(names)
             except RuntimeError:  # rank 0 has ended, which ends this one
                 return
             self._answered = now = time.monotonic()
@@ -100,20 +115,29 @@ class Stalls:
                 self._ranks[rank].hear(one, now)
 
     def _watch(self) -> None:
-        patience = PATIENCE
+        times = 1
         while not self._over.wait(BEAT):
             now = time.monotonic()
-            report = self._report(now, patience)
+            # To meet takes seconds.
+            patience = PATIENCE if self.met else PATIENCE / 2
+            report = self._report(now, times * patience)
             if report is not None:
-                patience *= 2
+                times *= 2
                 if report:
                     log.error("%s", report)
-            elif self._ranks and min(now - one.moved for one in self._ranks.values()) < PATIENCE:
-                patience = PATIENCE
+            elif self._ranks and min(now - one.moved for one in self._ranks.values()) < patience:
+                times = 1
 
     def _report(self, now: float, patience: float) -> str | None:
         """What is wrong; None: nothing; empty: another rank says it."""
-        if now - self._answered > patience:
+        if missing := self._missing:
+            if now - self._began <= patience:
+                return None
+            first = next(rank for rank in range(self._world_size) if rank not in missing)
+            shown = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
+            came = f"{self._world_size - len(missing)} of {self._world_size} ranks wait since {_clock(self._began)}"
+            return f"{came}: there is no word of rank {shown}" if self._rank == first else ""
+        if self._ranks and now - self._answered > patience:
             # Of each machine one rank, as it may be the network.
             return (
                 f"rank 0 on {os.environ['MASTER_ADDR']} has not answered since {_clock(self._answered)}, "
@@ -124,7 +148,9 @@ class Stalls:
         if not (behind := held_up_by(self._ranks, now, patience)):
             return None
         waiting = [rank for rank in self._ranks if rank not in behind] or behind
-        return describe_stall(self._ranks, behind, now) if self._rank == waiting[0] else ""
+        if self._rank != waiting[0]:
+            return ""
+        return describe_stall(self._ranks, behind, now) + (f"; {self._hint}" if self._hint and not self.met else "")
 
     def _own(self, worker: int, beat: int) -> dict[str, Any]:
         """Where this rank is now. `worker` is the thread that does the work."""
@@ -166,6 +192,8 @@ def held_up_by(ranks: dict[int, _Rank], now: float, patience: float) -> list[int
     at_work = [rank for rank, one in ranks.items() if not one.said["waits"]]
     if 0 < len(at_work) < len(ranks):
         return at_work
+    if at_work and first[0] == 0:
+        return []  # each loads for itself, or waits for the reference, and says so
     return behind if min(now - one.worked for one in ranks.values()) > patience else []
 
 
@@ -173,7 +201,9 @@ def describe_stall(ranks: dict[int, _Rank], behind: list[int], now: float) -> st
     def one_line(rank: int) -> str:
         one = ranks[rank]
         said = one.said
-        phase = f"in {said['phase']} of step {said['step']}" if said["phase"] else f"in step {said['step']}"
+        phase = f"in step {said['step']}" if said["step"] else "before its first step"
+        if said["phase"]:
+            phase = f"in {said['phase']} of step {said['step']}"
         line = (
             f"rank {rank} ({said['host']}, process {said['process']}) is {phase} since {_clock(one.moved)}, "
             f"{now - one.moved:.0f} s, at {said['where'] or 'a line of no file of ours'}"

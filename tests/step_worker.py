@@ -121,7 +121,7 @@ def check_masked(engine, case: dict, config: TrainerConfig, batcher, rank: int) 
 def main(model, cases_file, out) -> None:
     cases = json.loads(Path(cases_file).read_text())
     configs = [read_config(case) for case in cases]
-    rank, world_size, device = trainer.join_ranks(configs[0])
+    rank, world_size, device, _ = trainer.join_ranks(configs[0])
     policy = load_model(SharedConfig(model_name_or_path=model), device)
     if configs[0].gradient_checkpointing:
         checkpoint_activations(policy)

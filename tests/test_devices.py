@@ -7,7 +7,17 @@ import pytest
 import torch
 from conftest import running_server
 
-from grpo.devices import asks_for_card, explain_too_many, explain_unusable, is_out_of_memory, take_device
+from grpo.devices import (
+    asks_for_card,
+    describe_shared_cards,
+    explain_too_many,
+    explain_unusable,
+    find_driver_version,
+    is_out_of_memory,
+    lacks_p2p,
+    p2p_hint,
+    take_device,
+)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +110,58 @@ def test_more_ranks_than_cards_are_counted():
         "LOCAL_RANK=2: 4 ranks were started on this machine, and torch sees 2 cards (CUDA_VISIBLE_DEVICES is 0,1): "
         "start one a card, as 'deepspeed --num_gpus 2' does"
     )
+
+
+OLD, NEW = "535.183.01", "550.54.14"
+
+
+@pytest.mark.parametrize(
+    "name, driver, lacks",
+    [
+        ("NVIDIA GeForce RTX 4090", OLD, True),
+        ("NVIDIA GeForce RTX 4060 Ti", "550.40.06", True),
+        ("NVIDIA GeForce RTX 4090", "550.40.07", False),
+        ("NVIDIA GeForce RTX 4090", NEW, False),
+        ("NVIDIA GeForce RTX 4090", None, False),
+        ("NVIDIA GeForce RTX 3090", OLD, False),
+        ("NVIDIA GeForce RTX 5090", NEW, False),
+        ("NVIDIA RTX 6000 Ada Generation", OLD, False),
+        ("NVIDIA RTX 4000 Ada Generation", OLD, False),
+        ("NVIDIA L40S", OLD, False),
+        ("NVIDIA A100-SXM4-80GB", OLD, False),
+        ("NVIDIA H100 80GB HBM3", OLD, False),
+    ],
+)
+def test_which_cards_nccl_is_kept_from_connecting(name, driver, lacks):
+    assert lacks_p2p([name, name], driver) == lacks
+    assert not lacks_p2p([name], driver)
+
+
+def test_a_hint_is_given_for_geforce_cards_that_may_still_try(monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    for name in ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"):
+        assert f"({name})" in p2p_hint(["NVIDIA A100-SXM4-80GB", name])
+    assert p2p_hint(["NVIDIA H100 80GB HBM3", "NVIDIA L40S"]) == "" == p2p_hint([])
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert p2p_hint(["NVIDIA GeForce RTX 4090"]) == ""
+
+
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC ...", OLD),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build  (builder)", NEW),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  555.58  Release Build  (portage)", "555.58"),
+        ("", None),
+    ],
+)
+def test_the_drivers_version_is_found(text, version):
+    assert find_driver_version(text) == version
+
+
+def test_cards_that_others_use_are_named():
+    gib = 2**30
+    assert describe_shared_cards([(0, 0), (0, 0)]) == ""  # the CPU
+    assert describe_shared_cards([(gib // 2, 80 * gib), (gib, 24 * gib)]) == ""
+    text = describe_shared_cards([(gib, 24 * gib), (int(3.5 * gib), 24 * gib)])
+    assert "trainer's cards, 3.5 of 24.0 GiB of rank 1's: if that is the reference server" in text

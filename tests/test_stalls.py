@@ -4,9 +4,11 @@ import ast
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
-from conftest import REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, free_port
 from test_resume import left_of, processes_below, ranks_of, reach, training
 from test_trainer import options
 
@@ -43,6 +45,13 @@ def test_who_is_behind(every, expected):
     assert working == ([] if len(expected) == len(every) else expected)
 
 
+def test_ranks_that_load_for_long_before_the_first_step_hold_up_nobody():
+    loading, waiting = said(step=0, after=-0.5, phase=""), said(step=0, after=-0.5, phase="", waits=True)
+    assert held_up_by(ranks(loading, loading), now=400.0, patience=200.0) == []
+    assert held_up_by(ranks(loading, waiting), now=400.0, patience=200.0) == [0]
+    assert held_up_by(ranks(waiting, waiting), now=400.0, patience=200.0) == [0, 1]
+
+
 def test_hearing_tells_alive_from_working_from_moving():
     one = _Rank(said(), 1.0, 1.0, 1.0)
     one.hear(said(), 2.0)
@@ -75,6 +84,7 @@ def test_every_phase_has_its_place():
 
 
 SINCE = r"since (?:\d\d:){2}\d\d, [3-9] s"
+REPORT = r"grpo\.stalls: (?!.*(before its first step|no word of))"  # not of a slow start, with so little patience
 HANG = """
 import os, time
 from pathlib import Path
@@ -106,9 +116,11 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
         else:
             os.kill(alive[int(kind[5])], signal.SIGSTOP)
             output = ""
-            while "grpo.stalls: " not in output.rpartition("\n")[0]:
-                output += process.stdout.readline()
-    reports = [line for line in output.splitlines() if "grpo.stalls: " in line]
+            while not re.search(rf"{REPORT}.*\n", output):
+                line = process.stdout.readline()
+                assert line, output
+                output += line
+    reports = [line for line in output.splitlines() if re.search(REPORT, line)]
     if kind == "rank 0 is stopped":
         assert re.search(
             r"rank 0 on 127.0.0.1 has not answered since (\d\d:){2}\d\d, [3-9] s: it is stopped", reports[0]
@@ -122,3 +134,42 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
         assert re.fullmatch(r"reward of step \d+", found[3]) and reports[0].endswith(", at own.py:7 in own")
     else:
         assert ", and has not answered since " in reports[0]
+
+
+def two_ranks(kind: str) -> str:
+    """What tests/first_collective.py says, in order."""
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "tests/first_collective.py", kind, "4"],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | ranks | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    output = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], output
+    assert output[1] == "met\n"
+    return output[0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_to_the_first_collective_is_named_with_what_helps_the_cards():
+    said = two_ranks("late-to-collective").splitlines()
+    assert re.match(
+        r"1 of 2 ranks wait: rank 1 \(.*, process \d+\) is before its first step since (\d\d:){2}\d\d, \d+ s, at "
+        r"first_collective.py:\d+ in <module>; if all ranks wait in a collective, the driver may offer P2P between "
+        r"these cards \(NVIDIA GeForce RTX 3090\) .*: try NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1$",
+        said[0],
+    )
+    assert said[-1] == "met"
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named():
+    said = two_ranks("late-to-meet").splitlines()
+    assert re.fullmatch(r"1 of 2 ranks wait since (\d\d:){2}\d\d: there is no word of rank 1", said[0])
+    assert said[-1] == "met"
