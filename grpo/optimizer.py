@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from grpo.config import ConfigError
 from grpo.trainer_config import TrainerConfig
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -17,7 +18,15 @@ _MOST = 2**30  # numbers in a group of bitsandbytes' AdamW
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """torch's own AdamW: DeepSpeed's would be compiled at the first start. Fused, it makes no copy of what it steps."""
+    """torch's own AdamW: DeepSpeed's would be compiled at the first start. Fused, it makes no copy of what it steps.
+
+    Raises ConfigError where the weights are in less than 16 bits and would stay as they are.
+    """
+    if not config.use_peft and any(weight.dtype.itemsize < 2 for weight in model.parameters()):
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: its weights are quantized, so that they cannot be "
+            "trained: add use_peft, or name the model that they were made from"
+        )
     if config.optim == "adamw_8bit":
         return _with_8_bits(model, config)
     decays = config.weight_decay, 0.0

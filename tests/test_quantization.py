@@ -29,10 +29,11 @@ from benchmarks.memory import on_meta
 from grpo.adapters import OwnReference, train_adapter
 from grpo.arguments import parse_arguments
 from grpo.checkpoint import save_model
-from grpo.config import SharedConfig
+from grpo.config import ConfigError, SharedConfig
 from grpo.ds_config import engine_config
 from grpo.estimate_report import CARD_USABLE, GIB
 from grpo.model import checkpoint_activations, describe, load_model, load_reference, make_batcher, make_sampler
+from grpo.optimizer import make_optimizer
 from grpo.quantization import unpacked
 from grpo.ref_client import check_reference
 from grpo.ref_wire import RefError
@@ -180,6 +181,30 @@ def test_policy_and_server_agree_on_what_quantized_weights_are(model_folder, tok
             RefError, match=f"with quantization {quantization}, .*: restart it with --quantization 4bit"
         ):
             check_reference(config, own, other)
+
+
+def test_weights_that_come_quantized_take_an_adapter_and_no_other_training(model_folder, tokenizer, tmp_path):
+    config = SharedConfig(model_name_or_path=str(model_folder), quantization="4bit")
+    load_model(config, CPU).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match="are quantized already: use none, or name the model that they were made from"
+    ):
+        quantized(model=tmp_path)
+    model, _ = policy(model=tmp_path)
+    assert describe(model, tokenizer, "x").quantization == "4bit" and trained(model)
+    whole = TrainerConfig(model_name_or_path=str(tmp_path))
+    with pytest.raises(ConfigError, match="its weights are quantized, so that they cannot be trained: add use_peft"):
+        make_optimizer(load_model(whole, CPU), whole)
+
+
+def test_policy_and_server_agree_on_an_adapter_on_quantized_weights(model_folder, tokenizer, tmp_path):
+    adapter = str(write_adapter(tmp_path, model_folder, r=4, lora_alpha=6))
+    served = load_reference(ServerConfig(model_name_or_path=adapter, quantization="4bit"), CPU)
+    own = load_model(trainer("--quantization", "4bit", model=adapter), CPU)
+    assert describe(own, tokenizer, "x") == describe(served, tokenizer, "x")
+    with torch.no_grad():
+        assert torch.equal(scores(own), scores(served))
 
 
 @pytest.mark.slow
