@@ -75,14 +75,21 @@ def _body(model: nn.Module, batch: Batch, **options):
 
 
 def _of_routers(body, batch: Batch) -> torch.Tensor:
-    return torch.stack([layer.flatten(0, -2)[batch.predicts] for layer in body.router_logits])
+    device = batch.predicts.device
+    return torch.stack([_predicting(layer, batch).to(device) for layer in body.router_logits])
+
+
+def _predicting(states: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The rows that predict the completion tokens, [T, size], on the device of `states`, any of the model's."""
+    rows = states.flatten(0, -2)
+    return rows[batch.predicts.to(rows.device)]
 
 
 def _of_body(
     body, model: nn.Module, batch: Batch, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     head = Head.of(model, temperature)
-    hidden = body.last_hidden_state.flatten(0, 1)[batch.predicts].to(head.weight)  # Mamba's are float32 in any dtype
+    hidden = _predicting(body.last_hidden_state, batch).to(head.weight)  # Mamba's are float32 in any dtype
     targets = batch.targets.to(head.weight.device)
     return _Logprobs.apply(hidden, head.weight, head.bias, targets, head, with_entropy)
 
