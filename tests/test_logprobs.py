@@ -115,6 +115,17 @@ def test_both_paths_equal_float64_log_softmax(config, temperature):
         torch.testing.assert_close(entropy.double(), entropies.detach(), atol=1e-5, rtol=0)
 
 
+def test_all_logits_of_a_few_rows_are_fp32_however_large_the_vocabulary():
+    torch.manual_seed(0)
+    hidden, bias = torch.randn(3, 32).bfloat16(), torch.randn(10_000).bfloat16()
+    weight = torch.randn(10_000, 32).bfloat16()
+    head = Head(weight, bias, scale=0.5, softcap=20.0, temperature=0.7)
+    exact = torch.tanh((hidden.double() @ weight.double().t() + bias.double()) * 0.5 / 20.0) * 20.0 / 0.7
+    logits = head.all_logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("of_logprobs", [True, False], ids=["both", "entropy alone"])
 def test_log_probs_and_entropies_have_the_gradients_of_float64(config, of_logprobs):
