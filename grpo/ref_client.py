@@ -18,11 +18,14 @@ import numpy as np
 from grpo.protocol import Health, LogprobsRequest, decode_answer, encode_request
 from grpo.records import Message
 from grpo.ref_servers import IN_FLIGHT, Deadline, RefServers, each
-from grpo.ref_wire import Failure, Reference, RefError, RefUnavailable, RefWire
+from grpo.ref_wire import Failure, Loading, Reference, RefError, RefUnavailable, RefWire
 from grpo.reward_protocol import RewardAnswer, RewardRequest
 from grpo.trainer_config import TrainerConfig
 
 log = logging.getLogger(__name__)
+
+LONGEST_LOADING = 6 * 3600.0
+"""seconds: 140 GB at 10 MB/s take four hours; a server that hangs while it loads holds the trainer's cards so long"""
 
 
 def check_reference(config: TrainerConfig, policy: Health, reference: Health) -> None:
@@ -85,40 +88,48 @@ class RefClient:
 
         With `any_version` each may have another of this run's references: `publish` or `expect` says which it is.
 
-        Says every 15 seconds what it waits for.
+        Says each minute what it waits for, and more often at first. A server that says that it loads is waited for, up
+        to six hours; `ref_startup_timeout` is for one that says nothing of the kind.
 
-        Raises RefUnavailable after `ref_startup_timeout` seconds, RefError for a refused token, a certificate that
-        does not verify, or differing models.
+        Raises RefUnavailable after that time, RefError for a refused token, a certificate that does not verify, or
+        differing models.
         """
-        deadline = Deadline(self._config.ref_startup_timeout)
-        next_word = time.monotonic() + 5.0
+        began, patience, next_word = time.monotonic(), self._config.ref_startup_timeout, 5.0
+        deadlines = {server: Deadline(patience) for server in self._servers.all}
         healths: dict[str, Health] = {}
         waiting = self._servers.all
         while True:
+            passed = time.monotonic() - began
             for server in waiting:
                 try:
                     healths[server.url] = self._wire.health(server.url)
                 except Failure as failure:
                     server.said = str(failure)
+                    if isinstance(failure, Loading):
+                        deadlines[server] = Deadline(patience)
+                        if passed > LONGEST_LOADING:
+                            raise RefUnavailable(
+                                f"{server.url} has been loading its model for {passed:.0f} s: see its log, and start "
+                                "it again"
+                            ) from failure
             waiting = [server for server in waiting if server.url not in healths]
             if not waiting:
                 break
-            if deadline.left() <= 0:
+            if silent := [server for server in waiting if deadlines[server].left() <= 0]:
                 if self._reward_url:
                     raise RefUnavailable(
-                        f"no reward server at {each(waiting)} after {deadline.seconds:.0f} s: start 'python "
+                        f"no reward server at {each(silent)} after {patience:.0f} s: start 'python "
                         "ref_server.py --task reward' there, or name it in reward_funcs where it is"
                     )
                 raise RefUnavailable(
-                    f"no reference server at {each(waiting)} after {deadline.seconds:.0f} s: start 'python "
+                    f"no reference server at {each(silent)} after {patience:.0f} s: start 'python "
                     f"ref_server.py --model_name_or_path {self._config.model_name_or_path}' there, or set ref_servers "
                     "to where it is, or beta to 0 to train without"
                 )
-            if time.monotonic() >= next_word:
-                passed = deadline.seconds - deadline.left()
-                log.info("waiting for %s (%.0f of %.0f s)", each(waiting), passed, deadline.seconds)
-                next_word = time.monotonic() + 15.0
-            time.sleep(min(0.5, max(0.0, deadline.left())))
+            if passed >= next_word:
+                log.info("waiting for %s (%.0f s)", each(waiting), passed)
+                next_word = passed + min(60.0, max(15.0, passed))
+            time.sleep(min(0.5, max(0.0, min(deadlines[server].left() for server in waiting))))
         first_url = self._servers.all[0].url
         first = healths[first_url]
         for url, other in healths.items():

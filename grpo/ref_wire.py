@@ -3,6 +3,7 @@
 RefError                  the reference cannot serve this run: wrong model, wrong token, refused request
 +-- RefUnavailable        no server answered before the deadline
 Failure                   an attempt that failed; another may not
++-- Loading               the server is loading its model
 +-- Outdated              the server has a reference that this run has replaced
 """
 
@@ -12,6 +13,7 @@ import json
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -61,6 +63,10 @@ class Failure(Exception):
         """seconds after which the server wants to be asked again; 0 where it said nothing of it"""
         self.other_model = other_model
         """fingerprint of what it serves, where that was never this run's reference"""
+
+
+class Loading(Failure):
+    """The server is loading its model."""
 
 
 class Outdated(Failure):
@@ -172,6 +178,9 @@ class RefWire:
         if answer.content == b'{"status": "ok"}':
             raise RefError(f"{url} wants another token: give server and trainer the same one")
         if answer.status_code != 200:
+            with suppress(ValueError):  # then it is something else that answers, such as a proxy
+                if (health := Health.from_json(answer.content)).status == "loading":
+                    raise Loading(f"is loading {health.model}", _retry_after(answer))
             raise Failure(f"said {answer.status_code}: {answer.text[:200]}", _retry_after(answer))
         try:
             health = Health.from_json(answer.content)

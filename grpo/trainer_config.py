@@ -105,7 +105,9 @@ class ReferenceSection:
     ref_ca_file: Optional[str] = option(
         None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
     )
-    ref_startup_timeout: float = option(300.0, "seconds to wait at the start for a server that is not ready")
+    ref_startup_timeout: float = option(
+        300.0, "seconds to wait at the start for a server that does not answer; one that is loading has six hours"
+    )
     ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again")
     ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run")
     ref_update_steps: int = option(

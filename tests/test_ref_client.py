@@ -56,6 +56,29 @@ def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
         assert time.monotonic() - started < 10
 
 
+def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypatch):
+    began, body = time.monotonic(), Health("loading", "org/large").to_json()
+
+    def health():
+        loading = time.monotonic() - began < 2.5
+        return (503, {"Retry-After": "2"}, body) if loading else (200, {}, HEALTH.to_json())
+
+    with fake(health=health) as server, client(server.url, ref_startup_timeout=1) as one:
+        assert one.wait_ready().status == "ready"
+    assert time.monotonic() - began >= 2.5
+    with fake(health=lambda: (503, {}, body)) as server, client(server.url, ref_startup_timeout=1) as one:
+        threading.Timer(2.0, lambda: (server.listener.shutdown(), server.listener.server_close())).start()
+        with pytest.raises(RefUnavailable, match=rf"no reference server at {server.url} \(it cannot be .* after 1 s"):
+            one.wait_ready()
+    monkeypatch.setattr("grpo.ref_client.LONGEST_LOADING", 1.5)
+    with (
+        fake(health=lambda: (503, {}, body)) as server,
+        client(server.url, ref_startup_timeout=1) as one,
+        pytest.raises(RefUnavailable, match=f"{server.url} has been loading its model for [0-9]+ s: see its log"),
+    ):
+        one.wait_ready()
+
+
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, tmp_path):
     with running_server(model_folder, tmp_path) as first:
