@@ -89,6 +89,10 @@ if not wants_card():
 warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
 warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
 import deepspeed
+from deepspeed.accelerator import cuda_accelerator
+
+# With NVIDIA's library it reads CUDA_VISIBLE_DEVICES as numbers, where GPU-... and MIG-... may stand.
+cuda_accelerator.pynvml = None
 
 log = logging.getLogger("grpo_ref_split")
 

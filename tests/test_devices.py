@@ -2,10 +2,12 @@
 computed from its names and numbers."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import running_server
+from conftest import ENVIRONMENT, REPOSITORY, running_server
 
 from grpo.devices import (
     asks_for_card,
@@ -165,3 +167,25 @@ def test_cards_that_others_use_are_named():
     assert describe_shared_cards([(gib // 2, 80 * gib), (gib, 24 * gib)]) == ""
     text = describe_shared_cards([(gib, 24 * gib), (int(3.5 * gib), 24 * gib)])
     assert "trainer's cards, 3.5 of 24.0 GiB of rank 1's: if that is the reference server" in text
+
+
+@pytest.mark.slow
+@pytest.mark.plain_start
+def test_deepspeed_does_not_read_the_names_of_cards_as_numbers(tmp_path):
+    """It does where a module pynvml can be imported. Without a card the question then ends in torch."""
+    library = "NVMLError = RuntimeError\nnvmlInit = nvmlDeviceGetHandleByIndex = lambda *any: None\n"
+    (tmp_path / "pynvml.py").write_text(library)
+    ask = """
+import grpo_ref_split
+from deepspeed.accelerator import get_accelerator
+try:
+    get_accelerator().available_memory(0)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    environment = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "GPU-8d1f2ab4", "PYTHONPATH": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ask], cwd=REPOSITORY, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True
+    )
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "ValueError" not in said and "GPU-8d1f2ab4" not in said
