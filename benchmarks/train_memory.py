@@ -8,7 +8,7 @@
 
 Each case is a rank (or two) in processes of their own, set up as the trainer sets itself up: a model loaded from a
 folder, DeepSpeed's engine, then an update, a call of `generate` and an update, of prompts and completions of full
-What is shown is the most resident memory in each phase after the first update, above that of the process
+length. What is shown is the most resident memory in each phase after the first update, above that of the process
 before a model was loaded. Blocks of 1 MiB and more go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_),
 so that what is resident is what tensors take; with --heap they do not. The table goes to stdout, progress to stderr.
 Linux.
@@ -170,7 +170,7 @@ def phase_sizes(name: str, case: Case, seconds: float) -> tuple[dict[str, int], 
     Raises RuntimeError or subprocess.TimeoutExpired where the case's process fails or takes too long.
     """
     expected = predict(case, DEVICE)
-    predicted = {phase: expected.held + most_of(expected, phase) for phase in PHASES}
+    predicted = {phase: max(map(expected.allocated, names)) for phase, names in PHASES.items()}
     measured = run("-m", "benchmarks.train_memory", "--measure", name, case=case, on_card=CUDA, seconds=seconds)
     return predicted, measured
 

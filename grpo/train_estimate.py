@@ -269,7 +269,7 @@ def _begin(policy: Policy, load: Load, cuda: bool) -> list[Term]:
     else:
         all_layers = policy.kept * tokens + policy.layers * copies
         at_head = in_layer = [Term("activations", all_layers, f"of {policy.layers} layers")]
-    before, *gradients = _gradients(policy, load, cuda)
+    before, *gradients = _gradients(policy, load, cuda, at_end=False)
     # A CPU's memory is taken when it is written to: buckets and gradients are, as layer after layer is done.
     gradients = gradients if cuda else []
     both = [
@@ -355,18 +355,21 @@ def _layer(policy: Policy, load: Load, cuda: bool) -> list[Term]:
     return max([wide], attention, key=_size)
 
 
-def _gradients(policy: Policy, load: Load, cuda: bool) -> list[Term]:
-    """ZeRO-2's: what earlier micro-batches left first. On a CPU, memory is taken when it is written to."""
+def _gradients(policy: Policy, load: Load, cuda: bool, at_end: bool = True) -> list[Term]:
+    """ZeRO-2's: what earlier micro-batches left first. On a CPU, memory is taken when it is written to.
+
+    `at_end`: when the embeddings' is there, the largest; else when the first layer's are.
+    """
     item, own = policy.dtype.itemsize, _own(policy.trained, load.ranks)
     share, largest = -(-sum(policy.trained) // load.ranks), max(policy.trained)
     # A parameter beyond the bucket's size is reduced by itself: its gradient is there, and what is summed.
     small = sum(size for size in policy.trained if size <= load.bucket)
     buckets = load.buckets * load.bucket if cuda else min(small, load.buckets * load.bucket)
     several = load.share * load.group > load.micro_batch_tokens
-    reduced = item * max(min(small, load.bucket), 2 * largest if largest > load.bucket else 0)
+    reduced = item * max(min(small, load.bucket), 2 * largest if largest > load.bucket and at_end else 0)
     if _compact(policy, load):
         # What is summed is added to the share's fp32 at once, a parameter at a time.
-        before, this = 4 * share, reduced + 4 * largest + (0 if several else 4 * share)
+        before, this = 4 * share, reduced + (4 * largest if at_end else 0) + (0 if several else 4 * share)
     elif load.offloaded:
         before, this = 0, reduced
     else:
