@@ -175,24 +175,34 @@ class Head:
         """Hold this head against the model's own on a few tokens. Raises ConfigError where they differ."""
         embedding = model.get_input_embeddings().weight
         ids = torch.arange(16, device=embedding.device).unsqueeze(0) % len(embedding)
+        linear, fed = model.get_output_embeddings(), []
         body = body_of(model)(input_ids=ids, use_cache=False)
-        own = model(input_ids=ids, use_cache=False).logits[0].float()
-        linear, hidden = model.get_output_embeddings(), getattr(body, "last_hidden_state", None)
+        hidden = getattr(body, "last_hidden_state", None)
         if linear is None or hidden is None or hidden.shape[-1] != linear.weight.shape[1]:
             raise ConfigError(
                 f"{type(model).__name__} is not made of a body and a linear head over its last hidden states: use "
                 "another model"
             )
+        hook = linear.register_forward_pre_hook(lambda linear, inputs: fed.append(inputs[0]))
+        try:
+            own = model(input_ids=ids, use_cache=False).logits[0].float()
+        finally:
+            hook.remove()
         head = cls.of(model)
         hidden = hidden[0].to(head.weight)
-        ours = head.logits(hidden, slice(None)).to(own.device)
-        # bfloat16 keeps 8 bits: the model's own logits are that coarse.
-        tolerance = 1e-4 if hidden.dtype == torch.float32 else 0.03
+        # In 16 bit two passes may round differently, and a deep model makes much of it, for some tokens everything. So
+        # the head is held against what it was fed with in the same pass; that against the body, by a quarter of tokens.
+        same_pass = fed[-1].view_as(hidden).to(head.weight) if fed else hidden
+        ours = head.logits(same_pass, slice(None)).to(own.device)
+        single = hidden.dtype == torch.float32
+        moved, size = (states.float().norm(dim=1) for states in (same_pass - hidden, hidden))
+        between = (moved / size.clamp(min=1e-9)).quantile(0.25).item()
         difference = ((own - ours).abs().max() / own.abs().max().clamp(min=1.0)).item()
-        if not difference <= tolerance:
+        # bfloat16 keeps 8 bits: the model's own logits are that coarse.
+        if not (difference <= (1e-4 if single else 0.03) and between <= (1e-4 if single else 0.3)):
             raise ConfigError(
                 f"{type(model).__name__} does something to its logits that grpo/logprobs.py does not know "
-                f"(relative difference {difference:.1e}): add it to Head, or use another model"
+                f"(relative difference {max(difference, between):.1e}): add it to Head, or use another model"
             )
 
 

@@ -112,15 +112,22 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
     cannot be trusted.
     """
     longest, reason = _longest_packed(model)
-    padded = check_padded(model, pad_token_id)
-    for variant in variants_for(model) if longest else []:
+    padded, name = check_padded(model, pad_token_id), type(model).__name__
+    variants = variants_for(model) if longest else []
+    for variant in variants:
         switch_on(model, variant)
         if (reason := packed_differs(model, padded)) is None:
             limit = "" if longest == NO_LIMIT else f" up to {longest} tokens a sequence, its attention's window"
             log.info("log-probs in packed batches, each prompt once (%s)%s", variant, limit)
             return Batcher(pad_token_id, longest)
         switch_off(model)
-    log.info("log-probs in padded batches: %s %s", type(model).__name__, reason)
+        if variant != variants[-1]:
+            log.warning("attention over packed batches goes a slower way than %s: %s %s", variant, name, reason)
+    if variants and model.device.type != "cpu":
+        lost = "Scoring and updates take several times as long as packed: each completion's prompt is computed again"
+        log.warning("log-probs in padded batches: %s %s. %s", name, reason, lost)
+    else:
+        log.info("log-probs in padded batches: %s %s", name, reason)
     return Batcher(pad_token_id, longest_packed=0)
 
 

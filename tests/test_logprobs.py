@@ -81,8 +81,8 @@ SEQUENCES = [
 PADDED = Batcher(pad_token_id=0, longest_packed=0)
 
 
-def build(config) -> torch.nn.Module:
-    torch.manual_seed(0)
+def build(config, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         torch.nn.init.normal_(model.get_output_embeddings().bias)
