@@ -19,6 +19,7 @@ from grpo.config import ConfigError
 # Tokens and vocabulary of a block of logits: 16 MB stay in a CPU's cache, a GPU wants few large launches.
 CPU_BLOCK = (1024, 4096)
 CUDA_BLOCK = (4096, 16384)
+# torch.mm has out_dtype on a GPU, with `out` too.
 MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
@@ -163,7 +164,7 @@ class Head:
 
     def blocks(self, hidden: torch.Tensor) -> tuple[int, list[slice], torch.Tensor]:
         """Tokens at a time, the slices of the vocabulary, and a buffer for a block's logits."""
-        tokens, vocabulary = CUDA_BLOCK if hidden.is_cuda else CPU_BLOCK
+        tokens, vocabulary = CPU_BLOCK if hidden.device.type == "cpu" else CUDA_BLOCK
         tokens = max(1, min(tokens, len(hidden)))
         slices = [slice(start, start + vocabulary) for start in range(0, len(self.weight), vocabulary)]
         buffer = torch.empty(tokens * min(vocabulary, len(self.weight)), dtype=torch.float32, device=hidden.device)
@@ -230,6 +231,7 @@ class _Logprobs(torch.autograd.Function):
                     share = below.exp()
                     total = share.sum(1)
                     mean_logits.append(share.mul_(below).sum(1) / total + top.squeeze(1))
+                    del share  # or it would stay beside the next block's
                 else:
                     total = below.exp_().sum(1)
                 parts.append(total.log_() + top.squeeze(1))
@@ -270,6 +272,7 @@ class _Logprobs(torch.autograd.Function):
                     share = slope.exp()
                     of_entropy = entropy_gradient[part].unsqueeze(1)
                     slope.add_(entropy[part].unsqueeze(1)).mul_(of_entropy).add_(upstream).mul_(share).neg_()
+                    del share
                 place, inside = _places(wanted, block, logits)
                 slope.scatter_add_(1, place, torch.where(inside.unsqueeze(1), upstream, 0.0))
                 slope = head.back_through(slope, logits)
@@ -279,6 +282,7 @@ class _Logprobs(torch.autograd.Function):
                 of_hidden[part] += _linear_fp32(slope, weight[block].t())
                 if of_weight is not None:
                     of_weight[block].addmm_(slope.t(), rows)
+                del slope
         return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None
 
 
@@ -295,7 +299,7 @@ def _linear_fp32(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor 
     Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL where there is none; casting the whole
     weight to float32 instead would cost a second copy of it.
     """
-    if rows.is_cuda and rows.dtype != torch.float32 and MM_GIVES_FP32:
-        return torch.mm(rows, weight.t(), out_dtype=torch.float32)
     out = None if buffer is None else buffer[: len(rows) * len(weight)].view(len(rows), len(weight))
+    if rows.device.type != "cpu" and rows.dtype != torch.float32 and MM_GIVES_FP32:
+        return torch.mm(rows, weight.t(), out_dtype=torch.float32, out=out)
     return torch.mm(rows.float(), weight.t().float(), out=out)
