@@ -225,12 +225,10 @@ def forward(
 
     rows, columns = CUDA_BLOCK if cuda else CPU_BLOCK
     rows, columns = min(rows, tokens), min(columns, shape.vocabulary)
-    # A 16-bit product with fp32 output does not go into the buffer, and the block before it is alive until it is there.
-    blocks = 3 if cuda and item == 2 and MM_GIVES_FP32 else 1
-    casts = 4 * (rows + columns) * hidden if item == 2 and blocks == 1 else 0
+    casts = 0 if item == 4 or (cuda and MM_GIVES_FP32) else 4 * (rows + columns) * hidden
     head = [
         Term("last hidden states", 2 * hidden * row, "all, and those that predict a completion token"),
-        Term("block of logits", 4 * blocks * rows * columns + casts, f"{blocks} of {rows} x {columns} in fp32"),
+        Term("block of logits", 4 * rows * columns + casts, f"{rows} x {columns} in fp32"),
         Term("targets and answers", 64 * tokens, "places, ids, log-probs"),
     ]
     phases = [body + attention, body + mlp, *([head] if scoring else [])]
