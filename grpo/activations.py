@@ -55,7 +55,7 @@ def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options
 ) -> tuple[torch.Tensor, None]:
     if (softcap := options.get("softcap")) is not None:
-        tree = Tree([(query.shape[2], [])], "meta")
+        tree = Tree([(query.shape[2], [])])
         return segments(query, key, value, tree, options.get("scaling") or 1.0, softcap), None
     # Laid out anew, as the segments' results are.
     return _Fused.apply(query, key, value).transpose(1, 2).clone(memory_format=torch.contiguous_format), None

@@ -79,8 +79,7 @@ def varlen(
         query[0].transpose(0, 1),
         laid_out(key),
         laid_out(value),
-        tree.queries.to(query.device),
-        tree.keys.to(query.device),
+        *tree.ends(query.device),
         max(tree.segments),
         max(tree.key_lengths),
         scale=scaling,
@@ -179,10 +178,11 @@ def _attend(
 @torch.inference_mode(False)  # a mask that was made in inference mode could not be used in a backward pass later
 def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[n, n] of a whole group: 0 for a token's own segment and the prompt, up to itself; -inf for the rest."""
-    segment = torch.arange(1 + len(completions)).repeat_interleave(torch.tensor([prompt, *completions]))
+    lengths = torch.tensor([prompt, *completions]).to(device)
+    of_each = torch.arange(len(lengths), device=device)
+    segment = of_each.repeat_interleave(lengths, output_size=prompt + sum(completions))  # or it would wait for the sum
     seen = (segment == 0) | (segment == segment.unsqueeze(1))
-    mask = torch.zeros(len(segment), len(segment), dtype=dtype).masked_fill(~seen.tril(), -torch.inf)
-    return _aligned(mask.to(device))
+    return _aligned(torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen.tril(), -torch.inf))
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ known from lengths alone, never from `id != pad`: pad may be the eos, and the fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -33,17 +33,12 @@ class Tree:
 
     groups: list[tuple[int, list[int]]]
     """tokens of a prompt, and of each completion that follows it (none of them 0)"""
-    device: torch.device | str
+    _ends: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
     def segments(self) -> list[int]:
         """Tokens of each prompt and each completion, in the order of the row."""
         return [length for prompt, completions in self.groups for length in (prompt, *completions)]
-
-    @cached_property
-    def queries(self) -> torch.Tensor:
-        """int32 [segments + 1], where each segment's queries begin and end"""
-        return self._ends(self.segments)
 
     @cached_property
     def key_lengths(self) -> list[int]:
@@ -52,13 +47,16 @@ class Tree:
             keys for prompt, completions in self.groups for keys in (prompt, *(prompt + own for own in completions))
         ]
 
-    @cached_property
-    def keys(self) -> torch.Tensor:
-        """int32 [segments + 1], where each segment's keys begin and end when they are laid out one after the other"""
-        return self._ends(self.key_lengths)
+    def ends(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each segment's queries begin and end, and its keys when they are laid out one after the other.
 
-    def _ends(self, lengths: list[int]) -> torch.Tensor:
-        return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=self.device)
+        int32 [segments + 1] both, made once for each device: a copy in each layer would let it wait for the card.
+        """
+        if device not in self._ends:
+            each = (self.segments, self.key_lengths)
+            both = (torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32) for lengths in each)
+            self._ends[device] = tuple(ends.to(device) for ends in both)
+        return self._ends[device]
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def _pack(sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> B
     return Batch(
         torch.from_numpy(np.concatenate(ids)).unsqueeze(0).to(device),
         torch.from_numpy(np.concatenate(positions)).unsqueeze(0).to(device),
-        Tree(groups, device),
+        Tree(groups),
         torch.from_numpy(np.concatenate(predicts)).to(device),
         _targets(sequences, device),
     )

@@ -30,16 +30,16 @@ class OnCard(torch.Tensor):
 
 
 class Cards(TorchDispatchMode):
-    """Where tensors are made on meta:0 and meta:1 as on two cards, and `copies` counts how many came from the CPU."""
+    """Where tensors are made on meta:0 and meta:1 as on two cards, and `copied` counts bytes that came from the CPU."""
 
     def __init__(self):
         super().__init__()
-        self.copies = 0
+        self.copied = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = _compute(operation, args, kwargs or {})
-        from_cpu = operation is torch.ops.aten._to_copy.default and not isinstance(args[0], OnCard)
-        self.copies += from_cpu and isinstance(result, OnCard)
+        if operation is torch.ops.aten._to_copy.default and isinstance(result, OnCard):
+            self.copied += 0 if isinstance(args[0], OnCard) else args[0].nbytes
         return result
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,9 +33,10 @@ def test_the_worked_example_of_the_docstring_padded():
 def test_a_tree_says_what_each_segment_sees():
     tree = PACKED.make(EXAMPLE, "cpu").tree
     assert tree.segments == [2, 2, 1, 1]
-    assert tree.queries.tolist() == [0, 2, 4, 5, 6]
+    queries, keys = tree.ends(torch.device("cpu"))
+    assert queries.tolist() == [0, 2, 4, 5, 6]
     assert tree.key_lengths == [2, 4, 3, 1]
-    assert tree.keys.tolist() == [0, 2, 6, 9, 10]
+    assert keys.tolist() == [0, 2, 6, 9, 10]
 
 
 @pytest.mark.parametrize("batcher", [PACKED, PADDED])

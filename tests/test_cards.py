@@ -1,12 +1,16 @@
 """A model over two cards: what is on one of them is never computed with what is on the other."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from cards import Cards, OnCard
 from test_logprobs import CONFIGS, SEQUENCES, SMALL, build
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MixtralConfig
 
-from grpo.batch import Batcher
+from grpo.attention import switch_on
+from grpo.batch import Batcher, Tree
 from grpo.logprobs import Head, token_logprobs, with_router_logits
 from grpo.model import make_batcher
 
@@ -17,19 +21,19 @@ MODELS = {
 }
 
 
-def spread(model: torch.nn.Module) -> torch.nn.Module:
+def spread(model: torch.nn.Module, first: str = "meta:0", second: str = "meta:1") -> torch.nn.Module:
     """The model as `device_map` spreads it: the first layer on one card, the second and the head on the other."""
     accelerate = pytest.importorskip("accelerate")
     tied = model.config.tie_word_embeddings
     places = {"embed_tokens": 0, "rotary_emb": 0, "layers.0": 0, "layers.1": 1, "norm": 1}
-    places = {f"model.{name}": f"meta:{card}" for name, card in places.items()} | {"lm_head": f"meta:{int(not tied)}"}
-    return accelerate.dispatch_model(model, places, main_device="meta:0")
+    places = {f"model.{name}": (first, second)[card] for name, card in places.items()}
+    return accelerate.dispatch_model(model, places | {"lm_head": first if tied else second}, main_device=first)
 
 
 def test_the_two_cards_of_these_tests_refuse_what_cuda_refuses():
     with Cards() as cards:
         rows, place = torch.arange(6.0).view(3, 2).to("meta:0"), torch.tensor([2, 0]).to("meta:1")
-        assert cards.copies == 2
+        assert cards.copied == 3 * 2 * 4 + 2 * 8
         with pytest.raises(RuntimeError, match="index.Tensor of tensors on meta:0, meta:1"):
             rows[place]
         with pytest.raises(RuntimeError, match="add.Tensor of tensors on cpu, meta:0"):
@@ -70,3 +74,53 @@ def test_routers_on_two_cards_are_read_together():
         model = spread(build(MODELS["experts"]))
         *_, routers = with_router_logits(model, Batcher(0, 0).make(SEQUENCES, model.device), 1.0)
         torch.testing.assert_close(routers.cpu(), expected.detach())
+
+
+def test_a_batch_on_a_card_brings_nothing_along_from_the_cpu():
+    """A mask is made on the card, from the lengths of its segments; what a tree holds is there once for all layers."""
+    sequences = [([5] * 21, [6] * 22), ([5] * 21, [7] * 23)]
+    with Cards() as cards, torch.no_grad():
+        model = build(MODELS["qwen2"]).to("meta:0")
+        switch_on(model, "segments")
+        batch = Batcher(0, 10**9).make(sequences, "meta:0")
+        before = cards.copied
+        token_logprobs(model, batch, 1.0)
+        assert cards.copied - before <= 3 * 8  # three segments, int64; the mask has 64 x 64 numbers
+        tree = Tree([(2, [2, 1]), (1, [])])
+        ends = [tree.ends(torch.device(f"meta:{card}")) for card in (0, 1, 0, 1)]
+        assert ends[2] is ends[0] and ends[3] is ends[1]
+        assert {str(tensor.device) for tensor in ends[1]} == {"meta:1"}
+        assert [tensor.cpu().tolist() for tensor in ends[0]] == [[0, 2, 4, 5, 6], [0, 2, 6, 9, 10]]
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("grad", [False, True], ids=["scoring", "update"])
+@pytest.mark.parametrize("variant", ["padded", "segments", "varlen"])
+@pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cuda:0", "cuda:1"), ("cuda:0", "cuda:0")], ids=" ".join)
+def test_torchs_own_fake_cards_take_every_call(devices, variant, grad):
+    """Shapes, dtypes and devices as torch itself checks them, nothing computed: a torch for cards, and none of them."""
+    first, second = devices
+    if first != "cpu" and torch.version.cuda is None:
+        pytest.skip("this torch is built without CUDA, and knows no fake cards")
+    if variant == "varlen" and first == "cpu":
+        pytest.skip("varlen_attn is for cards")
+    if grad and first != "cpu" and torch.cuda.device_count() <= int(second[-1]):
+        pytest.skip("torch's autograd begins a thread for each card that there is, and knows no others")
+    model = build(MODELS["qwen2"]).to(torch.bfloat16)
+    batcher = Batcher(0, 0 if variant == "padded" else 10**9)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for part in model.modules():
+            part._parameters = {
+                name: None if weight is None else torch.nn.Parameter(mode.from_tensor(weight))
+                for name, weight in part._parameters.items()
+            }
+            part._buffers = {name: mode.from_tensor(buffer) for name, buffer in part._buffers.items()}
+        model = model if first == "cpu" else spread(model, first, second)
+        if variant != "padded":
+            switch_on(model, variant)
+        with nullcontext() if grad else torch.no_grad():
+            logprobs, entropy = token_logprobs(model, batcher.make(SEQUENCES, model.device), 1.0, with_entropy=True)
+        assert (str(logprobs.device), logprobs.dtype, len(logprobs)) == (second, torch.float32, 17)
+        if grad:
+            (logprobs + entropy).sum().backward()
+            assert all(weight.grad.device == weight.device for weight in model.parameters())
