@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 import torch
 
@@ -24,7 +25,9 @@ def raise_if_short(error: BaseException, where: str, phase: str, config: Trainer
     """Raises OutOfMemory if that is what the error means; else returns. `where`, such as "update of step 7", is of the
     kind `phase`; `way_on` says how to go on."""
     if is_out_of_memory(error):
-        raise OutOfMemory(f"out of memory in {where}{_sizes(error)}: {_remedy(phase, config)}; {way_on}") from None
+        raise OutOfMemory(
+            f"out of memory in {where}{_sizes(error)}: {_remedy(error, phase, config)}; {way_on}"
+        ) from None
 
 
 def _sizes(error: BaseException) -> str:
@@ -37,11 +40,13 @@ def _sizes(error: BaseException) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _remedy(phase: str, config: TrainerConfig) -> str:
+def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
     if phase in ("generate", EVALUATION):
         if config.sequences_per_generate > config.num_generations or phase == EVALUATION:
             return f"lower sequences_per_generate={config.sequences_per_generate}"
         return f"lower max_completion_length={config.max_completion_length} in a new run"
+    if phase == "update" and _of_gradients(error):
+        return "lower reduce_bucket_size in the DeepSpeed file, use more ranks, or use_peft"
     if phase in ("update", "routers", "old_logprobs", "ref_logprobs"):
         if config.micro_batch_tokens > config.longest_sequence:
             return f"lower micro_batch_tokens={config.micro_batch_tokens}"
@@ -51,3 +56,12 @@ def _remedy(phase: str, config: TrainerConfig) -> str:
     if phase == "reward":
         return "serve reward models from another card (--task reward)"
     return "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"
+
+
+def _of_gradients(error: BaseException) -> bool:
+    """Tell whether it was in one of ZeRO's hooks, which autograd calls where a gradient is there."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for place in ("deepspeed/runtime/zero", "torch/autograd"):
+            if place in frame.filename:
+                return place.startswith("deepspeed")
+    return False
