@@ -23,6 +23,7 @@ from grpo.arguments import parse_arguments
 from grpo.collect import Collector
 from grpo.data import PromptStream, load_examples
 from grpo.ds_config import engine_config
+from grpo.logprobs import token_logprobs
 from grpo.loss import grpo_loss
 from grpo.metrics import PhaseClock
 from grpo.model import checkpoint_activations, load_model, load_tokenizer, make_batcher, make_sampler
@@ -151,9 +152,10 @@ def ratios(make, dataset: str) -> dict:
             config = make(
                 dtype=dtype,
                 learning_rate=1e-30,
-                steps_per_generation=2,
+                prompts_per_step=3,
+                steps_per_generation=3,
                 num_iterations=2,
-                micro_batch_tokens=100,
+                micro_batch_tokens=260,
                 **changes,
             )
             engine, batcher, reference = engine_of(config)
@@ -172,11 +174,21 @@ def ratios(make, dataset: str) -> dict:
                     from_reference.append((tokens.logprobs - tokens.ref_logprobs).abs().max().item())
                 return grpo_loss(tokens, *arguments, **named)
 
+            batches: list[tuple[int, ...]] = []
+
+            def noted(model, batch, *arguments, batches=batches, **named):
+                batches.append(tuple(batch.targets.tolist()))
+                return token_logprobs(model, batch, *arguments, **named)
+
+            grpo.update.token_logprobs, grpo.update.grpo_loss = noted, watched
             parts, _ = collector.collect(0, 0, config.beta, PhaseClock())
-            grpo.update.grpo_loss = watched
+            scored = {*batches}
             for part in parts * config.num_iterations:
+                begin = len(batches)
                 update(engine, batcher, part.sequences, config)
-            grpo.update.grpo_loss = grpo_loss
+                if part is not parts[0]:
+                    assert {*batches[begin:]} <= scored, (dtype, kind)
+            grpo.update.token_logprobs, grpo.update.grpo_loss = token_logprobs, grpo_loss
             found[dtype, kind] = {
                 "micro-batches": len(apart),
                 "apart": max(apart),

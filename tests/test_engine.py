@@ -82,10 +82,10 @@ def test_sums_of_many_gradients_are_as_good_as_one_gradient_of_all(found):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_ratio_of_the_first_pass_is_1_to_the_last_bit(found, dtype):
-    """In rounds of two steps, trained on twice, while no weight moves; to a reference of the same weights, too."""
+    """In rounds of three steps, trained on twice, while no weight moves; to a reference of the same weights, too."""
     for (of, kind), run in found["ratios"].items():
         if of == dtype:
-            assert run["micro-batches"] > 8, kind
+            assert run["micro-batches"] > 4, kind
             assert (run["apart"], run["from reference"]) == (0.0, 0.0), kind
 
 
