@@ -320,9 +320,8 @@ def _head(policy: Policy, load: Load, cuda: bool) -> list[Term]:
     shape, item = policy.shape, policy.dtype.itemsize
     rows, columns = CUDA_BLOCK if cuda else CPU_BLOCK
     block = 4 * min(rows, load.tokens) * min(columns, shape.vocabulary)
-    # Logits and their gradient, and what an entropy bonus makes of them; in 16 bit the block before in 16 bit too, and
-    # beside a product with fp32 output the buffer that it does not use.
-    blocks = 3 + (1 if item == 2 else 0)
+    # Logits and their gradient, and what an entropy bonus makes of them; in 16 bit on a CPU the weights in fp32 too.
+    blocks = 4 if item == 2 and not cuda else 3
     return [
         Term("head: hidden states", (4 + 2 * item) * load.tokens * shape.hidden, "and their gradient in fp32"),
         Term("head: blocks of logits", blocks * block, f"{blocks}: logits, their gradient, and what is made of them"),

@@ -109,7 +109,7 @@ def run(case: dict, folder: str) -> dict:
         deepspeed=str(path),
         **case,
     )
-    _, ranks, device = trainer.join_ranks(config)
+    _, ranks, device, _ = trainer.join_ranks(config)
     ds_config = engine_config(config, ranks, device)
     shape, dtype, draw = qwen(4, 512, **SHAPE), getattr(torch, config.dtype), random.Random(0)
 
@@ -125,8 +125,6 @@ def run(case: dict, folder: str) -> dict:
             checkpoint_activations(model)
         batcher = make_batcher(model, 0)
         engine, _ = trainer.start_engine(config, ds_config, model)
-        for group in engine.optimizer.optimizer.param_groups:
-            group |= {"fused": True, "foreach": False}  # what the formula counts
         sampler, watched, peaks = Sampler(Tokenizer(), [2], COMPLETION), Watched(engine, live), {}
         for turn in range(2):
             prompts = [ids(PROMPT) for _ in range(4)]

@@ -193,17 +193,24 @@ def test_flash_attentions_own_gradients_by_hand():
         assert found["attention: keys'"] == 2 * queries * 2 * laid_out
 
 
+def test_what_a_card_allocates_is_all_but_what_is_outside_of_tensors():
+    one = Policy.of(on_meta(qwen(2, 100, **SMALL), torch.bfloat16).eval(), 150)
+    of = memory(one, dataclasses.replace(LOAD, ranks=2), "cuda")
+    kept_free = {
+        name: next(term.size for term in terms if term.name == "allocator") for name, terms in of.phases.items()
+    }
+    outside = sum(term.size for term in of.outside)
+    assert of.total == outside + of.allocated(of.highest) + kept_free[of.highest] and outside > 0
+
+
 PLAIN = {"dtype": "bfloat16", "micro_batch_tokens": 896, "deepspeed": {}}
-ACCUMULATED = {"data_types": {"grad_accum_dtype": "fp32"}}
-OFFLOADED = {
-    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
+IN_BF16 = {"deepspeed": {"data_types": {"grad_accum_dtype": "bf16"}}}
+OFFLOADED = {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}
 LIVE = {
-    "several micro-batches": PLAIN,
-    "no checkpointing": PLAIN | {"gradient_checkpointing": False},
-    "gradients in fp32": PLAIN | {"deepspeed": ACCUMULATED},
-    "offloaded": PLAIN | {"deepspeed": OFFLOADED},
+    "several micro-batches": PLAIN | IN_BF16,
+    "no checkpointing": PLAIN | IN_BF16 | {"gradient_checkpointing": False},
+    "gradients in fp32": PLAIN,
+    "offloaded": PLAIN | OFFLOADED,
     "fp32": PLAIN | {"dtype": "float32"},
 }
 
