@@ -7,6 +7,7 @@ import torch
 from cards import Cards, OnCard
 from test_logprobs import CONFIGS, SEQUENCES, SMALL, build
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from transformers import MixtralConfig
 
 from grpo.attention import switch_on
@@ -21,13 +22,39 @@ MODELS = {
 }
 
 
-def spread(model: torch.nn.Module, first: str = "meta:0", second: str = "meta:1") -> torch.nn.Module:
-    """The model as `device_map` spreads it: the first layer on one card, the second and the head on the other."""
-    accelerate = pytest.importorskip("accelerate")
+def places_of(model: torch.nn.Module, first: str, second: str) -> dict[str, str]:
+    """As `device_map` spreads a model: the first layer on one card, the second and the head on the other."""
     tied = model.config.tie_word_embeddings
     places = {"embed_tokens": 0, "rotary_emb": 0, "layers.0": 0, "layers.1": 1, "norm": 1}
     places = {f"model.{name}": (first, second)[card] for name, card in places.items()}
-    return accelerate.dispatch_model(model, places | {"lm_head": first if tied else second}, main_device=first)
+    return places | {"lm_head": first if tied else second}
+
+
+def spread(model: torch.nn.Module) -> torch.nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.dispatch_model(model, places_of(model, "meta:0", "meta:1"), main_device="meta:0")
+
+
+def spread_fakes(model: torch.nn.Module, mode: FakeTensorMode, first: str, second: str) -> torch.nn.Module:
+    """As `spread`, with torch's fake tensors, which accelerate cannot move: put where they belong from the start."""
+
+    def fake(weight: torch.Tensor | None, device: str) -> torch.Tensor | None:
+        return None if weight is None else mode.from_tensor(weight.detach()).to(device)
+
+    def bring(device: str, arguments: tuple, options: dict) -> tuple:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (arguments, options))
+
+    for name, device in places_of(model, first, second).items():
+        for part in (there := model.get_submodule(name)).modules():
+            part._parameters = {
+                key: None if weight is None else torch.nn.Parameter(fake(weight, device))
+                for key, weight in part._parameters.items()
+            }
+            part._buffers = {key: fake(buffer, device) for key, buffer in part._buffers.items()}
+        there.register_forward_pre_hook(
+            lambda _, arguments, options, device=device: bring(device, arguments, options), with_kwargs=True
+        )
+    return model
 
 
 def test_the_two_cards_of_these_tests_refuse_what_cuda_refuses():
@@ -109,13 +136,7 @@ def test_torchs_own_fake_cards_take_every_call(devices, variant, grad):
     model = build(MODELS["qwen2"]).to(torch.bfloat16)
     batcher = Batcher(0, 0 if variant == "padded" else 10**9)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        for part in model.modules():
-            part._parameters = {
-                name: None if weight is None else torch.nn.Parameter(mode.from_tensor(weight))
-                for name, weight in part._parameters.items()
-            }
-            part._buffers = {name: mode.from_tensor(buffer) for name, buffer in part._buffers.items()}
-        model = model if first == "cpu" else spread(model, first, second)
+        spread_fakes(model, mode, first, second)
         if variant != "padded":
             switch_on(model, variant)
         with nullcontext() if grad else torch.no_grad():
