@@ -105,7 +105,7 @@ def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_fold
     words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
     hurry = ["grpo.stalls:PATIENCE=3", "grpo.stalls:BEAT=0.5", "grpo.stalls:TIME_OUT=9", "--"]
     with training(2, hurry + words, "tests/with_values.py") as process:
-        reach(process, run, 2)
+        reach(process, run, 12)  # a rank tells where it is twice a second: not before its first step any more
         alive = ranks_of(process)
         below = processes_below(process)
         if kind == "a reward function hangs":
