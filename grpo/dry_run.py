@@ -188,7 +188,7 @@ def _memory(
                 Policy.of(half, config.longest_sequence, config.quantization, config.optim),
                 load,
             )
-        if not config.use_peft and config.optim == "adamw_torch":
+        if not config.use_peft and config.optim == "adamw_torch" and not load.offloaded:
             with suppress(ConfigError):
                 need("optim", "adamw_8bit", "bitsandbytes")
                 instead["optim adamw_8bit"] = Policy.of(on_cuda, config.longest_sequence, optim="adamw_8bit"), load

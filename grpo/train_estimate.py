@@ -3,7 +3,8 @@
 What stays (weights, fp32 masters, AdamW's moments) and, on top of it, the highest of four phases: sampling, the begin
 of a backward pass (activations), its end (gradients), AdamW's step. Gradients and buffers are counted as DeepSpeed's
 ZeRO-2 makes and drops them (deepspeed 0.19, runtime/zero/stage_1_and_2.py), what a layer keeps for its backward pass by
-running the model on device meta. `python -m benchmarks.train_memory` holds the formula against measured peaks on a CPU.
+running the model on device meta. `python -m benchmarks.train_memory` holds the formula against measured peaks on a CPU,
+`python -m benchmarks.gpu --part memory` on a card.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def cards(
     """
     here = needed(policy, load, others, "cuda")
     lines = [
-        f"On a card for each rank (cuda, {name_of(policy.dtype)}): the same formula, not measured there. Together "
-        f"{here.total / GIB:.1f} GiB, {here.held / GIB:.1f} of them always.",
+        f"On a card for each rank (cuda, {name_of(policy.dtype)}): the same formula, held against one run on an H100.",
+        f"Together {here.total / GIB:.1f} GiB, {here.held / GIB:.1f} of them always.",
         f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_PROCESS // MIB} MiB of that CUDA's context and kernels; "
         f"the allocator rounds up by {CUDA_ROUNDING:.0%}.",
         "A column is a setting that would do, all others as they are: the largest micro_batch_tokens with which the",

@@ -72,7 +72,7 @@ def test_it_finds_everything_and_leaves_nothing(given, model, capsys, tmp_path):
     assert "correctness_reward x 1, format_reward x 1" in said
     assert f"{given['ref_servers'][0]} cannot be reached (Connection refused): a run would wait for it" in said
     assert "6 prompts x 4 completions over 1 rank" in said and "1 call of generate a round, 6 groups" in said
-    for words in ("masters", "AdamW's moments", "KV cache", "buckets", "layers' inputs", "not measured there"):
+    for words in ("masters", "AdamW's moments", "KV cache", "buckets", "layers' inputs", "one run on an H100"):
         assert words in said
     assert all(f"{card} GB" in said for card in CARDS) and "use_peft" in said
     assert os.listdir(tmp_path) == []
