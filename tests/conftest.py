@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+# One thread a process, before torch reads it: the tests run several on few cores. torch.set_num_threads would leave a
+# server's threads and those of backward passes as many as there are cores, which spin.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import forkserver
 import pytest
 import torch
@@ -29,15 +33,12 @@ from demo.task import write_dataset  # noqa: E402
 GSM8K = REPOSITORY.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
 
-# One thread a process: the tests run several on few cores.
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("GRPO_")},
-    "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "HF_HUB_OFFLINE": "1",
 }
-torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):

@@ -120,6 +120,7 @@ def reason(model, padded, variant, monkeypatch) -> str | None:
         switch_off(model)
 
 
+@pytest.mark.slow
 def test_sound_models_pass_every_trial_whatever_rounding_does(few, monkeypatch, tokenizer):
     monkeypatch.setitem(VARIANTS, "segments", noisy_segments)
     for seed in few(range(100), 6):
@@ -129,6 +130,7 @@ def test_sound_models_pass_every_trial_whatever_rounding_does(few, monkeypatch, 
         make_sampler(model, tokenizer, 8)
 
 
+@pytest.mark.slow
 def test_broken_masks_and_positions_are_seen_whatever_rounding_does(few, monkeypatch):
     for seed in few(range(100), 6):
         model = noisy_model(seed)
@@ -144,6 +146,7 @@ def test_broken_masks_and_positions_are_seen_whatever_rounding_does(few, monkeyp
         assert said.startswith("gives other log-probs in packed batches"), (seed, said)
 
 
+@pytest.mark.slow
 def test_models_that_look_ahead_are_refused_whatever_rounding_does(few):
     for seed in few(range(100), 6):
         model = noisy_model(seed)
