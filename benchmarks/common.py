@@ -19,6 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCABULARY = 151_936
+# For `qwen`: the sizes of well-known models, and one to try a benchmark out with.
+SHAPES = {
+    "Qwen2.5-1.5B": dict(layers=28, hidden_size=1536, intermediate_size=8960, num_attention_heads=12),
+    "Qwen2.5-3B": dict(layers=36, hidden_size=2048, intermediate_size=11008, num_attention_heads=16),
+}
+TINY = dict(layers=2, hidden_size=64, intermediate_size=192, num_attention_heads=4, vocabulary=1024)
 Group = tuple[list[int], list[list[int]]]
 """a prompt and its completions, token ids"""
 

@@ -33,8 +33,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.arithmetic import Work, each_alone, prompt_once
 from benchmarks.card import CUDA, DEVICE, Clock, Tables, bandwidth, card_peak, free, peak_of, synchronize, where
-from benchmarks.common import REPOSITORY, Group, groups, qwen, random_model, spread
+from benchmarks.common import REPOSITORY, SHAPES, TINY, Group, groups, qwen, random_model, spread
 from benchmarks.gpu_train import train
+from benchmarks.train_memory import CARD_CASES, TINY_CASES, phase_sizes
 from demo.__main__ import free_port
 from demo.model import build_tokenizer
 from grpo.attention import VARIANTS, switch_off, switch_on, variants_for
@@ -48,11 +49,6 @@ from grpo.rollout import Sampler
 
 PAD = 0
 BUDGET = 16384  # tokens of a batch, the default of server and trainer
-SHAPES = {
-    "Qwen2.5-1.5B": dict(layers=28, hidden_size=1536, intermediate_size=8960, num_attention_heads=12),
-    "Qwen2.5-3B": dict(layers=36, hidden_size=2048, intermediate_size=11008, num_attention_heads=16),
-}
-TINY = dict(layers=2, hidden_size=64, intermediate_size=192, num_attention_heads=4, vocabulary=1024)
 
 
 def main() -> None:
@@ -104,12 +100,13 @@ def differences(model: PreTrainedModel, sequences: list, tables: Tables) -> None
     padded, whole = Batcher(PAD, longest_packed=0), Batcher(PAD, longest_packed=BUDGET)
     wanted, slope = logprobs_and_gradient(model, padded, sequences)
     tables.head("attention", "beside padded batches: log-probs, mean", "largest", "gradient, relative")
-    for name in ("padded, again", "padded, 4 at a time", *variants_for(model)):
+    ways = {"padded, again": (padded, len(sequences)), "padded, 4 at a time": (padded, 4)}
+    ways |= {name: (whole, len(sequences)) for name in variants_for(model)}
+    for name, (batcher, count) in ways.items():
         if name in VARIANTS:
             switch_on(model, name)
         try:
-            parts = [sequences[at : at + 4] for at in range(0, len(sequences), 4)] if "4" in name else [sequences]
-            batcher = whole if name in VARIANTS else padded
+            parts = [sequences[at : at + count] for at in range(0, len(sequences), count)]
             answers = [logprobs_and_gradient(model, batcher, part) for part in parts]
             difference = (torch.cat([logprobs for logprobs, _ in answers]) - wanted).abs()
             off = (sum(gradient for _, gradient in answers) - slope).norm() / slope.norm()
@@ -213,8 +210,6 @@ def update(model: PreTrainedModel, batcher: Batcher, sequences: list) -> None:
 
 
 def memory(tiny: bool, clock: Clock, tables: Tables) -> None:
-    from benchmarks.train_memory import CARD_CASES, TINY_CASES, phase_sizes
-
     tables.head(
         "GiB", *(f"{phase}, {kind}" for phase in PHASES for kind in ("predicted", "measured")), "highest: ratio"
     )

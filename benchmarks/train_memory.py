@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from benchmarks.card import CUDA, DEVICE
-from benchmarks.common import REPOSITORY, forget_peak, machine, peak_above, qwen, random_model, table
+from benchmarks.common import REPOSITORY, SHAPES, TINY, forget_peak, machine, peak_above, qwen, random_model, table
 from benchmarks.memory import gpt2, on_meta
 from demo.__main__ import free_port
 from grpo.adapters import train_adapter
@@ -75,6 +75,10 @@ def widths(layers: int = 4, vocabulary: int = 32768, **changes) -> Callable[[], 
     return lambda: qwen(layers, vocabulary, **changes)
 
 
+def shape(name: str) -> Callable[[], PretrainedConfig]:
+    return lambda: qwen(**SHAPES[name])
+
+
 def all_heads() -> PretrainedConfig:
     """A small body whose every head has keys: sampling is the highest point."""
     heads = dict(num_attention_heads=8, num_key_value_heads=8)
@@ -106,17 +110,15 @@ CARD = {
     "sequences_per_generate": 64,
     "micro_batch_tokens": 16384,
 }
-QWEN_1_5B = dict(hidden_size=1536, intermediate_size=8960, num_attention_heads=12)
-QWEN_3B = dict(hidden_size=2048, intermediate_size=11008, num_attention_heads=16)
 CARD_CASES = {
-    "Qwen2.5-1.5B's shape": Case(widths(28, 151936, **QWEN_1_5B), CARD),
+    "Qwen2.5-1.5B's shape": Case(shape("Qwen2.5-1.5B"), CARD),
     "... no checkpointing, 4,096 tokens": Case(
-        widths(28, 151936, **QWEN_1_5B), CARD | NO_CHECKPOINTS | {"micro_batch_tokens": 4096}
+        shape("Qwen2.5-1.5B"), CARD | NO_CHECKPOINTS | {"micro_batch_tokens": 4096}
     ),
-    "... LoRA": Case(widths(28, 151936, **QWEN_1_5B), CARD | LORA),
-    "Qwen2.5-3B's shape": Case(widths(36, 151936, **QWEN_3B), CARD),
+    "... LoRA": Case(shape("Qwen2.5-1.5B"), CARD | LORA),
+    "Qwen2.5-3B's shape": Case(shape("Qwen2.5-3B"), CARD),
 }
-TINY_CASES = {"tiny": Case(widths(2, 1024, hidden_size=64, intermediate_size=192, num_attention_heads=4))}
+TINY_CASES = {"tiny": Case(lambda: qwen(**TINY))}
 PHASES = {"sampling": ["sampling"], "backward": ["backward pass, its begin", "backward pass, its end"]}
 PHASES["AdamW's step"] = ["AdamW's step"]
 
