@@ -5,9 +5,10 @@
     deepspeed --num_gpus 2 grpo_ref_split.py --config configs/demo_cpu.yaml      (no GPU: two CPU processes)
 
 Read it from the top: `train` sets up and then is THE loop, in phase order. A step is one optimizer update, from
-prompts_per_step prompts x num_generations completions over all ranks (grpo/update.py). A round (grpo/collect.py) draws,
-rewards and compares what steps_per_generation steps train on, num_iterations times each; by default a round is a step,
-and each completion is used once, by the policy that drew it: the probability ratio is 1 and the clipping idle.
+prompts_per_step prompts x num_generations completions over all ranks (grpo/trainer/step.py). A round
+(grpo/trainer/round.py) draws, rewards and compares what steps_per_generation steps train on, num_iterations times each;
+by default a round is a step, and each completion is used once, by the policy that drew it: the probability ratio is 1
+and the clipping idle.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 
-from grpo.arguments import parse_arguments
-from grpo.stopping import Launcher, StopSignals
-from grpo.trainer_config import TrainerConfig
+from grpo.config.command_line import parse_arguments
+from grpo.config.trainer import TrainerConfig
+from grpo.run.signals import Launcher, StopSignals
 
 if __name__ == "__main__":
     LAUNCHER = Launcher()  # from the first moment on: a launcher may end while all this is imported
@@ -36,52 +37,39 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import reward as reward_module
-from grpo.accuracy import evaluate
-from grpo.adapters import OwnReference, check_adapter, train_adapter
-from grpo.checkpoint import SaveError, save_model
-from grpo.checkpoint_list import read_progress
-from grpo.collect import Collector
-from grpo.config import ConfigError
-from grpo.data import PromptStream, check_reward_columns, load_examples
-from grpo.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
-from grpo.dry_run import dry_run
-from grpo.ds_config import engine_config, keep_gradients_apart
-from grpo.ending import Stopped, exit_code
-from grpo.logprobs import check_router
-from grpo.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
-from grpo.machines import check_alike, given, open_run
-from grpo.metrics import (
-    BAD_STEPS,
-    PhaseClock,
-    Recorder,
-    Stats,
-    add_stats,
-    check_report_to,
-    gather,
-    gather_stats,
-    step_metrics,
-)
-from grpo.model import (
-    check_lengths,
-    checkpoint_activations,
-    describe,
-    load_model,
-    load_tokenizer,
-    make_batcher,
-    make_sampler,
-)
-from grpo.optimizer import make_optimizer, make_schedule
-from grpo.out_of_memory import EVALUATION, START, OutOfMemory, raise_if_short
-from grpo.plots import draw_curves
-from grpo.ranks import own_place
-from grpo.rearrange import LOAD_UNIVERSAL
-from grpo.ref_client import RefClient, RefError, check_reference
-from grpo.ref_update import RefUpdates, has_begun
-from grpo.ref_wire import ReferenceLost
-from grpo.resume import Checkpoints, Progress
-from grpo.rewards import RewardError, load_reward_funcs, start_rewards
-from grpo.stalls import TIME_OUT, Stalls
-from grpo.update import NothingLearned, update
+from grpo.algorithm.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
+from grpo.client.errors import ServersLost
+from grpo.client.reference import ReferenceClient, ServerError, check_reference
+from grpo.config.errors import ConfigError
+from grpo.model.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
+from grpo.model.fingerprint import describe
+from grpo.model.load import check_lengths, checkpoint_activations, load_model, load_tokenizer
+from grpo.model.logprobs import check_router
+from grpo.model.lora import OwnReference, check_adapter, train_adapter
+from grpo.model.optimizer import make_optimizer, make_schedule
+from grpo.model.trial import make_batcher
+from grpo.report.plots import draw_curves
+from grpo.rewards.compute import RewardError, load_reward_funcs, start_rewards
+from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
+from grpo.rollouts.trial import make_sampler
+from grpo.run.checkpoint_files import read_progress
+from grpo.run.checkpoints import Checkpoints, Progress
+from grpo.run.collective import gather, own_place
+from grpo.run.exit import Stopped, exit_code
+from grpo.run.folder import SaveError, save_model
+from grpo.run.metrics import Stats, add_stats, gather_stats, step_metrics
+from grpo.run.phase_clock import PhaseClock
+from grpo.run.preflight import check_alike, given, open_run
+from grpo.run.rearrange import LOAD_UNIVERSAL
+from grpo.run.recorder import BAD_STEPS, Recorder, check_report_to
+from grpo.run.watchdog import TIME_OUT, Watchdog
+from grpo.trainer.dry_run import dry_run
+from grpo.trainer.engine import engine_config, keep_gradients_apart
+from grpo.trainer.evaluation import evaluate
+from grpo.trainer.out_of_memory import EVALUATION, START, OutOfMemory, raise_if_short
+from grpo.trainer.publish_weights import WeightPublisher, has_begun
+from grpo.trainer.round import Rounds
+from grpo.trainer.step import NothingLearned, update
 
 if not wants_card():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
@@ -100,7 +88,7 @@ EVAL_RECORDED = 32  # held-out answers in the record of each evaluation
 
 
 def train(
-    config: TrainerConfig, launcher: Launcher, rank: int, world_size: int, device: torch.device, stalls: Stalls
+    config: TrainerConfig, launcher: Launcher, rank: int, world_size: int, device: torch.device, stalls: Watchdog
 ) -> None:
     """Set up, then loop. Raises ConfigError before a model is loaded wherever the mistake can be seen by then."""
     check_report_to(config)
@@ -126,7 +114,7 @@ def train(
     goes_on = checkpoint is not None
     if goes_on and read_progress(checkpoint)["ranks"] != world_size:
         ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
-    client = RefClient(config) if config.beta > 0 and config.ref == "server" else None
+    client = ReferenceClient(config) if config.beta > 0 and config.ref == "server" else None
     if config.beta == 0:
         log.info("beta is 0: no KL term, no reference server")
     elif client is None:
@@ -155,9 +143,9 @@ def train(
     sampler = make_sampler(model, tokenizer, config.max_completion_length)
     ref_updates = None
     if config.ref_update_steps:
-        ref_updates = RefUpdates(config, client, model, tokenizer, own, folder if rank == 0 else None)
+        ref_updates = WeightPublisher(config, client, model, tokenizer, own, folder if rank == 0 else None)
     engine, schedule = start_engine(config, ds_config, model)
-    collector = Collector(
+    collector = Rounds(
         config, engine.module, sampler, batcher, examples, stream, reward_funcs, client, own_reference, rank, world_size
     )
 
@@ -229,8 +217,8 @@ def train(
             with clock("update"):
                 learning_rate = schedule.get_last_lr()[0]
                 stats = update(engine, part.sequences, config, batcher, clock, beta, entropy_coef)
-        except ReferenceLost as lost:
-            raise RefError(f"{lost}; {checkpoints.leave(engine, progress)}") from lost
+        except ServersLost as lost:
+            raise ServerError(f"{lost}; {checkpoints.leave(engine, progress)}") from lost
         except (RuntimeError, MemoryError) as error:
             phase = clock.open[-1] if clock.open else "update"
             raise_if_short(error, f"{phase} of step {step}", phase, config, checkpoints.way_on())
@@ -243,7 +231,7 @@ def train(
             with clock("publish_ref"):
                 try:
                     ref_updates.publish(step, needed=checkpoints.references())
-                except ReferenceLost as lost:
+                except ServersLost as lost:
                     unpublished = lost  # once this step is recorded
 
         # Log.
@@ -326,7 +314,7 @@ def train(
         if config.save_steps and step % config.save_steps == 0:
             checkpoints.save(engine, progress)
         if unpublished:
-            raise RefError(f"{unpublished}; {checkpoints.leave(engine, progress)}") from unpublished
+            raise ServerError(f"{unpublished}; {checkpoints.leave(engine, progress)}") from unpublished
         if progress.bad_steps and len(progress.bad_steps) % config.max_bad_steps == 0:
             if masked:
                 reason = (
@@ -381,7 +369,7 @@ def run(config: TrainerConfig, launcher: Launcher) -> None:
         stalls.close()  # torch prints a traceback of its own where rank 0 cannot be told any more
 
 
-def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device, Stalls]:
+def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device, Watchdog]:
     """Meet the other ranks. Returns (rank, world size, device, who watches them).
 
     Raises ConfigError if the step cannot be shared, or a card cannot be used.
@@ -402,7 +390,7 @@ def join_ranks(config: TrainerConfig) -> tuple[int, int, torch.device, Stalls]:
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     held = memory_of_others(device)
-    stalls = Stalls(rank, world_size, hint=prepare_nccl() if device.type == "cuda" else "")
+    stalls = Watchdog(rank, world_size, hint=prepare_nccl() if device.type == "cuda" else "")
     deepspeed.init_distributed(verbose=False, timeout=patience(config))
     shared = describe_shared_cards(gather(held))
     stalls.met = True
@@ -440,7 +428,7 @@ if __name__ == "__main__":
     try:
         code = exit_code(
             lambda: dry_run(CONFIG) if CONFIG.dry_run else run(CONFIG, LAUNCHER),
-            (RefError, RewardError, SaveError, NothingLearned, OutOfMemory, OSError),
+            (ServerError, RewardError, SaveError, NothingLearned, OutOfMemory, OSError),
             "interrupted before the first step",
         )
     except Exception:

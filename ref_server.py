@@ -5,7 +5,8 @@
     python ref_server.py --task reward --model_name_or_path org/rm   # a reward model instead: texts in, scores out
 
 Read it from the top: what it answers where, how it starts and stops. The web server's threads only parse, queue and
-wait (grpo/service.py); one worker thread owns the model (grpo/scorer.py). The wire is described in docs/protocol.md.
+wait (grpo/server/service.py); one worker thread owns the model (grpo/server/worker.py). The wire is described in
+docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -24,18 +25,28 @@ from types import FrameType
 
 import bottle
 
-from grpo import protocol
-from grpo.arguments import parse_arguments
-from grpo.config import ConfigError
-from grpo.http_server import HttpServer
-from grpo.monitor import SUMMARY_SECONDS
-from grpo.protocol import ProtocolError
-from grpo.server_config import ServerConfig
-from grpo.service import Service
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.server import ServerConfig
+from grpo.server.http import HttpServer
+from grpo.server.monitor import SUMMARY_SECONDS
+from grpo.server.service import Service
+from grpo.wire.errors import ProtocolError
+from grpo.wire.paths import (
+    COMMIT_PATH,
+    CONTENT_TYPE,
+    CONTENT_TYPES,
+    HEALTH_PATH,
+    METRICS_PATH,
+    PAGE_PATH,
+    STATUS_PATH,
+    TASK_PATHS,
+    WEIGHTS_PATH,
+)
 
 log = logging.getLogger("ref_server")
 
-PAGE = (Path(__file__).with_name("grpo") / "page.html").read_bytes()
+PAGE = Path(__file__).with_name("grpo").joinpath("server/page.html").read_bytes()
 # The page shows what strangers sent; whatever gets into it, it may load nothing and talk to nobody else.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -83,13 +94,13 @@ def make_app(service: Service):
 
     def updates():
         # Any web page can make a browser post to this machine, but none can with this type.
-        if bottle.request.content_type != protocol.CONTENT_TYPE:
-            message = f"send 'Content-Type: {protocol.CONTENT_TYPE}'"
+        if bottle.request.content_type != CONTENT_TYPE:
+            message = f"send 'Content-Type: {CONTENT_TYPE}'"
             raise ProtocolError(415, "unsupported_media_type", message)
         service.check_ready()
         return service.updates
 
-    @app.get(protocol.HEALTH_PATH)
+    @app.get(HEALTH_PATH)
     def health():
         now = service.current_health()
         status = 200 if now.status == "ready" else 503
@@ -97,34 +108,34 @@ def make_app(service: Service):
         said = now.to_json() if allowed else b'{"status": "ok"}'
         return _answer(said, status, "application/json", retry_after=None if status == 200 else 2)
 
-    @app.post(protocol.TASK_PATHS[service.config.task])
+    @app.post(TASK_PATHS[service.config.task])
     def work():
         sender, gone = bottle.request.remote_addr or "", bottle.request.environ["waitress.client_disconnected"]
         with service.thread_for(service.requests):
             service.check_waiting(gone)
             request = service.read(body)
             bottle.request.environ["note"] |= {"client": request.client, "tokens": len(request.input_ids)}
-            return _answer(service.score(request, sender, gone), 200, protocol.CONTENT_TYPES[service.config.task])
+            return _answer(service.score(request, sender, gone), 200, CONTENT_TYPES[service.config.task])
 
-    @app.post(protocol.WEIGHTS_PATH)
+    @app.post(WEIGHTS_PATH)
     def weights():
         with service.thread_for(service.pieces):
             return _json(updates().add(bottle.request.query, body()))
 
-    @app.post(protocol.COMMIT_PATH)
+    @app.post(COMMIT_PATH)
     def commit():
         with service.thread_for(service.pieces):
             return _json(updates().commit(bottle.request.query))
 
-    @app.get(protocol.METRICS_PATH)
+    @app.get(METRICS_PATH)
     def metrics():
         return _answer(service.monitor.to_prometheus(service.held()), 200, service.monitor.CONTENT_TYPE)
 
-    @app.get(protocol.STATUS_PATH)
+    @app.get(STATUS_PATH)
     def status():
         return _json(service.status())
 
-    @app.get(protocol.PAGE_PATH)
+    @app.get(PAGE_PATH)
     def page():
         answer = _answer(PAGE, 200, "text/html; charset=utf-8")
         answer.set_header("Content-Security-Policy", PAGE_POLICY)
@@ -240,7 +251,7 @@ def main() -> int:
         logging.getLogger(name).setLevel(config.log_level.upper())
     try:
         if config.estimate:
-            from grpo.estimate_report import estimate_report
+            from grpo.model.estimate_report import estimate_report
 
             print(estimate_report(config))
             return 0

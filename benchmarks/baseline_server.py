@@ -2,8 +2,8 @@
 
 One request is one group and is scored alone: its rows are padded on the right to the longest, the model gives the
 logits of every position of every row, prompt and padding included, and a loop over rows takes log-softmax and gathers.
-Bottle, waitress and grpo/protocol.py are those of our server, so that the two differ in how they score and in nothing
-else. It scores at temperature 1 whatever is asked, as simple_GRPO does, and is for this measurement only.
+Bottle, waitress and grpo/wire/logprobs.py are those of our server, so that the two differ in how they score and in
+nothing else. It scores at temperature 1 whatever is asked, as simple_GRPO does, and is for this measurement only.
 
     python -m benchmarks.baseline_server FOLDER PORT
 """
@@ -19,13 +19,15 @@ import torch
 import waitress
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo import protocol
+from grpo.wire.health import ServerInfo
+from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
+from grpo.wire.paths import CONTENT_TYPE, HEALTH_PATH, LOGPROBS_PATH
 
 PAD = 0
 
 
 @torch.inference_mode()
-def score(model: PreTrainedModel, request: protocol.LogprobsRequest) -> np.ndarray:
+def score(model: PreTrainedModel, request: LogprobsRequest) -> np.ndarray:
     """float32 [completion_lengths.sum()]"""
     sequences = request.sequences()
     input_ids = torch.full((len(sequences), max(len(p) + len(c) for p, c in sequences)), PAD)
@@ -46,18 +48,18 @@ def main(folder: str, port: int) -> None:
     one_at_a_time = threading.Lock()
     app = bottle.Bottle()
 
-    @app.get(protocol.HEALTH_PATH)
+    @app.get(HEALTH_PATH)
     def health():
-        return protocol.Health("ready", folder).to_json()
+        return ServerInfo("ready", folder).to_json()
 
-    @app.post(protocol.LOGPROBS_PATH)
+    @app.post(LOGPROBS_PATH)
     def logprobs():
         body = bottle.request.environ["wsgi.input"].read()
-        request = protocol.decode_request(body, vocabulary, longest, max_sequences=10**6, max_tokens=10**9)
+        request = decode_request(body, vocabulary, longest, max_sequences=10**6, max_tokens=10**9)
         with one_at_a_time:
             answer = score(model, request)
-        bottle.response.content_type = protocol.CONTENT_TYPE
-        return protocol.encode_answer(protocol.LogprobsAnswer(answer, "baseline", request.request_id))
+        bottle.response.content_type = CONTENT_TYPE
+        return encode_answer(LogprobsAnswer(answer, "baseline", request.request_id))
 
     waitress.serve(app, host="127.0.0.1", port=port, threads=64)
 

@@ -9,7 +9,8 @@ faster of the two counts. For each seed the three take turns, from seed to seed 
 
 A step's seconds cover sampling, rewards, reference and optimizer step, and leave out logging and evaluation: ours by
 `step_time` of metrics.jsonl, TRL's by the clock from its on_step_begin to its on_step_end. (TRL's own `step_time` lacks
-the optimizer step.) Final models are loaded again, and grpo.accuracy says how many held-out problems each solves.
+the optimizer step.) Final models are loaded again, and grpo.trainer.evaluation says how many held-out problems each
+solves.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ import torch
 import reward
 from benchmarks.common import REPOSITORY, machine, spread, table
 from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, reference_server, train
-from grpo.accuracy import evaluate
-from grpo.arguments import parse_arguments
-from grpo.data import load_examples
-from grpo.model import eos_token_ids, load_model, load_tokenizer
-from grpo.rollout import Sampler
-from grpo.trainer_config import TrainerConfig
+from grpo.config.command_line import parse_arguments
+from grpo.config.trainer import TrainerConfig
+from grpo.model.load import eos_token_ids, load_model, load_tokenizer
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.prompts import load_examples
+from grpo.trainer.evaluation import evaluate
 
 OURS, TWO, ONE = "ours", "TRL, 2 processes", "TRL, 1 process"
 PROCESSES = {TWO: 2, ONE: 1}

@@ -38,14 +38,15 @@ from benchmarks.gpu_train import train
 from benchmarks.train_memory import CARD_CASES, TINY_CASES, phase_sizes
 from demo.__main__ import free_port
 from demo.model import build_tokenizer
-from grpo.attention import VARIANTS, switch_off, switch_on, variants_for
-from grpo.batch import Batcher
-from grpo.logprobs import token_logprobs
-from grpo.loss import StepSize, Tokens, grpo_loss
-from grpo.loss_config import LossSection
-from grpo.model import checkpoint_activations, make_batcher
-from grpo.records import Example
-from grpo.rollout import Sampler
+from grpo.algorithm.loss import StepSize, Tokens, grpo_loss
+from grpo.config.loss import LossSection
+from grpo.model.load import checkpoint_activations
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.tree_attention import VARIANTS, switch_off, switch_on, variants_for
+from grpo.model.trial import make_batcher
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.records import Example
 
 PAD = 0
 BUDGET = 16384  # tokens of a batch, the default of server and trainer
@@ -65,7 +66,7 @@ def main() -> None:
     if not (CUDA or options.tiny):
         sys.exit("benchmarks.gpu: needs CUDA; --tiny does without")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part that is ended ends its servers
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as grpo/model.py does
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as grpo/model/load.py does
     print(f"\n## {options.part}\n\n{where()}", flush=True)
     tables = Tables(options.part)
     try:

@@ -45,11 +45,12 @@ from benchmarks.common import (
     spread,
     table,
 )
-from grpo.batch import Batcher
-from grpo.logprobs import token_logprobs
-from grpo.loss import StepSize, Tokens, grpo_loss
-from grpo.loss_config import LossSection
-from grpo.model import checkpoint_activations, make_batcher
+from grpo.algorithm.loss import StepSize, Tokens, grpo_loss
+from grpo.config.loss import LossSection
+from grpo.model.load import checkpoint_activations
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.trial import make_batcher
 
 PAD, EPSILON, BETA = 0, 0.2, 0.04
 GROUP, PROMPT, COMPLETION = 8, 200, (50, 400)

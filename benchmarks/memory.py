@@ -1,4 +1,4 @@
-"""The formula of `ref_server.py --estimate` against measured peaks: grpo/estimate.py on a CPU, random weights.
+"""The formula of `ref_server.py --estimate` against measured peaks: grpo/model/memory.py on a CPU, random weights.
 
     python -m benchmarks.memory              # all shapes, one after the other
     python -m benchmarks.memory --only gpt2
@@ -29,10 +29,10 @@ from transformers import (
 )
 
 from benchmarks.common import forget_peak, fresh, machine, peak_above, qwen, random_model, table
-from grpo.estimate import MIB, estimate, weights
-from grpo.estimate_report import CARDS, fit
-from grpo.logprobs import token_logprobs
-from grpo.model import make_batcher
+from grpo.model.estimate_report import CARDS, fit
+from grpo.model.logprobs import token_logprobs
+from grpo.model.memory import MIB, estimate, weights
+from grpo.model.trial import make_batcher
 from ref_server import keep_memory_flat
 
 PAD = 0

@@ -5,7 +5,8 @@
 
 Random weights in Qwen2.5-0.5B's shape (vocabulary 151,936, tied head), fp32. Prompts of 60 to 300 tokens, each with 8
 completions of 20 to 400 tokens, many short and few long. Both servers are processes of their own with all cores; only
-one works at a time. Four clients share the groups, each the trainer's own RefClient that submits its share at once.
+one works at a time. Four clients share the groups, each the trainer's own ReferenceClient that submits its share at
+once.
 
 speed       completion tokens a second of both servers, chunk after chunk in turn. The answers are compared first.
 inprocess   our server against the same calls in this process, and against the matrix products alone.
@@ -50,11 +51,11 @@ from benchmarks.common import (
 )
 from demo.__main__ import free_port, wait_ready
 from demo.model import build_tokenizer
-from grpo.batch import Batcher
-from grpo.logprobs import CPU_BLOCK, token_logprobs
-from grpo.model import make_batcher
-from grpo.ref_client import RefClient
-from grpo.trainer_config import TrainerConfig
+from grpo.client.reference import ReferenceClient
+from grpo.config.trainer import TrainerConfig
+from grpo.model.logprobs import CPU_BLOCK, token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.trial import make_batcher
 
 CLIENTS = 4
 OURS_TO_ORACLE = 1e-5
@@ -314,7 +315,7 @@ class Server:
         self.port, self.process, self.log = port, process, log
         url = f"http://127.0.0.1:{port}"
         patient = {"ref_request_timeout": 3600.0, "ref_deadline": 3600.0}
-        self.clients = [RefClient(TrainerConfig(ref_servers=[url], **patient)) for _ in range(CLIENTS)]
+        self.clients = [ReferenceClient(TrainerConfig(ref_servers=[url], **patient)) for _ in range(CLIENTS)]
 
     def score(self, work: list[Group]) -> list[np.ndarray]:
         """One array a group: its completions' log-probs one after the other."""

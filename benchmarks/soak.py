@@ -47,8 +47,10 @@ from benchmarks.common import (
     table,
 )
 from benchmarks.ref_server import Server, ours, save_model, say
-from grpo.monitor import quantile
-from grpo.protocol import LOGPROBS_PATH, LogprobsRequest, ProtocolError, decode_answer, encode_request
+from grpo.server.monitor import quantile
+from grpo.wire.errors import ProtocolError
+from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
+from grpo.wire.paths import LOGPROBS_PATH
 
 VOCABULARY = 8192
 PROCESSES = 2

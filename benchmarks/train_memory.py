@@ -1,4 +1,4 @@
-"""The formula of `grpo_ref_split.py --dry_run` against measured peaks: grpo/train_estimate.py on a CPU, random weights.
+"""The formula of `grpo_ref_split.py --dry_run` against measured peaks: on a CPU, random weights.
 
     python -m benchmarks.train_memory                  # all cases, one after the other
     python -m benchmarks.train_memory --only LoRA
@@ -35,16 +35,17 @@ from benchmarks.card import CUDA, DEVICE
 from benchmarks.common import REPOSITORY, SHAPES, TINY, forget_peak, machine, peak_above, qwen, random_model, table
 from benchmarks.memory import gpt2, on_meta
 from demo.__main__ import free_port
-from grpo.adapters import train_adapter
-from grpo.ds_config import engine_config
-from grpo.estimate import MIB
-from grpo.metrics import PhaseClock
-from grpo.model import checkpoint_activations, load_model, load_tokenizer, make_batcher
-from grpo.records import Example, Sequence
-from grpo.rollout import Sampler
-from grpo.train_estimate import Load, Memory, Policy, memory
-from grpo.trainer_config import TrainerConfig
-from grpo.update import update
+from grpo.config.trainer import TrainerConfig
+from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
+from grpo.model.lora import train_adapter
+from grpo.model.memory import MIB
+from grpo.model.train_estimate import Load, Memory, Policy, memory
+from grpo.model.trial import make_batcher
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.records import Example, Sample
+from grpo.run.phase_clock import PhaseClock
+from grpo.trainer.engine import engine_config
+from grpo.trainer.step import update
 
 PROMPT, COMPLETION, GENERATIONS = 64, 48, 8
 SETTINGS = {
@@ -256,7 +257,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
             sampler.sample(engine.module, examples, config.num_generations, 1.0, seed=turn)
             peaks["sampling"] = peak_above(start)
         sequences = [
-            Sequence(prompt, ids(config.max_completion_length), True, advantage=draw.gauss(0, 1))
+            Sample(prompt, ids(config.max_completion_length), True, advantage=draw.gauss(0, 1))
             for prompt in prompts
             for _ in range(config.num_generations)
         ]

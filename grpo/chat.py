@@ -17,21 +17,20 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from grpo.answer_config import ChatConfig
-from grpo.arguments import parse_arguments
-from grpo.config import ConfigError
-from grpo.ending import say_once
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError, say_once
+from grpo.config.generation import ChatConfig
 
 NEW = "/new"
 
 
 def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
-    from grpo.model import NO_LIMIT, eos_token_ids, length_limits, load_model, load_tokenizer
-    from grpo.prompts import render_prompt, tokenize_prompt
-    from grpo.ranks import own_place
-    from grpo.records import Example
-    from grpo.rollout import Sampler
+    from grpo.model.load import NO_LIMIT, eos_token_ids, length_limits, load_model, load_tokenizer
+    from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
+    from grpo.rollouts.local import Sampler
+    from grpo.rollouts.records import Example
+    from grpo.run.collective import own_place
 
     _, _, device = own_place()
     tokenizer, model = load_tokenizer(config), load_model(config, device)

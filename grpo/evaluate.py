@@ -19,21 +19,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from grpo.answer_config import EvaluateConfig
-from grpo.arguments import parse_arguments
-from grpo.ending import exit_code
+from grpo.config.command_line import parse_arguments
+from grpo.config.generation import EvaluateConfig
+from grpo.run.exit import exit_code
 
 
 def run(config: EvaluateConfig) -> None:
     """Evaluate, print the table and write the folder. Raises ConfigError, before a model is loaded where it can."""
     import torch.distributed as dist
 
-    from grpo.accuracy import evaluate
-    from grpo.checkpoint import new_folder
-    from grpo.data import load_examples
-    from grpo.metrics import gather
-    from grpo.model import check_lengths, load_model, load_tokenizer, make_sampler
-    from grpo.ranks import own_place
+    from grpo.model.load import check_lengths, load_model, load_tokenizer
+    from grpo.rollouts.prompts import load_examples
+    from grpo.rollouts.trial import make_sampler
+    from grpo.run.collective import gather, own_place
+    from grpo.run.folder import new_folder
+    from grpo.trainer.evaluation import evaluate
 
     rank, world_size, device = own_place()
     if world_size > 1:
@@ -96,7 +96,7 @@ def _split(config: EvaluateConfig) -> str:
 
 def _write(folder: Path, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
     """metrics.json; completions.jsonl, a line each, by problem."""
-    from grpo.metrics import to_json
+    from grpo.run.json_lines import to_json
 
     with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
         for one in sorted(completions, key=lambda one: (one["problem"], one["sample"])):

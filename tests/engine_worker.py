@@ -16,20 +16,22 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-import grpo.update
+import grpo.trainer.step
 import grpo_ref_split as trainer
-from grpo.adapters import OwnReference, train_adapter
-from grpo.arguments import parse_arguments
-from grpo.collect import Collector
-from grpo.data import PromptStream, load_examples
-from grpo.ds_config import engine_config
-from grpo.logprobs import token_logprobs
-from grpo.loss import grpo_loss
-from grpo.metrics import PhaseClock
-from grpo.model import checkpoint_activations, load_model, load_tokenizer, make_batcher, make_sampler
-from grpo.records import Sequence
-from grpo.rewards import load_reward_funcs, start_rewards
-from grpo.trainer_config import TrainerConfig
+from grpo.algorithm.loss import grpo_loss
+from grpo.config.command_line import parse_arguments
+from grpo.config.trainer import TrainerConfig
+from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
+from grpo.model.logprobs import token_logprobs
+from grpo.model.lora import OwnReference, train_adapter
+from grpo.model.trial import make_batcher
+from grpo.rewards.compute import load_reward_funcs, start_rewards
+from grpo.rollouts.prompts import PromptStream, load_examples
+from grpo.rollouts.records import Sample
+from grpo.rollouts.trial import make_sampler
+from grpo.run.phase_clock import PhaseClock
+from grpo.trainer.engine import engine_config
+from grpo.trainer.round import Rounds
 
 SHIPPED = "ds_config.json", "configs/ds_offload.json"
 DTYPES = "float32", "bfloat16"
@@ -67,7 +69,7 @@ def engine_of(config: TrainerConfig):
     return engine, batcher, reference
 
 
-def completions(prompts: int, seed: int) -> list[Sequence]:
+def completions(prompts: int, seed: int) -> list[Sample]:
     """Four of each prompt, with old log-probs that keep ratios within the clip, and a reference's."""
     draw, made = random.Random(seed), []
     for _ in range(prompts):
@@ -75,12 +77,12 @@ def completions(prompts: int, seed: int) -> list[Sequence]:
         for _ in range(4):
             ids = [draw.randrange(3, 60) for _ in range(draw.randrange(1, 24))]
             reference = np.full(len(ids), -4.0, np.float32)
-            made.append(Sequence(prompt, ids, True, draw.gauss(0, 1), partial(np.copy, reference)))
+            made.append(Sample(prompt, ids, True, draw.gauss(0, 1), partial(np.copy, reference)))
     return made
 
 
-def update(engine, batcher, sequences: list[Sequence], config: TrainerConfig):
-    return grpo.update.update(engine, sequences, config, batcher, PhaseClock(), config.beta, 0.0)
+def update(engine, batcher, sequences: list[Sample], config: TrainerConfig):
+    return grpo.trainer.step.update(engine, sequences, config, batcher, PhaseClock(), config.beta, 0.0)
 
 
 def steps_with_every_file(make, folder: Path) -> dict:
@@ -162,7 +164,7 @@ def ratios(make, dataset: str) -> dict:
             rewards = start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
             stream = PromptStream(len(examples), config.prompts_per_step, config.seed)
             sampler = make_sampler(engine.module, tokenizer, config.max_completion_length)
-            collector = Collector(
+            collector = Rounds(
                 config, engine.module, sampler, batcher, examples, stream, rewards, None, reference, 0, 1
             )
             apart, from_reference = [], []
@@ -180,7 +182,7 @@ def ratios(make, dataset: str) -> dict:
                 batches.append(tuple(batch.targets.tolist()))
                 return token_logprobs(model, batch, *arguments, **named)
 
-            grpo.update.token_logprobs, grpo.update.grpo_loss = noted, watched
+            grpo.trainer.step.token_logprobs, grpo.trainer.step.grpo_loss = noted, watched
             parts, _ = collector.collect(0, 0, config.beta, PhaseClock())
             scored = {*batches}
             for part in parts * config.num_iterations:
@@ -188,7 +190,7 @@ def ratios(make, dataset: str) -> dict:
                 update(engine, batcher, part.sequences, config)
                 if part is not parts[0]:
                     assert {*batches[begin:]} <= scored, (dtype, kind)
-            grpo.update.token_logprobs, grpo.update.grpo_loss = token_logprobs, grpo_loss
+            grpo.trainer.step.token_logprobs, grpo.trainer.step.grpo_loss = token_logprobs, grpo_loss
             found[dtype, kind] = {
                 "micro-batches": len(apart),
                 "apart": max(apart),

@@ -13,17 +13,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
 
-import grpo.stalls
-from grpo.devices import p2p_hint
+import grpo.run.watchdog
+from grpo.model.devices import p2p_hint
 
 if __name__ == "__main__":
     kind, seconds = sys.argv[1], float(sys.argv[2])
     logging.basicConfig(format="%(message)s")
-    grpo.stalls.PATIENCE, grpo.stalls.BEAT = 2.0, 0.25
+    grpo.run.watchdog.PATIENCE, grpo.run.watchdog.BEAT = 2.0, 0.25
     late = os.environ["RANK"] == "1"
     if late and kind == "late-to-meet":
         time.sleep(seconds)
-    stalls = grpo.stalls.Stalls(int(os.environ["RANK"]), 2, p2p_hint(["NVIDIA GeForce RTX 3090"] * 2))
+    stalls = grpo.run.watchdog.Watchdog(int(os.environ["RANK"]), 2, p2p_hint(["NVIDIA GeForce RTX 3090"] * 2))
     dist.init_process_group("gloo")
     if late and kind == "late-to-collective":
         time.sleep(seconds)

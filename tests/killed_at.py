@@ -1,7 +1,7 @@
 """Runs grpo_ref_split.py and kills this process, as `kill -9` would, at a named moment. Arguments: MOMENT RANK OPTIONS.
 
-MOMENT is module:function:when:count, as in grpo.resume:put_in_place:before:2, the second call of it; a dot goes into a
-class. Only the process of that rank is killed. Where WHEN is "raises", it makes a mistake instead.
+MOMENT is module:function:when:count, as in grpo.run.checkpoints:put_in_place:before:2, the second call of it; a dot
+goes into a class. Only the process of that rank is killed. Where WHEN is "raises", it makes a mistake instead.
 """
 
 import importlib

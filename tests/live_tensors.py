@@ -23,14 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import grpo_ref_split as trainer
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
-from grpo.ds_config import engine_config
-from grpo.metrics import PhaseClock
-from grpo.model import checkpoint_activations, make_batcher
-from grpo.records import Example, Sequence
-from grpo.rollout import Sampler
-from grpo.train_estimate import Load, Policy, memory
-from grpo.trainer_config import TrainerConfig
-from grpo.update import update
+from grpo.config.trainer import TrainerConfig
+from grpo.model.load import checkpoint_activations
+from grpo.model.train_estimate import Load, Policy, memory
+from grpo.model.trial import make_batcher
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.records import Example, Sample
+from grpo.run.phase_clock import PhaseClock
+from grpo.trainer.engine import engine_config
+from grpo.trainer.step import update
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPT, COMPLETION = 64, 48
@@ -132,7 +133,7 @@ def run(case: dict, folder: str) -> dict:
             examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:2])]
             sampler.sample(engine.module, examples, 8, 1.0, seed=turn)
             peaks["sampling"] = live.forget()
-            sequences = [Sequence(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
+            sequences = [Sample(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
             update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0)
         peaks |= {**watched.peaks, "standing": live.now}
     policy = Policy.of(on_meta(shape, dtype).eval(), PROMPT + COMPLETION)

@@ -1,6 +1,6 @@
 """Runs grpo_ref_split.py and prints how far a function of ours took the process's memory. Arguments: FUNCTION OPTIONS.
 
-FUNCTION is module:name, as in grpo.resume:Checkpoints.save; printed is "MEMORY above=MiB" for each call.
+FUNCTION is module:name, as in grpo.run.checkpoints:Checkpoints.save; printed is "MEMORY above=MiB" for each call.
 """
 
 import sys

@@ -8,7 +8,7 @@ import random
 import torch
 from oracle import Completion, size
 
-from grpo.loss import StepSize, Tokens
+from grpo.algorithm.loss import StepSize, Tokens
 
 LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]

@@ -24,15 +24,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpo_ref_split as trainer
-from grpo.advantages import group_advantages
-from grpo.arguments import parse_arguments
-from grpo.config import SharedConfig
-from grpo.ds_config import engine_config
-from grpo.metrics import PhaseClock, gather_stats
-from grpo.model import checkpoint_activations, load_model, make_batcher
-from grpo.records import Sequence
-from grpo.trainer_config import TrainerConfig
-from grpo.update import update
+from grpo.algorithm.advantages import group_advantages
+from grpo.config.command_line import parse_arguments
+from grpo.config.model import SharedConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.model.load import checkpoint_activations, load_model
+from grpo.model.trial import make_batcher
+from grpo.rollouts.records import Sample
+from grpo.run.metrics import gather_stats
+from grpo.run.phase_clock import PhaseClock
+from grpo.trainer.engine import engine_config
+from grpo.trainer.step import update
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight
 PROMPTS, GENERATIONS = 12, 3
@@ -48,7 +50,7 @@ def rewards() -> list[list[float]]:
     return groups
 
 
-def sequences() -> list[Sequence]:
+def sequences() -> list[Sample]:
     """Ragged; among them empty and one-token completions, truncated ones, and such as hold the pad token."""
     draw = random.Random(5)
     prompts = [[draw.randint(5, 200) for _ in range(length)] for length in (1, 20, 7, 3, 12, 9, 2, 5, 30, 4, 8, 16)]
@@ -62,7 +64,7 @@ def sequences() -> list[Sequence]:
         )
         said[[draw.random() < 0.2 for _ in completion]] = np.nan
         made.append(
-            Sequence(
+            Sample(
                 prompt_ids=prompts[number // GENERATIONS],
                 completion_ids=completion,
                 advantage=0.0,
@@ -75,7 +77,7 @@ def sequences() -> list[Sequence]:
     return made
 
 
-def own_share(case: dict, config: TrainerConfig, rank: int) -> list[Sequence]:
+def own_share(case: dict, config: TrainerConfig, rank: int) -> list[Sample]:
     advantages = group_advantages(torch.tensor(rewards(), dtype=torch.float64), config.scale_rewards)
     every = sequences()
     for one, advantage in zip(every, advantages.flatten().tolist(), strict=True):

@@ -7,7 +7,7 @@ import sys
 
 from killed_at import run_trainer
 
-from grpo.rollout import Sampler
+from grpo.rollouts.local import Sampler
 
 
 def count_waits() -> None:

@@ -14,7 +14,7 @@ from test_trainer import lines, options, timeless
 
 # It is taken for a program of ours by its second line; what follows tells of itself.
 PROGRAM = """
-import grpo.stopping, os, signal, sys, time
+import grpo.run.signals, os, signal, sys, time
 print(os.getcwd(), sys.argv, os.environ["ASKED"], os.getsid(0) == os.getpid(), flush=True)
 print(sys.stdin.read(), "to stderr", file=sys.stderr)
 if sys.argv[1] == "wait":
@@ -65,7 +65,7 @@ def test_a_fork_is_a_child_with_a_name_and_dies_of_signals(tmp_path, number):
 
 @pytest.mark.parametrize(("changes", "forked"), [({"ASKED": "no"}, True), ({"HF_HOME": "/nowhere"}, False)])
 def test_an_environment_that_libraries_read_when_imported_is_started_plainly(changes, forked):
-    script = "import sys; print('torch' in sys.modules)  # grpo.stopping"
+    script = "import sys; print('torch' in sys.modules)  # grpo.run.signals"
     environment = ENVIRONMENT | changes
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout == f"{forked}\n"

@@ -1,6 +1,7 @@
 """The rules of the house: imports only go down, entries stay light, --help answers before anything heavy is loaded."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -8,43 +9,31 @@ import sys
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 
-# From the bottom up; a module may import from lower levels, and from its own where that makes no circle.
-LEVELS = [
-    {"config", "loss_config", "server_config", "answer_config", "trainer_config", "records", "loss", "advantages"}
-    | {"report_config"},
-    {"protocol", "reward_protocol", "update_protocol", "tensor_header", "ref_wire", "weights"}
-    | {
-        "logprobs",
-        "batch",
-        "attention",
-        "arguments",
-        "ending",
-        "devices",
-        "ranks",
-        "stopping",
-        "run_files",
-        "curves",
-        "phases",
-    }
-    | {"checkpoint_list", "run_lock", "devices"},
-    {"data", "model", "rollout", "ref_client", "ref_servers", "checkpoint", "metrics", "rewards", "plots", "ds_config"}
-    | {"fair_queue", "scorer", "prompts", "trial"}
-    | {"connection", "http_server", "monitor", "estimate", "estimate_report", "adapters", "updates", "ref_update"}
-    | {"quantization", "activations", "train_estimate", "train_report", "optimizer", "out_of_memory"}
-    | {"reward_functions", "reward_pool", "reward_model", "reward_client", "reward_worker", "reward_prints"},
-    {"accuracy", "update", "stalls"},
-    {"evaluate", "chat", "collect", "rearrange", "resume", "service", "report", "dry_run", "machines"},
-]
-LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+# What the files of a folder of grpo/ may import beside their own folder's. The programs may import anything.
+MAY_IMPORT = {
+    "config": set(),
+    "wire": set(),
+    "algorithm": {"config"},
+    "model": {"config", "wire"},
+    "client": {"config", "wire"},
+    "server": {"config", "model", "wire"},
+    "rollouts": {"config", "model", "wire"},
+    "rewards": {"client", "config", "model", "wire"},
+    "run": {"config", "model", "rollouts", "wire"},
+    "trainer": {"algorithm", "client", "config", "model", "rewards", "rollouts", "run", "wire"},
+    "report": {"config", "run"},
+}
+FILES = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "grpo").rglob("*.py"))
 ENTRIES = {
     "ref_server": {"deepspeed", "datasets", "reward"},
     "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
     "grpo/evaluate": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
     "grpo/chat": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
-    "grpo/report": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests", "torch", "datasets"},
+    "grpo/report/__main__": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests", "torch", "datasets"},
 }
 
 
+@functools.cache
 def imports(path) -> set[str]:
     """Dotted names that a file imports anywhere in it, at its top or where they are used."""
     found = set()
@@ -57,8 +46,10 @@ def imports(path) -> set[str]:
     return found
 
 
-def own(path) -> set[str]:
-    return {name.split(".")[1] for name in imports(path) if name.startswith("grpo.") and name.split(".")[1] in LEVEL}
+def ours(path) -> set[str]:
+    """Paths of the files of ours that a file imports."""
+    files = {f"{name.replace('.', '/')}.py" for name in imports(path) if name.startswith("grpo.")}
+    return {file for file in files if (REPOSITORY / file).exists()}
 
 
 def outside(path) -> set[str]:
@@ -66,36 +57,50 @@ def outside(path) -> set[str]:
 
 
 def reached(path) -> set[str]:
-    """The modules of ours that a file leads to."""
-    todo, seen = own(path), set()
+    """Paths of the files of ours that a file leads to."""
+    todo, seen = ours(path), set()
     while todo:
-        name = todo.pop()
-        seen.add(name)
-        todo |= own(REPOSITORY / f"grpo/{name}.py") - seen
+        file = todo.pop()
+        seen.add(file)
+        todo |= ours(REPOSITORY / file) - seen
     return seen
 
 
-def test_every_module_has_a_level():
-    assert {path.stem for path in (REPOSITORY / "grpo").glob("*.py")} - {"__init__"} == set(LEVEL)
+def test_every_folder_has_a_rule():
+    assert {path.name for path in (REPOSITORY / "grpo").iterdir() if (path / "__init__.py").exists()} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("name", sorted(LEVEL))
-def test_imports_only_go_down(name):
-    path = REPOSITORY / f"grpo/{name}.py"
-    assert not [other for other in own(path) if LEVEL[other] > LEVEL[name]]
-    assert name not in reached(path), "a circle"
-    assert not outside(path) & {"ref_server", "grpo_ref_split", "reward", "demo", "deepspeed"}
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_a_folder_imports_only_what_it_may(folder):
+    wrong = {
+        f"{file} imports {other}"
+        for file in FILES
+        if file.startswith(f"grpo/{folder}/")
+        for other in ours(REPOSITORY / file)
+        if other.split("/")[1] not in {folder} | MAY_IMPORT[folder]
+    }
+    assert not wrong
+
+
+def test_no_imports_go_in_a_circle():
+    assert not [file for file in FILES if file in reached(REPOSITORY / file)]
+
+
+def test_no_module_imports_a_program():
+    programs = {"ref_server", "grpo_ref_split", "reward", "demo", "deepspeed"}
+    assert not {f"{file} imports {name}" for file in FILES for name in outside(REPOSITORY / file) & programs}
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_entry_leads_to_nothing_it_should_not_need(entry):
     path = REPOSITORY / f"{entry}.py"
-    everything = outside(path).union(*(outside(REPOSITORY / f"grpo/{name}.py") for name in reached(path)))
+    everything = outside(path).union(*(outside(REPOSITORY / file) for file in reached(path)))
     assert not everything & ENTRIES[entry]
 
 
-def test_the_wire_knows_no_http_library_and_no_torch():
-    assert not outside(REPOSITORY / "grpo/protocol.py") & {"bottle", "waitress", "requests", "torch"}
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("grpo/wire/")])
+def test_the_wire_knows_no_http_library_and_no_torch(file):
+    assert not outside(REPOSITORY / file) & {"bottle", "waitress", "requests", "torch"}
 
 
 def test_reward_py_needs_nothing_of_ours_and_no_torch():
@@ -116,7 +121,11 @@ except SystemExit as ended:
         [sys.executable, "-c", script], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True
     ).stdout
     assert shown.splitlines()[-1] == "exit 0 []"
-    commands = (f"python {entry}.py", f"deepspeed {entry}.py", f"python -m {entry.replace('/', '.')}")
+    commands = (
+        f"python {entry}.py",
+        f"deepspeed {entry}.py",
+        f"python -m {entry.replace('/', '.').removesuffix('.__main__')}",
+    )
     assert "--config" in shown and any(command in shown for command in commands)
 
 
@@ -159,9 +168,16 @@ runpy.run_path("{entry}.py", run_name="__main__")
     assert shown.splitlines()[-1] == str(expected)
 
 
-def test_every_module_stands_in_the_map_for_contributors():
+def test_the_tree_for_contributors_is_the_tree():
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    known = {file for line in text.splitlines() if line.startswith("| `") for file in re.findall(r"`([a-z_.]+)`", line)}
-    assert known >= {path.name for path in (REPOSITORY / "grpo").iterdir() if path.suffix in (".py", ".html")} - {
-        "__init__.py"
-    }
+    tree = text.partition("```\nref_server.py ")[2].partition("```")[0]
+    listed, folder = set(), ""
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent == 2:
+            folder = (re.match(r" *(\w+)/ ", line) or [None, ""])[1]
+        if indent in (2, 4):
+            names = re.match(r" *(\w+\.\w+(?:, \w+\.\w+)*) ", line)
+            listed |= {f"{folder}/{name}".lstrip("/") for name in (names[1].split(", ") if names else [])}
+    files = {path for path in (REPOSITORY / "grpo").rglob("*.*") if path.suffix in (".py", ".html")}
+    assert listed == {str(path.relative_to(REPOSITORY / "grpo")) for path in files if path.name != "__init__.py"}

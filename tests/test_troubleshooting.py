@@ -7,21 +7,30 @@ import pytest
 from conftest import REPOSITORY
 from messages import GAP, Program, tidy
 
-from grpo.answer_config import ChatConfig, EvaluateConfig
-from grpo.arguments import parse_arguments
-from grpo.report_config import ReportConfig
-from grpo.server_config import ServerConfig
-from grpo.trainer_config import TrainerConfig
+from grpo.config.command_line import parse_arguments
+from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.report import ReportConfig
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
 
 PAGE = REPOSITORY / "docs/troubleshooting.md"
 PROGRAMS = [
     *(REPOSITORY / name for name in ("grpo_ref_split.py", "ref_server.py", "reward.py")),
-    *sorted((REPOSITORY / "grpo").glob("*.py")),
+    *sorted((REPOSITORY / "grpo").rglob("*.py")),
     *sorted((REPOSITORY / "demo").glob("*.py")),
 ]
 # Where metrics get their names, of a run and of the reference server.
 NAMING = [REPOSITORY / "grpo_ref_split.py"]
-NAMING += [REPOSITORY / f"grpo/{name}.py" for name in ("metrics", "collect", "update", "loss", "accuracy", "monitor")]
+NAMED_BY = (
+    "run/metrics",
+    "run/phase_clock",
+    "trainer/round",
+    "trainer/step",
+    "algorithm/loss",
+    "trainer/evaluation",
+    "server/monitor",
+)
+NAMING += [REPOSITORY / f"grpo/{name}.py" for name in NAMED_BY]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,82 @@
+"""Settings of the connection between trainer and reference servers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from grpo.config.errors import ConfigError, require
+from grpo.config.fields import option
+
+TOKEN_VARIABLE = "GRPO_REF_TOKEN"
+
+
+@dataclass
+class ConnectionSection:
+    """How the server and the trainer find and trust each other."""
+
+    _argument_group_name = "connection (server and trainer)"
+
+    port: int = option(
+        59875, "the reference server's TCP port (0 lets the system choose one, and the server says which)"
+    )
+    token: Optional[str] = option(
+        None,
+        "shared secret of server and trainer. Others see it in ps: rather use token_file or the environment variable "
+        f"{TOKEN_VARIABLE}",
+    )
+    token_file: Optional[str] = option(None, "file that holds the token, and nothing else")
+
+    def __post_init__(self) -> None:
+        if self.token_file is not None:
+            token = _read_token(self.token_file)
+            require(self.token in (None, token), "token_file", self.token_file, "token says another one")
+            self.token = token
+        self.token = self.token or os.environ.get(TOKEN_VARIABLE) or None
+        require(0 <= self.port < 65536, "port", self.port, "use a number from 0 to 65535")
+        require(
+            self.token is None or (self.token.isascii() and self.token.isprintable() and " " not in self.token),
+            "token",
+            "(hidden)",
+            "it travels in an HTTP header: use printable ASCII without spaces",
+        )
+
+
+def _read_token(path: str) -> str:
+    try:
+        token = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token_file={path!r}: cannot be read: {error}") from error
+    require(token != "", "token_file", path, "the file is empty: write the token into it")
+    return token
+
+
+@dataclass
+class ReferenceSection:
+    _argument_group_name = "the reference"
+
+    ref: Literal["server", "adapter_off"] = option(
+        "server",
+        "who computes reference log-probs: a reference server, or the trainer with its adapter off (or, where it "
+        "began with an adapter, with that one)",
+    )
+
+    ref_servers: Optional[list[str]] = option(
+        None, "base URLs, all of the same model: work goes to each by its speed; unset is http://127.0.0.1:PORT"
+    )
+    ref_ca_file: Optional[str] = option(
+        None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
+    )
+    ref_startup_timeout: float = option(
+        300.0, "seconds to wait at the start for a server that does not answer; one that is loading has six hours"
+    )
+    ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again")
+    ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run")
+    ref_update_steps: int = option(
+        0, "the policy becomes the reference every so many updates, on servers with update_folder; 0 is never"
+    )
+    ref_mixup_alpha: float = option(
+        1.0, "share of the policy in the new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)"
+    )

@@ -1,0 +1,43 @@
+"""What a setting that cannot be used ends with, said once a machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names the field, the value and the remedy."""
+
+
+def require(ok: bool, field: str, value: Any, remedy: str) -> None:
+    """Raises ConfigError unless `ok`."""
+    if not ok:
+        raise ConfigError(f"{field}={value!r}: {remedy}")
+
+
+def say_once(message: str) -> None:
+    """Print an error that several ranks may have met at the same time, once on each machine.
+
+    The machine's first rank says it at once; its end is the end of the others there, who wait for that. Whoever is
+    still there after five seconds was alone with it, and says it.
+    """
+    line = f"{program_name()}: error: "
+    if not first_here():
+        time.sleep(5)
+        line = f"\n{line}rank {os.environ.get('RANK')}: "  # rank 0's progress bar stands in the current line
+    print(line + message, file=sys.stderr, flush=True)
+
+
+def first_here() -> bool:
+    """Whether this is the first rank of its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def program_name() -> str:
+    """Return the program's file name; of a folder that is run (`python -m grpo.report`), the folder's."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.name == "__main__.py" else path.name

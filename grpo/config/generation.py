@@ -1,0 +1,154 @@
+"""What it takes to have problems answered, and every setting of the programs that do no more than that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import ClassVar, Optional
+
+from grpo.config.errors import ConfigError, require
+from grpo.config.fields import option, require_finite
+from grpo.config.model import SharedConfig
+
+# What apply_chat_template itself takes, beside `tools` and `documents`, which it hands to the template.
+_NOT_THE_TEMPLATES = (
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
+
+
+@dataclass
+class DataSection:
+    _argument_group_name = "data"
+
+    dataset_name: str = option("openai/gsm8k", "hub id, or a local .json/.jsonl/.parquet file, or a folder of them")
+    dataset_config: Optional[str] = option(
+        None, "the hub dataset's configuration name; unset is 'main' for openai/gsm8k"
+    )
+    dataset_train_split: str = option("train", "split to train on")
+    dataset_test_split: str = option("test", "split to evaluate on")
+    dataset_prompt_column: str = option("question", "column with the prompt: text, or a list of chat messages")
+    dataset_answer_column: str = option(
+        "answer", "column with the gold answer; what follows '####' in it, if anything does"
+    )
+    max_prompt_length: int = option(512, "longer prompts, in tokens, are dropped when the data is loaded, and counted")
+
+
+@dataclass
+class AnswerSection:
+    _argument_group_name = "answers"
+
+    system_prompt: str = option(
+        "You are a helpful assistant. First think about the problem step by step, then give the final answer. Write "
+        "reasoning and answer within tags, like this: <think>reasoning here</think><answer>answer here</answer>",
+        "system message put before every prompt; empty for none",
+    )
+    chat_template_kwargs: Optional[dict | str] = option(
+        None, "what the model's chat template can be told, as a JSON object, such as '{\"enable_thinking\": false}'"
+    )
+    max_completion_length: int = option(512, "new tokens at most")
+    temperature: float = option(1.0, "of the sampler, and of every log-prob")
+    seed: int = option(42, "of the prompt order and of sampling")
+
+    def _read_template_kwargs(self) -> None:
+        """JSON text, as on the command line, becomes the dict that it is of."""
+        given = self.chat_template_kwargs
+        if isinstance(given, str):
+            try:
+                self.chat_template_kwargs = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"chat_template_kwargs={given!r}: not JSON ({error}): write it as '{{\"enable_thinking\": false}}'"
+                ) from error
+        given = self.chat_template_kwargs
+        require(given is None or isinstance(given, dict), "chat_template_kwargs", given, "write a JSON object")
+        for name in _NOT_THE_TEMPLATES:
+            require(
+                name not in (given or {}),
+                "chat_template_kwargs",
+                given,
+                f"the template never sees {name}: leave it out",
+            )
+
+
+@dataclass
+class GenerationSection:
+    _argument_group_name = "generation and evaluation"
+
+    sequences_per_generate: int = option(64, "completions that one rank generates at a time")
+    num_generations_eval: int = option(
+        0, "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 is greedy only"
+    )
+    pass_at_k: Optional[list[int]] = option(None, "the k of pass@k; unset is 1, 2, 4, ... and num_generations_eval")
+
+
+@dataclass
+class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfig):
+    """What it takes to have a dataset's problems answered, in training and after it."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest completion that there may be."""
+        return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def ks(self) -> list[int]:
+        """Every k of pass@k, ascending; none where nothing is sampled."""
+        most = self.num_generations_eval
+        powers = [1 << power for power in range(most.bit_length())]
+        return sorted(set(self.pass_at_k or [*powers, most]) - {0})
+
+    def _check_samples(self) -> None:
+        most = self.num_generations_eval
+        require(most >= 0, "num_generations_eval", most, "use 0 or more")
+        for k in self.pass_at_k or []:
+            require(k > 0, "pass_at_k", k, "use 1 or more")
+            require(k <= most, "pass_at_k", k, f"num_generations_eval={most} is too few for it: use {k} or more")
+
+
+@dataclass
+class EvaluateSection:
+    _argument_group_name = "extent and output"
+
+    eval_samples: int = option(0, "problems, the first of the split; 0 is all")
+    output: Optional[str] = option(
+        None, "folder to make: every completion with its verdict, the metrics, and the settings they come from"
+    )
+
+
+@dataclass
+class EvaluateConfig(EvaluateSection, AnsweringConfig):
+    """All that `python -m grpo.evaluate` reads."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
+
+    def __post_init__(self) -> None:
+        require_finite(self)
+        self._read_template_kwargs()
+        self._check_samples()
+        for name in ("max_prompt_length", "max_completion_length", "sequences_per_generate", "temperature"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
+        require(self.eval_samples >= 0, "eval_samples", self.eval_samples, "use 0 or more")
+        require(0 <= self.seed < 2**31, "seed", self.seed, "use a number from 0 to below 2147483648")
+
+
+@dataclass
+class ChatSection:
+    _argument_group_name = "conversation"
+
+    keep_history: bool = option(True, "an answer sees all questions and answers before it")
+
+
+@dataclass
+class ChatConfig(ChatSection, AnswerSection, SharedConfig):
+    """All that `python -m grpo.chat` reads. A temperature of 0 is greedy."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path"}
+
+    def __post_init__(self) -> None:
+        require_finite(self)
+        self._read_template_kwargs()
+        require(self.max_completion_length > 0, "max_completion_length", self.max_completion_length, "use 1 or more")
+        require(self.temperature >= 0, "temperature", self.temperature, "use 0 or more")
+        require(0 <= self.seed < 2**31, "seed", self.seed, "use a number from 0 to below 2147483648")

@@ -1,0 +1,164 @@
+"""The settings of the objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from grpo.config.errors import require
+from grpo.config.fields import option
+
+
+@dataclass
+class LossSection:
+    """grpo/algorithm/loss.py has the formulas and their papers."""
+
+    _argument_group_name = "loss"
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = option(
+        "grpo",
+        "grpo is a mean over sequences of token means; bnpo and dapo one mean over all tokens; dr_grpo divides by "
+        "max_completion_length; cispo clips the weights; sapo has a soft gate for the clip; luspo is a mean over "
+        "sequences of token sums; vespo weighs a sequence by a soft function of its probability ratio",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = option(
+        "token", "the probability ratio of each token, or one of each sequence (GSPO)"
+    )
+    epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon")
+    epsilon_high: Optional[float] = option(
+        None, "... and above at 1 + epsilon_high; unset is epsilon. For cispo the ratio's bound itself; unset is 5.0"
+    )
+    delta: Optional[float] = option(
+        None, "two-sided (dual) clip: where the advantage is negative, the ratio is bounded by this; above 1 + epsilon"
+    )
+    sapo_temperature_pos: float = option(1.0, "sapo's gate where the advantage is positive")
+    sapo_temperature_neg: float = option(1.05, "... and where it is not")
+    vespo_k_pos: float = option(2.0, "vespo: power of the sequence's ratio where the advantage is not negative")
+    vespo_lambda_pos: float = option(3.0, "... and the rate at which a ratio above 1 loses weight")
+    vespo_k_neg: float = option(3.0, "vespo: the same power where the advantage is negative")
+    vespo_lambda_neg: float = option(2.0, "... and the same rate")
+    scale_rewards: Literal["group", "batch", "none"] = option(
+        "group", "advantages are divided by the std of their group, of the whole batch, or not"
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
+        "sum_then_normalize", "several rewards are added and then compared within the group, or the reverse (GDPO)"
+    )
+    reward_tolerance: float = option(
+        0.0, "a group whose rewards differ by no more than this is without signal: its advantages are exactly 0"
+    )
+    beta: float = option(0.04, "weight of the KL to the reference; 0 needs no reference server")
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
+        "k3", "of the KL from single tokens; k3+ has the value of k3 and the gradient of k2"
+    )
+    kl_in_reward: bool = option(
+        False, "take beta times a completion's summed KL off its reward, instead of adding a KL term to the loss"
+    )
+    kl_target: Optional[float] = option(
+        None, "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is"
+    )
+    kl_horizon: float = option(10_000.0, "completions over which an adaptive beta follows")
+    use_bias_correction_kl: bool = option(False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)")
+    entropy_coef: float = option(
+        0.0, "weight of a bonus for the mean entropy of the tokens; with use_adaptive_entropy the first one"
+    )
+    use_adaptive_entropy: bool = option(
+        False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
+    )
+    entropy_coef_min: float = option(0.0, "lower bound of an adaptive entropy_coef")
+    entropy_coef_max: float = option(1.0, "upper bound of it")
+    entropy_coef_delta: float = option(0.005, "what it grows by after a step with entropy_target or less, else shrinks")
+    entropy_target: float = option(0.2, "mean entropy, in nats, of the tokens that the bonus acts on")
+    router_aux_loss_coef: float = option(
+        0.0, "weight of the loss that balances the experts of a mixture (TRL's default is the model's own weight)"
+    )
+    top_entropy_quantile: float = option(
+        1.0, "only this share of the step's tokens, those of highest entropy, is in the policy term; 1 is all"
+    )
+    mask_truncated_completions: bool = option(
+        False, "leave completions cut at max_completion_length out of the loss, and out of what it is divided by"
+    )
+    importance_sampling_mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        option(
+            "none",
+            "weigh by policy / sampler, of tokens or sequences, truncated at the bounds or 0 beyond (TRL: vllm_...)",
+        )
+    )
+    importance_sampling_clip_max: Optional[float] = option(3.0, "upper bound of that weight")
+    importance_sampling_clip_min: Optional[float] = option(None, "lower bound of that weight")
+    off_policy_mask_threshold: Optional[float] = option(
+        None, "drop sequences of negative advantage from which the policy moved further than this (nats a token)"
+    )
+
+    @property
+    def upper_clip(self) -> float:
+        """What `epsilon_high` is where it was not given."""
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        return 5.0 if self.loss_type == "cispo" else self.epsilon
+
+    def _check_loss(self) -> None:
+        require(
+            self.delta is None or self.delta > 1 + self.upper_clip,
+            "delta",
+            self.delta,
+            f"it bounds what the clip lets through: use a number above {1 + self.upper_clip:g}, such as 4",
+        )
+        require(
+            self.delta is None or self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"),
+            "delta",
+            self.delta,
+            f"{self.loss_type} has no clip to bound: leave it out",
+        )
+        require(
+            self.top_entropy_quantile <= 1 and self.top_entropy_quantile > 0,
+            "top_entropy_quantile",
+            self.top_entropy_quantile,
+            "use a share above 0 and up to 1, such as 0.2",
+        )
+        require(
+            self.loss_type != "luspo" or self.importance_sampling_level == "sequence",
+            "importance_sampling_level",
+            self.importance_sampling_level,
+            "luspo is defined by sequences' ratios: use sequence",
+        )
+        require(
+            self.loss_type != "vespo" or self.importance_sampling_level == "token",
+            "importance_sampling_level",
+            self.importance_sampling_level,
+            "vespo has a sequence's ratio of its own: use token",
+        )
+        require(
+            self.loss_type != "vespo" or not self.importance_sampling_mode.startswith("sequence"),
+            "importance_sampling_mode",
+            self.importance_sampling_mode,
+            "vespo multiplies the weights of a sequence's tokens itself: use token_truncate or token_mask",
+        )
+        require(
+            self.entropy_coef_min <= self.entropy_coef_max,
+            "entropy_coef_min",
+            self.entropy_coef_min,
+            f"it is above entropy_coef_max={self.entropy_coef_max}: lower it",
+        )
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        require(
+            low is None or high is None or low <= high,
+            "importance_sampling_clip_min",
+            low,
+            f"it is above importance_sampling_clip_max={high}: lower it",
+        )
+        for name in ("kl_in_reward", "kl_target"):
+            require(
+                self.beta > 0 or not getattr(self, name), name, getattr(self, name), "beta is 0: set beta, such as 0.04"
+            )
+        require(
+            not (self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum"),
+            "kl_in_reward",
+            True,
+            "the KL is taken off the sum of the rewards: use multi_objective_aggregation sum_then_normalize",
+        )
+        require(
+            not (self.kl_in_reward and self.use_bias_correction_kl),
+            "use_bias_correction_kl",
+            True,
+            "it corrects the KL term of the loss, and with kl_in_reward there is none: use one of the two",
+        )

@@ -1,0 +1,50 @@
+"""Settings of the model and its adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from grpo.config.fields import option
+
+
+@dataclass
+class SharedConfig:
+    """Which model, for every program."""
+
+    _argument_group_name = "model"
+
+    model_name_or_path: str = option(
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        "hub id or local folder, of a model or a LoRA adapter: the trainer's first weights, the server's frozen ones, "
+        "those to evaluate or talk to",
+    )
+    trust_remote_code: bool = option(False, "run model code that comes with the weights")
+    dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "weights and forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
+    )
+    quantization: Literal["none", "8bit", "4bit"] = option(
+        "none",
+        "linear layers but the head in 8 or 4 bits, by bitsandbytes: less memory, a slightly different model; in the "
+        "trainer 4bit, under an adapter (QLoRA)",
+    )
+
+
+@dataclass
+class AdapterSection:
+    _argument_group_name = "LoRA (needs peft)"
+
+    use_peft: bool = option(
+        False, "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names"
+    )
+    lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings")
+    lora_alpha: int = option(32, "its product is scaled by lora_alpha / lora_r")
+    lora_dropout: float = option(
+        0.0, "only 0: with dropout, log-probs would be those of another distribution than was sampled from"
+    )
+    lora_target_modules: Optional[list[str]] = option(
+        None, "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model"
+    )
+    use_rslora: bool = option(False, "scale by lora_alpha / sqrt(lora_r) instead")
+    use_dora: bool = option(False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction")
+    merge_on_save: bool = option(False, "save whole models, the adapter merged into the base, instead of adapters")

@@ -1,0 +1,70 @@
+"""Are two models the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from grpo.model.load import NO_LIMIT, longest_sequence
+from grpo.model.lora import scalings
+from grpo.model.quantization import quantization_of, unpacked
+from grpo.model.weights_file import WeightsFile, sample
+from grpo.wire.health import ServerInfo, fingerprint
+
+
+def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ServerInfo:
+    """What identifies a model, on either side of the wire."""
+    said = describe_without_weights(model, tokenizer, name)
+    weights = (unpacked(parameter).flatten() for parameter in model.parameters())
+    samples = (values[sample(len(values))] for values in weights)
+    digest = getattr(model.config, "weights_sha256", "")
+    return replace(said, model_fingerprint=_fingerprint(model, said.tokenizer_fingerprint, samples, digest))
+
+
+def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ServerInfo:
+    """As `describe`, of a model that may be on device meta: all but `model_fingerprint`."""
+    placed = getattr(model, "hf_device_map", None)
+    return ServerInfo(
+        status="ready",
+        model=name,
+        tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
+        config_fingerprint=fingerprint(_settings(model)),
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        max_length=longest_sequence(model.config) or NO_LIMIT,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=", ".join(sorted({str(place) for place in placed.values()})) if placed else str(model.device),
+        quantization=quantization_of(model),
+    )
+
+
+def fingerprint_with(model: PreTrainedModel, tokens: str, weights: WeightsFile, digest: str) -> str:
+    """The fingerprint that `describe` would give `model` with these weights and `weights_sha256: digest` in its config.
+
+    `tokens` is its tokenizer's fingerprint. The digest tells weights apart that differ by less than the samples show.
+    """
+    samples = (weights.read(name, sample(values.numel())) for name, values in model.named_parameters())
+    return _fingerprint(model, tokens, samples, digest)
+
+
+def _fingerprint(model: PreTrainedModel, tokens: str, samples: Iterable[torch.Tensor], digest: str) -> str:
+    settings = _settings(model)
+    if of_adapter := scalings(model):
+        settings["adapter_scalings"] = of_adapter
+    # Rounded to bfloat16, so that the same weights loaded in another dtype agree.
+    rounded = [values.to(torch.bfloat16).float().cpu().numpy() for values in samples]
+    return fingerprint(settings, tokens, np.concatenate(rounded).tobytes(), *([digest] if digest else []))
+
+
+def _settings(model: PreTrainedModel) -> dict:
+    """The configuration, without what two models may differ in and be one."""
+    settings = model.config.to_dict()
+    volatile = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "weights_sha256"}
+    volatile |= {"quantization_config"}  # the samples are of what it leaves of the weights
+    return {name: value for name, value in settings.items() if name not in volatile}

@@ -1,0 +1,313 @@
+"""LoRA, rsLoRA and DoRA: peft's layers put into the model itself, so that everything else sees the model it knows.
+
+There is one adapter, named "default" as peft names it. Its layers are the model's own modules afterwards; `generate`,
+the head, attention and `save_pretrained` work on it as on any other model of transformers, which saves the adapter
+alone. It is never merged while it is used: in 16 bits a merged weight is another one.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.model.quantization import is_packed, is_quantized, unpacked
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+log = logging.getLogger(__name__)
+
+NAME = "default"
+QUANTIZERS = "accelerate", "bitsandbytes"
+# What LoRA, rsLoRA and DoRA need, and where they come from. Anything else in an adapter's configuration that is not as
+# peft has it by default makes another kind of adapter, or one that changes the base too.
+_KNOWN_FIELDS = {
+    "peft_type",
+    "task_type",
+    "peft_version",
+    "auto_mapping",
+    "revision",
+    "base_model_name_or_path",
+    "inference_mode",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+}
+# Ways to begin that leave the base as it is; what they gave is in the file.
+_KNOWN_STARTS = (True, False, "gaussian", "orthogonal")
+
+
+def need(field: str, value: object, *packages: str) -> None:
+    """Raises ConfigError where a package that a setting needs is not installed."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise ConfigError(f"{field}={value!r}: {missing[0]} is not installed: pip install {' '.join(missing)}")
+
+
+def base_of(name: str) -> str | None:
+    """The model that an adapter was trained on, from its folder or hub id; None where `name` is no adapter.
+
+    Raises OSError where the hub knows no such name, ConfigError where the adapter does not say.
+    """
+    path = find_adapter_config_file(name)
+    if path is None:
+        return None
+    base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(
+            f"model_name_or_path={name!r}: its adapter_config.json does not say which model it belongs to: write "
+            "base_model_name_or_path there"
+        )
+    return base
+
+
+def check_adapter(config: TrainerConfig) -> None:
+    """Refuse what can be known before a model is loaded. Raises ConfigError."""
+    if config.quantization != "none":
+        need("quantization", config.quantization, *QUANTIZERS)
+    if config.use_peft:
+        need("use_peft", True, "peft")
+    elif base_of(config.model_name_or_path) is not None:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: it is an adapter: add use_peft to go on training it, "
+            "or merge it into its base to train the whole model"
+        )
+
+
+def load_adapter(model: PreTrainedModel, name: str) -> None:
+    """Put the adapter from a folder or hub id into its base model. Raises ConfigError where the two do not fit."""
+    put_adapter(model, name)
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    weights = {key.removeprefix("base_model.model."): value for key, value in load_peft_weights(name, "cpu").items()}
+    try:
+        loaded = set_peft_model_state_dict(model, weights, NAME)
+    except RuntimeError as error:
+        raise _refused(name, f"its weights do not fit its base ({' '.join(str(error).split())[:300]})") from error
+    if wrong := loaded.unexpected_keys + [key for key in loaded.missing_keys if ".lora_" in key]:
+        raise _refused(name, f"its weights and its configuration name different layers ({wrong[0]})")
+
+
+def put_adapter(model: PreTrainedModel, name: str) -> None:
+    """As `load_adapter`, without the weights: the model may be on device meta."""
+    need("model_name_or_path", name, "peft")
+    from peft import LoraConfig, PeftConfig
+
+    config = PeftConfig.from_pretrained(name)
+    if not isinstance(config, LoraConfig):
+        raise _refused(name, f"its adapter is {config.peft_type}, not LoRA")
+    plain = LoraConfig()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        known = field.name in _KNOWN_FIELDS or value == getattr(plain, field.name)
+        if not known and not (field.name == "init_lora_weights" and value in _KNOWN_STARTS):
+            raise _refused(
+                name, f"its adapter_config.json has {field.name}={value!r}, which is more than LoRA, rsLoRA or DoRA"
+            )
+    config.lora_dropout, config.init_lora_weights, config.inference_mode = 0.0, True, False
+    _put_in(model, config, "model_name_or_path", name)
+
+
+def _refused(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"model_name_or_path={name!r}: {reason}: merge it into its base and start from that")
+
+
+def train_adapter(model: PreTrainedModel, config: TrainerConfig) -> bool:
+    """Give the model an adapter, drawn from the run's seed, or go on with the one that it came with; freeze the rest.
+
+    Returns whether it came with one. A new one changes nothing yet: its second matrix is 0. Raises ConfigError where
+    it fits no layer.
+    """
+    if hasattr(model, "peft_config"):
+        own = model.peft_config[NAME]
+        kind = "DoRA" if own.use_dora else "rsLoRA" if own.use_rslora else "LoRA"
+        log.info("going on with %s: %s, r %d, alpha %g", config.model_name_or_path, kind, own.r, own.lora_alpha)
+        return True
+    from peft import LoraConfig
+
+    targets = config.lora_target_modules
+    settings = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(config.seed)
+    _put_in(model, settings, "lora_target_modules", targets)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    kinds = sorted({name.rsplit(".", 1)[-1] for name in settings.target_modules})
+    log.info("a new adapter: %s parameters in %s", f"{trained:,}", " ".join(kinds))
+    return False
+
+
+def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: object) -> None:
+    """`field` and `value` are the setting to name where it does not fit."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    try:
+        model.add_adapter(config, NAME)
+    except ValueError as error:
+        raise ConfigError(f"{field}={value!r}: {' '.join(str(error).split())[:300]}") from error
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(layer, BaseTunerLayer):
+            raise ConfigError(
+                f"{field}={value!r}: puts an adapter on the embeddings or the head, whose weights the log-probs are "
+                "computed from directly: leave those layers out"
+            )
+    # peft gives new layers fp32 weights; the policy and its reference must compute in the same dtype.
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)
+    # Whoever loads the saved adapter may do so from another directory.
+    base = config.base_model_name_or_path
+    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+
+
+def scalings(model: PreTrainedModel) -> list[float]:
+    """What each layer's adapter is multiplied by, which no parameter tells; none where there is no adapter."""
+    if not hasattr(model, "peft_config"):
+        return []
+    from peft.tuners.lora import LoraLayer
+
+    return [float(layer.scaling[NAME]) for layer in model.modules() if isinstance(layer, LoraLayer)]
+
+
+@contextmanager
+def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
+    """While no weight changes: compute DoRA's norms once. peft does so in every call, for every sampled token."""
+    layers = []
+    if hasattr(model, "peft_config") and model.peft_config[NAME].use_dora:
+        from peft.tuners.lora import LoraLayer
+
+        layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    magnitudes = [layer.lora_magnitude_vector[NAME] for layer in layers]
+    with torch.no_grad():
+        for layer, magnitude in zip(layers, magnitudes, strict=True):
+            product = magnitude.get_lora_weight(layer.lora_A[NAME], layer.lora_B[NAME])
+            norm = magnitude.get_weight_norm(unpacked(layer.get_base_layer().weight), product, layer.scaling[NAME])
+            # The product is asked for its norm alone, so anything may stand for it.
+            magnitude.get_lora_weight = magnitude.get_weight_norm = lambda *_, norm=norm, **__: norm
+    try:
+        yield
+    finally:
+        for magnitude in magnitudes:
+            del magnitude.get_lora_weight, magnitude.get_weight_norm
+
+
+@contextmanager
+def trained_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model's state dict is what is trained.
+
+    DeepSpeed's `exclude_frozen_parameters` leaves a tied head in, and the constants of weights in 4 bits.
+    """
+
+    def leave_out(model: PreTrainedModel, weights: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for name in weights.keys() - trained:
+            del weights[name]
+
+    hook = model.register_state_dict_post_hook(leave_out)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class OwnReference:
+    """The reference without a server: the policy with its adapter off, or with the adapter that the run began with."""
+
+    def __init__(self, model: PreTrainedModel, began_with_adapter: bool):
+        """Before the first update: a copy of the adapter is kept where it is the reference."""
+        self._model = model
+        self._adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._start = [weight.detach().clone() for weight in self._adapter] if began_with_adapter else None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the policy's model is the reference."""
+        now = [parameter.data for parameter in self._adapter]
+        try:
+            if self._start is None:
+                self._model.disable_adapters()
+            else:
+                for parameter, start in zip(self._adapter, self._start, strict=True):
+                    parameter.data = start
+            yield
+        finally:
+            # The very tensors from before: the optimizer's are views of them.
+            for parameter, own in zip(self._adapter, now, strict=True):
+                parameter.data = own
+            if self._start is None:
+                self._model.enable_adapters()
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """A plain model to save, with the adapter merged into its weights; `model` stays as it is.
+
+    It cannot compute: buffers that are not saved are not there.
+    The merged weights are new, on the CPU: they take as much memory there as the layers with an adapter have. So are
+    those that were in 4 bits, unpacked into the model's dtype: the saved model is the base that was trained on. The
+    others are the model's own. On the model's device a single layer is merged at a time.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    weights = {
+        name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items() if ".lora_" not in name
+    }
+    settings = copy.deepcopy(model.config)
+    if is_quantized(model, "4bit"):
+        del settings.quantization_config
+        weights = {name: weight for name, weight in weights.items() if ".weight." not in name}  # blocks' constants
+        for name, weight in model.named_parameters():
+            if is_packed(weight) and ".base_layer." not in name:
+                weights[name] = unpacked(weight).cpu()
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            weights[f"{name}.weight"] = _merged_weight(layer).cpu()
+    with torch.device("meta"):
+        plain = type(model)(settings)
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def _merged_weight(layer: LoraLayer) -> torch.Tensor:
+    """What the layer's product with its adapter is one with; the layer stays as it is."""
+    base = layer.get_base_layer()
+    if is_packed(base.weight):  # peft would pack the sum into 4 bits again
+        plain, kind = unpacked(base.weight), layer.lora_variant.get(NAME)
+        return plain + layer.get_delta_weight(NAME) if kind is None else kind.merge_safe(layer, NAME, plain)
+    own = base.weight.data
+    try:
+        layer.merge(safe_merge=True, adapter_names=[NAME])  # into a copy, which takes the weight's place
+        return base.weight.data
+    finally:
+        # Unmerging would subtract what was added, and leave the rounding of both.
+        base.weight.data = own
+        layer.merged_adapters.clear()

@@ -1,0 +1,207 @@
+"""Attention over packed rows (grpo/model/packing.py), registered with transformers as an attention implementation.
+
+A prompt attends to itself; a completion attends to its prompt and to itself. That is done a segment at a time, so no
+score between two segments that do not see each other is ever computed, and no mask of the whole row exists.
+`switch_on` puts it under a model, whose other calls (generate, padded batches) go on through the implementation it had.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial
+from inspect import signature
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo.model.packing import Tree
+
+ROWS = 256  # queries of one call: few scores are computed in vain, and its mask is small
+_PREFIX = "grpo_packed_"
+
+
+def segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """A call a segment, a small group in one. [1, heads, N, d], [1, kv heads, N, d] twice -> [1, N, heads, d]."""
+    # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
+    sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
+    out: list[torch.Tensor] = []
+    for group, queries, keys, values in zip(
+        tree.groups, *(states.split(sizes, dim=2) for states in (query, key, value)), strict=True
+    ):
+        prompt, completions = group
+        if completions and queries.shape[2] <= ROWS:
+            mask = _group_mask(prompt, tuple(completions), query.dtype, query.device)
+            out.append(_attend(queries, keys, values, mask, scaling, softcap))
+            continue
+        lengths = [prompt, *completions]
+        own_queries, own_keys, own_values = (states.split(lengths, dim=2) for states in (queries, keys, values))
+        out += _causal(own_queries[0], own_keys[0], own_values[0], scaling, softcap)
+        for segment in range(1, len(lengths)):
+            seen_keys = torch.cat([own_keys[0], own_keys[segment]], dim=2)
+            seen_values = torch.cat([own_values[0], own_values[segment]], dim=2)
+            out += _causal(own_queries[segment], seen_keys, seen_values, scaling, softcap)
+    return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
+
+
+def varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """One call for the row, by flash attention over segments of any length. CUDA, 16 bit. Shapes as `segments`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if softcap is not None:
+        raise NotImplementedError("varlen_attn has no softcap")
+    options: dict[str, bool] = {}
+    if (repeat := query.shape[1] // key.shape[1]) > 1:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # torch 2.11 has it for as many key heads as query heads alone
+            key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
+
+    def laid_out(states: torch.Tensor) -> torch.Tensor:
+        parts = iter(states.split(tree.segments, dim=2))
+        ordered = []
+        for _, completions in tree.groups:
+            ordered.append(prompt := next(parts))
+            for _ in completions:
+                ordered += [prompt, next(parts)]
+        return torch.cat(ordered, dim=2)[0].transpose(0, 1)
+
+    # Flash attention's causal mask is aligned to the end of the keys, so a completion sees its whole prompt.
+    out = varlen_attn(
+        query[0].transpose(0, 1),
+        laid_out(key),
+        laid_out(value),
+        *tree.ends(query.device),
+        max(tree.segments),
+        max(tree.key_lengths),
+        scale=scaling,
+        window_size=(-1, 0),
+        **options,
+    )
+    return out.unsqueeze(0)
+
+
+VARIANTS: dict[str, Callable[..., torch.Tensor]] = {"varlen": varlen, "segments": segments}
+"""fastest first"""
+
+
+def variants_for(model: PreTrainedModel) -> list[str]:
+    """Those that may work on the model's device and in its dtype, fastest first."""
+    half_on_cuda = model.device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
+    return list(VARIANTS) if half_on_cuda else ["segments"]
+
+
+def switch_on(model: PreTrainedModel, variant: str) -> None:
+    """From now on a forward pass of the model's body with `tree=` attends by the tree."""
+    switch_off(model)
+    own = model.config._attn_implementation
+    name = f"{_PREFIX}{variant}_{own}"
+    AttentionInterface.register(name, partial(_dispatch, VARIANTS[variant], own))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
+    model.set_attn_implementation(name)
+
+
+def switch_off(model: PreTrainedModel) -> None:
+    """Back to the attention that the model was loaded with."""
+    name = model.config._attn_implementation
+    if name.startswith(_PREFIX):
+        model.set_attn_implementation(name.removeprefix(_PREFIX).split("_", 1)[1])
+
+
+def _dispatch(
+    packed: Callable[..., torch.Tensor],
+    own: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    tree: Tree | None = None,
+    **options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if tree is None:
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)(module, query, key, value, attention_mask, **options)
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    return packed(query, key, value, tree, scaling, options.get("softcap")), None
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, softcap: float | None
+) -> list[torch.Tensor]:
+    """Attention of the last tokens of a sequence, [1, heads, n, d], to all of it, some rows at a time."""
+    own, all_keys = query.shape[2], key.shape[2]
+    if own == all_keys and softcap is None:
+        return [_attend(query, key, value, None, scaling, softcap)]
+    out = []
+    for start, rows in zip(range(0, own, ROWS), query.split(ROWS, dim=2), strict=True):
+        seen = all_keys - own + start
+        end = seen + rows.shape[2]
+        mask = _mask(rows.shape[2], seen, query.dtype, query.device)
+        if query.is_cuda:
+            mask = _aligned(mask)
+        out.append(_attend(rows, key[:, :, :end], value[:, :, :end], mask, scaling, softcap))
+    return out
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One call, causal where there is no mask. [1, heads, n, d], as the query."""
+    repeat = query.shape[1] // key.shape[1]
+    # Grouped heads natively on a CPU; elsewhere they and a mask together fall back to a slow kernel.
+    grouped = repeat > 1 and query.device.type == "cpu" and softcap is None
+    if repeat > 1 and not grouped:
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap)) * softcap + mask
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+@lru_cache(maxsize=64)  # of 256 kB at most; each serves all layers
+@torch.inference_mode(False)  # a mask that was made in inference mode could not be used in a backward pass later
+def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[n, n] of a whole group: 0 for a token's own segment and the prompt, up to itself; -inf for the rest."""
+    lengths = torch.tensor([prompt, *completions]).to(device)
+    of_each = torch.arange(len(lengths), device=device)
+    segment = of_each.repeat_interleave(lengths, output_size=prompt + sum(completions))  # or it would wait for the sum
+    seen = (segment == 0) | (segment == segment.unsqueeze(1))
+    return _aligned(torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen.tril(), -torch.inf))
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Copy a mask so that each row begins at a multiple of 16 numbers.
+
+    A GPU's kernel refuses others ("attn_bias_ptr is not correctly aligned").
+    """
+    rows, columns = mask.shape
+    return mask.new_empty(rows, columns + -columns % 16)[:, :columns].copy_(mask)
+
+
+def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[rows, seen + rows]: 0 where a row may look, -inf where it may not. Of floats, as a bool mask is slower."""
+    width = 1 << (seen - 1).bit_length() if seen else 0  # powers of two, so that few are ever made
+    return _whole_mask(ROWS, width, dtype, device)[:rows, width - seen : width + rows]
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # as above
+def _whole_mask(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    above = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu(1)
+    return torch.cat([torch.zeros(rows, width, dtype=dtype, device=device), above], dim=1)

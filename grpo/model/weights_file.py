@@ -1,0 +1,110 @@
+"""A model's weights in one safetensors file, written and read a block at a time: memory never holds a second model.
+
+The format is https://github.com/huggingface/safetensors#format; the file is one that `from_pretrained` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from grpo.wire.tensor_header import HeaderError, data_begins, read_header
+
+_LONGEST_HEADER = 16 << 20
+_BLOCK = 4 << 20  # values that are in memory at a time
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_WIDTHS = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What makes up a saved model: parameters and saved buffers of floating point, tied ones once. Not copies."""
+    saved = model.state_dict().keys()
+    everything = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in everything if name in saved and tensor.is_floating_point()}
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """So many values, in parts of which a few fit the memory at a time."""
+    for start in range(0, count, _BLOCK):
+        yield slice(start, min(start + _BLOCK, count))
+
+
+def sample(count: int) -> slice:
+    """Which of so many values stand for all of them in a fingerprint: 64 at most."""
+    step = max(1, count // 64)
+    return slice(0, 64 * step, step)
+
+
+def write_weights(
+    path: Path,
+    weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+    change: Callable[[str, slice, torch.Tensor], torch.Tensor] | None = None,
+) -> str:
+    """Write tensors to a file, in `dtype` or each in its own. Returns the file's SHA-256 in hex.
+
+    `change(name, part, values)` may give other values for the flat part of a tensor.
+    """
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in weights.items():
+        kept = dtype or tensor.dtype
+        start, end = end, end + tensor.numel() * kept.itemsize
+        header[name] = {"dtype": _NAMES[kept], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+
+        def write(data: bytes | memoryview) -> None:
+            file.write(data)
+            digest.update(data)
+
+        write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in weights.items():
+            flat = tensor.flatten()
+            for part in blocks(len(flat)):
+                values = flat[part].to("cpu", dtype or tensor.dtype)
+                if change is not None:
+                    values = change(name, part, values)
+                write(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class WeightsFile:
+    """Reads parts of tensors from a safetensors file. Only its header need be there when it is made."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        """`size` is what the file has when it is whole. Raises HeaderError if its header does not fit that."""
+        self._file = file
+        text = self._pread(data_begins(self._pread(8, 0), size, _LONGEST_HEADER) - 8, 8)
+        self.entries, _ = read_header(text, size, _WIDTHS)
+
+    def read(self, name: str, part: slice) -> torch.Tensor:
+        """What `tensor.flatten()[part]` gives of a tensor, on the CPU."""
+        entry = self.entries[name]
+        dtype, places = _DTYPES[entry.dtype], range(entry.count)[part]
+        width = dtype.itemsize
+        if not places:
+            return torch.empty(0, dtype=dtype)
+        if places.step == 1:
+            data = self._pread(len(places) * width, entry.start + places.start * width)
+        else:
+            data = b"".join(self._pread(width, entry.start + place * width) for place in places)
+        return torch.frombuffer(bytearray(data), dtype=dtype)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        data = os.pread(self._file.fileno(), count, offset)
+        if len(data) < count:
+            raise HeaderError("the file is shorter than its header says")
+        return data

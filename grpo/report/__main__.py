@@ -1,0 +1,31 @@
+"""A page of curves and completions from what runs have written: one HTML file, and the curves as PNGs beside it.
+
+    python -m grpo.report runs/DATE-TIME
+    python -m grpo.report runs/ONE runs/OTHER --output comparison
+
+Several runs are shown over each other. A run may still be going, or have been killed: what is damaged is left out, and
+said. The page needs no network and no server: open report.html from the disk.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.report import ReportConfig
+from grpo.report.page import report
+from grpo.run.exit import exit_code
+
+
+def main() -> int:
+    config = parse_arguments(ReportConfig, __doc__)
+
+    def run() -> None:
+        for path in report(config):
+            print(path, flush=True)
+
+    return exit_code(run, (OSError,), "interrupted")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""A prompt, text or a chat -> the text and the token ids that the model continues."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError, require
+from grpo.wire.rewards import Message
+
+
+def chat_messages(prompt: str | list[Message], system_prompt: str) -> list[Message]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[Message],
+    system_prompt: str,
+    template_kwargs: dict[str, Any] | None = None,
+    place: str = "the conversation",
+) -> str:
+    """A prompt (text, or chat messages) -> the text the model continues. Without a chat template: plain text.
+
+    A last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
+    The template can read `template_kwargs`. `place` says in an error where the prompt is. Raises ConfigError where the
+    template does not take it.
+    """
+    messages = chat_messages(prompt, system_prompt)
+    continued = messages[-1]["role"] == "assistant"
+    if tokenizer.chat_template is None:
+        require(not template_kwargs, "chat_template_kwargs", template_kwargs, "the model has no template: leave it out")
+        return "\n\n".join(message["content"] for message in messages) + ("" if continued else "\n\n")
+
+    def render(messages: list[Message]) -> str:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            **(template_kwargs or {}),
+        )
+
+    model, left_out = f"model_name_or_path={tokenizer.name_or_path!r}", False
+    try:
+        rendered = render(messages)
+        # A template for content in parts goes through a text character by character, and writes nothing.
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if last is not None and messages[last]["content"].strip() not in rendered:
+            other = messages[last] | {"content": "?"}
+            left_out = render([*messages[:last], other, *messages[last + 1 :]]) == rendered
+    except Exception as error:  # a template is a program that comes with the model: it may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if system_prompt and messages[0]["content"] == system_prompt:
+            raise ConfigError(
+                f"system_prompt={system_prompt[:40]!r}: the model's chat template refuses {place} ({reason}): if it "
+                "knows no system message, set system_prompt to '' and put the instructions into the prompts"
+            ) from error
+        raise ConfigError(
+            f"{model}: its chat template refuses {place} ({reason}): change the messages, or use another model"
+        ) from error
+    if left_out:
+        raise ConfigError(
+            f"{model}: its chat template leaves out what the user says: use a model whose template takes a message's "
+            "content as text"
+        )
+    return rendered
+
+
+def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """The ids of what `render_prompt` returned."""
+    # A chat template has written every special token that belongs there.
+    return tokenizer(prompt, add_special_tokens=tokenizer.chat_template is None)["input_ids"]

@@ -1,0 +1,265 @@
+"""Datasets -> examples with tokenised prompts, and the order in which ranks train on them."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError, require
+from grpo.config.generation import AnsweringConfig
+from grpo.rollouts.chat_template import chat_messages, render_prompt, tokenize_prompt
+from grpo.rollouts.records import Example
+
+log = logging.getLogger(__name__)
+
+_FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
+# What a reward function is given beside the columns: here, or by TRL.
+_GIVEN_TO_REWARDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+
+def load_examples(
+    config: AnsweringConfig, split: str, tokenizer: PreTrainedTokenizerBase, limit: int = 0, progress: bool = True
+) -> list[Example]:
+    """The split's problems, the first `limit` of them unless 0.
+
+    Rows without a prompt, without a gold answer or with too long a prompt are dropped and counted. Raises ConfigError
+    where the dataset cannot be loaded, lacks a column, has a value of another type, or keeps no example.
+    """
+    rows = _load(config, split)
+    _check_columns(config, rows.column_names)
+    if limit:
+        rows = rows.select(range(min(limit, len(rows))))
+    prompt_column, answer_column = config.dataset_prompt_column, config.dataset_answer_column
+    no_prompt, no_gold = f"without a prompt in {prompt_column!r}", f"without a gold answer in {answer_column!r}"
+    too_long = f"longer than max_prompt_length={config.max_prompt_length} tokens"
+    examples, dropped, without_system = [], Counter(), 0
+    bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=not progress, leave=False)
+    for index, row in enumerate(_decoded(config, split, bar)):
+        if row[prompt_column] is None or row[prompt_column] == []:
+            dropped[no_prompt] += 1
+            continue
+        example = make_example(config, tokenizer, index, row)
+        if not example.columns["answer"]:
+            dropped[no_gold] += 1
+        elif len(example.prompt_ids) > config.max_prompt_length:
+            dropped[too_long] += 1
+        else:
+            examples.append(example)
+            first = example.messages[0]
+            without_system += first["role"] == "system" and first["content"].strip() not in example.prompt
+    for reason, count in dropped.items():
+        log.warning("%s: %d of %d rows dropped, %s", split, count, len(rows), reason)
+    if without_system:
+        log.warning(
+            "%s: the model's chat template leaves the system message out of %d of %d prompts: put the instructions "
+            "into the prompts",
+            split,
+            without_system,
+            len(examples),
+        )
+    if examples:
+        return examples
+    if dropped[too_long]:
+        raise ConfigError(
+            f"max_prompt_length={config.max_prompt_length}: none of the {dropped[too_long]} prompts of "
+            f"{config.dataset_name} ({split}) is that short: raise it"
+        )
+    raise ConfigError(
+        f"dataset_name={config.dataset_name!r}: none of its {len(rows)} rows ({split}) has both a prompt in "
+        f"{prompt_column!r} and a gold answer in {answer_column!r}: name the columns that hold them"
+    )
+
+
+def check_reward_columns(config: AnsweringConfig, examples: Sequence[Example]) -> None:
+    """Refuse a dataset whose columns a reward function cannot be given. Raises ConfigError."""
+    for name in examples[0].columns:
+        if name in _GIVEN_TO_REWARDS:
+            raise ConfigError(
+                f"dataset_name={config.dataset_name!r}: its column {name!r} has a name under which reward functions "
+                "are given something else: rename the column"
+            )
+
+
+def make_example(
+    config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, index: int, row: Mapping[str, Any]
+) -> Example:
+    """One dataset row -> Example; its `answer` column holds the gold answer whatever the dataset calls it.
+
+    Raises ConfigError, naming the row, where prompt or answer are of a type that they cannot be.
+    """
+    columns = {name: value for name, value in row.items() if name != config.dataset_prompt_column}
+    answer, prompt = columns.pop(config.dataset_answer_column), row[config.dataset_prompt_column]
+    if isinstance(answer, list | dict | bytes):
+        raise ConfigError(
+            f"dataset_answer_column={config.dataset_answer_column!r}: row {index} (from 0) has {str(answer)[:80]}: a "
+            "gold answer is text or a number: name a column of such"
+        )
+    if not _is_prompt(prompt):
+        raise ConfigError(
+            f"dataset_prompt_column={config.dataset_prompt_column!r}: row {index} (from 0) has {str(prompt)[:80]}: a "
+            "prompt is text, or a list of messages whose role and content are text: mend it, or name another column"
+        )
+    columns["answer"] = gold_answer(answer)
+    place = f"row {index} (from 0)"
+    rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place)
+    messages = chat_messages(prompt, config.system_prompt)
+    return Example(index, rendered, tokenize_prompt(tokenizer, rendered), columns, messages)
+
+
+def gold_answer(answer: Any) -> str:
+    """GSM8K writes the solution, '####', and the answer; elsewhere the column is the answer.
+
+    Empty where there is none: null, white space, or the NaN that pandas writes for null.
+    """
+    if answer is None or answer != answer:
+        return ""
+    return str(answer).rsplit("####", 1)[-1].strip()
+
+
+class PromptStream:
+    """Which examples a rank trains on at a step: a seeded shuffle of the data, epoch after epoch.
+
+    Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares,
+    so ranks never overlap. An epoch's last examples that do not fill a step wait for the next shuffle. The step number
+    is the whole state: resuming is starting at it.
+    """
+
+    def __init__(self, size: int, prompts_per_step: int, seed: int):
+        if size < prompts_per_step:
+            raise ConfigError(
+                f"prompts_per_step={prompts_per_step}: the dataset has only {size} usable prompts: use {size}"
+            )
+        self._size, self._per_step, self._seed = size, prompts_per_step, seed
+
+    def indices(self, step: int, rank: int = 0, world_size: int = 1) -> list[int]:
+        """Places in the list of examples, [prompts_per_step / world_size], for this rank at this step (from 0)."""
+        epoch, place = divmod(step, self._size // self._per_step)
+        order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
+        share = self._per_step // world_size
+        start = place * self._per_step + rank * share
+        return order[start : start + share].tolist()
+
+    def others(self, step: int, steps: int, attempt: int, places: Sequence[int]) -> list[int]:
+        """Other examples for these places (from 0 over all ranks) of the batch of `steps` steps that begins at `step`.
+
+        None of the batch's own, as far as the data has others. The same whatever the number of ranks.
+        """
+        own = [index for one in range(step, step + steps) for index in self.indices(one)]
+        order = np.random.default_rng((self._seed, step, attempt)).permutation(self._size)
+        order = order[~np.isin(order, own)] if len(own) < self._size else order
+        return [int(order[place % len(order)]) for place in places]
+
+
+def _check_columns(config: AnsweringConfig, names: list[str]) -> None:
+    for field in ("dataset_prompt_column", "dataset_answer_column"):
+        if getattr(config, field) not in names:
+            raise ConfigError(
+                f"{field}={getattr(config, field)!r}: {config.dataset_name} has the columns {', '.join(names)}: name "
+                "one of them"
+            )
+    require(
+        config.dataset_answer_column != config.dataset_prompt_column,
+        "dataset_answer_column",
+        config.dataset_answer_column,
+        "it is dataset_prompt_column too: name the column with the gold answers",
+    )
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Whether it is a text, or a list of at least one message."""
+    return isinstance(prompt, str) or (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(
+            isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+            for message in prompt
+        )
+    )
+
+
+def _load(config: AnsweringConfig, split: str):
+    import datasets
+
+    name, files = config.dataset_name, _files(config, split)
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error says what it would log
+    try:
+        if files:
+            return datasets.load_dataset(
+                _FILE_TYPES[files[0].suffix], data_files=[glob.escape(str(file)) for file in files], split="train"
+            )
+        return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise _cannot_load(config, split, error.__cause__ or error) from error
+    # StopIteration is what `datasets` makes of an empty file, RecursionError of JSON that is too deep.
+    except (OSError, ValueError, StopIteration, RecursionError, datasets.exceptions.DatasetsError) as error:
+        raise _cannot_load(config, split, error) from error
+
+
+def _decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The rows. That a text is not UTF-8 shows only when it is read."""
+    try:
+        yield from rows
+    except UnicodeDecodeError as error:
+        raise _cannot_load(config, split, error) from error
+
+
+def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> ConfigError:
+    reason = _broken_line(_files(config, split)) or " ".join(str(error).split())[:300] or "there is nothing in it"
+    return ConfigError(
+        f"dataset_name={config.dataset_name!r}: split {split!r} cannot be loaded ({reason}): give a local file or "
+        "folder, or a hub id that this machine can reach, and dataset_config if it has several configurations"
+    )
+
+
+def _broken_line(files: list[Path]) -> str:
+    """The first line of the JSON Lines files that is no JSON object, and why; empty where all are."""
+    for file in files:
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines if file.suffix == ".jsonl" else (), 1):
+                try:
+                    row = json.loads(line) if line.strip() else {}
+                    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+                    reason = "" if isinstance(row, dict) else "not a JSON object"
+                except (ValueError, RecursionError) as error:
+                    reason = getattr(error, "msg", str(error))
+                if reason:
+                    return f"{file.name}, line {number}: {reason}"
+    return ""
+
+
+def _files(config: AnsweringConfig, split: str) -> list[Path]:
+    """The files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type.
+
+    None where the dataset is no local path.
+
+    Not left to `datasets`, which takes every file for the test split if only the folder's path has "test" in it.
+    """
+    path = Path(config.dataset_name).expanduser()
+    if not path.exists():
+        return []
+    if path.is_file():
+        if split != config.dataset_train_split:
+            raise ConfigError(
+                f"dataset_test_split={split!r}: {path} is a single file: give a folder with {split}{path.suffix} "
+                f"beside {config.dataset_train_split}{path.suffix}, or set eval_steps to 0"
+            )
+        files = [path]
+    else:
+        files = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
+    if not files or len({file.suffix for file in files}) > 1 or files[0].suffix not in _FILE_TYPES:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ConfigError(
+            f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}; found {found}"
+        )
+    return files

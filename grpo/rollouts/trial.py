@@ -1,0 +1,56 @@
+"""The sampler's trial on a model: does it draw from what is scored?"""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from grpo.config.errors import ConfigError
+from grpo.model.load import eos_token_ids
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.trial import _apart, _refusal, _sequences
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.records import Example
+
+
+def check_sampling(model: PreTrainedModel, sampler: Sampler, pad_token_id: int) -> None:
+    """Try two completions of a prompt that is drawn for beside a longer one, so that it is padded on the left.
+
+    Raises ConfigError where the model cannot draw them, or the log-probs that they are drawn with are not those that
+    the loss gives them.
+    """
+    *_, (longer, rest), (prompt, _) = _sequences(model)
+    examples = [Example(0, "", [*ids], {}) for ids in (prompt, [*longer, *rest])]
+    try:
+        drawn, _ = sampler.sample(model, examples, 2, 1.0, seed=0)
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
+    # generate() runs the model's own code, which may fail in any way.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
+    batcher, (*_, (different, _)) = Batcher(pad_token_id, longest_packed=0), _sequences(model, prompts_at=5)
+    with torch.no_grad():
+        scored, moved = (
+            token_logprobs(
+                model, batcher.make([(ids, rollout.completion_ids) for rollout in drawn], model.device), 1.0
+            )[0].cpu()
+            for ids in (prompt, different)
+        )
+    difference = _apart(torch.tensor([value for rollout in drawn for value in rollout.sampling_logprobs]), scored)
+    if not difference <= _refusal(model, _apart(moved, scored)):
+        raise ConfigError(
+            f"{type(model).__name__} draws tokens with other log-probs (by {difference:.1e} on average) than it gives "
+            "them afterwards, in a batch with a longer prompt: use another model"
+        )
+
+
+def make_sampler(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int) -> Sampler:
+    """Raises ConfigError where the model draws from another distribution than the loss scores."""
+    never = model.get_input_embeddings().weight.shape[0]  # an id that is not in the vocabulary: no early end
+    check_sampling(model, Sampler(tokenizer, [never], 4), tokenizer.pad_token_id)
+    return Sampler(tokenizer, eos_token_ids(model, tokenizer), max_completion_length)

@@ -1,0 +1,59 @@
+"""How a program ends that may be one of several ranks: with one line that says why, and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from grpo.config.errors import ConfigError, first_here, program_name, say_once
+
+_GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
+
+
+class Stopped(Exception):
+    """A signal has ended the work, on all ranks at the same place. The message says what is left and how to go on."""
+
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.number = number
+
+
+def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
+    """Do a rank's work. 0, or where it failed, 2 for a bad setting, 1 for one of `failures`, 128 + a signal's number.
+
+    Whatever else goes wrong is a mistake of ours, and is raised with its traceback.
+    """
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    try:
+        work()
+    except ConfigError as error:
+        say_once(str(error))
+        return 2
+    except Stopped as error:
+        if first_here():
+            say_once(str(error))
+        return 128 + error.number
+    except failures as error:
+        say_once(str(error))
+        return 1
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in _GONE):
+            said = "another rank has ended; what it said stands by itself"
+        elif "Timed out waiting" in str(error):
+            said = "another rank has not come for too long; which one, and where it was, is said above"
+        else:
+            raise
+        print(f"\n{program_name()}: {said}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        say_once(interrupted)
+        return 130
+    except SystemExit as error:  # whatever its code: the work is not done
+        caller = traceback.extract_tb(error.__traceback__)[-1]
+        say_once(f"sys.exit was called at {caller.filename}:{caller.lineno} in {caller.name}, before the work was done")
+        return 1
+    return 0

@@ -1,0 +1,140 @@
+"""A run's folder, and what is saved in it: whole or not at all, whatever kills the process or the machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.config.command_line import write_config
+from grpo.config.errors import ConfigError
+from grpo.config.generation import EvaluateConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.model.lora import merged
+from grpo.run.checkpoint_files import find_checkpoints, write_progress
+from grpo.run.lock import lock_run
+
+
+class SaveError(RuntimeError):
+    """What a run leaves could not be written. The message says where and why. No half of a model is left."""
+
+
+def create_run(config: TrainerConfig) -> Path:
+    """Make the run's folder, if it is not there, and take it for this process alone.
+
+    Raises ConfigError as find_checkpoints, where it cannot be written, where another trainer writes there and, unless
+    the run may go on, where it has results.
+    """
+    checkpoint = next(iter(find_checkpoints(config)), None)  # a mistake is refused before anything is made
+    again = config.resume_from_checkpoint is not None
+    folder = checkpoint.parent if checkpoint else Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    if not again:
+        check_unused("output_dir", folder)
+    with writable("output_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_run(folder)
+    if not again:
+        check_unused("output_dir", folder)  # another trainer may have had it until now
+    return folder
+
+
+def new_folder(field: str, name: str, config: EvaluateConfig) -> Path:
+    """Make a folder for results and write the resolved config into it.
+
+    Raises ConfigError where it cannot be written or has results.
+    """
+    folder = Path(name)
+    check_unused(field, folder)
+    with writable(field, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(config, folder / "config.yaml")
+    return folder
+
+
+@contextmanager
+def writable(field: str, folder: Path) -> Iterator[None]:
+    """Raise ConfigError where what is done inside cannot write into the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{field}='{folder}': {error.strerror}: name a folder that can be written") from error
+
+
+def check_unused(field: str, folder: Path) -> None:
+    """Raises ConfigError where the folder has results."""
+    if any((folder / results).exists() for results in ("metrics.jsonl", "metrics.json")):
+        raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool = False, step: int = 0
+) -> None:
+    """Write model and tokenizer as `from_pretrained` reads them. Raises SaveError; `folder` is then not there.
+
+    Of a model with an adapter only the adapter is written, or with `merge_adapter` the whole, merged. Beside it stands
+    after which `step` of the run it is.
+    """
+    with whole_folder(folder, "model") as unfinished:
+        write_model(model, tokenizer, unfinished, merge_adapter)
+        write_progress(unfinished, {"step": step})
+
+
+def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool) -> None:
+    """As save_model, file by file, into a folder that may be left half written. Raises what the libraries raise."""
+    if merge_adapter:
+        model = merged(model)
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(folder)
+    else:
+        # ZeRO has all weights in one storage, and transformers would copy each that shares one with others. From DLPack
+        # comes the same memory as a storage of its own. Of weights on a GPU one shard is in the host's memory.
+        weights = {name: torch.from_dlpack(weight.detach()) for name, weight in model.state_dict().items()}
+        model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def whole_folder(folder: Path, what: str) -> Iterator[Path]:
+    """A folder to write `what` into, which takes its name when all is written.
+
+    Raises SaveError for whatever goes wrong inside; `folder` is then not there.
+    """
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        put_in_place(unfinished, folder)
+    # safetensors reports a full disk as an error of its own, and transformers as several: whatever it was, nothing half
+    # written may stay behind.
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise SaveError(f"the {what} could not be saved to {folder}: {error}: nothing was left there") from error
+
+
+def put_in_place(unfinished: Path, folder: Path) -> None:
+    """Give a written folder its name. One of that name is there until then."""
+    to_disk(unfinished)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.is_dir():
+        os.replace(folder, old)
+    os.replace(unfinished, folder)
+    to_disk(folder.parent, deep=False)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def to_disk(top: Path, deep: bool = True) -> None:
+    """Wait until a file, or a folder's names and with `deep` all that is in it, would outlive a power cut."""
+    for path in [*(top.rglob("*") if deep else ()), top]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,255 @@
+"""A connection of the web server: one request at a time, refused as soon as its headers say enough.
+
+What waitress lacks: deadlines for headers and body, a refusal before the body is read, no request whose end two
+programs could see in different places, errors in JSON, nothing large in memory once an answer is with the system.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import select
+import tempfile
+import time
+from http import HTTPStatus
+
+from waitress.adjustments import Adjustments
+from waitress.buffers import OverflowableBuffer
+from waitress.channel import HTTPChannel
+from waitress.parser import HTTPRequestParser, ParsingError
+from waitress.task import ErrorTask
+from waitress.utilities import Error
+
+from grpo.config.server import ServerConfig
+from grpo.wire.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 120  # after it a connection without a request, or whose client reads no answer, is closed
+
+
+class _Refused(Error):
+    def __init__(self, error: ProtocolError):
+        super().__init__(error.message)
+        self.code, self.reason, self.error = error.status, HTTPStatus(error.status).phrase, error
+
+
+_TRANSFER_ENCODING = re.compile(rb"^transfer-encoding\s*:", re.IGNORECASE | re.MULTILINE)
+
+
+class _Request(HTTPRequestParser):
+    """A request as it comes in, refused as soon as its headers say enough."""
+
+    command = path = "-"  # waitress sets them when it could read them
+    known = False
+    """whether the sender may ask everything"""
+
+    def __init__(self, adj: Adjustments, channel: Channel):
+        super().__init__(adj)
+        self.channel = channel
+        self.began = time.monotonic()
+        self.body_began: float | None = None
+
+    def received(self, data: bytes) -> int:
+        consumed = super().received(data)
+        if self.completed:
+            self.expect_continue = False  # waitress would say 100 Continue to what is refused, and read its body
+        return consumed
+
+    def parse_header(self, header_plus: bytes) -> None:
+        try:
+            super().parse_header(header_plus)
+            # As the router will see it: it takes all slashes at the start for one, and would skip what is not UTF-8.
+            self.path = "/" + self.path.lstrip("/")
+            self.path.encode("latin-1").decode()
+        except ValueError as error:  # waitress passes on what int() and urlsplit() raise, and says nothing
+            raise ParsingError("the request line or a header is malformed") from error
+        self.body_began = time.monotonic()
+        if self.version not in ("1.0", "1.1"):
+            raise ParsingError("this server speaks HTTP/1.1 and HTTP/1.0")
+        # A proxy before us may see the end of such a request elsewhere (RFC 9112, section 6.1), and waitress takes
+        # "chunked, chunked", an empty value and loose chunks. It has dropped the header by now.
+        if _TRANSFER_ENCODING.search(header_plus):
+            error = ProtocolError(411, "length_required", "send a Content-Length and no Transfer-Encoding")
+            self.error, self.completed = _Refused(error), True
+            return
+        server = self.channel.server
+        allowed, refusal = server.admit(self.path, self.headers)
+        self.known = allowed and refusal is None
+        if not self.known:
+            self.headers["CONNECTION"] = "close"  # or a few bytes of many requests would make it work for minutes
+        fits = self.content_length < self.adj.max_request_body_size  # waitress itself refuses what does not
+        if refusal is None and fits and not server.make_room_for_body(self.channel):
+            refusal = too_many_bodies()
+        if refusal is not None:
+            self.error, self.completed = _Refused(refusal), True
+
+
+class _ErrorTask(ErrorTask):
+    """What is refused before the app sees it is JSON like every other error; the connection ends with it."""
+
+    def execute(self) -> None:
+        error = self._as_protocol_error()
+        body = error.to_json()
+        self.status = f"{error.status} {self.request.error.reason}"
+        self.response_headers += [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
+        if error.retry_after is not None:
+            self.response_headers.append(("Retry-After", str(error.retry_after)))
+        self.set_close_on_finish()
+        self.content_length = len(body)
+        self.write(b"" if self.request.command == "HEAD" else body)
+        sender = self.channel.addr[0] if self.channel.addr else ""
+        self.channel.server.on_refused(self.request.command, self.request.path, sender, error)
+
+    def _as_protocol_error(self) -> ProtocolError:
+        refused, config = self.request.error, self.channel.server.config
+        if isinstance(refused, _Refused):
+            return refused.error
+        code = refused.reason.lower().replace(" ", "_")
+        sentence = {
+            413: f"the body is larger than {config.max_request_mb} MiB (--max_request_mb)",
+            431: f"the headers are larger than {config.max_header_kb} KiB (--max_header_kb)",
+        }.get(refused.code, " ".join(refused.body.split())[:300])
+        return ProtocolError(refused.code, code, sentence)
+
+
+class Channel(HTTPChannel):
+    """A connection: one request at a time, with a time by which headers and body must be there."""
+
+    error_task_class = _ErrorTask
+    asked_before = False
+    known = False
+    """whether a request over it came from someone who may ask everything"""
+    _behind = b""
+    """what came behind the request in work"""
+
+    def __init__(self, *arguments, **options):
+        self.opened = time.monotonic()
+        super().__init__(*arguments, **options)
+
+    def parser_class(self, adj: Adjustments) -> _Request:
+        """waitress calls it for the answer to a failure of its own."""
+        return _Request(adj, self)
+
+    @property
+    def last_activity(self) -> float:
+        """time.monotonic() of the last byte that came or went."""
+        return self._last_activity
+
+    @last_activity.setter
+    def last_activity(self, wall_time: float) -> None:
+        # waitress sets it to time.time(), which may be set back.
+        self._last_activity = time.monotonic()
+
+    @property
+    def body_bytes(self) -> int:
+        """Content-Length of the request that is on its way or in work."""
+        requests = [*self.requests, self.request]
+        return sum(request.content_length for request in requests if request is not None and request.error is None)
+
+    def readable(self) -> bool:
+        return not self._behind and super().readable()
+
+    def writable(self) -> bool:
+        return bool(super().writable() or (self._behind and not self.requests))
+
+    def handle_write(self) -> None:
+        super().handle_write()
+        if self._behind and self.connected and not (self.requests or self.total_outbufs_len):
+            self.received(b"")  # the answer before it is with the system
+
+    def received(self, data: bytes) -> bool:
+        """Read one request at most: waitress reads all that came, and keeps all their answers in memory."""
+        with self.requests_lock:
+            data, self._behind = self._behind + data, b""
+            while data and self.connected and not (self.requests or self.will_close or self.close_when_flushed):
+                if self.request is None:
+                    self.request = self.parser_class(self.adj)
+                try:
+                    data = data[self.request.received(data) :]
+                except OSError as error:  # waitress keeps a large body in a temporary file
+                    folder, why = tempfile.gettempdir(), error.strerror
+                    message = f"no room for the body in {folder} ({why}): the server's disk is full"
+                    log.error(message)
+                    self._refuse_partial(ProtocolError(503, "no_space", message, retry_after=5))
+                    return False
+                self.known |= self.request.known
+                if self.request.expect_continue and self.request.headers_finished and not self.sent_continue:
+                    self.send_continue()
+                if self.request.completed:
+                    self.sent_continue = False
+                    request, self.request = self.request, None
+                    if not request.empty:
+                        self._start(request)
+            self._behind = data
+        return True
+
+    def _start(self, request: _Request) -> None:
+        self.asked_before = True
+        self.requests.append(request)
+        self.server.add_task(self)
+
+    def check_client_disconnected(self) -> bool:
+        """Whether the client has closed its end: waitress does not see it, as it reads nothing beside a request.
+
+        Called by the thread that answers; the app has it as "waitress.client_disconnected".
+        """
+        poller = select.poll()
+        try:
+            poller.register(self.socket.fileno(), getattr(select, "POLLRDHUP", 0))  # without it resets alone are seen
+        except ValueError:  # closed on this side
+            return True
+        return bool(poller.poll(0))
+
+    def give_up_body(self) -> None:
+        """Refuse the request that is on its way in, for others to have room."""
+        with self.requests_lock:
+            if self.request is not None:  # its last bytes may have come just now
+                self._refuse_partial(too_many_bodies())
+
+    def _refuse_partial(self, error: ProtocolError) -> None:
+        """Answer the request that is on its way in; the caller holds the lock."""
+        partial, self.request = self.request, None
+        partial.error, partial.completed = _Refused(error), True
+        self._start(partial)
+
+    def _flush_some(self, do_close: bool = True) -> bool:
+        flushed = super()._flush_some(do_close)
+        if flushed and not self.total_outbufs_len:  # waitress keeps an answer until the next one
+            self.outbufs.pop().close()
+            self.outbufs.append(OverflowableBuffer(self.adj.outbuf_overflow))
+            self.current_outbuf_count = 0
+        return flushed
+
+    def handle_close(self) -> None:
+        super().handle_close()
+        if self.request is not None:
+            self.request.close()  # its body: an idle thread may hold the channel for long
+
+    def check_deadlines(self, config: ServerConfig) -> None:
+        """Called every second by the thread that reads."""
+        with self.requests_lock:
+            now, partial = time.monotonic(), self.request
+            if self.requests:
+                return
+            if partial is None or self.will_close or self.close_when_flushed:
+                since, limit = self.opened, config.header_timeout
+                if self.asked_before:
+                    since, limit = self.last_activity, _IDLE_SECONDS
+                if now - since > limit:
+                    self.handle_close()  # nothing to say: it has asked nothing, or does not read
+                return
+            if partial.body_began is None:
+                part, option = "headers", "header_timeout"
+                since = partial.began if self.asked_before else self.opened  # empty lines before them ask nothing
+            else:
+                part, option, since = "body", "body_timeout", partial.body_began
+            if now - since <= getattr(config, option):
+                return
+            message = f"the {part} did not come within {getattr(config, option):g} s (--{option})"
+            self._refuse_partial(ProtocolError(408, "request_timeout", message))
+
+
+def too_many_bodies() -> ProtocolError:
+    message = "the bodies of other requests take all the room that there is for them: come back in 5 s"
+    return ProtocolError(503, "too_many_bodies", message, retry_after=5)

@@ -1,0 +1,258 @@
+"""What the server does, for those who watch it: Prometheus metrics, the numbers of the live page, lines for the log."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import threading
+import time
+from collections import Counter as Tally
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+from grpo.wire.errors import ProtocolError
+from grpo.wire.paths import HEALTH_PATH, TASK_PATHS
+
+log = logging.getLogger("ref_server")
+
+SUMMARY_SECONDS = 60
+BUCKET_SECONDS = 5
+_BUCKETS = 120  # ten minutes
+_LATENCIES = 1000
+_CLIENTS = 50
+_ERRORS = 20
+_NAME_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of the worker."""
+
+    tokens: int
+    """of all its sequences, prompts counted each time"""
+    padded: int
+    """that a right-padded batch of the same sequences would have fed"""
+    fed: int
+    budget: int
+    began: float
+    """time.monotonic()"""
+    seconds: float
+
+    @property
+    def saved_by_sharing(self) -> int:
+        return max(0, self.tokens - self.fed)
+
+    @property
+    def saved_by_packing(self) -> int:
+        return max(0, self.padded - max(self.tokens, self.fed))
+
+
+@dataclass
+class _Client:
+    name: str
+    address: str
+    requests: int = 0
+    tokens: int = 0
+    last_seen: float = 0.0
+
+
+class Monitor:
+    """Told of every pass and every request by the threads where they happen; all methods may be called from any."""
+
+    CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+
+        def make(kind, name, text, **options):
+            return kind(f"grpo_ref_{name}", text, registry=self._registry, **options)
+
+        self._requests = make(Counter, "requests", "Requests answered", labelnames=["path", "status"])
+        self._seconds = make(
+            Histogram,
+            "request_seconds",
+            f"From the last byte of a {' or '.join(TASK_PATHS.values())} request to its answer, where that is a 200",
+            buckets=[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100],
+        )
+        self._tokens = make(Counter, "tokens", "Tokens of scored sequences, prompts counted each time")
+        self._saved = make(Counter, "tokens_saved", "Tokens that no forward pass saw", labelnames=["by"])
+        self._fill = make(
+            Histogram, "batch_fill", "Tokens fed over max_batch_tokens", buckets=[x / 10 for x in range(1, 11)]
+        )
+        self._forward_seconds = make(Counter, "forward_seconds", "Time in forward passes")
+        self._queue_tokens = make(Gauge, "queue_tokens", "Tokens waiting or being scored")
+        self._queue_requests = make(Gauge, "queue_requests", "Requests waiting or being scored")
+        self._clients_waiting = make(Gauge, "clients", "Clients with a request waiting or being scored")
+        self._device_memory = make(Gauge, "device_memory_bytes", "Memory that torch holds on the model's GPUs")
+        self._device_peak = make(
+            Gauge, "device_memory_peak_bytes", "Most memory that tensors took there since the model was loaded"
+        )
+
+        self.device_memory: Callable[[], tuple[int, int, int]] | None = None
+        """(held, in all, peak of tensors) bytes on the model's GPUs, once there is a model"""
+
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._curve: dict[int, float] = {}  # tokens by bucket of time
+        self._latencies: deque[float] = deque(maxlen=_LATENCIES)
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        self._errors: deque[tuple[float, dict]] = deque(maxlen=_ERRORS)
+        self._statuses: Tally[int] = Tally()
+        self._sums: Tally[str] = Tally()
+        self._reported = (time.monotonic(), Tally(), 0)
+
+    def scored(self, done: Pass) -> None:
+        self._tokens.inc(done.tokens)
+        self._saved.labels("sharing").inc(done.saved_by_sharing)
+        self._saved.labels("packing").inc(done.saved_by_packing)
+        self._fill.observe(done.fed / done.budget)
+        self._forward_seconds.inc(done.seconds)
+        with self._lock:
+            self._sums.update(
+                tokens=done.tokens,
+                padded=done.padded,
+                fed=done.fed,
+                budget=done.budget,
+                sharing=done.saved_by_sharing,
+                packing=done.saved_by_packing,
+            )
+            first, last = (int(at // BUCKET_SECONDS) for at in (done.began, done.began + done.seconds))
+            for bucket in range(first, last + 1):
+                self._curve[bucket] = self._curve.get(bucket, 0.0) + done.tokens / (last - first + 1)
+            for bucket in [old for old in self._curve if old < last - _BUCKETS - 1]:
+                del self._curve[bucket]
+
+    def answered(
+        self,
+        method: str,
+        path: str,
+        status: int,
+        seconds: float,
+        address: str,
+        client: str = "",
+        tokens: int = 0,
+        error: ProtocolError | None = None,
+    ) -> None:
+        """A request is over. `path` is one of the server's, or "other"."""
+        client = client[:_NAME_LENGTH]
+        self._requests.labels(path, status).inc()
+        asked = path in TASK_PATHS.values()
+        scored = asked and status == 200
+        if scored:
+            self._seconds.observe(seconds)
+        with self._lock:
+            if asked or (status >= 400 and path != HEALTH_PATH):
+                self._statuses[status] += 1
+            if scored:
+                self._latencies.append(seconds)
+                one = self._clients.setdefault(client or address, _Client(client, address))
+                one.requests, one.tokens = one.requests + 1, one.tokens + tokens
+                one.last_seen = time.monotonic()
+                self._clients.move_to_end(client or address)
+                while len(self._clients) > _CLIENTS:
+                    self._clients.popitem(last=False)
+            if error is not None:
+                said = {"status": status, "code": error.code, "message": error.message[:300]}
+                self._errors.append((time.monotonic(), {**said, "client": client or address}))
+        # %r: a client's name is whatever it says, line ends included.
+        log.debug("%s %s %d %d tokens %.1f ms %s %r", method, path, status, tokens, seconds * 1e3, address, client)
+
+    def to_prometheus(self, held: dict[str, tuple[int, int]]) -> bytes:
+        """Metrics in Prometheus' text format. `held`: (tokens, requests) in hand, by client."""
+        self._queue_tokens.set(sum(tokens for tokens, _ in held.values()))
+        self._queue_requests.set(sum(requests for _, requests in held.values()))
+        self._clients_waiting.set(len(held))
+        if self.device_memory:
+            held_on_device, _, peak = self.device_memory()
+            self._device_memory.set(held_on_device)
+            self._device_peak.set(peak)
+        return generate_latest(self._registry)
+
+    def status(self, held: dict[str, tuple[int, int]]) -> dict:
+        """The numbers of the live page: times in seconds, sizes in bytes, curves oldest first."""
+        now = time.monotonic()
+        newest = int(now // BUCKET_SECONDS) - 1  # the last one that is over
+        device, device_total, device_peak = self.device_memory() if self.device_memory else (None, None, None)
+        with self._lock:
+            sums, latencies = self._sums, sorted(self._latencies)
+            asked = sums["padded"] or 1
+            return {
+                "time": time.time(),
+                "uptime": now - self._began,
+                "bucket_seconds": BUCKET_SECONDS,
+                "tokens_per_second": [
+                    self._curve.get(bucket, 0.0) / BUCKET_SECONDS for bucket in range(newest - _BUCKETS + 1, newest + 1)
+                ],
+                "latency": {
+                    "p50": quantile(latencies, 0.5),
+                    "p99": quantile(latencies, 0.99),
+                    "requests": len(latencies),
+                },
+                "requests": {str(status): count for status, count in sorted(self._statuses.items())},
+                "tokens": sums["tokens"],
+                "saved_by_sharing": sums["sharing"] / asked,
+                "saved_by_packing": sums["packing"] / asked,
+                "batch_fill": sums["fed"] / (sums["budget"] or 1),
+                "memory": {
+                    "resident": _resident(),
+                    "device": device,
+                    "device_total": device_total,
+                    "device_peak": device_peak,
+                },
+                "clients": [
+                    {
+                        **asdict(client),
+                        "waiting": held.get(key, (0, 0))[0],
+                        "last_seen": now - client.last_seen,
+                    }
+                    for key, client in reversed(self._clients.items())
+                ],
+                "errors": [{"ago": now - at, **error} for at, error in reversed(self._errors)],
+            }
+
+    def summary(self, held: dict[str, tuple[int, int]]) -> str | None:
+        """One line on what happened since the last one, or None where nothing did."""
+        with self._lock:
+            then, statuses, tokens = self._reported
+            now = time.monotonic()
+            self._reported = now, self._statuses.copy(), self._sums["tokens"]
+            new, scored = self._statuses - statuses, self._sums["tokens"] - tokens
+            latencies = sorted(list(self._latencies)[-new[200] :]) if new[200] else []
+        if not new and not scored and not held:
+            return None
+        codes = ", ".join(f"{count} x {status}" for status, count in sorted(new.items())) or "none"
+        times = ""
+        if latencies:
+            times = f", p50 {quantile(latencies, 0.5) * 1e3:.0f} ms, p99 {quantile(latencies, 0.99) * 1e3:.0f} ms"
+        waiting, memory = sum(tokens for tokens, _ in held.values()), (_resident() or 0) >> 20
+        return (
+            f"last {now - then:.0f} s: answers {codes}{times}; {scored / (now - then):.0f} "
+            f"tokens/s; {waiting} tokens of {len(held)} clients wait; {memory} MiB"
+        )
+
+
+def quantile(ordered: list[float], share: float) -> float | None:
+    """The smallest value that at least this share of the values does not exceed."""
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+
+
+def _resident() -> int | None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None  # not Linux
+    return pages * resource.getpagesize()

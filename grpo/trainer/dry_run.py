@@ -1,0 +1,235 @@
+"""`grpo_ref_split.py --dry_run`: settle everything that a run settles before it loads a model, and print what it found.
+
+It makes no folder, starts no process, waits for nobody and loads no weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+
+from grpo.client.connection import Connection
+from grpo.client.errors import Failure, ServerError
+from grpo.client.reference import check_reference
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.model.estimate_report import has_experts, on_meta
+from grpo.model.fingerprint import describe_without_weights
+from grpo.model.load import check_lengths, checkpoint_activations, load_tokenizer, resolve_dtype
+from grpo.model.logprobs import check_router
+from grpo.model.lora import base_of, check_adapter, need, put_adapter, train_adapter
+from grpo.model.memory import Term
+from grpo.model.packing import Batcher
+from grpo.model.train_estimate import Load, Policy
+from grpo.model.train_report import breakdown, cards
+from grpo.rewards.compute import load_reward_funcs
+from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
+from grpo.rollouts.records import Example
+from grpo.run.checkpoint_files import find_checkpoints
+from grpo.run.collective import own_place
+from grpo.run.folder import check_unused
+from grpo.run.recorder import check_report_to
+from grpo.trainer.engine import engine_config
+from grpo.wire.health import ServerInfo
+
+
+def dry_run(config: TrainerConfig) -> None:
+    """Print it, on rank 0. Raises ConfigError as a run would."""
+    rank, ranks, device = own_place()
+    config.check_ranks(ranks)
+    if rank != 0:
+        return
+    logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # adapters that are only counted are no news
+    # In the order of `train`, so that of several mistakes nearly always the same is said.
+    check_report_to(config)
+    rewards = load_reward_funcs(config.reward_funcs)
+    ds_config = engine_config(config, ranks, device)
+    tokenizer = load_tokenizer(config)
+    check_adapter(config)
+    examples = load_examples(config, config.dataset_train_split, tokenizer)
+    check_reward_columns(config, examples)
+    PromptStream(len(examples), config.prompts_per_step, config.seed)
+    held_out = []
+    if config.eval_steps:
+        held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples)
+    checkpoint = next(iter(find_checkpoints(config)), None)
+    if config.output_dir and config.resume_from_checkpoint is None:
+        check_unused("output_dir", Path(config.output_dir))
+    model = policy_on_meta(config, resolve_dtype(config, device))
+    own = describe_without_weights(model, tokenizer, config.model_name_or_path)
+    check_lengths(config, model.config)
+    if config.router_aux_loss_coef > 0:
+        check_router(model, config.router_aux_loss_coef)
+
+    longest = max(len(one.prompt_ids) for one in examples)
+    loads = {
+        count: Load.of(config, ds_config, count, longest, len(held_out))
+        for count in range(1, config.prompts_per_step + 1)
+        if config.prompts_per_step % count == 0
+    }
+    parts = [
+        _found(config, rewards, examples, held_out, model, own)
+        + ([f"  goes on    from {checkpoint}"] if checkpoint else []),
+        _step(config, loads[ranks], examples),
+        _memory(config, loads, model, own, rewards, ranks, device),
+    ]
+    print("\n\n".join("\n".join(lines) for lines in parts))
+
+
+def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """What would be trained, without its weights. Raises ConfigError as a run would."""
+    model = on_meta(config, dtype)
+    if base_of(config.model_name_or_path) is not None:
+        put_adapter(model, config.model_name_or_path)
+    if config.use_peft:
+        train_adapter(model, config)
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def _found(
+    config: TrainerConfig,
+    rewards: dict,
+    examples: list[Example],
+    held_out: list[Example],
+    model: PreTrainedModel,
+    own: ServerInfo,
+) -> list[str]:
+    named = [f"{name} x {weight:g}" for name, weight in zip(rewards, config.reward_weights, strict=True)]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    lengths = [len(one.prompt_ids) for one in examples]
+    lines = [
+        "Dry run: no weights were loaded, nothing was started or written.",
+        f"  model      {own.model}: {count:,} parameters, {trained:,} of them trained",
+        f"  tokenizer  {own.vocab_size:,} tokens in the model's vocabulary, {own.max_length:,} in its longest sequence",
+        f"  dataset    {config.dataset_name}: {len(examples):,} prompts to train on, of {min(lengths)} to "
+        f"{max(lengths)} tokens (mean {sum(lengths) / len(lengths):.0f}), {len(held_out):,} held out",
+        f"  rewards    {', '.join(named)}",
+    ]
+    if config.beta == 0:
+        lines.append("  reference  none: beta is 0")
+    elif config.ref == "adapter_off":
+        lines.append("  reference  the trainer itself, its adapter off")
+    else:
+        wire = Connection(config, "logprobs")
+        lines += [f"  reference  {url} {_ask(wire, url, config, own)}" for url in config.ref_servers]
+    for reward in rewards.values():
+        if isinstance(reward, str) and reward.startswith(("http://", "https://")):
+            lines.append(f"  rewards    {reward} {_ask(Connection(config, 'reward'), reward)}")
+    return lines
+
+
+def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, own: ServerInfo | None = None) -> str:
+    """Once, what a server says of itself, as the rest of a sentence. That it does not fit ends a run, not this one."""
+    try:
+        said = wire.health(url)
+        if config is not None and own is not None:
+            check_reference(config, replace(own, model_fingerprint=said.model_fingerprint), said)
+    except Failure as failure:
+        return f"{failure}: a run would wait for it"
+    except ServerError as error:
+        return f"cannot serve this run: {str(error).removeprefix(f'{url} ')}"
+    return f"is ready: {said.model}, {said.dtype} on {said.device}"
+
+
+def _step(config: TrainerConfig, load: Load, examples: list[Example]) -> list[str]:
+    mean = sum(len(one.prompt_ids) for one in examples) / len(examples)
+    full = [([row], range(load.completion)) for row in range(load.share) for _ in range(load.generations)]
+    full = [([*prompt, *range(load.prompt - 1)], completion) for prompt, completion in full]
+    cut = Batcher(0, 2**31).cut(full, config.micro_batch_tokens)
+    at_once = min(max(1, config.sequences_per_generate // load.generations), load.groups)
+    calls = -(-load.groups // at_once)
+    return [
+        f"A step: {config.prompts_per_step} prompts x {load.generations} completions over {load.ranks} "
+        f"rank{'s' if load.ranks > 1 else ''}; on each",
+        f"  groups         {load.share} of {load.generations} completions",
+        f"  sampling       {calls} call{'s' if calls > 1 else ''} of generate a round, {at_once} groups in "
+        f"each; a round feeds {config.steps_per_generation * config.num_iterations} updates",
+        f"  tokens         {load.share * load.group:,} at most, a shared prompt once",
+        f"                 {load.share * (mean + load.generations * load.completion):,.0f} with prompts of mean length "
+        "and all completions at full length",
+        f"  micro-batches  {len(cut)} at most, of {load.tokens:,} tokens at most",
+    ]
+
+
+def _memory(
+    config: TrainerConfig,
+    loads: dict[int, Load],
+    model: PreTrainedModel,
+    own: ServerInfo,
+    rewards: dict,
+    ranks: int,
+    device: torch.device,
+) -> list[str]:
+    cuda, load = torch.device("cuda"), loads[ranks]
+    try:
+        here = Policy.of(model, config.longest_sequence, config.quantization, config.optim)
+        on_cuda = policy_on_meta(config, resolve_dtype(config, cuda))
+        there = Policy.of(on_cuda, config.longest_sequence, config.quantization, config.optim)
+        instead: dict[str, tuple[Policy, Load]] = {}
+        if not config.gradient_checkpointing:
+            recomputing = replace(config, gradient_checkpointing=True)
+            with suppress(ConfigError):  # for a model that does not know how it is no choice
+                with_checkpoints = policy_on_meta(recomputing, there.dtype)
+                instead["gradient_checkpointing"] = (
+                    Policy.of(with_checkpoints, config.longest_sequence, config.quantization, config.optim),
+                    replace(load, checkpointing=True),
+                )
+        if not load.offloaded:
+            instead["offload_optimizer"] = there, replace(load, offloaded=True)
+        if config.dtype == "float32":
+            half = policy_on_meta(config, torch.bfloat16)
+            instead["dtype bfloat16"] = (
+                Policy.of(half, config.longest_sequence, config.quantization, config.optim),
+                load,
+            )
+        if not config.use_peft and config.optim == "adamw_torch" and not load.offloaded:
+            with suppress(ConfigError):
+                need("optim", "adamw_8bit", "bitsandbytes")
+                instead["optim adamw_8bit"] = Policy.of(on_cuda, config.longest_sequence, optim="adamw_8bit"), load
+        if not config.use_peft:
+            adapted = replace(config, use_peft=True)
+            # Without peft, or for a kind of model of which peft knows no layers, it is no choice.
+            with suppress(ConfigError):
+                check_adapter(adapted)
+                with_adapter = policy_on_meta(adapted, there.dtype)
+                instead["use_peft"] = Policy.of(with_adapter, config.longest_sequence), load
+        elif config.quantization == "none":
+            with suppress(ConfigError):
+                check_adapter(replace(config, quantization="4bit"))
+                instead["quantization 4bit"] = Policy.of(on_cuda, config.longest_sequence, "4bit"), load
+    except NotImplementedError as error:
+        return [f"Memory: no estimate ({' '.join(str(error).split())[:300]})"]
+    lines = [
+        *breakdown(here, load, _reward_models(config, rewards, device), device),
+        "",
+        *cards(there, load, _reward_models(config, rewards, cuda), own.max_length, [*loads.values()], instead),
+    ]
+    if has_experts(model):
+        lines += ["", "This model has experts, which the formula does not know: it may need more."]
+    return lines
+
+
+def _reward_models(config: TrainerConfig, rewards: dict, device: torch.device) -> list[Term]:
+    """The weights of reward models that every rank loads. Raises ConfigError where there is no such model."""
+    terms = []
+    for name in rewards.values():
+        if not isinstance(name, str) or name.startswith(("http://", "https://")):
+            continue
+        try:
+            settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            with torch.device("meta"):
+                model = AutoModelForSequenceClassification.from_config(settings)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"reward_funcs={name!r}: cannot be loaded as a reward model ({reason})") from error
+        count = sum(parameter.numel() for parameter in model.parameters())
+        terms.append(Term("reward model", count * resolve_dtype(config, device).itemsize, name))
+    return terms

@@ -1,0 +1,118 @@
+"""ds_config.json holds DeepSpeed's engine knobs; sizes and rates come from Config and must not be said twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo.config.errors import ConfigError
+from grpo.config.fields import REPOSITORY
+from grpo.config.trainer import TrainerConfig
+from grpo.model.load import resolve_dtype
+from grpo.model.lora import need
+
+log = logging.getLogger(__name__)
+
+
+def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
+    """The file's settings with every "auto" filled. Raises ConfigError where file and Config contradict each other."""
+    path = Path(config.deepspeed)
+    if not path.is_absolute() and not path.exists():
+        path = REPOSITORY / path
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"deepspeed='{config.deepspeed}': {error.strerror}: give the path of a JSON file") from error
+    except ValueError as error:
+        raise ConfigError(f"deepspeed='{config.deepspeed}': not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"deepspeed='{config.deepspeed}': write a JSON object")
+
+    def fill(section: dict[str, Any], key: str, value: Any, source: str, prefix: str = "") -> None:
+        if section.get(key, "auto") not in ("auto", value):
+            raise ConfigError(
+                f"deepspeed='{path}': {prefix}{key} is {section[key]!r} but {source} makes it {value!r}: "
+                'write "auto" there'
+            )
+        section[key] = value
+
+    for key, instead in (("optimizer", "learning_rate, adam_* and weight_decay"), ("scheduler", "lr_scheduler_type")):
+        if key in settings:
+            raise ConfigError(f"deepspeed='{path}': {key} is set there, but {instead} decide it: take it out")
+    if settings.get("fp16", {}).get("enabled", False):
+        raise ConfigError(f"deepspeed='{path}': fp16.enabled is true: the dtypes are bfloat16 and float32: take it out")
+    timers = {
+        "wall_clock_breakdown": settings.get("wall_clock_breakdown", False),
+        "flops_profiler.enabled": settings.get("flops_profiler", {}).get("enabled", False),
+    }
+    for key, enabled in timers.items():
+        if enabled:
+            raise ConfigError(
+                f"deepspeed='{path}': {key} is true, but DeepSpeed can time only forward passes through its engine, "
+                "and the trainer's go past it: take it out, metrics.jsonl has the time of each phase"
+            )
+    zero = settings.setdefault("zero_optimization", {"stage": 2})
+    if zero.get("stage") != 2:
+        raise ConfigError(
+            f"deepspeed='{path}': zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the "
+            "whole weights that generation needs"
+        )
+    if config.optim == "adamw_8bit":
+        need("optim", config.optim, "bitsandbytes")
+        if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+            raise ConfigError(
+                f"optim={config.optim!r}: '{path}' has zero_optimization.offload_optimizer, which wants AdamW on the "
+                "CPU, in 32 bits: take one of them out"
+            )
+        fill(settings, "zero_allow_untested_optimizer", True, "optim")
+    sequences = config.prompts_per_step * config.num_generations
+    source = "prompts_per_step x num_generations"
+    fill(settings, "train_batch_size", sequences, source)
+    fill(settings, "train_micro_batch_size_per_gpu", sequences // world_size, f"{source} / {world_size} ranks")
+    fill(settings, "gradient_accumulation_steps", 1, "the token-budget cutting into micro-batches")
+    fill(settings, "managed_gradient_accumulation", False, "the token-budget cutting into micro-batches")
+    fill(settings, "gradient_clipping", config.max_grad_norm, "max_grad_norm")
+    fill(settings, "zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,")
+    bf16, dtype = settings.setdefault("bf16", {}), resolve_dtype(config, device)
+    fill(bf16, "enabled", dtype == torch.bfloat16, "dtype", "bf16.")
+    # A step whose gradient is not finite is left out.
+    fill(bf16, "check_grad_overflow", True, "max_bad_steps", "bf16.")
+    fill(zero, "compute_grad_norm", True, "max_bad_steps", "zero_optimization.")
+    if zero.get("overlap_comm") == "auto":
+        zero["overlap_comm"] = world_size > 1  # one rank has nobody to talk with, and would hold a second bucket
+    place = (zero.get("offload_optimizer") or {}).get("device", "none")
+    if place not in ("cpu", "none"):
+        raise ConfigError(f"deepspeed='{path}': zero_optimization.offload_optimizer.device is {place!r}: use 'cpu'")
+    data_types, known = settings.setdefault("data_types", {}), ("bf16", "fp32") if bf16["enabled"] else ("fp32",)
+    if data_types.setdefault("grad_accum_dtype", "auto") == "auto":
+        # ZeRO-2 takes the memory for fp32 sums of gradients anyway, for AdamW's step, unless the step is on the CPU:
+        # then bf16 sums are kept there too, and fp32 ones would stay on the GPU.
+        data_types["grad_accum_dtype"] = known[0] if place == "cpu" else "fp32"
+    if data_types["grad_accum_dtype"] not in known:
+        raise ConfigError(
+            f"deepspeed='{path}': data_types.grad_accum_dtype is {data_types['grad_accum_dtype']!r}: with dtype "
+            f"{str(dtype).removeprefix('torch.')} use {' or '.join(known)}"
+        )
+    return settings
+
+
+def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:
+    """Switch `overlap_comm` off for a head that is larger than a bucket, unless it is the embeddings too.
+
+    While one stream sums such a gradient DeepSpeed 0.19 frees it, on ranks that own no part of it, and the backward
+    pass goes on in its memory. After the gradient of the embeddings nothing goes on.
+    """
+    head, bucket = model.get_output_embeddings().weight, int(zero.get("reduce_bucket_size", 500_000_000))
+    tied = head is model.get_input_embeddings().weight
+    if zero.get("overlap_comm") and head.requires_grad and not tied and head.numel() > bucket:
+        zero["overlap_comm"] = False
+        log.info(
+            "overlap_comm is off: the head has %d numbers, and beside the backward pass DeepSpeed sums "
+            "reduce_bucket_size=%d at most",
+            *(head.numel(), bucket),
+        )

@@ -1,0 +1,67 @@
+"""What a rank says whose memory was too small: in which phase, what it asked for, and which setting to lower."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import torch
+
+from grpo.config.trainer import TrainerConfig
+from grpo.model.devices import is_out_of_memory
+
+START, EVALUATION = "the start", "evaluation"
+"""where memory may be too small outside of a step's phases"""
+
+_GIB = 2**30
+_ASKED = re.compile(r"ried to allocate ([\d.]+ \w+)")
+
+
+class OutOfMemory(Exception):
+    """The memory of a rank was too small. The message says where, and which setting to lower."""
+
+
+def raise_if_short(error: BaseException, where: str, phase: str, config: TrainerConfig, way_on: str) -> None:
+    """Raises OutOfMemory if that is what the error means; else returns. `where`, such as "update of step 7", is of the
+    kind `phase`; `way_on` says how to go on."""
+    if is_out_of_memory(error):
+        raise OutOfMemory(
+            f"out of memory in {where}{_sizes(error)}: {_remedy(error, phase, config)}; {way_on}"
+        ) from None
+
+
+def _sizes(error: BaseException) -> str:
+    asked = _ASKED.search(str(error))
+    parts = [f"{asked[1]} more were asked for"] if asked else []
+    if torch.cuda.is_available():
+        tensors, torchs = torch.cuda.memory_allocated() / _GIB, torch.cuda.memory_reserved() / _GIB
+        whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / _GIB
+        parts.append(f"of {whole:.1f} GiB torch has {torchs:.1f}, tensors {tensors:.1f}")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
+    if phase in ("generate", EVALUATION):
+        if config.sequences_per_generate > config.num_generations or phase == EVALUATION:
+            return f"lower sequences_per_generate={config.sequences_per_generate}"
+        return f"lower max_completion_length={config.max_completion_length} in a new run"
+    if phase == "update" and _of_gradients(error):
+        return "lower reduce_bucket_size in the DeepSpeed file, use more ranks, or use_peft"
+    if phase in ("update", "routers", "old_logprobs", "ref_logprobs"):
+        if config.micro_batch_tokens > config.longest_sequence:
+            return f"lower micro_batch_tokens={config.micro_batch_tokens}"
+        if not config.gradient_checkpointing:
+            return "set gradient_checkpointing"
+        return f"lower max_completion_length={config.max_completion_length} in a new run, or use more ranks"
+    if phase == "reward":
+        return "serve reward models from another card (--task reward)"
+    return "use more ranks, offload_optimizer in the DeepSpeed file, or use_peft"
+
+
+def _of_gradients(error: BaseException) -> bool:
+    """Tell whether it was in one of ZeRO's hooks, which autograd calls where a gradient is there."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for place in ("deepspeed/runtime/zero", "torch/autograd"):
+            if place in frame.filename:
+                return place.startswith("deepspeed")
+    return False

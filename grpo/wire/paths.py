@@ -1,0 +1,17 @@
+"""The protocol's version, and the paths and content types of its requests."""
+
+from __future__ import annotations
+
+VERSION = 1
+LOGPROBS_PATH = "/v1/logprobs"
+REWARDS_PATH = "/v1/rewards"
+TASK_PATHS = {"logprobs": LOGPROBS_PATH, "reward": REWARDS_PATH}
+"""where a server of each task is asked for it"""
+WEIGHTS_PATH = "/v1/weights"
+COMMIT_PATH = "/v1/weights/commit"
+HEALTH_PATH = "/health"
+METRICS_PATH = "/metrics"
+STATUS_PATH = "/status"
+PAGE_PATH = "/"
+CONTENT_TYPE = "application/octet-stream"
+CONTENT_TYPES = {"logprobs": CONTENT_TYPE, "reward": "application/json"}

@@ -1,0 +1,230 @@
+"""The loss against TRL's own: `GRPOTrainer._compute_loss` on the same numbers, padded as TRL has them.
+
+One micro-batch is the whole step there: TRL's divisors are those of a micro-batch for some losses.
+"""
+
+import math
+import sys
+import warnings
+from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
+
+import oracle
+import pytest
+import torch
+from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
+
+from grpo.algorithm.advantages import soft_overlong_punishment
+from grpo.algorithm.loss import adapt_entropy_coef, applied_entropy_coef, grpo_loss
+from grpo.config.loss import LossSection
+from grpo.run.metrics import Stats, step_metrics
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")
+
+LONGEST = 12
+# What is set, beta, and what the sequences are like.
+MODES = {
+    "as drawn": ({}, 0.0, {"off_policy": False}),
+    "off-policy": ({"epsilon_high": 0.28}, 0.0, {}),
+    "delta": ({"delta": 1.3}, 0.0, {}),
+    "powers": ({"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.0, "vespo_lambda_neg": 4.0}, 0.0, {}),
+    "KL": ({}, 0.3, {}),
+    "KL as drawn": ({}, 0.3, {"off_policy": False}),
+    "KL, bias corrected": ({"use_bias_correction_kl": True}, 0.3, {}),
+    "temperatures": ({"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5}, 0.0, {}),
+    "entropy bonus": ({"entropy_coef": 0.02}, 0.0, {}),
+    "top entropies": ({"top_entropy_quantile": 0.3}, 0.3, {}),
+    "top entropies, bonus": ({"top_entropy_quantile": 0.3, "entropy_coef": 0.02}, 0.0, {}),
+    "off-policy mask": ({"off_policy_mask_threshold": 0.05}, 0.3, {}),
+    "off-policy mask, sampler": ({"off_policy_mask_threshold": 0.05}, 0.3, {"sampled": True}),
+    "token_truncate": ({"importance_sampling_mode": "token_truncate", **BOUNDS}, 0.3, {"sampled": True}),
+    "token_mask": ({"importance_sampling_mode": "token_mask", **BOUNDS}, 0.3, {"sampled": True}),
+    "sequence_truncate": ({"importance_sampling_mode": "sequence_truncate", **BOUNDS}, 0.3, {"sampled": True}),
+    "sequence_mask": ({"importance_sampling_mode": "sequence_mask", **BOUNDS}, 0.3, {"sampled": True}),
+    "everything": (EVERYTHING, 0.3, {"sampled": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def trl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's imports, not ours
+        from accelerate import Accelerator
+        from trl.rewards import get_soft_overlong_punishment
+        from trl.trainer.grpo_trainer import GRPOTrainer
+        from trl.trainer.utils import nanstd
+
+        return SimpleNamespace(
+            trainer=GRPOTrainer,
+            accelerator=Accelerator(cpu=True),
+            soft_overlong_punishment=get_soft_overlong_punishment,
+            nanstd=nanstd,
+        )
+
+
+def padded(rows: list[list[float]], filling: float = -0.5) -> torch.Tensor:
+    """Wider than the longest; what stands in the padding must not matter."""
+    return torch.tensor([[*row, *[filling] * (LONGEST + 2 - len(row))] for row in rows], dtype=torch.float64)
+
+
+def trls_trainer(trl, settings: LossSection, beta: float) -> SimpleNamespace:
+    """What `_compute_loss` asks of its trainer."""
+    corrected = settings.importance_sampling_mode != "none"
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(**vars(settings), steps_per_generation=1),
+        loss_type=settings.loss_type,
+        importance_sampling_level=settings.importance_sampling_level,
+        epsilon_low=settings.epsilon,
+        epsilon_high=oracle.upper(settings),
+        beta=beta,
+        off_policy_mask_threshold=settings.off_policy_mask_threshold,
+        top_entropy_quantile=settings.top_entropy_quantile,
+        entropy_coef=settings.entropy_coef,
+        use_adaptive_entropy=settings.use_adaptive_entropy,
+        _entropy_bonus_enabled=settings.entropy_coef != 0.0 or settings.use_adaptive_entropy,
+        _last_world_entropy=float("inf"),
+        _entropy_window_stats=None,
+        use_vllm=corrected,
+        vllm_importance_sampling_correction=corrected,
+        max_completion_length=LONGEST,
+        current_gradient_accumulation_steps=1,
+        aux_loss_enabled=False,
+        accelerator=trl.accelerator,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        get_off_policy_mask=trl.trainer.get_off_policy_mask,
+        get_gamma_weights=trl.trainer.get_gamma_weights,
+    )
+    trainer.get_high_entropy_mask = partial(trl.trainer.get_high_entropy_mask, trainer)
+    return trainer
+
+
+def theirs(trl, some: list[oracle.Completion], settings: LossSection, beta: float, trainer=None):
+    """TRL's loss, its gradients by log-probs and entropies (flat, as ours), the metrics it logs."""
+    logp = padded([one.logp for one in some]).requires_grad_()
+    entropy = padded([one.entropy for one in some]).requires_grad_()
+    mask = torch.tensor([[place < len(one.logp) for place in range(LONGEST + 2)] for one in some]).long()
+    prompts = torch.zeros(len(some), 1, dtype=torch.long)
+    corrected = settings.importance_sampling_mode != "none"
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": prompts + 1,
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": torch.tensor([one.advantage for one in some], dtype=torch.float64),
+        "num_items_in_batch": mask.sum(),
+    }
+    if some[0].old is not None:
+        inputs["old_per_token_logps"] = padded([one.old for one in some])
+    if some[0].sampling is not None:
+        inputs["sampling_per_token_logps"] = padded([one.sampling for one in some])
+    if beta:
+        inputs["ref_per_token_logps"] = padded([one.ref for one in some])
+    if corrected:
+        # Computed in another method of TRL's, which also generates; the same formula is the oracle's.
+        inputs["importance_sampling_ratio"] = padded([oracle.importance(one, one, settings) for one in some], 1.0)
+    trainer = trainer or trls_trainer(trl, settings, beta)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, entropy, None)
+    value = trl.trainer._compute_loss(trainer, trainer.model, inputs)
+    slopes = torch.autograd.grad(value, (logp, entropy), materialize_grads=True)
+    return value.item(), [slope[mask.bool()] for slope in slopes], trainer._metrics["train"]
+
+
+def constants(settings: LossSection) -> dict:
+    return {"entropy_coef": settings.entropy_coef, "max_completion_length": LONGEST}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_value_and_gradient_are_trls(trl, loss_type, level, mode):
+    options, beta, kind = MODES[mode]
+    if loss_type == "cispo" and "epsilon_high" in options:
+        options = options | {"epsilon_high": 1 + options["epsilon_high"]}  # there it bounds the ratio itself
+    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
+    for seed in range(3):
+        some = completions(seed, **kind)
+        value, slopes, metrics = theirs(trl, some, settings, beta)
+        if not beta:
+            some = [oracle.replace(one, ref=None) for one in some]
+        if settings.top_entropy_quantile < 1:
+            some = oracle.mark_high_entropy(some, settings.top_entropy_quantile)
+        tokens = tokens_of(some)
+        own, own_metrics = grpo_loss(tokens, step_of(some), settings, beta=beta, **constants(settings))
+        assert own.item() == pytest.approx(value, rel=1e-6)
+        for own_slope, slope in zip(gradients(own, tokens), slopes, strict=True):
+            torch.testing.assert_close(own_slope, slope, rtol=1e-5, atol=1e-9)
+        for name in own_metrics.keys() & metrics.keys():
+            # TRL's mean over sequences has the empty ones in it.
+            every = len(some) if level == "sequence" and "clip" in name else len(own_metrics[name])
+            assert own_metrics[name].double().nansum().item() / every == pytest.approx(metrics[name][0], rel=1e-5), name
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.4])
+def test_the_adaptive_entropy_bonus_is_trls(trl, quantile):
+    """Step after step with one trainer: when it acts, with what coefficient, and what it is afterwards."""
+    settings = LossSection(
+        use_adaptive_entropy=True,
+        entropy_coef=0.02,
+        entropy_coef_min=0.01,
+        entropy_coef_max=0.03,
+        entropy_coef_delta=0.006,
+        entropy_target=1.0 if quantile == 1 else 1.7,
+        top_entropy_quantile=quantile,
+    )
+    trainer, coefficient, last, seen = trls_trainer(trl, settings, 0.0), settings.entropy_coef, None, []
+    for seed, scale in enumerate([0.2, 0.3, 1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 1.0]):
+        some = [
+            oracle.replace(one, ref=None, entropy=[scale * value for value in one.entropy]) for one in completions(seed)
+        ]
+        value, slopes, metrics = theirs(trl, some, settings, 0.0, trainer)
+        marked = oracle.mark_high_entropy(some, quantile) if quantile < 1 else some
+        tokens, applied = tokens_of(marked), applied_entropy_coef(coefficient, last, settings)
+        own, own_metrics = grpo_loss(
+            tokens, step_of(marked), settings, beta=0.0, entropy_coef=applied, max_completion_length=LONGEST
+        )
+        last = own_metrics["entropy_acted_on"].double().nanmean().item()
+        coefficient = adapt_entropy_coef(coefficient, last, settings)
+        assert own.item() == pytest.approx(value, rel=1e-6)
+        for own_slope, slope in zip(gradients(own, tokens), slopes, strict=True):
+            torch.testing.assert_close(own_slope, slope, rtol=1e-5, atol=1e-9)
+        assert coefficient == metrics["entropy_coef"][-1]
+        seen.append(applied)
+    assert 0.0 in seen[1:] and len({*seen}) > 2  # it rests, and it moves
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_both_report_the_same_metrics(trl, loss_type):
+    settings = LossSection(loss_type=loss_type)
+    some = completions(seed=1)
+    _, _, metrics = theirs(trl, some, settings, beta=0.3)
+    _, own = grpo_loss(tokens_of(some), step_of(some), settings, beta=0.3, **constants(settings))
+    assert metrics.keys() - {"entropy", "clip_ratio/low_min", "clip_ratio/high_max"} <= own.keys()
+
+
+def test_the_oracles_top_entropies_are_trls(trl):
+    for seed, quantile in enumerate((0.1, 0.2, 0.5, 0.9)):
+        some = completions(seed)
+        mask = torch.tensor([[place < len(one.logp) for place in range(LONGEST + 2)] for one in some])
+        entropies = padded([one.entropy for one in some])
+        trainer = SimpleNamespace(accelerator=trl.accelerator)
+        marks = trl.trainer.get_high_entropy_mask(trainer, entropies, mask.long(), 1 - quantile)
+        expected = [mark for one in oracle.mark_high_entropy(some, quantile) for mark in one.high_entropy]
+        assert marks[mask].tolist() == expected and not marks[~mask].any()
+
+
+def test_the_rewards_deviation_is_trls(trl):
+    """Of all rewards of a step, gathered from ranks with unequally many, without those that no function gave."""
+    ranks = [[0.5, 2.0, math.nan, 2.0], [math.nan, math.nan], [0.1, 0.1, -3.0]]
+    stats = sum((Stats.of(rewards) for rewards in ranks), Stats())
+    expected = trl.nanstd(torch.tensor([reward for rewards in ranks for reward in rewards]))
+    length = {name: Stats() for name in ("length", "terminated_length", "clipped_ratio")}
+    metrics = step_metrics({"reward": stats, **length}, [])
+    assert metrics["reward_std"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_overlong_punishment_is_trls(trl):
+    lengths = range(0, 30)
+    expected = trl.soft_overlong_punishment(20, 5)([[0] * length for length in lengths])
+    assert soft_overlong_punishment(torch.tensor(lengths), 20, 5).tolist() == pytest.approx(expected, rel=1e-6)

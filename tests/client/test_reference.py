@@ -1,0 +1,558 @@
+"""The client against real servers that are late, killed, restarted, wrong, or something else altogether."""
+
+import itertools
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import trustme
+from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
+from proxy import Plan, proxy
+
+from grpo.client.reference import ReferenceClient, ServerError, ServersUnavailable, check_reference
+from grpo.config.command_line import parse_arguments
+from grpo.config.trainer import TrainerConfig
+from grpo.wire.health import ServerInfo
+from grpo.wire.logprobs import LogprobsAnswer, encode_answer
+
+PROMPT, COMPLETIONS = [5, 6], [[7, 8, 9], [], [10]]
+
+
+@contextmanager
+def client(*urls, **options):
+    settings = {"ref_startup_timeout": 1, "ref_deadline": 2, "ref_request_timeout": 1} | options
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    one = ReferenceClient(parse_arguments(TrainerConfig, "", ["--ref_servers", *urls, *words]))
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_it_gets_each_completions_logprobs(server):
+    with client(server.url) as one:
+        assert one.wait_ready().status == "ready"
+        rows = one.submit(PROMPT, COMPLETIONS, "g").result()
+        assert [(len(row), row.dtype) for row in rows] == [(3, np.float32), (0, np.float32), (1, np.float32)]
+
+
+def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
+    url = f"http://127.0.0.1:{free_port()}"
+    with client(url) as one:
+        with pytest.raises(ServersUnavailable) as gone:
+            one.wait_ready()
+        for part in (url, "after 1 s", "Connection refused", "python ref_server.py", "beta to 0"):
+            assert part in str(gone.value)
+        started = time.monotonic()
+        with pytest.raises(
+            ServersUnavailable, match=rf"no log-probs for group 7 after 2 s .*{url} \(it cannot be reached"
+        ):
+            one.submit(PROMPT, COMPLETIONS, "group 7").result()
+        assert time.monotonic() - started < 10
+
+
+def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypatch):
+    began, body = time.monotonic(), ServerInfo("loading", "org/large").to_json()
+
+    def health():
+        loading = time.monotonic() - began < 2.5
+        return (503, {"Retry-After": "2"}, body) if loading else (200, {}, HEALTH.to_json())
+
+    with fake(health=health) as server, client(server.url, ref_startup_timeout=1) as one:
+        assert one.wait_ready().status == "ready"
+    assert time.monotonic() - began >= 2.5
+    with fake(health=lambda: (503, {}, body)) as server, client(server.url, ref_startup_timeout=1) as one:
+        threading.Timer(2.0, lambda: (server.listener.shutdown(), server.listener.server_close())).start()
+        with pytest.raises(
+            ServersUnavailable, match=rf"no reference server at {server.url} \(it cannot be .* after 1 s"
+        ):
+            one.wait_ready()
+    monkeypatch.setattr("grpo.client.reference.LONGEST_LOADING", 1.5)
+    with (
+        fake(health=lambda: (503, {}, body)) as server,
+        client(server.url, ref_startup_timeout=1) as one,
+        pytest.raises(ServersUnavailable, match=f"{server.url} has been loading its model for [0-9]+ s: see its log"),
+    ):
+        one.wait_ready()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, tmp_path):
+    with running_server(model_folder, tmp_path) as first:
+        first.wait_ready()
+        with client(first.url, ref_deadline=120) as one:
+            one.wait_ready()
+            expected = one.submit(PROMPT, COMPLETIONS, "before").result()
+            first.end(signal.SIGKILL)
+            waiting = [one.submit(PROMPT, COMPLETIONS, f"during {number}") for number in range(12)]
+            with running_server(model_folder, tmp_path, port=first.port):
+                for future in waiting:
+                    for row, same in zip(future.result(timeout=100), expected, strict=True):
+                        np.testing.assert_allclose(row, same, atol=1e-6)
+
+
+def test_with_two_servers_one_may_be_dead(server):
+    with client(server.url, f"http://127.0.0.1:{free_port()}") as one:
+        for number in range(4):
+            assert len(one.submit(PROMPT, COMPLETIONS, f"g{number}").result()) == 3
+
+
+@pytest.mark.slow
+def test_servers_of_different_models_are_refused(server, tmp_path):
+    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
+        other.wait_ready()
+        with (
+            client(server.url, other.url) as one,
+            pytest.raises(ServerError, match="start every server with the same model"),
+        ):
+            one.wait_ready()
+        with proxy(server.port) as address, client(address.url, ref_deadline=60) as one:
+            one.wait_ready()
+            address.port = other.port  # as if it had been restarted with another model
+            with pytest.raises(ServerError, match="now serves another model"):
+                one.submit(PROMPT, COMPLETIONS, "g").result(timeout=10)
+
+
+def test_what_the_server_refuses_is_not_sent_again(server):
+    with client(server.url, ref_deadline=60) as one:
+        started = time.monotonic()
+        with pytest.raises(ServerError, match="422: sequence 0 has 601 tokens"):
+            one.submit([5], [[6] * 600], "g").result()
+        assert time.monotonic() - started < 10
+
+
+@pytest.mark.slow
+def test_tokens_must_be_the_same(model_folder, tmp_path):
+    with running_server(model_folder, tmp_path, environment={"GRPO_REF_TOKEN": "right"}) as server:
+        server.wait_ready()
+        with client(server.url, token="right") as one:
+            one.wait_ready()
+            assert len(one.submit(PROMPT, COMPLETIONS, "g").result()) == 3
+        with client(server.url, token="wrong") as one:
+            with pytest.raises(ServerError, match="wants another token"):
+                one.wait_ready()
+            with pytest.raises(ServerError, match="401"):
+                one.submit(PROMPT, COMPLETIONS, "g").result()
+
+
+HEALTH = ServerInfo("ready", "m", "f", "tokens", 100, 1024)
+
+
+def answer(fingerprint="f") -> tuple[int, dict, bytes]:
+    return 200, {}, encode_answer(LogprobsAnswer(np.array([-1, -2, -3, -4], np.float32), fingerprint))
+
+
+GOOD = answer()[2]
+
+
+class Fake:
+    """An HTTP server that answers requests with what `post(count)` returns, and /health with what `health()` does.
+
+    Both give (status, headers, body).
+    """
+
+    def __init__(self, post, health, port):
+        fake = self
+        self.asked = self.knocked = 0
+        lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.rfile.read(int(self.headers["Content-Length"]))
+                with lock:
+                    fake.asked += 1
+                    count = fake.asked - 1
+                self.answer(*post(count))
+
+            def do_GET(self):
+                with lock:
+                    fake.knocked += 1
+                self.answer(*health())
+
+            def answer(self, status, headers, body):
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *arguments):
+                pass
+
+        class Listener(ThreadingHTTPServer):
+            request_queue_size = 100  # a connection that finds no place in it is a second late
+
+            def handle_error(self, request, address):
+                pass  # a client that has gone
+
+        self.listener = Listener(("127.0.0.1", port), Handler)
+        self.port = self.listener.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def fake(post=lambda count: answer(), health=lambda: (200, {}, HEALTH.to_json()), port=0):
+    one = Fake(post, health, port)
+    with one.listener:
+        threading.Thread(target=one.listener.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield one
+        finally:
+            one.listener.shutdown()
+
+
+def ask(one, count) -> None:
+    """So many requests at once, each answered, and rightly."""
+    for future in [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(count)]:
+        assert [row.tolist() for row in future.result(timeout=60)] == [[-1, -2, -3], [], [-4]]
+
+
+def eventually(what, seconds=20) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [(503, {"Retry-After": "1"}, b"{}"), (502, {}, b"<html>"), (408, {}, b""), (200, {}, GOOD[:-1]), (200, {}, b"")],
+)
+def test_busy_servers_and_damaged_answers_are_asked_again(bad):
+    with fake(lambda count: bad if count < 2 else answer()) as server, client(server.url, ref_deadline=30) as one:
+        started = time.monotonic()
+        ask(one, 1)
+        assert server.asked == 3
+        named_a_time = bad[0] == 503
+        assert (server.knocked == 0) == named_a_time == (time.monotonic() - started >= 2)
+
+
+def working(seconds, may=None):
+    """Answers that take so long, one after the other; none while the event `may` is not set."""
+    turn = threading.Lock()
+
+    def post(count):
+        if may is not None:
+            may.wait(10)
+        with turn:
+            time.sleep(seconds)
+        return answer()
+
+    return post
+
+
+def test_work_goes_by_speed():
+    with fake(working(0.01)) as fast, fake(working(0.05)) as slow, client(slow.url, fast.url, ref_deadline=60) as one:
+        one.wait_ready()
+        ask(one, 180)
+        assert fast.asked + slow.asked == 180
+        assert 12 <= slow.asked <= 60  # 30 if it were exact, 90 if turns were taken
+        before = slow.asked
+        for _ in range(30):
+            ask(one, 1)
+        assert slow.asked - before <= 3  # alone, a request is soonest answered by the fast one
+
+
+def test_a_slower_server_takes_over_from_a_silent_one_before_its_timeout():
+    may = threading.Event()
+    may.set()
+    with (
+        fake(working(0.001, may)) as stalls,
+        fake(working(0.05)) as slow,
+        client(stalls.url, slow.url, ref_deadline=60, ref_request_timeout=20) as one,
+    ):
+        one.wait_ready()
+        ask(one, 60)
+        may.clear()
+        futures = [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(20)]
+        eventually(lambda: sum(future.done() for future in futures) >= 12, 6)
+        may.set()
+        assert all(len(future.result(timeout=20)) == 3 for future in futures)
+
+
+def test_a_busy_servers_work_goes_to_the_other_at_once():
+    busy = 503, {"Retry-After": "30"}, b"{}"
+    with fake(lambda count: busy) as full, fake() as free, client(full.url, free.url, ref_deadline=20) as one:
+        one.wait_ready()
+        ask(one, 40)
+        assert 1 <= full.asked <= 8 and free.asked == 40 and full.knocked == 1
+
+
+def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
+    caplog.set_level("INFO")
+    with fake() as stays, client(stays.url, f"http://127.0.0.1:{free_port()}", ref_deadline=20) as one:
+        comes = one._servers.all[1].url
+        ask(one, 20)
+        eventually(lambda: f"{comes} cannot be reached" in caplog.text)
+        with fake(port=int(comes.rsplit(":")[-1])) as back:
+            eventually(lambda: ask(one, 4) or back.asked >= 10)
+        ask(one, 20)
+        eventually(lambda: caplog.text.count("is set aside") == 2)
+    said = [record.levelname for record in caplog.records if comes in record.getMessage()]
+    assert said == ["WARNING", "INFO", "WARNING"]
+
+
+@pytest.mark.slow
+def test_a_stopped_server_costs_one_timeout_and_is_knocked_at_by_one_thread():
+    """It accepts and never answers, like a stopped process; then it goes on."""
+    stopped, knocking, crowd = threading.Event(), threading.Semaphore(1), []
+
+    def post(count):
+        if stopped.is_set():
+            time.sleep(3)
+        return answer()
+
+    def health():
+        if not knocking.acquire(blocking=False):
+            crowd.append("two at once")
+        time.sleep(0.1)
+        knocking.release()
+        return (503, {}, b"{}") if stopped.is_set() else (200, {}, HEALTH.to_json())
+
+    settings = {"ref_deadline": 30, "ref_request_timeout": 1}
+    with fake(post, health) as stops, fake() as works, client(stops.url, works.url, **settings) as one:
+        one.wait_ready()
+        ask(one, 16)
+        stopped.set()
+        before, started = stops.asked, time.monotonic()
+        for _ in range(4):
+            ask(one, 20)
+        assert 1 <= stops.asked - before <= 8
+        assert time.monotonic() - started < 2
+        eventually(lambda: stops.knocked >= 4)
+        assert stops.asked - before <= 8
+        stopped.clear()
+        before = stops.asked
+        eventually(lambda: ask(one, 4) or stops.asked > before)
+        assert not crowd
+
+
+@pytest.mark.slow
+def test_a_server_that_only_seems_well_gets_one_request_at_a_time():
+    """Its /health answers, its worker hangs: each round costs one request's timeout, not eight."""
+    hanging = threading.Event()
+
+    def post(count):
+        if hanging.is_set():
+            time.sleep(1.5)
+        return answer()
+
+    with fake(post) as hangs, client(hangs.url, ref_deadline=30, ref_request_timeout=0.5) as one:
+        one.wait_ready()
+        hanging.set()
+        futures = [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
+        eventually(lambda: hangs.asked >= 11)
+        assert hangs.knocked - 1 >= hangs.asked - 8
+        hanging.clear()
+        assert all(len(future.result(timeout=20)) == 3 for future in futures)
+
+
+def test_a_server_that_changes_its_model_is_set_aside_and_when_all_do_the_run_ends(caplog):
+    models = ["f", "f"]
+
+    def serving(place):
+        def health():
+            return 200, {}, ServerInfo(**(vars(HEALTH) | {"model_fingerprint": models[place]})).to_json()
+
+        def post(count):
+            right = models[place] == "f"
+            return answer() if right else (200, {}, encode_answer(LogprobsAnswer(np.zeros(4, np.float32), "other")))
+
+        return fake(post, health)
+
+    with serving(0) as first, serving(1) as second, client(first.url, second.url, ref_deadline=60) as one:
+        one.wait_ready()
+        ask(one, 10)
+        models[0] = "other"
+        for _ in range(5):
+            ask(one, 10)
+        eventually(lambda: first.knocked >= 2)
+        errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert len(errors) == 1 and f"{first.url} now serves another model (other, and this run's is f)" in errors[0]
+
+        models[0], before = "f", first.asked
+        eventually(lambda: ask(one, 4) or first.asked > before + 1)
+
+        models[:] = ["other", "other"]
+        started = time.monotonic()
+        with pytest.raises(ServerError, match="every reference server has changed") as changed:
+            ask(one, 10)
+        assert first.url in str(changed.value) and second.url in str(changed.value)
+        assert time.monotonic() - started < 10
+
+
+@pytest.mark.slow
+def test_the_deadlines_sentence_names_each_server_and_what_it_last_said():
+    dead, late = f"http://127.0.0.1:{free_port()}", (503, {"Retry-After": "9"}, b'{"error": {"message": "full up"}}')
+    settings = {"ref_deadline": 3, "ref_request_timeout": 1}
+    with (
+        fake(lambda count: late) as full,
+        proxy(1, lambda: Plan(black_hole=True)) as hole,
+        client(dead, full.url, hole.url, **settings) as one,
+    ):
+        futures = [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(10)]
+        with pytest.raises(ServersUnavailable) as gone:
+            futures[0].result(timeout=10)
+    for part in (
+        "no log-probs for g0 after 3 s",
+        f"{dead} (it cannot be reached (Connection refused))",
+        f"{full.url} (it said 503: full up)",
+        f"{hole.url} (it did not answer in time)",
+        "ref_deadline",
+    ):
+        assert part in str(gone.value)
+
+
+def test_the_start_waits_for_all_together_and_names_those_that_are_missing():
+    missing = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]  # nobody listens there, and no two are the same
+    with fake() as there, client(missing[0], there.url, *missing[1:]) as one:
+        with pytest.raises(ServersUnavailable, match="after 1 s") as gone:
+            one.wait_ready()
+        assert all(url in str(gone.value) for url in missing) and there.url not in str(gone.value)
+
+
+def test_what_still_waits_when_the_client_closes_is_given_up_and_its_threads_end():
+    with client(f"http://127.0.0.1:{free_port()}", ref_deadline=600) as one:
+        futures = [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
+        time.sleep(0.5)
+    for future in futures:
+        with pytest.raises((ServerError, CancelledError)):
+            future.result(timeout=5)
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(("reference", "knock"))], 8)
+
+
+def test_nothing_hangs_at_the_end_of_the_program():
+    script = f"""
+from grpo.config.trainer import TrainerConfig
+from grpo.client.reference import ReferenceClient
+with_nobody = ReferenceClient(TrainerConfig(ref_servers=["http://127.0.0.1:{free_port()}", "http://192.0.2.1:9"]))
+futures = [with_nobody.submit([1], [[2]], "g") for _ in range(40)]
+import time; time.sleep(1)
+with_nobody.close()
+"""
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, env=ENVIRONMENT, check=True, timeout=60)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.slow
+def test_an_answer_cut_at_any_byte_is_asked_for_again_and_right(server):
+    with client(server.url) as one:
+        expected = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result())
+
+    def every_eighth(first) -> int:
+        """How many positions, from `first` on, an answer could be cut at."""
+        for cut in itertools.count():
+            # The first connection is cut, with a close and with a reset in turn; those after it pass.
+            plans = itertools.chain([Plan(answer_bytes=first + 8 * cut, reset=bool(cut % 2))], itertools.repeat(Plan()))
+            with proxy(server.port, lambda plans=plans: next(plans)) as between:
+                with client(between.url, ref_deadline=60) as one:
+                    rows = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result())
+                if not between.happened:
+                    return cut  # the answer ended before
+            np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-5)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(every_eighth, range(8))) > len(GOOD)
+
+
+@pytest.mark.parametrize("position", [0, 1, 40, 300])
+def test_a_request_cut_on_its_way_is_sent_again(server, position):
+    plans = itertools.chain([Plan(request_bytes=position)], itertools.repeat(Plan()))
+    with proxy(server.port, lambda: next(plans)) as between, client(between.url, ref_deadline=30) as one:
+        assert len(one.submit(PROMPT, COMPLETIONS, "g").result()) == 3
+        assert between.happened == {"request cut": 1}
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return trustme.CA()
+
+
+def tls(authority, name) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(name).configure_cert(context)
+    return context
+
+
+def test_https_with_an_authority_of_ones_own(server, authority, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours, others = tmp_path / "ours.pem", tmp_path / "others.pem"
+    authority.cert_pem.write_to_path(ours)
+    trustme.CA().cert_pem.write_to_path(others)
+    with client(server.url) as one:
+        expected = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result())
+    with proxy(server.port, tls=tls(authority, "127.0.0.1")) as front:
+        with client(front.url, ref_ca_file=ours.name) as one:
+            monkeypatch.chdir("/")  # as a reward function may
+            assert one.wait_ready().status == "ready"
+            rows = [one.submit(PROMPT, COMPLETIONS, f"g{number}").result() for number in range(3)]
+        for row in rows:
+            np.testing.assert_allclose(np.concatenate(row), expected, rtol=0, atol=1e-5)
+        for settings in ({}, {"ref_ca_file": others}):
+            started = time.monotonic()
+            with (
+                client(front.url, ref_startup_timeout=300, **settings) as one,
+                pytest.raises(ServerError, match=r"does not verify \(.*set ref_ca_file to the PEM") as refused,
+            ):
+                one.wait_ready()
+            assert front.url in str(refused.value) and time.monotonic() - started < 10
+        with (
+            client(front.url.replace("https:", "http:")) as one,
+            pytest.raises(ServersUnavailable, match="cannot be reach"),
+        ):
+            one.wait_ready()
+    with (
+        proxy(server.port, tls=tls(authority, "elsewhere.example")) as front,
+        client(front.url, ref_ca_file=ours) as one,
+        pytest.raises(ServerError, match=r"not valid for '127.0.0.1'.*write the host as the certificate does"),
+    ):
+        one.wait_ready()
+
+
+def test_an_authoritys_file_without_a_certificate_is_refused(tmp_path):
+    (tmp_path / "no.pem").write_text("nothing")
+    with pytest.raises(ServerError, match=r"no\.pem'?.*no certificate can be read.*name a PEM file"):
+        ReferenceClient(TrainerConfig(ref_ca_file=str(tmp_path / "no.pem")))
+
+
+def test_something_else_on_that_port_is_not_a_reference():
+    def page(*_):
+        return 200, {}, b"<html>hello</html>"
+
+    with fake(page, page) as server, client(server.url) as one:
+        with pytest.raises(ServerError, match="is something else"):
+            one.wait_ready()
+        with pytest.raises(ServersUnavailable, match="it is something else"):
+            one.submit(PROMPT, COMPLETIONS, "g").result()
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"tokenizer_fingerprint": "other"}, "whose tokenizer is not that of m"),
+        ({"vocab_size": 101}, "vocabulary of 101, and m has 100"),
+        ({"max_length": 1023}, "at most 1023 tokens a sequence.* is 1024"),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused(changes, said):
+    config = parse_arguments(TrainerConfig, "", [])
+    check_reference(config, HEALTH, HEALTH)
+    with pytest.raises(ServerError, match=said):
+        check_reference(config, HEALTH, ServerInfo(**(vars(HEALTH) | changes)))
+
+
+def test_other_weights_are_allowed_and_said(caplog):
+    check_reference(
+        parse_arguments(TrainerConfig, "", []), HEALTH, ServerInfo(**(vars(HEALTH) | {"model_fingerprint": "x"}))
+    )
+    assert "the KL will not begin at 0" in caplog.text

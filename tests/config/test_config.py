@@ -1,0 +1,310 @@
+"""What the configuration refuses, what wins over what, and that one file serves both programs."""
+
+import json
+
+import pytest
+import torch
+from conftest import REPOSITORY
+
+from grpo.config.command_line import parse_arguments, write_config
+from grpo.config.errors import ConfigError
+from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.trainer.engine import engine_config
+
+
+@pytest.fixture
+def refused(capsys):
+    """`refused(config class, *options)`: what the program printed before it exited with 2."""
+
+    def run(config_class, *options) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parse_arguments(config_class, "", list(options))
+        assert ended.value.code == 2
+        said = capsys.readouterr().err.strip()
+        assert len(said.splitlines()) == 1
+        return said
+
+    return run
+
+
+def trainer(*options) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", list(options))
+
+
+def test_the_defaults_are_the_documented_ones():
+    config = trainer()
+    assert config.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert config.dataset_name == "openai/gsm8k"
+    assert config.ref_servers == ["http://127.0.0.1:59875"]
+    assert (config.beta, config.epsilon, config.upper_clip) == (0.04, 0.2, 0.2)
+    assert trainer("--epsilon", "0.1").upper_clip == 0.1 and trainer("--epsilon_high", "0.28").upper_clip == 0.28
+    assert trainer("--loss_type", "cispo").upper_clip == 5.0
+    for ranks in (1, 2, 4, 7, 8):
+        config.check_ranks(ranks)
+
+
+IMPOSSIBLE = [
+    (["--num_generations", "1"], "num_generations=1: ", "use 2 or more"),
+    (["--temperature", "0"], "temperature=0.0: ", "above 0"),
+    (["--temperature", "nan"], "temperature=nan: ", "finite"),
+    (["--learning_rate", "-1"], "learning_rate=-1.0: ", "above 0"),
+    (["--learning_rate", "inf"], "learning_rate=inf: ", "finite"),
+    (["--beta", "-0.1"], "beta=-0.1: ", "0 or more"),
+    (["--epsilon", "1"], "epsilon=1.0: ", "below 1"),
+    (["--adam_beta2", "1"], "adam_beta2=1.0: ", "below 1"),
+    (["--max_completion_length", "0"], "max_completion_length=0: ", "above 0"),
+    (["--max_steps", "0"], "max_steps=0: ", "above 0"),
+    (["--seed", "-1"], "seed=-1: ", "0 or more"),
+    (["--num_generations_eval", "-1"], "num_generations_eval=-1: ", "0 or more"),
+    (["--num_generations_eval", "4", "--pass_at_k", "1", "5"], "pass_at_k=5: ", "use 5 or more"),
+    (["--seed", str(2**31)], "seed=2147483648: ", "below"),
+    (["--port", "70000"], "port=70000: ", "0 to 65535"),
+    (["--port", "0"], "port=0: ", "name it"),
+    (["--token", "a b"], "token='(hidden)': ", "without spaces"),
+    (
+        ["--chat_template_kwargs", "{enable"],
+        "chat_template_kwargs='{enable': ",
+        """write it as '{"enable_thinking": """,
+    ),
+    (["--chat_template_kwargs", "[1]"], "chat_template_kwargs=[1]: ", "a JSON object"),
+    (["--chat_template_kwargs", '{"chat_template": "x"}'], "chat_template_kwargs=", "never sees chat_template: leave"),
+    (["--chat_template_kwargs", '{"tokenize": true}'], "chat_template_kwargs={'tokenize': True}: ", "leave it out"),
+    (
+        ["--reward_weights", "1"],
+        "reward_weights=[1.0]: ",
+        "2 weights, one for each of correctness_reward format_reward",
+    ),
+    (["--reward_weights", "1", "nan"], "reward_weights=[1.0, nan]: ", "finite"),
+    (["--ref_servers", "http://a:1", "http://a:1/"], "ref_servers=", "name each once"),
+    (["--ref_ca_file", "nowhere.pem"], "ref_ca_file='nowhere.pem': ", "no such file"),
+    (["--ref_servers", "localhost:59875"], "ref_servers='localhost:59875': ", "http://HOST:PORT"),
+    (["--ref_update_steps", "-1"], "ref_update_steps=-1: ", "0 or more"),
+    (["--ref_update_steps", "5", "--beta", "0"], "ref_update_steps=5: ", "no reference server to update"),
+    (
+        ["--ref_update_steps", "6", "--steps_per_generation", "2", "--num_iterations", "2"],
+        "ref_update_steps=6: ",
+        "a multiple of 4",
+    ),
+    (["--ref_update_steps", "5", "--use_peft", "--ref", "adapter_off"], "ref_update_steps=5: ", "ref server"),
+    (["--ref_mixup_alpha", "0"], "ref_mixup_alpha=0.0: ", "above 0"),
+    (["--ref_mixup_alpha", "1.1"], "ref_mixup_alpha=1.1: ", "1 at most"),
+    (["--report_to", "mlflow"], "report_to='mlflow': ", "tensorboard, wandb or none"),
+    (["--loss_type", "ppo"], "argument --loss_type", "'ppo'"),
+    (["--delta", "1.1"], "delta=1.1: ", "above 1.2"),
+    (["--delta", "4", "--loss_type", "cispo"], "delta=4.0: ", "above 6"),
+    (["--delta", "9", "--loss_type", "sapo"], "delta=9.0: ", "sapo has no clip"),
+    (["--sapo_temperature_neg", "0"], "sapo_temperature_neg=0.0: ", "above 0"),
+    (["--delta", "9", "--loss_type", "vespo"], "delta=9.0: ", "vespo has no clip"),
+    (["--loss_type", "luspo"], "importance_sampling_level='token': ", "luspo is defined by sequences' ratios: use seq"),
+    (
+        ["--loss_type", "vespo", "--importance_sampling_level", "sequence"],
+        "importance_sampling_level='sequence': ",
+        "vespo has a sequence's ratio of its own: use token",
+    ),
+    (
+        ["--loss_type", "vespo", "--importance_sampling_mode", "sequence_mask"],
+        "importance_sampling_mode='sequence_mask': ",
+        "use token_truncate or token_mask",
+    ),
+    (["--vespo_lambda_pos", "0"], "vespo_lambda_pos=0.0: ", "above 0"),
+    (["--vespo_k_neg", "-1"], "vespo_k_neg=-1.0: ", "0 or more"),
+    (["--entropy_coef_min", "2"], "entropy_coef_min=2.0: ", "above entropy_coef_max=1.0: lower it"),
+    (["--entropy_target", "-1"], "entropy_target=-1.0: ", "0 or more"),
+    (["--router_aux_loss_coef", "-1"], "router_aux_loss_coef=-1.0: ", "0 or more"),
+    (["--top_entropy_quantile", "0"], "top_entropy_quantile=0.0: ", "above 0 and up to 1"),
+    (["--top_entropy_quantile", "1.1"], "top_entropy_quantile=1.1: ", "above 0 and up to 1"),
+    (["--entropy_coef", "-1"], "entropy_coef=-1.0: ", "0 or more"),
+    (["--num_iterations", "0"], "num_iterations=0: ", "above 0"),
+    (["--steps_per_generation", "0"], "steps_per_generation=0: ", "above 0"),
+    (["--max_resample", "-1"], "max_resample=-1: ", "0 or more"),
+    (["--soft_punish_cache", "513"], "soft_punish_cache=513: ", "max_completion_length=512 or less"),
+    (["--kl_target", "0.1", "--beta", "0"], "kl_target=0.1: ", "set beta"),
+    (["--kl_target", "0"], "kl_target=0.0: ", "above 0"),
+    (["--kl_in_reward", "--beta", "0"], "kl_in_reward=True: ", "set beta"),
+    (
+        ["--kl_in_reward", "--multi_objective_aggregation", "normalize_then_sum"],
+        "kl_in_reward=True: ",
+        "sum_then_normalize",
+    ),
+    (["--kl_in_reward", "--use_bias_correction_kl"], "use_bias_correction_kl=True: ", "use one of the two"),
+    (["--importance_sampling_clip_min", "4"], "importance_sampling_clip_min=4.0: ", "lower it"),
+    (["--off_policy_mask_threshold", "-1"], "off_policy_mask_threshold=-1.0: ", "above 0"),
+    (["--ref", "adapter_off"], "ref='adapter_off': ", "without use_peft: add it"),
+    (["--merge_on_save"], "merge_on_save=True: ", "without use_peft: add it"),
+    (["--use_dora"], "use_dora=True: ", "without use_peft: add it"),
+    (["--lora_target_modules", "q_proj"], "lora_target_modules=['q_proj']: ", "without use_peft: add it"),
+    (["--use_peft", "--lora_dropout", "0.05"], "lora_dropout=0.05: ", "use 0"),
+    (["--use_peft", "--lora_r", "0"], "lora_r=0: ", "above 0"),
+    (["--quantization", "4bit"], "quantization='4bit': ", "add use_peft"),
+    (["--quantization", "8bit", "--use_peft"], "quantization='8bit': ", "use 4bit"),
+    (["--quantization", "4bit", "--use_peft", "--ref_update_steps", "4"], "ref_update_steps=4: ", "cannot be replaced"),
+    (["--ref", "nobody"], "argument --ref", "'nobody'"),
+    (["--max_steps", "many"], "argument --max_steps", "invalid int value: 'many'"),
+    (["--dtype", "float16"], "argument --dtype", "'float16'"),
+    (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
+    (["--learn", "1"], "--learn: no such option", "see --help"),
+    (["--config", "nowhere.yaml"], "config='nowhere.yaml': No such file", "give the path"),
+]
+
+
+@pytest.mark.parametrize("options, field, remedy", IMPOSSIBLE, ids=[" ".join(case[0]) for case in IMPOSSIBLE])
+def test_the_trainer_refuses_in_one_sentence(refused, options, field, remedy):
+    said = refused(TrainerConfig, *options)
+    assert field in said and remedy in said
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        (["--temperature", "-1"], "temperature=-1.0: "),
+        (["--max_completion_length", "0"], "max_completion_length=0: "),
+        (["--seed", "-1"], "seed=-1: "),
+        (["--dataset", "x"], "--dataset: no such option"),
+    ],
+)
+def test_the_chat_refuses_in_one_sentence(refused, options, field):
+    assert field in refused(ChatConfig, *options)
+
+
+@pytest.mark.parametrize(
+    "options, ks",
+    [
+        ([], []),
+        (["--num_generations_eval", "1"], [1]),
+        (["--num_generations_eval", "8"], [1, 2, 4, 8]),
+        (["--num_generations_eval", "12"], [1, 2, 4, 8, 12]),
+        (["--num_generations_eval", "12", "--pass_at_k", "10", "1", "10"], [1, 10]),
+    ],
+)
+def test_the_k_of_pass_at_k(options, ks):
+    assert trainer(*options).ks == ks == parse_arguments(EvaluateConfig, "", options).ks
+
+
+def test_short_names_are_the_long_ones_of_the_programs_that_have_them(refused, file):
+    path = file("model_name_or_path: a\ndataset_name: b\ndataset_test_split: c\nnum_generations: 4\neval_samples: 9\n")
+    config = parse_arguments(EvaluateConfig, "", ["--config", path, "--model", "x", "--dataset=y"])
+    assert (config.model_name_or_path, config.dataset_name, config.dataset_test_split) == ("x", "y", "c")
+    assert config.eval_samples == 9 and parse_arguments(EvaluateConfig, "", []).eval_samples == 0
+    assert parse_arguments(ChatConfig, "", ["--config", path]).model_name_or_path == "a"
+    assert "--model: no such option" in refused(TrainerConfig, "--model", "x")
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        (["--host", "0.0.0.0"], "host='0.0.0.0': "),
+        (["--max_batch_tokens", "0"], "max_batch_tokens=0: "),
+        (["--max_length", "-5"], "max_length=-5: "),
+        (["--header_timeout", "nan"], "header_timeout=nan: "),
+        (["--max_queue_tokens", "1"], "max_queue_tokens=1: "),
+        (["--max_queue_tokens", "100", "--max_request_tokens", "51"], "max_request_tokens=51: one client may"),
+        (["--update_folder", "x", "--quantization", "4bit"], "update_folder='x': weights in 4bit cannot be replaced"),
+        (["--drain_timeout", "0"], "drain_timeout=0.0: "),
+        (["--num_generations", "4"], "--num_generations: no such option"),
+    ],
+)
+def test_the_server_refuses_in_one_sentence(refused, options, field):
+    assert field in refused(ServerConfig, *options)
+
+
+def test_a_token_may_come_from_a_file(tmp_path, refused):
+    path = tmp_path / "token"
+    for text, said in (("", "the file is empty"), ("two words", "without spaces")):
+        path.write_text(text)
+        assert said in refused(ServerConfig, "--token_file", str(path))
+    assert "cannot be read" in refused(ServerConfig, "--token_file", str(tmp_path / "none"))
+    path.write_text("secret\n")
+    assert "token says another" in refused(ServerConfig, "--token_file", str(path), "--token", "other")
+    assert parse_arguments(ServerConfig, "", ["--token_file", str(path), "--host", "0.0.0.0"]).token == "secret"
+    assert trainer("--token_file", str(path)).token == "secret"
+
+
+def test_a_token_on_the_command_line_is_warned_of(capsys):
+    trainer("--token=secret")
+    warning = capsys.readouterr().err
+    assert "--token shows the token" in warning and "--token_file" in warning and "secret" not in warning
+    trainer("--port", "1")
+    assert not capsys.readouterr().err
+
+
+def test_without_a_server_its_port_does_not_matter():
+    config = trainer("--use_peft", "--ref", "adapter_off", "--port", "0")
+    assert (config.ref, config.lora_r, config.lora_alpha, config.merge_on_save) == ("adapter_off", 16, 32, False)
+
+
+def test_a_token_opens_other_addresses(monkeypatch):
+    assert parse_arguments(ServerConfig, "", ["--host", "0.0.0.0", "--token", "secret"]).token == "secret"
+    monkeypatch.setenv("GRPO_REF_TOKEN", "from-the-environment")
+    assert parse_arguments(ServerConfig, "", ["--host", "0.0.0.0"]).token == "from-the-environment"
+    assert trainer().token == "from-the-environment"
+
+
+@pytest.mark.parametrize("ranks, remedy", [(3, "use 54 or 57"), (5, "use 55 or 60"), (64, "use 64")])
+def test_a_batch_that_ranks_cannot_share_is_refused(ranks, remedy):
+    with pytest.raises(ConfigError, match=f"prompts_per_step=56: {ranks} ranks cannot share it equally: {remedy}"):
+        trainer().check_ranks(ranks)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "settings.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_the_file_beats_the_defaults_and_the_command_line_beats_the_file(file):
+    path = file("learning_rate: 1e-5\nbeta: 0\ngradient_checkpointing: no\nsystem_prompt: ''\nnum_generations: 4\n")
+    config = trainer("--config", path, "--num_generations", "6")
+    assert config.learning_rate == 1e-5  # YAML itself reads this as a string
+    assert (config.beta, config.gradient_checkpointing, config.system_prompt) == (0.0, False, "")
+    assert config.num_generations == 6
+
+
+def test_one_file_serves_both(file):
+    path = file("port: 4711\nmax_batch_tokens: 99\nnum_generations: 4\nreward_weights: [1, -2.5]\nmax_length: null\n")
+    assert parse_arguments(ServerConfig, "", ["--config", path]).max_batch_tokens == 99
+    config = trainer("--config", path)
+    assert config.ref_servers == ["http://127.0.0.1:4711"]
+    assert config.reward_weights == [1.0, -2.5]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("learning_rat: 1", "learning_rat=1: no such field; did you mean learning_rate?"),
+        ("max_batch_token: 1", "did you mean max_batch_tokens?"),
+        ("7: 1", "no such field"),
+        ("beta: {a: 1}", "beta={'a': 1}: give a single value"),
+        ("beta: [1, 2]", "beta=[1, 2]: give a single value"),
+        ("- beta", "write one 'field: value' a line"),
+        ("beta: [1", "not YAML"),
+        ("temperature: 0", "temperature=0.0: "),
+    ],
+)
+def test_a_file_is_checked_like_the_command_line(refused, file, text, said):
+    assert said in refused(TrainerConfig, "--config", file(text))
+
+
+def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_path):
+    nested = '{"enable_thinking": false, "names": ["a", null], "more": {"depth": 1.5}}'
+    options = ["--chat_template_kwargs", nested, "--reward_weights", "1", "0.5", "--no_gradient_checkpointing"]
+    config = trainer("--token", "very-secret", *options)
+    write_config(config, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "very-secret" not in text
+    again = trainer("--config", str(tmp_path / "config.yaml"), "--token", "very-secret")
+    assert again == config and again.chat_template_kwargs == json.loads(nested)
+    parse_arguments(ServerConfig, "", ["--config", str(tmp_path / "config.yaml")])
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_read_by_both_programs(path):
+    config = parse_arguments(TrainerConfig, "", ["--config", str(path)])
+    served = parse_arguments(ServerConfig, "", ["--config", str(path)])
+    assert served.model_name_or_path == config.model_name_or_path and served.port == config.port
+    engine_config(config, 1, torch.device("cpu"))

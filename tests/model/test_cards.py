@@ -1,0 +1,147 @@
+"""A model over two cards: what is on one of them is never computed with what is on the other."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from cards import Cards, OnCard
+from test_logprobs import CONFIGS, SEQUENCES, SMALL, build
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+from transformers import MixtralConfig
+
+from grpo.model.logprobs import Head, token_logprobs, with_router_logits
+from grpo.model.packing import Batcher, Tree
+from grpo.model.tree_attention import switch_on
+from grpo.model.trial import make_batcher
+
+MODELS = {
+    "qwen2": CONFIGS["qwen2"],
+    "gemma2, tied head": CONFIGS["gemma2, softcapped"],
+    "experts": MixtralConfig(**SMALL, num_local_experts=4, initializer_range=0.3, experts_implementation="eager"),
+}
+
+
+def places_of(model: torch.nn.Module, first: str, second: str) -> dict[str, str]:
+    """As `device_map` spreads a model: the first layer on one card, the second and the head on the other."""
+    tied = model.config.tie_word_embeddings
+    places = {"embed_tokens": 0, "rotary_emb": 0, "layers.0": 0, "layers.1": 1, "norm": 1}
+    places = {f"model.{name}": (first, second)[card] for name, card in places.items()}
+    return places | {"lm_head": first if tied else second}
+
+
+def spread(model: torch.nn.Module) -> torch.nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.dispatch_model(model, places_of(model, "meta:0", "meta:1"), main_device="meta:0")
+
+
+def spread_fakes(model: torch.nn.Module, mode: FakeTensorMode, first: str, second: str) -> torch.nn.Module:
+    """As `spread`, with torch's fake tensors, which accelerate cannot move: put where they belong from the start."""
+
+    def fake(weight: torch.Tensor | None, device: str) -> torch.Tensor | None:
+        return None if weight is None else mode.from_tensor(weight.detach()).to(device)
+
+    def bring(device: str, arguments: tuple, options: dict) -> tuple:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (arguments, options))
+
+    for name, device in places_of(model, first, second).items():
+        for part in (there := model.get_submodule(name)).modules():
+            part._parameters = {
+                key: None if weight is None else torch.nn.Parameter(fake(weight, device))
+                for key, weight in part._parameters.items()
+            }
+            part._buffers = {key: fake(buffer, device) for key, buffer in part._buffers.items()}
+        there.register_forward_pre_hook(
+            lambda _, arguments, options, device=device: bring(device, arguments, options), with_kwargs=True
+        )
+    return model
+
+
+def test_the_two_cards_of_these_tests_refuse_what_cuda_refuses():
+    with Cards() as cards:
+        rows, place = torch.arange(6.0).view(3, 2).to("meta:0"), torch.tensor([2, 0]).to("meta:1")
+        assert cards.copied == 3 * 2 * 4 + 2 * 8
+        with pytest.raises(RuntimeError, match="index.Tensor of tensors on meta:0, meta:1"):
+            rows[place]
+        with pytest.raises(RuntimeError, match="add.Tensor of tensors on cpu, meta:0"):
+            rows + torch.ones(2)
+        assert rows[place.to("meta:0")].cpu().tolist() == [[4.0, 5.0], [0.0, 1.0]]
+        assert (rows * torch.tensor(2.0)).device == torch.device("meta:0")
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_over_two_cards_scores_and_learns_as_on_one(name, way):
+    sequences = [(prompt, completion[:3]) for prompt, completion in SEQUENCES]  # within the window
+    of_one = build(MODELS[name])
+    count = sum(len(completion) for _, completion in sequences)
+    weights = torch.linspace(-1, 1, count)
+    batcher = make_batcher(of_one, 0) if way == "packed" else Batcher(0, 0)
+    expected, _ = token_logprobs(of_one, batcher.make(sequences, "cpu"), 0.7)
+    (expected * weights).sum().backward()
+    with Cards():
+        model = spread(build(MODELS[name]))
+        Head.check(model)
+        batcher = make_batcher(model, 0) if way == "packed" else Batcher(0, 0)
+        assert (batcher.longest_packed > 0) == (way == "packed")
+        batch = batcher.make(sequences, model.device)
+        logprobs, _ = token_logprobs(model, batch, 0.7)
+        (logprobs * weights.to(logprobs.device)).sum().backward()
+        assert {str(weight.device) for weight in model.parameters()} == {"meta:0", "meta:1"}
+        torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-4, rtol=0)
+        for ours, its in zip(model.parameters(), of_one.parameters(), strict=True):
+            assert isinstance(ours.grad, OnCard) and ours.grad.device == ours.device
+            assert (ours.grad.cpu() - its.grad).norm() <= 1e-4 * its.grad.norm() + 1e-6
+
+
+def test_routers_on_two_cards_are_read_together():
+    of_one = build(MODELS["experts"])
+    *_, expected = with_router_logits(of_one, Batcher(0, 0).make(SEQUENCES, "cpu"), 1.0)
+    with Cards(), torch.no_grad():
+        model = spread(build(MODELS["experts"]))
+        *_, routers = with_router_logits(model, Batcher(0, 0).make(SEQUENCES, model.device), 1.0)
+        torch.testing.assert_close(routers.cpu(), expected.detach())
+
+
+def test_a_batch_on_a_card_brings_nothing_along_from_the_cpu():
+    """A mask is made on the card, from the lengths of its segments; what a tree holds is there once for all layers."""
+    sequences = [([5] * 21, [6] * 22), ([5] * 21, [7] * 23)]
+    with Cards() as cards, torch.no_grad():
+        model = build(MODELS["qwen2"]).to("meta:0")
+        switch_on(model, "segments")
+        batch = Batcher(0, 10**9).make(sequences, "meta:0")
+        before = cards.copied
+        token_logprobs(model, batch, 1.0)
+        assert cards.copied - before <= 3 * 8  # three segments, int64; the mask has 64 x 64 numbers
+        tree = Tree([(2, [2, 1]), (1, [])])
+        ends = [tree.ends(torch.device(f"meta:{card}")) for card in (0, 1, 0, 1)]
+        assert ends[2] is ends[0] and ends[3] is ends[1]
+        assert {str(tensor.device) for tensor in ends[1]} == {"meta:1"}
+        assert [tensor.cpu().tolist() for tensor in ends[0]] == [[0, 2, 4, 5, 6], [0, 2, 6, 9, 10]]
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("grad", [False, True], ids=["scoring", "update"])
+@pytest.mark.parametrize("variant", ["padded", "segments", "varlen"])
+@pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cuda:0", "cuda:1"), ("cuda:0", "cuda:0")], ids=" ".join)
+def test_torchs_own_fake_cards_take_every_call(devices, variant, grad):
+    """Shapes, dtypes and devices as torch itself checks them, nothing computed: a torch for cards, and none of them."""
+    first, second = devices
+    if first != "cpu" and torch.version.cuda is None:
+        pytest.skip("this torch is built without CUDA, and knows no fake cards")
+    if variant == "varlen" and first == "cpu":
+        pytest.skip("varlen_attn is for cards")
+    if grad and first != "cpu" and torch.cuda.device_count() <= int(second[-1]):
+        pytest.skip("torch's autograd begins a thread for each card that there is, and knows no others")
+    model = build(MODELS["qwen2"]).to(torch.bfloat16)
+    batcher = Batcher(0, 0 if variant == "padded" else 10**9)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        spread_fakes(model, mode, first, second)
+        if variant != "padded":
+            switch_on(model, variant)
+        with nullcontext() if grad else torch.no_grad():
+            logprobs, entropy = token_logprobs(model, batcher.make(SEQUENCES, model.device), 1.0, with_entropy=True)
+        assert (str(logprobs.device), logprobs.dtype, len(logprobs)) == (second, torch.float32, 17)
+        if grad:
+            (logprobs + entropy).sum().backward()
+            assert all(weight.grad.device == weight.device for weight in model.parameters())

@@ -1,0 +1,159 @@
+"""Loading, and what identifies a model."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+from grpo.config.errors import ConfigError
+from grpo.config.model import SharedConfig
+from grpo.config.server import ServerConfig
+from grpo.model.fingerprint import describe
+from grpo.model.load import eos_token_ids, load_model, load_reference, load_tokenizer, resolve_dtype
+from grpo.model.logprobs import token_logprobs
+from grpo.model.trial import make_batcher
+
+CPU = torch.device("cpu")
+
+
+def load(folder, **options):
+    config = SharedConfig(model_name_or_path=str(folder), **options)
+    return load_model(config, CPU), load_tokenizer(config)
+
+
+def test_a_reference_is_frozen_and_in_evaluation_mode(model_folder):
+    reference = load_reference(ServerConfig(model_name_or_path=str(model_folder)), CPU)
+    assert not reference.training
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+
+
+@pytest.mark.parametrize("dtype, expected", [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_dtypes(model_folder, dtype, expected):
+    assert load(model_folder, dtype=dtype)[0].dtype == expected
+
+
+def test_dropout_is_off_also_in_training(tmp_path, tokenizer):
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = load(tmp_path)[0].train()
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "nobody/no-such-model", "not a name!"])
+def test_a_model_that_is_not_there_is_named(monkeypatch, name):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ConfigError, match=r"model_name_or_path=.* cannot be loaded .*: give a local folder, or a hub id"
+    ):
+        load_tokenizer(SharedConfig(model_name_or_path=name))
+
+
+def test_a_missing_pad_token_is_the_eos(tmp_path, model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(SharedConfig(model_name_or_path=str(tmp_path)))
+    assert loaded.pad_token_id == loaded.eos_token_id
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path, model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no eos token"):
+        load_tokenizer(SharedConfig(model_name_or_path=str(tmp_path)))
+
+
+def test_every_id_that_ends_is_known(model_folder):
+    model, tokenizer = load(model_folder)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 7]
+    assert eos_token_ids(model, tokenizer) == sorted({tokenizer.eos_token_id, 7})
+    model.generation_config.eos_token_id = None
+    assert eos_token_ids(model, tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_fingerprints_follow_weights_and_tokenizer_not_names_and_dtypes(tmp_path, model_folder):
+    here = describe(*load(model_folder), "here")
+    copy = write_model(tmp_path / "copy", seed=0)
+    assert describe(*load(copy), "there").model_fingerprint == here.model_fingerprint
+    assert describe(*load(model_folder, dtype="bfloat16"), "x").model_fingerprint == here.model_fingerprint
+    other = describe(*load(write_model(tmp_path / "other", seed=1)), "other")
+    assert other.model_fingerprint != here.model_fingerprint
+    assert other.tokenizer_fingerprint == here.tokenizer_fingerprint
+    assert (here.vocab_size, here.max_length) == (load(model_folder)[0].config.vocab_size, 512)
+
+    words = json.loads((copy / "tokenizer.json").read_text())
+    first, second = list(words["model"]["vocab"])[50:52]
+    ids = words["model"]["vocab"]
+    ids[first], ids[second] = ids[second], ids[first]
+    (copy / "tokenizer.json").write_text(json.dumps(words))
+    assert describe(*load(copy), "x").tokenizer_fingerprint != here.tokenizer_fingerprint
+
+
+SEQUENCES = [([5, 6, 7], [8, 9, 10, 11]), ([5, 6, 7], [12, 13])]
+
+
+def scores(model) -> torch.Tensor:
+    with torch.inference_mode():
+        return token_logprobs(model, make_batcher(model, 0).make(SEQUENCES, model.device), 1.0)[0]
+
+
+def test_device_map_auto_gives_the_same_logprobs(model_folder):
+    pytest.importorskip("accelerate")
+    spread = load_reference(ServerConfig(model_name_or_path=str(model_folder), device_map="auto"), CPU)
+    torch.testing.assert_close(scores(spread), scores(load(model_folder)[0]))
+    assert describe(spread, load(model_folder)[1], "x").device == "cpu"
+    assert not any(parameter.requires_grad for parameter in spread.parameters())
+
+
+def test_a_model_in_parts_that_wait_on_different_devices_is_packed_too(model_folder, tmp_path):
+    """Each layer's weights come from disk when it is their turn: the hooks of a model over several devices."""
+    accelerate = pytest.importorskip("accelerate")
+    model = load(model_folder)[0]
+    expected = scores(model)
+    parts = {name: "cpu" for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")}
+    parts |= {f"model.layers.{layer}": ("disk", "cpu")[layer % 2] for layer in range(len(model.model.layers))}
+    spread = accelerate.dispatch_model(model, parts, main_device="cpu", offload_dir=str(tmp_path))
+    assert make_batcher(spread, 0).longest_packed > 0
+    torch.testing.assert_close(scores(spread), expected)
+
+
+@pytest.mark.parametrize("quantization, module", [("8bit", "Linear8bitLt"), ("4bit", "Linear4bit")])
+def test_quantized_weights_give_nearly_the_same_logprobs(model_folder, quantization, module):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("bitsandbytes")
+    exact = scores(load(model_folder)[0])
+    config = ServerConfig(model_name_or_path=str(model_folder), quantization=quantization)
+    model = load_reference(config, CPU)
+    kinds = {type(part).__name__ for part in model.modules()}
+    assert module in kinds and "Linear" in kinds  # the head stays as it is
+    error = (scores(model) - exact).abs()
+    assert 0 < error.mean() < 0.2 and make_batcher(model, 0).longest_packed > 0
+
+
+@pytest.mark.parametrize(
+    "options, package", [({"device_map": "auto"}, "accelerate"), ({"quantization": "4bit"}, "bits")]
+)
+def test_a_missing_package_is_named(model_folder, monkeypatch, options, package):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith(package) else found(name))
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*{package}.* is not installed: pip install"):
+        load_reference(ServerConfig(model_name_or_path=str(model_folder), **options), CPU)
+
+
+@pytest.mark.parametrize("major, expected", [(7, torch.float32), (8, torch.bfloat16), (None, torch.bfloat16)])
+def test_bfloat16_is_chosen_where_a_gpu_has_units_for_it(monkeypatch, major, expected):
+    """torch also counts an emulation. None is a machine without a GPU, that asks what one would need."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    assert resolve_dtype(SharedConfig(), torch.device("cuda")) == expected
+    assert resolve_dtype(SharedConfig(), torch.device("cpu")) == torch.float32
+    assert resolve_dtype(SharedConfig(dtype="bfloat16"), torch.device("cuda")) == torch.bfloat16

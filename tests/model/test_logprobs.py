@@ -1,0 +1,279 @@
+"""The log-probs against an independent float64 computation, over models whose heads differ."""
+
+import copy
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from grpo.model import logprobs as module
+from grpo.model import tree_attention as attention
+from grpo.model.load import checkpoint_activations
+from grpo.model.logprobs import Head, token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.trial import make_batcher
+
+SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+# Sharp heads (a wide initial spread), so that a skipped softcap, scale or bias shows.
+CONFIGS = {
+    "qwen2": Qwen2Config(**SMALL, initializer_range=0.3),
+    "qwen3": Qwen3Config(**SMALL, initializer_range=0.3),
+    "llama": LlamaConfig(**SMALL, initializer_range=0.3),
+    "mistral, sliding window": MistralConfig(**SMALL, sliding_window=8, initializer_range=0.3),
+    "gemma2, softcapped": Gemma2Config(**SMALL, final_logit_softcapping=3.0, sliding_window=8, initializer_range=0.3),
+    "cohere, scaled": CohereConfig(**SMALL, logit_scale=0.25, initializer_range=0.3),
+    "granite, divided": GraniteConfig(**SMALL, logits_scaling=4.0, initializer_range=0.3),
+    "phi, bias": PhiConfig(**SMALL, initializer_range=0.3),
+    "gpt2, learned positions": GPT2Config(
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+    "gpt-neox, partial rotation": GPTNeoXConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    ),
+    "llama4, chunked": Llama4TextConfig(
+        **SMALL, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=8, initializer_range=0.3
+    ),
+    "bloom, alibi": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+}
+# Two groups that share their prompts, out of order; an empty completion, one of a single token.
+SEQUENCES = [
+    ([5, 6, 7], [20, 21, 2]),
+    ([9, 10, 11, 12, 13], [30, 31, 32, 33, 34, 35, 36, 37]),
+    ([5, 6, 7], []),
+    ([8], [40]),
+    ([5, 6, 7], [22, 23, 24, 25]),
+    ([9, 10, 11, 12, 13], [38]),
+]
+PADDED = Batcher(pad_token_id=0, longest_packed=0)
+
+
+def build(config, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        torch.nn.init.normal_(model.get_output_embeddings().bias)
+    return model
+
+
+def by_hand(model: torch.nn.Module, sequences, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence at a time, unpadded, the model's own logits, float64 log_softmax: shares no code with the module."""
+    logprobs, entropies = [], []
+    for prompt, completion in sequences:
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+        rows = torch.log_softmax(logits, dim=-1)
+        for place, token in enumerate(completion, start=len(prompt)):
+            logprobs.append(rows[place - 1, token])
+            entropies.append(-(rows[place - 1].exp() * rows[place - 1]).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_both_paths_equal_float64_log_softmax(config, temperature):
+    model = build(config)
+    expected, entropies = by_hand(model, SEQUENCES, temperature)
+    for batcher in (PADDED, make_batcher(model, 0)):
+        with torch.no_grad():
+            batch = batcher.make(SEQUENCES, "cpu")
+            logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
+        assert logprobs.dtype == torch.float32
+        torch.testing.assert_close(logprobs.double(), expected.detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy.double(), entropies.detach(), atol=1e-5, rtol=0)
+
+
+def test_all_logits_of_a_few_rows_are_fp32_however_large_the_vocabulary():
+    torch.manual_seed(0)
+    hidden, bias = torch.randn(3, 32).bfloat16(), torch.randn(10_000).bfloat16()
+    weight = torch.randn(10_000, 32).bfloat16()
+    head = Head(weight, bias, scale=0.5, softcap=20.0, temperature=0.7)
+    exact = torch.tanh((hidden.double() @ weight.double().t() + bias.double()) * 0.5 / 20.0) * 20.0 / 0.7
+    logits = head.all_logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("of_logprobs", [True, False], ids=["both", "entropy alone"])
+def test_log_probs_and_entropies_have_the_gradients_of_float64(config, of_logprobs):
+    """A weighted sum of both, through blocks smaller than the vocabulary, against autograd over all logits."""
+    model = build(config)
+    draw = torch.Generator().manual_seed(3)
+    count = sum(len(completion) for _, completion in SEQUENCES)
+    weights = torch.randn(2, count, generator=draw) * torch.tensor([[float(of_logprobs)], [1.0]])
+
+    def gradients(logprobs, entropies) -> list[torch.Tensor]:
+        model.zero_grad()
+        (weights[0] * logprobs * of_logprobs + weights[1] * entropies).sum().backward()
+        return [torch.zeros(1) if one.grad is None else one.grad.clone() for one in model.parameters()]
+
+    expected = gradients(*by_hand(model, SEQUENCES, 0.7))
+    batch = make_batcher(model, 0).make(SEQUENCES, "cpu")
+    logprobs, entropy = token_logprobs(model, batch, 0.7, with_entropy=True)
+    ours = gradients(logprobs if of_logprobs else logprobs.detach(), entropy)
+    scale = max(one.abs().max() for one in expected)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 * scale.item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_head_check_passes_for_heads_it_knows(config):
+    Head.check(build(config))
+
+
+def test_the_head_check_refuses_a_head_it_does_not_know():
+    model = build(CONFIGS["llama"])
+    plain = model.forward
+
+    def sharpened(*arguments, **options):
+        output = plain(*arguments, **options)
+        output.logits = output.logits * 1.5
+        return output
+
+    model.forward = sharpened
+    with pytest.raises(ValueError, match="LlamaForCausalLM does something to its logits"):
+        Head.check(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_both_paths_and_every_block_size_have_the_same_gradients(config, checkpointing, monkeypatch):
+    model = build(config)
+    weights = torch.linspace(-1, 1, sum(len(completion) for _, completion in SEQUENCES))
+
+    def values_and_gradients(logprobs):
+        model.zero_grad()
+        (logprobs.float() * weights).sum().backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        return logprobs.detach(), gradients
+
+    expected, expected_gradients = values_and_gradients(by_hand(model, SEQUENCES, 0.8)[0])
+    batchers = {"padded": PADDED, "packed": make_batcher(model, 0)}
+    if checkpointing:
+        checkpoint_activations(model)
+    for block, rows in (((1, 7), 256), ((4, 64), 2), ((1024, 4096), 12)):
+        monkeypatch.setattr(module, "CPU_BLOCK", block)
+        monkeypatch.setattr(attention, "ROWS", rows)  # groups in one call, in calls of two rows, some of them in one
+        for path, batcher in batchers.items():
+            batch = batcher.make(SEQUENCES, "cpu")
+            values, gradients = values_and_gradients(token_logprobs(model, batch, 0.8)[0])
+            torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=0)
+            for name, gradient in gradients.items():
+                error, size = (gradient - expected_gradients[name]).norm(), expected_gradients[name].norm()
+                assert error <= 1e-5 * size + 1e-5, (path, block, name, error, size)
+
+
+def test_padding_and_neighbours_do_not_matter():
+    model = build(CONFIGS["qwen2"])
+    with torch.no_grad():
+        together, _ = token_logprobs(model, PADDED.make(SEQUENCES, "cpu"), 1.0)
+        other_pad, _ = token_logprobs(model, Batcher(63, 0).make(SEQUENCES, "cpu"), 1.0)
+        packed = make_batcher(model, 0)
+        shared, _ = token_logprobs(model, packed.make(SEQUENCES, "cpu"), 1.0)
+        alone = [token_logprobs(model, packed.make([one], "cpu"), 1.0)[0] for one in SEQUENCES]
+    assert torch.equal(together, other_pad)
+    torch.testing.assert_close(together, torch.cat(alone), atol=2e-6, rtol=0)
+    torch.testing.assert_close(shared, torch.cat(alone), atol=2e-6, rtol=0)
+
+
+def test_bfloat16_weights_still_give_float32_logits():
+    model = build(CONFIGS["llama"]).to(torch.bfloat16)
+    batch = PADDED.make(SEQUENCES, "cpu")
+    hidden = model.base_model(input_ids=batch.input_ids).last_hidden_state.flatten(0, 1)[batch.predicts].detach()
+    rows = torch.log_softmax(hidden.double() @ model.lm_head.weight.double().t(), -1)
+    exact = rows.gather(-1, batch.targets[:, None]).squeeze(-1)
+    logprobs, _ = token_logprobs(model, batch, 1.0)
+    torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=0)
+    rounded = torch.log_softmax((hidden @ model.lm_head.weight.t()).double(), -1).gather(-1, batch.targets[:, None])
+    assert (rounded.squeeze(-1) - exact).abs().max() > 1e-3  # what rounding the logits would cost
+
+    logprobs.sum().backward()
+    gradient = model.lm_head.weight.grad.double()
+    probabilities = rows.exp()
+    slope = torch.nn.functional.one_hot(batch.targets, 64).double() - probabilities
+    expected = slope.t() @ hidden.double()
+    assert (gradient - expected).norm() / expected.norm() < 0.01  # bfloat16 gradients
+
+
+class Live(TorchDispatchMode):
+    """How many bytes the tensors made within it hold at once: `peak`."""
+
+    def __init__(self):
+        super().__init__()
+        self._tensors, self._bytes, self.peak = Counter(), {}, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        known = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known or storage._cdata in self._bytes:
+                self._bytes[storage._cdata] = storage.nbytes()
+                self._tensors[storage._cdata] += 1
+                weakref.finalize(tensor, self._gone, storage._cdata)
+        self.peak = max(self.peak, sum(self._bytes.values()))
+        return result
+
+    def _gone(self, storage: int) -> None:
+        self._tensors[storage] -= 1
+        if not self._tensors[storage]:
+            del self._bytes[storage]
+
+
+@pytest.mark.parametrize("with_entropy, blocks, at_most", [(False, 1, 2.4), (True, 2, 2.9)])
+def test_a_card_holds_few_blocks_of_logits_at_once(with_entropy, blocks, at_most):
+    """Qwen2.5's head in bfloat16 on device meta, which takes the way of a card and knows its sizes."""
+    weight = torch.empty(151_936, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    hidden = torch.empty(10_000, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets = torch.empty(10_000, dtype=torch.int64, device="meta")
+    rows, vocabulary = module.CUDA_BLOCK
+    block = 4 * rows * vocabulary
+    head = Head(weight, None, 1.0, None, 0.9)
+    with Live() as forward:
+        logprobs, entropy = module._Logprobs.apply(hidden, weight, None, targets, head, with_entropy)
+    assert forward.peak <= (blocks + 0.1) * block
+    # Backward: logits, their gradient, that in bfloat16, and what is given back: weight's, hidden's in fp32 and bf16.
+    given = 2 * weight.numel() + (4 + 2) * hidden.numel()
+    with Live() as backward:
+        (logprobs.sum() + (entropy.sum() if with_entropy else 0)).backward()
+    assert backward.peak <= given + at_most * block

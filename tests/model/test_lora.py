@@ -1,0 +1,546 @@
+"""LoRA, rsLoRA and DoRA: what they compute, by their papers' formulas; the reference without a server; what is saved.
+
+Adapters to begin with are written by peft alone, as a fine-tuning tool writes them.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+from conftest import free_port, running_server
+from safetensors.torch import load_file
+from step_worker import own_share, read_config, sequences
+from test_step import distance
+from test_trainer import lines, options, plain_python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.client.reference import ReferenceClient
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.model import SharedConfig
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.model.fingerprint import describe
+from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
+from grpo.model.logprobs import token_logprobs
+from grpo.model.lora import OwnReference, check_adapter, train_adapter
+from grpo.model.trial import make_batcher
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.records import Example
+from grpo.run.folder import save_model
+from grpo.trainer.step import policy_logprobs
+
+peft = pytest.importorskip("peft")
+
+# Of peft's own PeftModel, which only these tests use.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+CPU = torch.device("cpu")
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+KINDS = {
+    "LoRA": dict(r=4, lora_alpha=6),
+    "rsLoRA": dict(r=4, lora_alpha=6, use_rslora=True),
+    "DoRA": dict(r=4, lora_alpha=6, use_dora=True),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def write_adapter(folder, base, **settings):
+    """An adapter that has been trained: every one of its weights is away from where it began."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(**({"target_modules": TARGETS, "task_type": "CAUSAL_LM", "lora_dropout": 0.1} | settings))
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += torch.randn_like(weight) * 0.1
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(model_folder, tmp_path_factory):
+    return {
+        kind: write_adapter(tmp_path_factory.mktemp("adapters") / kind, model_folder, **settings)
+        for kind, settings in KINDS.items()
+    }
+
+
+def by_hand(base, folder, dtype=torch.float64):
+    """The plain model with the weights that the papers give: W + s B A, s = alpha / r for LoRA (Hu et al. 2021, section
+    4.1) and alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023); DoRA (Liu et al. 2024, eq. 5) scales each output's weights
+    to the length m."""
+    settings, adapter = (
+        json.loads((folder / "adapter_config.json").read_text()),
+        load_file(folder / "adapter_model.safetensors"),
+    )
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
+    changed = 0
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            place = f"base_model.model.{name}.lora_"
+            if f"{place}A.weight" not in adapter:
+                continue
+            module.weight += scale * adapter[f"{place}B.weight"].to(dtype) @ adapter[f"{place}A.weight"].to(dtype)
+            if settings["use_dora"]:
+                magnitude = adapter[f"{place}magnitude_vector"].to(dtype)
+                module.weight *= (magnitude / module.weight.norm(dim=1)).unsqueeze(1)
+            changed += 1
+    assert changed == len(TARGETS) * model.config.num_hidden_layers
+    return model
+
+
+def exact(model, temperature=1.0) -> torch.Tensor:
+    """Log-probs of the fixed sequences' completions, one at a time through transformers' own forward."""
+    rows = []
+    for one in sequences():
+        logits = model(input_ids=torch.tensor([one.prompt_ids + one.completion_ids])).logits[0].double() / temperature
+        logprobs = torch.log_softmax(logits, -1)[len(one.prompt_ids) - 1 : -1]
+        rows.append(logprobs[range(len(one.completion_ids)), one.completion_ids])
+    return torch.cat(rows)
+
+
+PAIRS = [(one.prompt_ids, one.completion_ids) for one in sequences()]
+
+
+def scores(model, batcher=None, temperature=1.0) -> torch.Tensor:
+    batcher = batcher or make_batcher(model, 0)
+    return token_logprobs(model, batcher.make(PAIRS, CPU), temperature)[0]
+
+
+def reference_scores(own, model, batcher, temperature=1.0, budget=10**6) -> list[torch.Tensor]:
+    config = trainer("--temperature", str(temperature), "--micro_batch_tokens", str(budget), model="unused")
+    with own.in_place():
+        logprobs, _ = policy_logprobs(model, sequences(), config, batcher)
+    return [torch.from_numpy(one) for one in logprobs]
+
+
+def trainer(*options, model) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", ["--model_name_or_path", str(model), "--use_peft", *options])
+
+
+def policy(*options, model):
+    """As the trainer makes it; and whether it came with an adapter."""
+    config = trainer(*options, model=model)
+    made = load_model(config, CPU)
+    return made, train_adapter(made, config)
+
+
+def trained(model) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def move(model) -> None:
+    """As an update would, by a lot."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in trained(model).values():
+            weight += torch.randn_like(weight) * 0.1
+
+
+def snapshot(model) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def equal(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@kinds
+def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(model_folder, kind):
+    base = load_model(SharedConfig(model_name_or_path=str(model_folder)), CPU)
+    flags = {"LoRA": [], "rsLoRA": ["--use_rslora"], "DoRA": ["--use_dora"]}[kind]
+    made, began_with_adapter = policy(*flags, "--lora_target_modules", *TARGETS, model=model_folder)
+    assert not began_with_adapter
+    difference = (scores(made) - scores(base)).abs().max()
+    assert difference < 1e-5 if kind == "DoRA" else difference == 0
+    layers = len(TARGETS) * base.config.num_hidden_layers
+    names = trained(made)
+    assert len(names) == layers * (3 if kind == "DoRA" else 2) and all(".lora_" in name for name in names)
+    again, _ = policy(*flags, "--lora_target_modules", *TARGETS, model=model_folder)
+    assert equal(trained(made), trained(again))  # on every rank the same
+    other, _ = policy(*flags, "--lora_target_modules", *TARGETS, "--seed", "1", model=model_folder)
+    assert not equal(trained(made), trained(other))
+
+
+def test_trls_names_and_defaults(model_folder):
+    made, _ = policy(model=model_folder)
+    config = made.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 32, 0.0)
+    assert set(config.target_modules) == {"q_proj", "v_proj"}  # peft's choice for Qwen2
+    every, _ = policy("--lora_target_modules", "all-linear", "--lora_r", "2", model=model_folder)
+    assert len(trained(every)) == 2 * 7 * made.config.num_hidden_layers  # not the head
+    assert {min(weight.shape) for weight in trained(every).values()} == {2}
+
+
+@kinds
+def test_an_adapter_computes_what_its_paper_says(model_folder, adapters, kind):
+    model = load_model(SharedConfig(model_name_or_path=str(adapters[kind])), CPU)
+    expected = exact(by_hand(model_folder, adapters[kind]))
+    batcher = make_batcher(model, 0)
+    assert batcher.longest_packed > 0
+    torch.testing.assert_close(scores(model, batcher).double(), expected, atol=1e-5, rtol=0)
+    base = exact(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64))
+    assert (expected - base).abs().mean() > 0.01
+    others = [exact(by_hand(model_folder, adapters[other])) for other in KINDS if other != kind]
+    assert all((expected - other).abs().mean() > 0.01 for other in others)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@kinds
+def test_gradients_are_those_of_plain_autograd(model_folder, adapters, kind, checkpointing):
+    """Ours in fp32, packed, through our head; against peft's own model in float64, all logits, each sequence alone."""
+    model, began_with_adapter = policy(model=adapters[kind])
+    assert began_with_adapter
+    if checkpointing:
+        checkpoint_activations(model)
+    weights = torch.randn(sum(len(rest) for _, rest in PAIRS), generator=torch.Generator().manual_seed(3))
+    (scores(model, temperature=0.8) * weights).sum().backward()
+    assert all(weight.grad is None for weight in model.parameters() if not weight.requires_grad)
+
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+    plain = peft.PeftModel.from_pretrained(base, adapters[kind], is_trainable=True).double().eval()
+    (exact(plain, temperature=0.8) * weights.double()).sum().backward()
+    expected = {name.removeprefix("base_model.model."): weight.grad for name, weight in trained(plain).items()}
+    ours = {name: weight.grad for name, weight in trained(model).items()}
+    assert ours.keys() == expected.keys()
+    assert distance(ours, expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_step_of_two_ranks_is_that_of_plain_autograd(launch, model_folder, adapters, tmp_path):
+    """Under ZeRO-2, where one rank has one micro-batch of an empty completion, and the other 35."""
+    settings = [
+        "--micro_batch_tokens",
+        "1",
+        "--beta",
+        "0.3",
+        "--max_grad_norm",
+        "0",
+        "--gradient_checkpointing",
+        "true",
+    ]
+    case = {"options": settings, "shares": [1, 35], "order": list(range(36)), "old": False, "sampled": False}
+    (tmp_path / "cases.json").write_text(json.dumps([case | {"small_steps": []}]))
+    out = tmp_path / "step.pt"
+    ended = launch(2, "tests/step_worker.py", str(adapters["DoRA"]), str(tmp_path / "cases.json"), str(out))
+    assert ended.returncode == 0, ended.stdout
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+    plain = peft.PeftModel.from_pretrained(base, adapters["DoRA"], is_trainable=True).double().eval()
+    every = own_share(case | {"shares": [36]}, read_config(case), rank=0)
+    logprobs = exact(plain, temperature=0.8).split([len(one.completion_ids) for one in every])
+    for one, logp in zip(every, logprobs, strict=True):
+        if one.completion_ids:
+            difference = torch.from_numpy(one.ref_logprobs()).double() - logp
+            terms = -(logp - logp.detach()).exp() * one.advantage + 0.3 * (difference.exp() - difference - 1)
+            (terms.mean() / len(every)).backward(retain_graph=True)
+    expected = {name.removeprefix("base_model.model."): weight.grad for name, weight in trained(plain).items()}
+    assert distance(torch.load(out)[0]["gradient"], expected) < 1e-5
+
+
+@kinds
+def test_the_reference_is_the_base_while_a_new_adapter_moves(model_folder, kind):
+    base = scores(load_model(SharedConfig(model_name_or_path=str(model_folder)), CPU), temperature=0.9)
+    flags = {"LoRA": [], "rsLoRA": ["--use_rslora"], "DoRA": ["--use_dora"]}[kind]
+    model, _ = policy(*flags, model=model_folder)
+    own, batcher = OwnReference(model, began_with_adapter=False), make_batcher(model, 0)
+    move(model)
+    before, places = snapshot(model), [weight.data_ptr() for weight in trained(model).values()]
+    moved = scores(model, batcher, temperature=0.9)
+    answers = reference_scores(own, model, batcher, temperature=0.9)
+    assert [len(answer) for answer in answers] == [len(rest) for _, rest in PAIRS]
+    assert torch.equal(torch.cat(answers), base)
+    for budget in (1, 40):
+        cut = reference_scores(own, model, batcher, temperature=0.9, budget=budget)
+        torch.testing.assert_close(torch.cat(cut), base, atol=1e-5, rtol=0)
+    # And nothing is left of it.
+    assert (moved - base).abs().mean() > 0.01 and torch.equal(scores(model, batcher, temperature=0.9), moved)
+    assert equal(before, snapshot(model))
+    assert places == [weight.data_ptr() for weight in trained(model).values()]
+
+
+@kinds
+def test_the_reference_is_the_adapter_that_a_run_began_with(adapters, kind):
+    model, began_with_adapter = policy(model=adapters[kind])
+    own, batcher = OwnReference(model, began_with_adapter), make_batcher(model, 0)
+    start = scores(model, batcher)
+    move(model)
+    moved = scores(model, batcher)
+    assert torch.equal(torch.cat(reference_scores(own, model, batcher)), start)
+    assert (moved - start).abs().mean() > 0.01 and torch.equal(scores(model, batcher), moved)
+    assert len(trained(model)) > 0
+
+
+def test_an_error_leaves_the_adapter_on(model_folder):
+    model, _ = policy(model=model_folder)
+    own, batcher = OwnReference(model, began_with_adapter=False), make_batcher(model, 0)
+    move(model)
+    moved = scores(model, batcher)
+    with pytest.raises(IndexError), own.in_place():
+        raise IndexError
+    assert torch.equal(scores(model, batcher), moved) and trained(model)
+
+
+def test_sampling_with_dora_computes_norms_once_and_keeps_none(model_folder, adapters, tokenizer, monkeypatch):
+    examples = [Example(place, "", prompt, {}) for place, (prompt, _) in enumerate(PAIRS[::4])]
+    sampler = Sampler(tokenizer, [tokenizer.eos_token_id], 12)
+    model, _ = policy(model=adapters["DoRA"])
+    by_tokens = sampler.greedy(by_hand(model_folder, adapters["DoRA"], torch.float32), examples)
+    norms, counted = [], peft.tuners.lora.dora.DoraLinearLayer.get_weight_norm
+    monkeypatch.setattr(
+        peft.tuners.lora.dora.DoraLinearLayer,
+        "get_weight_norm",
+        lambda *args, **options: norms.append(1) or counted(*args, **options),
+    )
+    assert [one.completion_ids for one in sampler.greedy(model, examples)] == [one.completion_ids for one in by_tokens]
+    assert len(norms) == len(TARGETS) * model.config.num_hidden_layers
+    move(model)
+    moved = scores(model)
+    sampler.greedy(model, examples)
+    assert torch.equal(scores(model), moved)
+    monkeypatch.undo()
+    fresh = load_model(SharedConfig(model_name_or_path=str(adapters["DoRA"])), CPU)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(scores(fresh), moved)
+
+
+@kinds
+def test_a_saved_adapter_goes_on_where_it_was(model_folder, adapters, tokenizer, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(model_folder.parent)
+    base = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
+    for number, start in enumerate((model_folder.name, str(adapters[kind]))):  # a relative path is made absolute
+        model, _ = policy(*(["--use_dora"] if kind == "DoRA" else []), model=start)
+        move(model)
+        folder = tmp_path / str(number)
+        save_model(model, tokenizer, folder)
+        names = {path.name for path in folder.iterdir()}
+        assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"} <= names
+        assert not {"config.json", "model.safetensors"} & names
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == str(model_folder)
+        assert all("lora_" in name for name in load_file(folder / "adapter_model.safetensors"))
+        frozen = {name.replace(".base_layer", ""): w for name, w in model.state_dict().items() if ".lora_" not in name}
+        assert equal(frozen, base)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.chdir(tmp_path)
+            again, began_with_adapter = policy(model=folder)
+            assert began_with_adapter and equal(snapshot(again), snapshot(model))
+            assert torch.equal(scores(again), scores(model))
+            stranger = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
+            torch.testing.assert_close(exact(stranger), scores(model).double(), atol=1e-5, rtol=0)
+
+
+@kinds
+def test_a_merged_model_is_plain_and_the_run_goes_on_as_if_nothing_was(
+    model_folder, adapters, tokenizer, tmp_path, kind
+):
+    model, _ = policy(model=adapters[kind])
+    before, expected = snapshot(model), scores(model)
+    save_model(model, tokenizer, tmp_path / "model", merge_adapter=True)
+    assert equal(snapshot(model), before) and torch.equal(scores(model), expected)
+    assert not (tmp_path / "model/adapter_config.json").exists()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    original = AutoModelForCausalLM.from_pretrained(model_folder)
+    assert plain.state_dict().keys() == original.state_dict().keys() and plain.config.to_dict() | {
+        "_name_or_path": ""
+    } == original.config.to_dict() | {"_name_or_path": ""}
+    assert plain.generation_config.to_dict() == original.generation_config.to_dict()
+    torch.testing.assert_close(exact(plain), expected.double(), atol=1e-5, rtol=0)
+    byhand = by_hand(model_folder, adapters[kind]).state_dict()
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(weight.double(), byhand[name], atol=1e-6, rtol=1e-5)
+    AutoTokenizer.from_pretrained(tmp_path / "model")
+
+
+def test_sixteen_bits_are_merged_in_sixteen_bits(adapters, tokenizer, tmp_path):
+    model, _ = policy("--dtype", "bfloat16", model=adapters["LoRA"])
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    before = snapshot(model)
+    save_model(model, tokenizer, tmp_path / "model", merge_adapter=True)
+    assert equal(snapshot(model), before)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert {weight.dtype for weight in plain.parameters()} == {torch.bfloat16}
+    assert (scores(plain) - scores(model)).abs().mean() < 0.1
+
+
+def test_the_tokenizer_is_the_adapters_own_or_its_bases(model_folder, tokenizer, tmp_path):
+    folder = write_adapter(tmp_path / "adapter", model_folder, r=2)
+    assert not (folder / "tokenizer_config.json").exists()
+    config = SharedConfig(model_name_or_path=str(folder))
+    assert load_tokenizer(config).get_vocab() == tokenizer.get_vocab()
+    own = AutoTokenizer.from_pretrained(model_folder)
+    own.add_tokens(["<own>"])
+    own.save_pretrained(folder)
+    assert "<own>" in load_tokenizer(config).get_vocab()
+
+
+def fingerprint(model, tokenizer) -> str:
+    return describe(model, tokenizer, "x").model_fingerprint
+
+
+def test_policy_and_server_agree_on_what_an_adapter_is(model_folder, adapters, tokenizer, tmp_path):
+    def served(folder) -> str:
+        return fingerprint(load_reference(ServerConfig(model_name_or_path=str(folder)), CPU), tokenizer)
+
+    known = [served(folder) for folder in (model_folder, *adapters.values())]
+    assert len(set(known)) == len(known)
+    for folder, there in zip((model_folder, *adapters.values()), known, strict=True):
+        assert fingerprint(load_model(SharedConfig(model_name_or_path=str(folder)), CPU), tokenizer) == there
+    # The same weights with another alpha.
+    louder = tmp_path / "louder"
+    louder.mkdir()
+    for path in adapters["LoRA"].iterdir():
+        (louder / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((louder / "adapter_config.json").read_text()) | {"lora_alpha": 7}
+    (louder / "adapter_config.json").write_text(json.dumps(settings))
+    assert served(louder) not in known
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (dict(modules_to_save=["norm"]), r"has modules_to_save=\['norm'\], which is more than LoRA"),
+        (dict(bias="lora_only"), "has bias='lora_only'"),
+        (dict(init_lora_weights="pissa"), "has init_lora_weights='pissa'"),
+        (dict(trainable_token_indices=[1, 2]), "has trainable_token_indices"),
+        (dict(target_modules=["lm_head"]), "puts an adapter on the embeddings or the head"),
+    ],
+)
+def test_other_adapters_are_refused(model_folder, tmp_path, settings, said):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, about what is tied
+        folder = write_adapter(tmp_path / "adapter", model_folder, **settings)
+        with pytest.raises(ConfigError, match=f"model_name_or_path='{folder}': .*{said}"):
+            load_model(SharedConfig(model_name_or_path=str(folder)), CPU)
+
+
+def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, adapters, tmp_path):
+    def changed(name, **changes) -> SharedConfig:
+        folder = tmp_path / name
+        folder.mkdir()
+        for path in adapters["LoRA"].iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        settings = json.loads((folder / "adapter_config.json").read_text()) | changes
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        return SharedConfig(model_name_or_path=str(folder))
+
+    for config, said in [
+        (changed("rank", r=8), "its weights do not fit its base"),
+        (changed("layers", target_modules=["q_proj"]), "name different layers"),
+        (changed("homeless", base_model_name_or_path=None), "does not say which model it belongs to"),
+        (changed("lost", base_model_name_or_path="/no/such/base"), "cannot be loaded .*no/such/base"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            load_model(config, CPU)
+    other = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_folder), peft.IA3Config(task_type="CAUSAL_LM")
+    )
+    other.save_pretrained(tmp_path / "ia3")
+    with pytest.raises(ConfigError, match="IA3.*, not LoRA"):
+        load_model(SharedConfig(model_name_or_path=str(tmp_path / "ia3")), CPU)
+
+
+@pytest.mark.parametrize(
+    "targets, said",
+    [
+        (["nowhere"], r"lora_target_modules=\['nowhere'\]: .*not found"),
+        (["lm_head", "q_proj"], "embeddings or the head"),
+        (["embed_tokens"], "embeddings or the head"),
+    ],
+)
+def test_targets_that_do_not_work_are_refused(model_folder, targets, said):
+    config = trainer("--lora_target_modules", *targets, model=model_folder)
+    model = load_model(config, CPU)
+    with warnings.catch_warnings(), pytest.raises(ConfigError, match=said):
+        warnings.simplefilter("ignore")
+        train_adapter(model, config)
+
+
+def test_what_is_known_before_loading_is_refused_by_then(model_folder, adapters, monkeypatch):
+    plain = parse_arguments(TrainerConfig, "", ["--model_name_or_path", str(adapters["LoRA"])])
+    with pytest.raises(ConfigError, match="it is an adapter: add use_peft"):
+        check_adapter(plain)
+    check_adapter(trainer(model=adapters["LoRA"]))
+    check_adapter(trainer(model=model_folder))
+    found = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "peft" else found(name))
+    with pytest.raises(ConfigError, match="use_peft=True: peft is not installed: pip install peft"):
+        check_adapter(trainer(model=model_folder))
+    with pytest.raises(ConfigError, match="peft is not installed"):
+        load_reference(ServerConfig(model_name_or_path=str(adapters["LoRA"])), CPU)
+
+
+@pytest.mark.slow
+def test_a_server_answers_with_the_adapters_logprobs(model_folder, adapters, tmp_path):
+    with running_server(adapters["DoRA"], tmp_path) as server:
+        server.wait_ready()
+        config = trainer("--ref_servers", server.url, "--temperature", "0.9", model=adapters["DoRA"])
+        client = ReferenceClient(config)
+        assert client.wait_ready().model == str(adapters["DoRA"])
+        prompt, rest = [5, 6, 7], [[8, 9, 10, 11], [12, 13]]
+        answers = client.submit(prompt, rest, "g").result()
+        client.close()
+    model = by_hand(model_folder, adapters["DoRA"])
+    for completion, answer in zip(rest, answers, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0] / 0.9
+        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        expected = rows[range(len(completion)), completion]
+        torch.testing.assert_close(torch.from_numpy(answer).double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> list[str]:
+    """A reward that even the text of random weights earns something from."""
+    path = tmp_path_factory.mktemp("rewards") / "own.py"
+    path.write_text(
+        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
+    )
+    return ["--reward_funcs", f"{path}:letters", "--report_to", "none"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start, dtype", [("model", "bfloat16"), ("DoRA", "float32")])
+def test_two_ranks_without_a_server(launch, model_folder, adapters, data_folder, letters, tmp_path, start, dtype):
+    run = tmp_path / "run"
+    begin = model_folder if start == "model" else adapters[start]
+    settings = options(begin, data_folder, run, ref="adapter_off", use_peft=None, eval_steps=0, save_steps=2)
+    settings += ["--ref_servers", f"http://127.0.0.1:{free_port()}"]  # nobody is there
+    settings += ["--gradient_checkpointing", "--dtype", dtype]
+    ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    assert ended.returncode == 0, ended.stdout
+    assert "ref is adapter_off: no reference server" in ended.stdout
+    rows = lines(run / "metrics.jsonl")
+    assert abs(rows[0]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-6
+    assert all(row["time/ref_logprobs"] > 0 for row in rows)
+    for name in ("checkpoint-2", "model"):
+        model, began_with_adapter = policy("--dtype", dtype, model=run / name)
+        assert began_with_adapter
+        first, last = trained(policy("--dtype", dtype, model=begin)[0]).values(), trained(model).values()
+        moved = [not torch.equal(one, other) for one, other in zip(first, last, strict=True)]
+        assert all(moved)
+
+
+@pytest.mark.slow
+def test_with_a_server_the_kl_begins_at_0_from_a_new_adapter_and_from_an_old_one(
+    server, model_folder, adapters, data_folder, letters, tmp_path
+):
+    def run(name, begin, url, *more):
+        settings = options(begin, data_folder, tmp_path / name, ref_servers=url, use_peft=None, eval_steps=0)
+        ended = plain_python(*settings, *letters, *more)
+        assert ended.returncode == 0, ended.stdout
+        assert "is another model than the policy starts from" not in ended.stdout
+        rows = lines(tmp_path / name / "metrics.jsonl")
+        assert abs(rows[0]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-8
+
+    run("new", model_folder, server.url, "--lora_target_modules", "all-linear", "--use_rslora")
+    with running_server(adapters["LoRA"], tmp_path) as served:
+        served.wait_ready()
+        run("old", adapters["LoRA"], served.url, "--merge_on_save")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "old" / "model")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    differing = {
+        name for name, weight in plain.state_dict().items() if not torch.equal(weight, base.state_dict()[name])
+    }
+    layers = base.config.num_hidden_layers
+    assert len(differing) == len(TARGETS) * layers and all(name.split(".")[-2] in TARGETS for name in differing)

@@ -1,0 +1,168 @@
+"""AdamW's groups and the learning rate, against those of the Trainer of transformers."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY
+from test_resume import finish, letters, setting, timeless, training, weights  # noqa: F401
+from torch import nn
+from transformers import GPT2Config, Qwen3Config, Trainer, get_scheduler
+from transformers.models.gpt2 import GPT2LMHeadModel
+from transformers.models.qwen3 import Qwen3ForCausalLM
+
+from benchmarks.memory import on_meta
+from grpo.config.command_line import parse_arguments
+from grpo.config.trainer import TrainerConfig
+from grpo.model.lora import train_adapter
+from grpo.model.optimizer import make_optimizer, make_schedule, parameter_groups
+from grpo.model.train_estimate import Load, Policy, memory
+
+SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def config_of(**changes) -> TrainerConfig:
+    return parse_arguments(
+        TrainerConfig, "", [word for item in changes.items() for word in (f"--{item[0]}", str(item[1]))]
+    )
+
+
+@pytest.mark.parametrize("kind", ["constant_with_warmup", "linear", "cosine"])
+@pytest.mark.parametrize("warmup, steps", [(0, 1), (0, 7), (1, 7), (5, 20), (10, 10), (30, 7)])
+def test_every_learning_rate_is_that_of_transformers(kind, warmup, steps):
+    ours, theirs = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-6) for _ in range(2))
+    config = config_of(lr_scheduler_type=kind, warmup_steps=warmup, max_steps=steps, learning_rate=3e-6)
+    schedule = make_schedule(ours, config)
+    expected = get_scheduler(kind, theirs, num_warmup_steps=warmup, num_training_steps=steps)
+    for _ in range(steps + 3):
+        assert schedule.get_last_lr() == expected.get_last_lr()
+        ours.step(), theirs.step(), schedule.step(), expected.step()
+
+
+def bare(kind: str) -> nn.Module:
+    if kind == "layer norms, biases":
+        return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2))
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL, intermediate_size=24, num_key_value_heads=1, attention_bias=True))
+    if kind == "DoRA":
+        train_adapter(model, config_of(use_peft=True, use_dora=True))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["layer norms, biases", "norms of queries and keys", "DoRA"])
+def test_what_decays_is_what_decays_in_transformers(kind):
+    model = bare(kind)
+    names = set(Trainer.get_decay_parameter_names(None, model))
+    expected = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name in names]
+    decayed, others = parameter_groups(model)
+    assert [*map(id, decayed)] == [*map(id, expected)]
+    assert len(decayed) + len(others) == sum(parameter.requires_grad for parameter in model.parameters())
+    assert bool(others) == (kind != "DoRA")  # magnitudes decay, as in transformers
+
+
+def test_only_what_decays_moves_without_a_gradient():
+    model = bare("layer norms, biases")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model, config_of(weight_decay=0.1, learning_rate=0.01))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        still = "ln_" in name or "bias" in name
+        torch.testing.assert_close(
+            parameter.detach(), before[name] * (1.0 if still else 1 - 0.01 * 0.1), rtol=1e-6, atol=0
+        )
+
+
+def updated(optim: str, steps: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after some updates with gradients that lie evenly between -1 and 1."""
+    torch.manual_seed(0)
+    shape = SMALL | {"hidden_size": 64, "vocab_size": 100}
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, intermediate_size=128, num_key_value_heads=1, head_dim=16))
+    optimizer = make_optimizer(model, config_of(optim=optim, learning_rate=1e-3, weight_decay=0.1))
+    torch.manual_seed(1)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.rand_like(parameter) * 2 - 1
+        optimizer.step()
+    return model, optimizer
+
+
+def test_moments_are_in_8_bits_but_of_embeddings_norms_and_what_is_small():
+    pytest.importorskip("bitsandbytes")
+    model, optimizer = updated("adamw_8bit")
+    exact, _ = updated("adamw_torch")
+    kinds = {"large": [], "others": []}
+    for (name, parameter), known in zip(model.named_parameters(), exact.parameters(), strict=True):
+        state, part = optimizer.state[parameter], name.split(".")[-2]
+        if part in ("gate_proj", "up_proj", "down_proj", "lm_head"):  # 64 x 128 and 64 x 100
+            kinds["large"].append(part)
+            assert state["state1"].dtype == state["state2"].dtype == torch.uint8
+            apart = (parameter - known).abs()
+            assert 0 < apart.mean() < 0.1 * 1e-3, name  # of steps of 1e-3
+        else:
+            kinds["others"].append(part)
+            assert state["state1"].dtype == state["state2"].dtype == torch.float32
+            torch.testing.assert_close(parameter, known, rtol=1e-5, atol=1e-7)
+    assert {"embed_tokens", "norm", "q_norm", "q_proj"} <= {*kinds["others"]} and len(kinds["large"]) == 7
+
+
+def test_the_dry_run_counts_the_moments_that_there_are():
+    pytest.importorskip("bitsandbytes")
+    model, optimizer = updated("adamw_8bit", steps=1)
+    held = 0
+    for state in optimizer.state.values():
+        parts = [state.get(name) for name in ("state1", "state2", "absmax1", "absmax2")]
+        held += sum(part.numel() * part.element_size() for part in parts if part is not None)
+    policy = Policy.of(on_meta(model.config, torch.float32), 100, optim="adamw_8bit")
+    load = Load.of(config_of(), {"zero_optimization": {}}, 1, 50, 0)
+    for device in ("cpu", "cuda"):
+        here = memory(policy, load, device)
+        assert {term.name: term.size for term in here.standing}["AdamW's moments"] == held
+    assert held < 8 * sum(parameter.numel() for parameter in model.parameters()) / 2
+
+
+def test_no_group_has_more_numbers_than_bitsandbytes_can_count(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    whole, _ = updated("adamw_8bit")
+    monkeypatch.setattr("grpo.model.optimizer._MOST", 20_000)
+    model, optimizer = updated("adamw_8bit")
+    sizes = [sum(parameter.numel() for parameter in group["params"]) for group in optimizer.param_groups]
+    assert max(sizes) <= 20_000 and sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
+    for parameter, known in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(parameter, known)
+
+
+@pytest.mark.slow
+def test_with_moments_in_8_bits_a_run_goes_on_as_if_nothing_was(setting, tmp_path):  # noqa: F811
+    """On as many ranks; on another number it is refused, and nothing is lost."""
+    pytest.importorskip("bitsandbytes")
+    changes = {"optim": "adamw_8bit", "beta": 0, "max_steps": 3, "eval_steps": 0, "steps_per_generation": 1}
+    changes |= {"num_iterations": 1, "learning_rate": 1e-3}
+    run, again = tmp_path / "run", tmp_path / "again"
+
+    def words(folder):
+        return [word for word in setting(folder, "full", **changes) if not word.startswith("--kl_")]
+
+    finish(2, words(run))
+    saved = torch.load(run / "checkpoint-2/engine/zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)
+    states = saved["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
+    kinds = [state["__bnb_optimizer_quant_state__"]["state1"].dtype for state in states]
+    assert {torch.uint8, torch.float32} == {*kinds}, kinds
+
+    shutil.copytree(run, again, ignore=shutil.ignore_patterns("checkpoint-3", "model"))
+    with training(1, [*words(again), "--resume_from_checkpoint", "last"]) as process:
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 2 and "in 8 bits cannot be rearranged for 1: start it with 2" in output, output
+    finish(2, [*words(again), "--resume_from_checkpoint", "last"])
+    assert timeless(again) == timeless(run)
+    here, there = weights(again / "model"), weights(run / "model")
+    assert all(torch.equal(here[name], there[name]) for name in there)
+
+
+def test_a_rank_loads_no_library_that_it_does_not_use():
+    script = "import sys, grpo_ref_split; print(sorted({'peft', 'bitsandbytes', 'trl'} & sys.modules.keys()))"
+    command = [sys.executable, "-c", script]
+    shown = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[-1] == "[]"

@@ -1,0 +1,220 @@
+"""Which models are packed, that long segments and windows are right, and that nothing else of a model changes."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from test_logprobs import CONFIGS, PADDED, SMALL, build
+from transformers import MambaConfig, MistralConfig
+
+from grpo.config.trainer import TrainerConfig
+from grpo.model.load import load_model
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.tree_attention import _aligned, _mask, switch_off, switch_on
+from grpo.model.trial import make_batcher
+
+PACKED = {
+    "qwen2": "",
+    "qwen3": "",
+    "llama": "",
+    "mistral, sliding window": " up to 8 tokens a sequence, its attention's window",
+    "gemma2, softcapped": " up to 8 tokens a sequence, its attention's window",
+    "cohere, scaled": "",
+    "granite, divided": "",
+    "phi, bias": "",
+    "gpt2, learned positions": "",
+    "gpt-neox, partial rotation": "",
+}
+PADDED_BECAUSE = {
+    "bloom, alibi": "BloomForCausalLM takes no packed batch (",
+    "llama4, chunked": "Llama4ForCausalLM has layers of type chunked_attention",
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_log_says_once_which_path_runs_and_why(name, caplog):
+    caplog.set_level(logging.INFO, logger="grpo")
+    batcher = make_batcher(build(CONFIGS[name]), 0)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.model.trial"]
+    if name in PACKED:
+        assert line == f"log-probs in packed batches, each prompt once (segments){PACKED[name]}"
+        assert batcher.longest_packed == (8 if PACKED[name] else 2**31 - 1)
+    else:
+        assert line.startswith(f"log-probs in padded batches: {PADDED_BECAUSE[name]}")
+        assert batcher.longest_packed == 0
+
+
+def test_what_a_configuration_tells_is_not_tried(caplog):
+    caplog.set_level(logging.INFO, logger="grpo")
+    model = build(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    assert make_batcher(model, 0).longest_packed == 0
+    assert "has layers of type linear_attention" in caplog.text
+    assert not model.config._attn_implementation.startswith("grpo")
+
+
+def test_a_model_whose_answers_differ_in_packed_batches_is_padded(caplog):
+    caplog.set_level(logging.INFO, logger="grpo")
+    model = build(CONFIGS["llama"])
+    rotary = model.model.rotary_emb
+    plain = rotary.forward
+    # Custom code that counts places itself, as if a row were one sequence.
+    rotary.forward = lambda x, position_ids: plain(x, torch.arange(x.shape[1]).unsqueeze(0))
+    assert make_batcher(model, 0).longest_packed == 0
+    assert "gives other log-probs in packed batches" in caplog.text
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2, softcapped", "mistral, sliding window"])
+def test_long_segments_are_cut_into_rows_without_a_seam(name):
+    """Prompts and completions below, at and above the rows of one attention call, values and gradients."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.max_position_embeddings = 1024
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = 1024
+    model = build(config)
+    draw = torch.Generator().manual_seed(1)
+
+    def ids(length):
+        return torch.randint(0, 64, (length,), generator=draw).tolist()
+
+    short, long = ids(3), ids(300)
+    sequences = [(short, ids(257)), (short, ids(258)), (long, ids(600)), (long, ids(2)), (long, ids(300))]
+    weights = torch.linspace(-1, 1, 257 + 258 + 600 + 2 + 300)
+    results = []
+    for batcher in (PADDED, make_batcher(model, 0)):
+        batch = batcher.make(sequences, "cpu")
+        assert (batch.tree is None) == (batcher is PADDED)
+        model.zero_grad()
+        logprobs, _ = token_logprobs(model, batch, 1.0)
+        (logprobs * weights).sum().backward()
+        results.append((logprobs.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])))
+    (padded, its_gradient), (packed, own_gradient) = results
+    torch.testing.assert_close(packed, padded, atol=2e-5, rtol=0)
+    assert (own_gradient - its_gradient).norm() / its_gradient.norm() < 1e-5
+
+
+def test_a_window_hides_nothing_from_a_sequence_that_fits_it_and_longer_ones_are_padded():
+    model = build(MistralConfig(**SMALL, sliding_window=12, initializer_range=0.3))
+    batcher = make_batcher(model, 0)
+    fits, beyond = ([5, 6, 7, 8], [9] * 8), ([5, 6, 7, 8], [9] * 9)
+    assert batcher.cut([fits, beyond, fits], 100) == [[0, 2], [1]]
+    with torch.no_grad():
+        for one in (fits, beyond):
+            batch = batcher.make([one], "cpu")
+            assert (batch.tree is None) == (one is beyond)
+            exact = torch.log_softmax(model(input_ids=torch.tensor([one[0] + one[1]])).logits[0].double(), -1)
+            picked = exact[3:-1].gather(1, torch.tensor(one[1])[:, None]).squeeze(1)
+            torch.testing.assert_close(token_logprobs(model, batch, 1.0)[0].double(), picked, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2, softcapped"])
+def test_a_model_generates_and_saves_as_before(name, tmp_path):
+    model = build(CONFIGS[name])
+    ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    settings = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        before, logits = model.generate(ids, **settings), model(ids, attention_mask=mask).logits
+        own, described = model.config._attn_implementation, model.config.to_dict()
+        switch_on(model, "segments")
+        assert torch.equal(model.generate(ids, **settings), before)
+        assert torch.equal(model(ids, attention_mask=mask).logits, logits)
+    assert model.config.to_dict() == described
+    model.save_pretrained(tmp_path)
+    assert "grpo_packed" not in (tmp_path / "config.json").read_text()
+    switch_off(model)
+    assert model.config._attn_implementation == own
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", ["varlen", "segments"])
+def test_the_variants_agree_on_a_gpu(variant):
+    """In bfloat16 as close to padded batches as those are to float32, log-probs and gradients, up to three times."""
+    model = build(CONFIGS["qwen2"]).to("cuda")
+    # The long group's masks are cut at odd places.
+    long = [5, 6, 7] * 41
+    sequences = [
+        ([5, 6, 7] * 5, [8, 9] * 9),
+        ([5, 6, 7] * 5, [10] * 7),
+        ([1], [2, 3]),
+        (long, [8] * 99),
+        (long, [9] * 70),
+    ]
+
+    def results(batcher) -> list[torch.Tensor]:
+        model.zero_grad()
+        logprobs, _ = token_logprobs(model, batcher.make(sequences, "cuda"), 1.0)
+        (logprobs * torch.linspace(-1, 2, len(logprobs), device="cuda")).sum().backward()
+        return [logprobs.detach(), torch.cat([weight.grad.float().flatten() for weight in model.parameters()])]
+
+    exact = results(PADDED)
+    model.to(torch.bfloat16)
+    padded = results(PADDED)
+    switch_on(model, variant)
+    packed = results(Batcher(0, 10**9))
+    for right, rounded, ours in zip(exact, padded, packed, strict=True):
+        assert (ours - right).norm() <= 3 * (rounded - right).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mask_for_a_gpu_begins_where_its_kernel_wants_it(dtype):
+    for rows, seen in [(256, 0), (256, 40), (7, 133), (1, 9), (200, 300)]:
+        mask = _mask(rows, seen, dtype, torch.device("cpu"))
+        copy = _aligned(mask)
+        assert torch.equal(copy, mask) and copy.shape == (rows, seen + rows)
+        assert copy.data_ptr() % 16 == 0 and copy.stride(0) % 16 == 0 and copy.stride(1) == 1
+    # As they come from the cache they do not.
+    assert _mask(7, 133, dtype, torch.device("cpu")).data_ptr() % 16
+
+
+def plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size):
+    """What flash attention computes, a segment at a time in float64. [tokens, heads, d] each."""
+    assert window_size == (-1, 0)
+    outputs = []
+    for place in range(len(cu_seq_q) - 1):
+        queries = query[cu_seq_q[place] : cu_seq_q[place + 1]].double()
+        keys, values = (states[cu_seq_k[place] : cu_seq_k[place + 1]].double() for states in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """torch 2.11's signature: no grouped heads."""
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
+
+
+def varlen_2_13(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    """torch 2.13's signature: grouped heads where they are announced."""
+    repeat = query.shape[1] // key.shape[1]
+    assert enable_gqa == (repeat > 1)
+    key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
+    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, scale, window_size)
+
+
+@pytest.mark.parametrize("torchs_own", [varlen_2_11, varlen_2_13])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2, learned positions"])
+def test_what_varlen_is_given_is_what_segments_compute(name, torchs_own, monkeypatch):
+    """The kernel itself needs a card; the order of keys, the lengths and the grouped heads do not."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs_own)
+    model = build(CONFIGS[name])
+    sequences = [([5, 6, 7] * 5, [8, 9] * 9), ([5, 6, 7] * 5, [10] * 7), ([1], [2, 3])]
+    batch = Batcher(0, 10**9).make(sequences, "cpu")
+    logprobs = {}
+    for variant in ("segments", "varlen"):
+        switch_on(model, variant)
+        logprobs[variant], _ = token_logprobs(model, batch, 1.0)
+    torch.testing.assert_close(logprobs["varlen"], logprobs["segments"], atol=1e-5, rtol=0)
+
+
+def test_cudnns_attention_is_off_once_a_model_is_loaded(model_folder):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_model(TrainerConfig(model_name_or_path=str(model_folder)), torch.device("cpu"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

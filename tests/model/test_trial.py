@@ -1,0 +1,224 @@
+"""What a model is tried for before a run, and that the update computes what was tried."""
+
+import logging
+
+import pytest
+import torch
+from test_logprobs import CONFIGS, SEQUENCES, SMALL, build, by_hand
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    DogeConfig,
+    JetMoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PhimoeConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    RwkvConfig,
+)
+
+from grpo.config.errors import ConfigError
+from grpo.config.generation import EvaluateConfig
+from grpo.config.model import SharedConfig
+from grpo.model.load import check_lengths, checkpoint_activations, load_model, longest_sequence
+from grpo.model.logprobs import token_logprobs
+from grpo.model.trial import make_batcher
+from grpo.rollouts.trial import make_sampler
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 32,
+    "rope_theta": 1e4,
+}
+# Each has something random in training mode that is no dropout of units.
+NOISY = {
+    "layers left out": OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        layerdrop=0.3,
+        init_std=0.3,
+    ),
+    "routers that jitter": MixtralConfig(**SMALL, num_local_experts=4, router_jitter_noise=0.1, initializer_range=0.3),
+    "experts by chance": PhimoeConfig(
+        **{name: value for name, value in SMALL.items() if name != "head_dim"},
+        num_local_experts=4,
+        initializer_range=0.3,
+    ),
+}
+
+
+def loaded(config, folder, **options) -> PreTrainedModel:
+    build(config).save_pretrained(folder)
+    return load_model(SharedConfig(model_name_or_path=str(folder), **options), torch.device("cpu"))
+
+
+def answering(length: int) -> EvaluateConfig:
+    """The settings of an evaluation whose longest sequence has `length` tokens."""
+    return EvaluateConfig(model_name_or_path="some/model", max_prompt_length=20, max_completion_length=length - 20)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("noise", NOISY)
+def test_an_update_has_no_noise(noise, checkpointing, tmp_path):
+    """Log-probs and gradients are those of the model in evaluation mode, as the sampler and the server have it."""
+    model = loaded(NOISY[noise], tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    expected, _ = by_hand(plain, SEQUENCES, 1.0)
+    weights = torch.linspace(-1, 1, len(expected))
+    (expected * weights).sum().backward()
+    if checkpointing:
+        checkpoint_activations(model)
+    for draw in range(3):
+        torch.manual_seed(draw)
+        model.zero_grad()
+        logprobs, _ = token_logprobs(model, make_batcher(model, 0).make(SEQUENCES, "cpu"), 1.0)
+        torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
+        (logprobs * weights).sum().backward()
+        for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+            if its.grad is not None:
+                assert (ours.grad - its.grad).norm() <= 1e-5 * its.grad.norm() + 1e-5
+
+
+def test_layers_recompute_where_a_backward_pass_follows_and_nowhere_else():
+    model = build(CONFIGS["qwen2"])
+    checkpoint_activations(model)
+    batch = make_batcher(model, 0).make(SEQUENCES, "cpu")
+    passes = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
+    logprobs, _ = token_logprobs(model, batch, 1.0)
+    assert len(passes) == 1
+    # Until the backward pass is over: layers within layers (Zamba2) give a wrong gradient if it changes in between.
+    assert all(layer.training for layer in model.model.layers)
+    logprobs.sum().backward()
+    assert len(passes) == 2
+    with torch.no_grad():
+        token_logprobs(model, batch, 1.0)
+    assert len(passes) == 3
+    assert not any(part.training for part in model.modules())
+
+
+def test_a_model_that_cannot_recompute_is_refused():
+    small = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_attention_heads")}
+    model = build(JetMoeConfig(**small, kv_channels=8, num_local_experts=2, num_experts_per_tok=1))
+    with pytest.raises(ConfigError, match="gradient_checkpointing=True: JetMoeForCausalLM does not know how to"):
+        checkpoint_activations(model)
+    assert make_batcher(model, 0).longest_packed > 0  # and without it all is well
+
+
+def test_layers_that_are_others_while_they_recompute_are_refused():
+    model = build(CONFIGS["llama"])
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda layer, _, output: output + layer.training)
+    assert make_batcher(model, 0).longest_packed > 0
+    checkpoint_activations(model)
+    with pytest.raises(ConfigError, match="gradient_checkpointing=True: LlamaForCausalLM gives other log-probs while"):
+        make_batcher(model, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_looks_ahead_is_refused(dtype):
+    model = build(LlamaConfig(**SMALL, initializer_range=0.6)).to(dtype)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ConfigError, match="when other tokens follow it .* it is no causal model: use another one"):
+        make_batcher(model, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_does_not_leave_out_padding_is_not_sampled_from(dtype, tokenizer):
+    torch.manual_seed(0)
+    model = build(RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=64)).to(dtype)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    assert make_batcher(model, 0).longest_packed == 0  # a server may still score with it
+    with pytest.raises(ConfigError, match="RwkvForCausalLM draws tokens with other log-probs .*: use another model"):
+        make_sampler(model, tokenizer, 8)
+
+
+def test_a_model_that_cannot_draw_is_refused_with_what_it_said(tokenizer):
+    layers = dict(layer_types=["linear_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=2)
+    widths = dict(linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0)
+    model = build(Qwen3NextConfig(**SMALL, **layers, **widths))
+    said = r"Qwen3NextForCausalLM cannot draw tokens \(ValueError: .*Attention layers.*\): use another model"
+    with pytest.raises(ConfigError, match=said):
+        make_sampler(model, tokenizer, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_which_nothing_is_wrong_passes_every_trial(dtype, tokenizer):
+    for name in ("qwen2", "gemma2, softcapped", "gpt2, learned positions"):
+        model = build(CONFIGS[name]).to(dtype)
+        before = [weight.clone() for weight in model.parameters()]
+        assert make_batcher(model, 0).longest_packed > 0
+        make_sampler(model, tokenizer, 8)
+        assert all(map(torch.equal, model.parameters(), before))
+        assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+
+
+def test_equal_log_probs_with_other_gradients_are_not_packed(caplog):
+    """Doge's masks begin as ones: only the gradient of what makes them tells that a packed batch leaves them out."""
+    caplog.set_level(logging.INFO, logger="grpo")
+    model = build(DogeConfig(**SMALL, initializer_range=0.3))
+    assert make_batcher(model, 0).longest_packed == 0
+    assert "DogeForCausalLM gives other gradients in packed batches" in caplog.text
+    assert make_batcher(model.requires_grad_(False), 0).longest_packed > 0  # a server takes none
+
+
+def test_positions_that_depend_on_a_batchs_longest_row_are_used_up_to_where_they_begin_to(tmp_path):
+    small = SMALL | {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "initializer_range": 0.3}
+    model = loaded(Phi3Config(**small, rope_parameters=LONGROPE), tmp_path)
+    assert longest_sequence(model.config) == 32
+    check_lengths(answering(32), model.config)
+    said = r"^max_completion_length=13: .* 33 tokens, and beyond 32 \(original_max_position_embeddings\) the log-probs "
+    with pytest.raises(ConfigError, match=f"{said}of some/model depend on the rest of the batch: lower one of them$"):
+        check_lengths(answering(33), model.config)
+    short, longest, beyond = ([5, 6, 7], [8, 9]), ([5, 6, 7], [8] * 29), ([5, 6, 7], [8] * 31)
+    batcher = make_batcher(model, 0)
+    with torch.no_grad():
+        alone, _ = token_logprobs(model, batcher.make([short], "cpu"), 1.0)
+        beside, _ = token_logprobs(model, batcher.make([short, longest], "cpu"), 1.0)
+        moved, _ = token_logprobs(model, batcher.make([short, beyond], "cpu"), 1.0)
+    torch.testing.assert_close(beside[:2], alone, atol=1e-5, rtol=0)
+    assert (moved[:2] - alone).abs().max() > 1e-3
+
+
+def test_an_indexed_attention_is_used_as_far_as_it_sees_everything():
+    model = build(
+        DeepseekV32Config(
+            **{name: value for name, value in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 4},
+            moe_intermediate_size=24,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            index_topk=12,
+            index_n_heads=2,
+            index_head_dim=16,
+            initializer_range=0.3,
+        )
+    )
+    batcher = make_batcher(model, 0)
+    assert longest_sequence(model.config) == 12
+    with pytest.raises(ConfigError, match=r"beyond 12 \(index_topk\) the log-probs of some/model depend on the rest"):
+        check_lengths(answering(33), model.config)
+    for short, long, same in ((8, 12, True), (20, 48, False)):
+        ids = [*range(8, 8 + long)]
+        with torch.no_grad():
+            alone, _ = token_logprobs(model, batcher.make([(ids[:1], ids[1:short])], "cpu"), 1.0)
+            longer, _ = token_logprobs(model, batcher.make([(ids[:1], ids[1:])], "cpu"), 1.0)
+        assert torch.allclose(longer[: len(alone)], alone, atol=1e-5) == same

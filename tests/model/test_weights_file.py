@@ -1,0 +1,164 @@
+"""A file of weights, against what safetensors itself reads and writes; and files that are not what they say."""
+
+import hashlib
+import json
+import tempfile
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+
+from grpo.model import weights_file as module
+from grpo.model.weights_file import WeightsFile, named_weights, sample, write_weights
+from grpo.wire.tensor_header import HeaderError
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "b.half": torch.linspace(-1, 1, 7).bfloat16(),
+    "empty": torch.empty(0, 5),
+    "one": torch.tensor(2.5),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that a tensor has several of them."""
+    monkeypatch.setattr(module, "_BLOCK", 5)
+
+
+def test_safetensors_reads_what_was_written_and_the_digest_is_the_files(tmp_path):
+    digest = write_weights(tmp_path / "w", TENSORS)
+    assert digest == hashlib.sha256((tmp_path / "w").read_bytes()).hexdigest()
+    for name, tensor in load_file(tmp_path / "w").items():
+        assert tensor.dtype == TENSORS[name].dtype and torch.equal(tensor, TENSORS[name])
+
+
+def test_another_dtype_and_a_change_on_the_way(tmp_path):
+    write_weights(
+        tmp_path / "w", TENSORS, torch.float32, lambda name, part, values: values + len(values) * (name == "a")
+    )
+    read = load_file(tmp_path / "w")
+    assert all(tensor.dtype == torch.float32 for tensor in read.values())
+    assert torch.equal(read["b.half"], TENSORS["b.half"].float())
+    added = torch.tensor([5.0] * 10 + [2.0] * 2).reshape(3, 4)
+    assert torch.equal(read["a"], TENSORS["a"] + added)
+
+
+def test_parts_are_read_as_slices_of_the_flat_tensor(tmp_path):
+    (tmp_path / "w").write_bytes(save(TENSORS))
+    with open(tmp_path / "w", "rb") as file:
+        read = WeightsFile(file, (tmp_path / "w").stat().st_size)
+        for name, tensor in TENSORS.items():
+            assert read.entries[name].shape == tuple(tensor.shape)
+            for part in (slice(None), slice(2, 6), slice(1, 100), slice(0, None, 3), sample(tensor.numel())):
+                assert torch.equal(read.read(name, part), tensor.flatten()[part])
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 127, 128, 1000])
+def test_a_sample_is_of_the_whole_tensor_and_64_at_most(count):
+    picked = list(range(count)[sample(count)])
+    assert len(picked) == min(count, 64) and picked[:1] == [0][:count]
+    assert count == 0 or picked[-1] + 1 >= count // 2
+
+
+def test_a_models_weights_are_what_save_pretrained_saves(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    saved, own = load_file(tmp_path / "model.safetensors"), named_weights(model)
+    assert saved.keys() == own.keys() and "lm_head.weight" not in own  # it is tied
+    assert all(torch.equal(saved[name], tensor) for name, tensor in own.items())
+
+
+def parse(header: object, data: int = 8, length: int | None = None) -> WeightsFile:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    body = (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
+    return read_bytes(body)
+
+
+def read_bytes(body: bytes) -> WeightsFile:
+    with tempfile.TemporaryFile() as file:
+        file.write(body)
+        file.flush()
+        return WeightsFile(file, len(body))
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def test_the_whole_file_must_be_covered_each_byte_once():
+    assert parse({"x": entry()}).entries["x"].count == 2
+    assert parse({"x": entry(shape=(1,), offsets=(4, 8)), "y": entry(shape=(1,), offsets=(0, 4))}).entries["x"].start
+    for header in (
+        {},
+        {"x": entry(shape=(1,), offsets=(0, 4))},
+        {"x": entry(shape=(1,), offsets=(4, 8))},
+        {"x": entry(), "y": entry()},
+        {"x": entry(), "y": entry(shape=(1,), offsets=(4, 8))},
+        {"x": entry(shape=(3,), offsets=(0, 12))},
+    ):
+        with pytest.raises(HeaderError, match="do not fill its"):
+            parse(header)
+
+
+@pytest.mark.parametrize(
+    "header, said",
+    [
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        ([], "not a JSON object"),
+        ({"x": 1}, "needs dtype"),
+        ({"x": "text"}, "needs dtype"),
+        ({"x": {"dtype": "F32", "shape": [2]}}, "needs dtype"),
+        ({"x": entry(offsets=(0, 4, 8))}, "needs dtype"),
+        ({"x": {**entry(), "shape": 2}}, "needs dtype"),
+        ({"x": entry(dtype="F64")}, "has dtype 'F64'"),
+        ({"x": entry(dtype=["F32"])}, "has dtype"),
+        ({"x": entry(shape=(3,))}, "do not fit together"),
+        ({"x": entry(shape=(-2,))}, "do not fit together"),
+        ({"x": entry(shape=(2.0,))}, "do not fit together"),
+        ({"x": entry(shape=(True, 2))}, "do not fit together"),
+        ({"x": entry(shape=(1,) * 9)}, "do not fit together"),
+        ({"x": entry(shape=(2**63, 0), offsets=(0, 0))}, "do not fit together"),
+        ({"x": entry(offsets=("0", "8"))}, "do not fit together"),
+        ({"x" * 10_000: entry(dtype="F64")}, "has dtype 'F64'"),
+    ],
+)
+def test_a_header_that_is_not_right_is_refused_in_few_words(header, said):
+    with pytest.raises(HeaderError, match=said) as refused:
+        parse(header)
+    assert len(str(refused.value)) < 400
+
+
+def test_a_header_that_is_not_there_or_far_too_long_is_refused():
+    with pytest.raises(HeaderError, match="shorter"):
+        read_bytes(b"")
+    with pytest.raises(HeaderError, match="a header of 1000 bytes; 69 are the most"):
+        parse({"x": entry()}, length=1000)
+    with pytest.raises(HeaderError, match="a header of 1099511627776 bytes"):
+        parse({}, length=2**40)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["F32", "shape", "dtype"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "I8"]) | json_values,
+        "shape": st.lists(st.integers(-1, 3), max_size=3) | json_values,
+        "data_offsets": st.lists(st.integers(-4, 12), min_size=2, max_size=2) | json_values,
+    }
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(max_size=3), entries | json_values, max_size=3) | json_values, st.integers(0, 16))
+def test_no_header_does_anything_but_fit_or_be_refused(header, data):
+    try:
+        read = parse(header, data)
+    except HeaderError:
+        return
+    assert sum(one.count * one.dtype.itemsize for one in read.entries.values()) == data

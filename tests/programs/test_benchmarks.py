@@ -1,0 +1,103 @@
+"""The benchmarks run, at toy sizes, and count the work that is really fed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+
+from benchmarks.arithmetic import each_alone, padded, prompt_once
+from benchmarks.common import groups, ratios, skewed
+from grpo.model.packing import Batcher
+
+
+def test_the_counted_rows_are_those_that_are_fed():
+    work = groups(3, 4, (5, 20), (2, 30), seed=1, vocabulary=50)
+    sequences = [(prompt, completion) for prompt, completions in work for completion in completions]
+    packed = Batcher(0, longest_packed=10**6).make(sequences, "cpu")
+    counted = prompt_once(work)
+    assert counted.rows == packed.input_ids.numel() and counted.head_rows == len(packed.targets)
+    seen = sum(keys - own for keys, own in zip(packed.tree.key_lengths, packed.tree.segments, strict=True))
+    assert seen > 0
+    pairs = 0
+    for keys, own in zip(packed.tree.key_lengths, packed.tree.segments, strict=True):
+        pairs += sum(keys - own + place + 1 for place in range(own))
+    assert counted.pairs == pairs
+    assert each_alone(work).rows == sum(len(prompt) + len(rest) - 1 for prompt, rest in sequences)
+    widths = [len(prompt) + max(map(len, completions)) for prompt, completions in work]
+    assert padded(work).rows == padded(work).head_rows == 4 * sum(widths)
+
+
+def test_skewed_lengths_are_mostly_short_and_keep_their_ends():
+    import random
+
+    lengths = skewed(2000, 20, 400, random.Random(0))
+    assert min(lengths) == 20 and 390 < max(lengths) <= 400
+    assert sorted(lengths)[1000] < 20 + 380 / 4
+
+
+def test_ratios_are_of_pairs():
+    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+
+
+@pytest.mark.rare
+def test_the_server_benchmark_runs(tmp_path):
+    small = ["--layers", "1", "--groups", "4", "--repeats", "1", "--vocabulary", "1000"]
+    command = [sys.executable, "-m", "benchmarks.ref_server", *small]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    for words in ("times as fast", "of the speed of the same calls", "times less", "added by HTTP"):
+        assert words in done.stdout
+
+
+@pytest.mark.rare
+def test_the_soak_runs():
+    small = [
+        "--minutes",
+        "0.1",
+        "--first_minutes",
+        "0.05",
+        "--turns",
+        "2",
+        "--clients",
+        "4",
+        "--layers",
+        "1",
+        "--hidden",
+        "64",
+    ]
+    command = [sys.executable, "-m", "benchmarks.soak", *small]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "| long | 0.1 |" in done.stdout and done.stdout.count("| none |") == 2
+    assert "over a fresh one's, 2 turns: " in done.stdout
+
+
+@pytest.mark.rare
+def test_the_gpu_benchmark_goes_through_all_its_parts_without_a_gpu(tmp_path):
+    """Everything that will run on a card runs here too, tiny."""
+    environment = {
+        **ENVIRONMENT,
+        "PYTHON": sys.executable,
+        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+    }
+    out = tmp_path / "gpu.md"
+    done = subprocess.run(
+        ["bash", "benchmarks/gpu.sh", "--tiny", "--out", str(out)],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("failed", "not measured", "ended with code", "Traceback"):
+        assert words not in out.read_text() + done.stderr
+    parts = json.loads(out.with_suffix(".json").read_text())
+    assert list(parts) == ["packed", "memory", "generate", "ranks", "train"]
+    for name, part in parts.items():
+        assert part["card"] == "no GPU" and all(table["rows"] for table in part["tables"]), name
+        rows = ["| " + " | ".join(row) + " |" for table in part["tables"] for row in table["rows"]]
+        assert rows and all(row in out.read_text() for row in rows)

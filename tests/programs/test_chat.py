@@ -1,0 +1,344 @@
+"""`python -m grpo.chat` as a user talks to it: through a pipe, and at a terminal with Ctrl-C and Ctrl-D."""
+
+import contextlib
+import io
+import json
+import os
+import pty
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, thinking_model
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
+
+from grpo.chat import Shown, stopped_by_ctrl_c, talk
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.generation import ChatConfig
+from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.records import Example
+
+SYSTEM = "Answer in one word."
+
+
+def command(model_folder, *options) -> list[str]:
+    return [sys.executable, "-m", "grpo.chat", "--model", str(model_folder), "--system_prompt", SYSTEM, *options]
+
+
+def piped(model_folder, text: str, *options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(model_folder, *options),
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        input=text.encode(),
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def greedy(model, tokenizer, messages, length=24, **template_kwargs) -> str:
+    """The answer by transformers alone."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **template_kwargs)
+    ids = tokenizer(text, return_tensors="pt")
+    answer = model.generate(**ids, do_sample=False, max_new_tokens=length)[0, ids["input_ids"].shape[1] :]
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def conversation(model, tokenizer, *questions) -> str:
+    """What is printed for questions that see those before them."""
+    messages, printed = [{"role": "system", "content": SYSTEM}], ""
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": greedy(model, tokenizer, messages)})
+        printed += messages[-1]["content"] + "\n"
+    return printed
+
+
+SHORT_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "24"]
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_the_answers_and_nothing_else(model_folder, model, tokenizer):
+    first, second = "What is 2+2?", "And 3+3?"
+    ended = piped(model_folder, f"{first}\n\n{second}\n/new\n{second}", *SHORT_AND_GREEDY)
+    assert ended.returncode == 0, ended.stderr
+    expected = conversation(model, tokenizer, first, second) + conversation(model, tokenizer, second)
+    assert ended.stdout.decode() == expected
+    assert b"Traceback" not in ended.stderr and b"Warning" not in ended.stderr
+
+
+def printed(tokenizer, ids: list[int]) -> str:
+    """What appears when the ids come one by one."""
+    with contextlib.redirect_stdout(io.StringIO()) as screen:
+        shown = Shown(tokenizer.decode, [])
+        for count in range(1, len(ids) + 1):
+            assert shown(ids[:count]) is False
+        shown.end()
+    return screen.getvalue()
+
+
+@given(ids=st.lists(st.integers(0, 511), max_size=40))
+def test_any_tokens_one_by_one_are_shown_as_their_text(tokenizer, ids):
+    assert printed(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+
+
+def test_characters_of_several_tokens_are_shown_whole(tokenizer):
+    text = "Grüße, 猫 und 🐈\nTom has 3"
+    ids = tokenizer(text)["input_ids"]
+    assert len(tokenizer("猫")["input_ids"]) == 3
+    assert printed(tokenizer, ids) == text + "\n"
+    screen = io.StringIO()
+    with contextlib.redirect_stdout(screen):
+        shown = Shown(tokenizer.decode, [])
+        for count in range(1, len(ids) + 1):
+            shown(ids[:count])
+            assert text.startswith(screen.getvalue())
+    assert screen.getvalue() == text, "nothing waits for the end"
+
+
+def test_an_answer_that_is_to_stop_says_so(tokenizer):
+    stopped = []
+    shown = Shown(tokenizer.decode, stopped)
+    assert shown([]) is False
+    stopped.append(signal.SIGINT)
+    assert shown([]) is True
+
+
+def test_the_first_ctrl_c_stops_an_answer_and_the_second_the_program():
+    before = signal.getsignal(signal.SIGINT)
+    with stopped_by_ctrl_c(interactive=True) as stopped:
+        signal.raise_signal(signal.SIGINT)
+        assert stopped
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    with stopped_by_ctrl_c(interactive=False) as stopped, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert not stopped
+
+
+LONG_AND_GREEDY = ["--temperature", "0", "--max_completion_length", "400"]
+
+
+@pytest.fixture(scope="module")
+def long_answer(model, tokenizer) -> tuple[str, str]:
+    """A question and its greedy answer, which takes its time."""
+    for question in (f"What is {number}+2?" for number in range(50)):
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        answer = greedy(model, tokenizer, messages, length=400)
+        if len(tokenizer(answer)["input_ids"]) > 300:
+            return question, answer
+    raise AssertionError("every answer is short")
+
+
+@pytest.mark.slow
+def test_the_first_token_is_there_before_the_last_and_ctrl_c_ends_a_pipe(model_folder, long_answer):
+    question, answer = long_answer
+    process = subprocess.Popen(
+        command(model_folder, *LONG_AND_GREEDY),
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdin.write(f"{question}\n".encode())
+    process.stdin.flush()
+    seen = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert b"Traceback" not in errors
+    text = (seen + rest).decode(errors="ignore")
+    assert 0 < len(text) < len(answer) and answer.startswith(text)
+
+
+@pytest.mark.slow
+def test_a_reader_who_leaves_is_no_disaster(model_folder, long_answer):
+    chat = shlex.join(command(model_folder, *LONG_AND_GREEDY))
+    ended = subprocess.run(
+        ["bash", "-c", f"echo '{long_answer[0]}' | {chat} | head -c 3 > /dev/null; echo ${{PIPESTATUS[@]}}"],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout == "0 1 0\n"
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
+class Terminal:
+    """The program at a pseudo-terminal."""
+
+    def __init__(self, arguments: list[str]):
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            arguments,
+            cwd=REPOSITORY,
+            env={**ENVIRONMENT, "TERM": "dumb"},
+            stdin=slave,
+            stdout=slave,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def until(self, end: str, seconds: float = 60) -> str:
+        """What is printed until it ends so."""
+        deadline, seen = time.monotonic() + seconds, b""
+        while not seen.replace(b"\r", b"").endswith(end.encode()):
+            ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"only {seen!r}"
+            seen += os.read(self.master, 1)
+        return seen.replace(b"\r", b"").decode(errors="replace")
+
+
+@pytest.fixture
+def terminal(model_folder):
+    started = []
+
+    def run(*options) -> Terminal:
+        started.append(Terminal(command(model_folder, *options)))
+        return started[-1]
+
+    yield run
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+        os.close(one.master)
+
+
+@pytest.mark.slow
+def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(terminal, model, tokenizer, long_answer):
+    question, answer = long_answer
+    chat = terminal(*LONG_AND_GREEDY)
+    assert "Ctrl-C stops an answer, Ctrl-D ends" in chat.until("\n> ")
+
+    chat.process.send_signal(signal.SIGINT)  # at the prompt: another prompt
+    chat.until("\n> ")
+
+    chat.type(question + "\n")
+    chat.until(question + "\n" + answer[:1])
+    chat.process.send_signal(signal.SIGINT)
+    shown = answer[:1] + chat.until("\n> ").removesuffix("\n> ")
+    assert len(shown) < len(answer) and answer.startswith(shown)
+
+    chat.type("/new\n")
+    chat.until("/new\n> ")
+    chat.type(question + "\n")
+    whole = chat.until("\n> ").removeprefix(question + "\n").removesuffix("\n> ")
+    assert whole in (answer, answer + "\n(cut off after 400 tokens)"), "the signal is gone, and the first try forgotten"
+
+    chat.type("\x04")
+    assert chat.process.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+def test_questions_by_themselves_and_a_model_without_a_chat_template(model_folder, model, tmp_path):
+    folder = tmp_path / "plain"
+    shutil.copytree(model_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    for left in folder.glob("chat_template*"):
+        left.unlink()
+    tokenizer.save_pretrained(folder)
+
+    def continued(question: str) -> str:
+        ids = tokenizer(f"{SYSTEM}\n\n{question}\n\n", return_tensors="pt")
+        answer = model.generate(**ids, do_sample=False, max_new_tokens=24)[0, ids["input_ids"].shape[1] :]
+        return tokenizer.decode(answer, skip_special_tokens=True) + "\n"
+
+    ended = piped(folder, "One?\nTwo?\n", *SHORT_AND_GREEDY, "--no_keep_history")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.decode() == continued("One?") + continued("Two?")
+
+
+def test_the_template_is_told_what_the_settings_say(model_folder, model, tmp_path, monkeypatch, capsys):
+    folder = thinking_model(model_folder, tmp_path / "thinking")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "What is 2+2?"}]
+    off = {"enable_thinking": False}
+    expected = [greedy(model, tokenizer, messages, **template_kwargs) + "\n" for template_kwargs in ({}, off)]
+    assert expected[0] != expected[1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["--model", str(folder), "--system_prompt", "", *SHORT_AND_GREEDY]
+    for option, answer in zip(([], ["--chat_template_kwargs", json.dumps(off)]), expected, strict=True):
+        monkeypatch.setattr("sys.stdin", io.StringIO("What is 2+2?\n"))
+        talk(parse_arguments(ChatConfig, "", [*arguments, *option]), interactive=False)
+        assert capsys.readouterr().out == answer
+
+
+def test_an_answer_may_be_longer_than_a_batch_allows(tokenizer, tmp_path, monkeypatch, capsys):
+    """With longrope positions a batch's rows depend on the longest from 32 tokens on; a batch of one has one row."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(
+        Phi3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            original_max_position_embeddings=32,
+            rope_parameters=rope | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 4.0, 6.0, 8.0]},
+            initializer_range=0.3,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    ).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    question = "What is 2+2?" + " frog" * 8
+    messages = [{"role": "user", "content": question}]
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert 32 < len(tokenizer(asked)["input_ids"]) < 100
+    config = parse_arguments(ChatConfig, "", ["--model", str(tmp_path), "--system_prompt", "", *SHORT_AND_GREEDY])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
+    talk(config, interactive=False)
+    assert capsys.readouterr().out == greedy(model, tokenizer, messages) + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(question * 8 + "\n"))
+    with pytest.raises(ConfigError, match="tokens, and the model takes at most 128: ask less at a time"):
+        talk(config, interactive=False)
+
+
+@pytest.mark.slow
+def test_without_a_temperature_answers_are_samples_as_in_training(model_folder, model, tokenizer):
+    ended = piped(model_folder, "What?\nWhat?\n", "--seed", "7", "--max_completion_length", "24", "--no_keep_history")
+    assert ended.returncode == 0, ended.stderr
+    prompt = render_prompt(tokenizer, "What?", SYSTEM)
+    example = Example(0, prompt, tokenize_prompt(tokenizer, prompt), {})
+    sampler = Sampler(tokenizer, [tokenizer.eos_token_id], 24)
+    answers = [sampler.sample(model, [example], 1, 1.0, seed)[0][0].text for seed in (7, 8)]
+    assert answers[0] != answers[1] and ended.stdout.decode() == "".join(f"{answer}\n" for answer in answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, question, said",
+    [
+        (["--model", "/no/model"], "What?", "model_name_or_path='/no/model'"),
+        ([], "frog " * 600, "takes at most 512: ask less at a time"),
+        (["--temperature", "-1"], "What?", "temperature=-1.0: use 0 or more"),
+    ],
+)
+def test_what_cannot_be_answered_is_said_in_one_line(model_folder, options, question, said):
+    ended = piped(model_folder, question, *options)
+    assert ended.returncode == 2 and ended.stdout == b""
+    errors = [line for line in ended.stderr.decode().splitlines() if line.startswith("chat.py: error: ")]
+    assert len(errors) == 1 and said in errors[0] and b"Traceback" not in ended.stderr

@@ -1,0 +1,259 @@
+"""`grpo_ref_split.py --dry_run`: what it finds out, what it refuses, and what it leaves alone."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, free_port
+from test_train_estimate import LOAD
+from test_train_estimate import policy as policy_of
+from transformers import AutoConfig, BloomConfig, JetMoeConfig, MambaConfig, RwkvConfig
+
+from demo.task import write_dataset
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.model.estimate_report import CARDS
+from grpo.model.train_report import breakdown
+from grpo.trainer.dry_run import dry_run
+
+
+@pytest.fixture(scope="module")
+def weightless(model, tokenizer, tmp_path_factory) -> str:
+    """The tiny model's folder without its weights."""
+    folder = tmp_path_factory.mktemp("weightless")
+    AutoConfig.from_pretrained(model.config._name_or_path).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("few")
+    write_dataset(folder, seed=0, train_size=80, test_size=16)
+    return str(folder)
+
+
+@pytest.fixture
+def given(weightless, few, tmp_path) -> dict:
+    return {
+        "model_name_or_path": weightless,
+        "dataset_name": few,
+        "output_dir": str(tmp_path / "run"),
+        "system_prompt": "",
+        "max_prompt_length": 96,
+        "max_completion_length": 24,
+        "num_generations": 4,
+        "prompts_per_step": 6,
+        "micro_batch_tokens": 200,
+        "eval_samples": 10,
+        "ref_servers": [f"http://127.0.0.1:{free_port()}"],
+        "report_to": ["none"],
+    }
+
+
+def options(settings: dict) -> list[str]:
+    return [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
+    ]
+
+
+def test_it_finds_everything_and_leaves_nothing(given, model, capsys, tmp_path):
+    dry_run(TrainerConfig(**given))
+    said = capsys.readouterr().out
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"{count:,} parameters, {count:,} of them trained" in said
+    assert "80 prompts to train on" in said and "10 held out" in said
+    assert "correctness_reward x 1, format_reward x 1" in said
+    assert f"{given['ref_servers'][0]} cannot be reached (Connection refused): a run would wait for it" in said
+    assert "6 prompts x 4 completions over 1 rank" in said and "1 call of generate a round, 6 groups" in said
+    for words in ("masters", "AdamW's moments", "KV cache", "buckets", "layers' inputs", "one run on an H100"):
+        assert words in said
+    assert all(f"{card} GB" in said for card in CARDS) and "use_peft" in said
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_step_is_cut_as_the_update_cuts_it(given, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dry_run(TrainerConfig(**given))
+    said = capsys.readouterr().out
+    longest = int(said.split("prompts to train on, of ")[1].split(" to ")[1].split()[0])
+    # A group is one micro-batch: longest + 4 x 24 tokens, two of them are more than 200.
+    assert 2 * (longest + 4 * 24) > 200 and longest + 4 * 24 <= 200
+    assert "over 2 ranks" in said and "3 of 4 completions" in said and "3 at most, of 200 tokens at most" in said
+    assert f"{3 * (longest + 4 * 24)} at most, a shared prompt once" in said
+
+
+def test_only_rank_0_says_it(given, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    dry_run(TrainerConfig(**given))
+    assert capsys.readouterr().out == ""
+
+
+def test_it_asks_the_server_once(given, server, capsys):
+    dry_run(TrainerConfig(**given | {"ref_servers": [server.url]}))
+    assert f"{server.url} is ready: " in capsys.readouterr().out
+
+
+def test_a_server_that_cannot_serve_is_named_and_no_failure(given, server, capsys):
+    dry_run(TrainerConfig(**given | {"reward_funcs": ["format_reward", server.url], "beta": 0.0}))
+    said = capsys.readouterr().out
+    assert f"{server.url} cannot serve this run: serves" in said and "none: beta is 0" in said
+
+
+def test_an_adapter_is_counted(given, capsys):
+    pytest.importorskip("peft")
+    dry_run(TrainerConfig(**given | {"use_peft": True, "lora_target_modules": ["q_proj"], "ref": "adapter_off"}))
+    said = capsys.readouterr().out
+    assert "the trainer itself, its adapter off" in said and "use_peft" not in said and "quantization 4bit" in said
+
+
+def test_weights_in_4_bits_are_counted(given, model, capsys):
+    pytest.importorskip("bitsandbytes")
+    dry_run(TrainerConfig(**given | {"use_peft": True, "quantization": "4bit", "ref": "adapter_off"}))
+    said = capsys.readouterr().out
+    assert "4 bit weights unpacked" in said and "quantization 4bit" not in said
+
+
+def test_a_server_with_other_weights_than_a_policy_in_4_bits_is_named(given, server, capsys):
+    pytest.importorskip("bitsandbytes")
+    dry_run(TrainerConfig(**given | {"use_peft": True, "quantization": "4bit", "ref_servers": [server.url]}))
+    assert "with quantization none, and that of the policy is 4bit" in capsys.readouterr().out
+
+
+def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, capsys, tmp_path, monkeypatch):
+    settings = json.loads((REPOSITORY / "ds_config.json").read_text())
+    settings |= {"zero_force_ds_cpu_optimizer": False, "data_types": {"grad_accum_dtype": "fp32"}}
+    settings["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "offload.json").write_text(json.dumps(settings))
+    dry_run(TrainerConfig(**given))
+    assert "offload_optimizer" in capsys.readouterr().out.split("On a card")[1]  # a column: what would do
+    dry_run(TrainerConfig(**given | {"deepspeed": str(tmp_path / "offload.json")}))
+    said = capsys.readouterr().out
+    assert "gradients as they come" in said and "offload_optimizer" not in said.split("On a card")[1]
+    # On a card the host has them, of all ranks of the machine.
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    trained = (10**6, 10**6)
+    one = dataclasses.replace(policy_of(), trained=trained)
+    load = dataclasses.replace(LOAD, offloaded=True)
+    lines = breakdown(one, load, [], torch.device("cuda"))
+    [together] = [line for line in lines if "times 3 ranks here" in line]
+    size = 4 * 2e6 + 8 * 2e6 + 4 * 2e6 + 4 * 3e6 + 4 * 2e6  # fp32 weights: all gradients and the largest
+    assert int(together.split()[1].replace(",", "")) == round(size / 2**20)
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert f"{3 * size / 2**30:.1f} of {ram / 2**30:.1f} GiB: it fits" in together
+    larger = breakdown(dataclasses.replace(one, trained=(ram // 16,)), load, [], torch.device("cuda"))
+    assert any("it does NOT fit" in line for line in larger)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reward_funcs": ["no_such_reward"]},
+        {"deepspeed": "nowhere.json"},
+        {"dataset_prompt_column": "problem"},
+        {"prompts_per_step": 81},
+        {"max_completion_length": 10**6, "soft_punish_cache": 0},
+        {"use_peft": True, "lora_target_modules": ["nowhere_proj"]},
+        {"reward_funcs": ["./nowhere/model"]},
+    ],
+    ids=lambda wrong: [*wrong][-1],
+)
+def test_a_mistake_is_refused(given, wrong):
+    with pytest.raises(ConfigError) as refused:
+        dry_run(TrainerConfig(**given | wrong))
+    assert str(refused.value).startswith(tuple(wrong))
+
+
+@pytest.fixture
+def of_config(given, tokenizer, tmp_path):
+    """`of_config(class, **settings)`: the settings of a run with a small model of that kind, without weights."""
+
+    def settings(kind: type, **more) -> dict:
+        folder = str(tmp_path / "model")
+        kind(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, **more).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return given | {"model_name_or_path": folder}
+
+    return settings
+
+
+def test_a_model_that_cannot_recompute_is_refused_as_a_run_refuses_it(of_config, capsys):
+    small = dict(intermediate_size=48, num_key_value_heads=2, kv_channels=8, num_local_experts=2, num_experts_per_tok=1)
+    settings = of_config(JetMoeConfig, **small)
+    said = "gradient_checkpointing=True: JetMoeForCausalLM does not know how to: set it to false"
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        dry_run(TrainerConfig(**settings, gradient_checkpointing=True))
+    dry_run(TrainerConfig(**settings, gradient_checkpointing=False))
+    assert "Memory: no estimate (JetMoeForCausalLM does not run without numbers" in capsys.readouterr().out
+
+
+def test_recomputing_is_no_choice_for_a_model_that_does_not_know_how(given, capsys, monkeypatch):
+    settings = TrainerConfig(**given, gradient_checkpointing=False)
+    dry_run(settings)
+    assert "gradient_checkpointing" in capsys.readouterr().out
+    monkeypatch.setattr("transformers.PreTrainedModel.supports_gradient_checkpointing", False)
+    monkeypatch.setattr("transformers.Qwen2PreTrainedModel.supports_gradient_checkpointing", False)
+    dry_run(settings)
+    assert "gradient_checkpointing" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (MambaConfig, "MambaForCausalLM has no attention heads, which the formula counts"),
+        (RwkvConfig, "RwkvForCausalLM has no attention heads, which the formula counts"),
+        (BloomConfig, "BloomForCausalLM does not run without numbers: "),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_without_a_formula_there_is_no_estimate_and_all_else(kind, reason, of_config, capsys):
+    dry_run(TrainerConfig(**of_config(kind)))
+    said = capsys.readouterr().out
+    assert "80 prompts to train on" in said and "A step: 6 prompts" in said
+    assert f"Memory: no estimate ({reason}" in said.splitlines()[-1]
+
+
+def test_a_folder_with_a_run_is_refused(given, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="it holds a run"):
+        dry_run(TrainerConfig(**given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "environment"),
+    [({"dataset_answer_column": "gold"}, {}), ({}, {"RANK": "0", "WORLD_SIZE": "4"})],
+    ids=["a column", "the number of ranks"],
+)
+def test_a_run_would_have_said_the_same(given, wrong, environment):
+    command = [sys.executable, "grpo_ref_split.py", *options(given | wrong)]
+    ended = [
+        subprocess.run(
+            [*command, *more],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        for more in (["--dry_run"], [])
+    ]
+    assert [one.returncode for one in ended] == [2, 2]
+    dry, real = (one.stderr.strip().splitlines()[-1] for one in ended)
+    assert dry == real and dry.startswith("grpo_ref_split.py: error: ")
+
+
+@pytest.mark.slow
+def test_under_the_launcher_one_rank_says_it(given, launch, tmp_path):
+    ended = launch(2, "grpo_ref_split.py", "--dry_run", *options(given))
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("A step: 6 prompts x 4 completions over 2 ranks") == 1
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,219 @@
+"""`python -m grpo.evaluate` as a user runs it: its table, its folder, its mistakes, alone and under the launcher."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
+
+import reward
+from grpo import evaluate
+from grpo.config.command_line import parse_arguments
+from grpo.config.generation import EvaluateConfig
+
+
+def options(model_folder, data, **changes) -> list[str]:
+    settings = {
+        "model": model_folder,
+        "dataset": data,
+        "system_prompt": "",
+        "max_prompt_length": 96,
+        "max_completion_length": 24,
+        "eval_samples": 10,
+        "sequences_per_generate": 4,
+    } | changes
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def run(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "grpo.evaluate", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+
+
+def result(folder) -> tuple[dict, list[dict]]:
+    """Metrics without the time they took, and completions."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics.pop("eval_runtime") > 0
+    return metrics, [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """`main(*options)`: the program's exit code, in this process."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or it would take all cores
+
+    def run(*arguments) -> int:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
+        try:
+            return evaluate.main()
+        except SystemExit as ended:
+            return ended.code
+
+    return run
+
+
+def test_a_table_a_folder_and_every_completion_with_its_verdict(main, capsys, model_folder, data_folder, tmp_path):
+    out = tmp_path / "out"
+    arguments = options(model_folder, data_folder, num_generations_eval=3, output=out)
+    assert main(*arguments) == 0
+    metrics, completions = result(out)
+    assert [(one["problem"], one["sample"]) for one in completions] == [(p, s) for p in range(10) for s in range(4)]
+    problems = [json.loads(line) for line in (data_folder / "test.jsonl").read_text().splitlines()]
+    for one in completions:
+        assert problems[one["problem"]]["question"] in one["prompt"]
+        assert one["answer"] == problems[one["problem"]]["answer"]
+        assert one["correct"] == reward.is_correct(one["completion"], one["answer"])
+        assert one["format"] == reward.has_format(one["completion"], one["prompt"])
+    assert metrics["eval_n"] == 10 and metrics["eval_pass@3"] >= metrics["eval_avg@3"]
+    assert metrics["eval_num_tokens"] == sum(one["tokens"] for one in completions)
+
+    table = capsys.readouterr().out.splitlines()
+    assert table[0] == f"{model_folder} on 10 problems of {data_folder} (test)"
+    assert f"{100 * metrics['eval_accuracy']:.1f} % ± {100 * metrics['eval_accuracy_se']:.1f}" in table[1]
+    names = [
+        "accuracy",
+        "avg@3, temperature 1",
+        "pass@1",
+        "pass@2",
+        "pass@3",
+        "format",
+        "cut off",
+        "tokens a completion",
+    ]
+    assert all(line.startswith(f"  {name}") for line, name in zip(table[1:], names, strict=False))
+    assert f"{metrics['eval_num_tokens']:,} tokens in" in table[-1] and len(table) == 10
+
+    config = parse_arguments(EvaluateConfig, "", ["--config", str(out / "config.yaml")])
+    assert config == parse_arguments(EvaluateConfig, "", arguments)
+
+
+@pytest.fixture
+def failed(main, capsys):
+    """`failed(*options)`: the exit code and the one line that was said."""
+
+    def run(*arguments) -> tuple[int, str]:
+        code = main(*arguments)
+        said = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+        assert len(said) == 1 and said[0].startswith("evaluate.py: error: ")
+        return code, said[0]
+
+    return run
+
+
+def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data_folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("seed: 1\n")
+    (tmp_path / "run/metrics.jsonl").touch()
+    (tmp_path / "file").write_text("")
+    for changes, said in [
+        (dict(model="/no/model"), "model_name_or_path='/no/model'"),
+        (dict(dataset="/no/data"), "dataset_name='/no/data'"),
+        (dict(split="validation"), "split 'validation' needs files"),
+        (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
+        (dict(num_generations_eval=2, pass_at_k=3), "pass_at_k=3: num_generations_eval=2 is too few for it"),
+        (dict(pass_at_k=1), "pass_at_k=1: num_generations_eval=0 is too few for it"),
+        (dict(num_generations_eval=2, pass_at_k=0), "pass_at_k=0: use 1 or more"),
+        (dict(num_generations_eval=-1), "num_generations_eval=-1: "),
+        (dict(temperature=0), "temperature=0.0: "),
+        (dict(temperature="nan"), "temperature=nan: "),
+        (dict(max_completion_length=500), "max_completion_length=500: "),
+        (dict(learning_rate=1), "--learning_rate=1: no such option"),
+        (dict(output=tmp_path / "run"), "it holds a run or an evaluation"),
+        (dict(output=tmp_path / "file/out"), f"output='{tmp_path / 'file/out'}': Not a directory"),
+    ]:
+        code, line = failed(*options(model_folder, data_folder, **changes))
+        assert code == 2 and said in line, line
+    assert (tmp_path / "run/config.yaml").read_text() == "seed: 1\n"
+
+
+def test_a_single_file_is_taken_whole(main, capsys, model_folder, data_folder):
+    file = data_folder / "test.jsonl"
+    assert main(*options(model_folder, file, eval_samples=0, max_completion_length=1, sequences_per_generate=256)) == 0
+    assert f"{model_folder} on 256 problems of {file}\n" in capsys.readouterr().out
+
+
+def test_the_template_is_told_what_the_settings_say(main, model_folder, data_folder, tmp_path):
+    folder = thinking_model(model_folder, tmp_path / "thinking")
+    arguments = options(folder, data_folder, max_completion_length=1, eval_samples=2, output=tmp_path / "off")
+    assert main(*arguments, '--chat_template_kwargs={"enable_thinking": false}') == 0
+    _, off = result(tmp_path / "off")
+    # The settings that it wrote ask the same again.
+    again = ["--config", str(tmp_path / "off/config.yaml"), "--output", str(tmp_path / "again")]
+    assert main(*again) == 0 and result(tmp_path / "again")[1] == off
+    assert main(*arguments, "--output", str(tmp_path / "on")) == 0
+    _, on = result(tmp_path / "on")
+    assert [answer["prompt"] for answer in on] == [answer["prompt"] + "<think>\n" for answer in off]
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_process_finds(launch, model_folder, data_folder, tmp_path):
+    def arguments(name):
+        return options(model_folder, data_folder, num_generations_eval=4, output=tmp_path / name)
+
+    alone = run(*arguments("alone"))
+    assert alone.returncode == 0, alone.stderr
+    assert "Warning" not in alone.stderr and alone.stdout.count("on 10 problems of") == 1
+    ended = launch(2, "--module", "grpo.evaluate", *arguments("two"))
+    assert ended.returncode == 0, ended.stdout
+    assert "Warning" not in ended.stdout
+    assert ended.stdout.count("on 10 problems of") == 1
+    assert result(tmp_path / "two") == result(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_two_ranks_say_a_mistake_once(launch, data_folder):
+    ended = launch(2, "--module", "grpo.evaluate", *options("/no/model", data_folder))
+    assert ended.returncode != 0 and "Traceback" not in ended.stdout
+    assert ended.stdout.count("evaluate.py: error: model_name_or_path='/no/model'") == 1
+
+
+@pytest.mark.slow
+def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_folder, tmp_path):
+    own = tmp_path / "own.py"  # a reward that random weights earn, so that they move
+    own.write_text("def letters(prompts, completions, **columns):\n    return [len(text) for text in completions]\n")
+    settings = {
+        "reward_funcs": f"{own}:letters",
+        "model_name_or_path": model_folder,
+        "dataset_name": data_folder,
+        "output_dir": tmp_path / "run",
+        "system_prompt": "",
+        "max_prompt_length": 96,
+        "max_completion_length": 24,
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_steps": 1,
+        "warmup_steps": 0,
+        "learning_rate": 1e-2,
+        "temperature": 0.8,
+        "eval_steps": 1,
+        "eval_samples": 20,
+        "num_generations_eval": 4,
+        "beta": 0,
+    }
+    command = [sys.executable, "grpo_ref_split.py", *(f"--{name}={value}" for name, value in settings.items())]
+    trained = subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert trained.returncode == 0, trained.stdout
+    assert "held-out accuracy" in trained.stdout and ", pass@4 " in trained.stdout
+    _, after = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    recorded = [json.loads(line) for line in (tmp_path / "run/completions.jsonl").read_text().splitlines()]
+
+    where = ["--config", str(tmp_path / "run/config.yaml"), "--output", str(tmp_path / "out")]
+    ended = run(*where, "--model", str(tmp_path / "run/model"))
+    assert ended.returncode == 0, ended.stderr
+    metrics, completions = result(tmp_path / "out")
+    assert metrics == {name: value for name, value in after.items() if name.startswith("eval_")}
+    greedy = [one for one in completions if one["sample"] == 0]
+    first, last = ([one for one in recorded if one["phase"] == "eval" and one["step"] == step] for step in (0, 1))
+    assert [{"step": 1, "phase": "eval", **one} for one in greedy] == last and len(last) == 20
+    assert [one["completion"] for one in greedy] != [one["completion"] for one in first], "the weights have moved"
+
+
+@pytest.mark.slow
+@needs_gsm8k
+def test_gsm8k_with_a_model_that_knows_nothing(model_folder):
+    ended = run(*options(model_folder, GSM8K, max_prompt_length=460, eval_samples=8, num_generations_eval=2))
+    assert ended.returncode == 0, ended.stderr
+    assert "on 8 problems of" in ended.stdout and "0.0 % ± 0.0" in ended.stdout

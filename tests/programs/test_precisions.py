@@ -1,0 +1,136 @@
+"""The engine as the trainer starts it: DeepSpeed's files, its process groups, sums of gradients, the optimizer."""
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY
+from engine_worker import DTYPES, SHIPPED
+from test_engine import config
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from grpo.run.rearrange import put_steps
+from grpo.run.watchdog import TIME_OUT
+from grpo.trainer.engine import keep_gradients_apart
+
+
+@pytest.fixture(scope="module")
+def found(model_folder, data_folder, tmp_path_factory) -> dict:
+    """What engine_worker.py found in one process."""
+    out = tmp_path_factory.mktemp("engine") / "found.pt"
+    command = [sys.executable, "tests/engine_worker.py", *map(str, (model_folder, data_folder, out))]
+    ended = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return torch.load(out, weights_only=False)
+
+
+def test_every_shipped_file_is_tried():
+    assert {*SHIPPED} == {"ds_config.json", *(f"configs/{path.name}" for path in REPOSITORY.glob("configs/*.json"))}
+    for name in SHIPPED:
+        zero = json.loads((REPOSITORY / name).read_text())["zero_optimization"]
+        assert ("offload_optimizer" in zero) == ("offload" in name)
+
+
+@pytest.mark.slow
+def test_every_file_takes_steps_and_leaves_out_one_that_is_not_finite(found):
+    for (file, dtype), run in found["steps"].items():
+        assert run["applied"] == [True, False, True, True], (file, dtype)
+        assert run["offloaded"] == (file != "ds_config.json")
+        assert all(run["fused"])
+        bf16 = file == "ds_offload.json" and dtype == "bfloat16"
+        assert run["summed in"] == (torch.bfloat16 if bf16 else torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_offload_changes_no_bit(found, dtype):
+    """Where no gradient is clipped: the norm is summed in another order. Both sum gradients in fp32."""
+    here, there = (found["steps"][file, dtype]["weights"] for file in ("ds_config.json", "mixed.json"))
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+
+
+@pytest.mark.slow
+def test_every_process_group_waits_as_long_as_the_reference_may_take(found):
+    for run in found["steps"].values():
+        assert len(run["time-outs"]) >= 2
+        assert {*run["time-outs"]} == {timedelta(seconds=TIME_OUT + config().ref_deadline)}
+
+
+@pytest.mark.slow
+def test_sums_of_many_gradients_are_as_good_as_one_gradient_of_all(found):
+    exact = found["gradients"]["exact", 10**6]
+    errors = {key: ((one - exact).norm() / exact.norm()).item() for key, one in found["gradients"].items()}
+    print(errors)
+    assert errors["exact", 1] < 1e-5
+    whole = errors["fp32", 10**6]
+    assert errors["bf16", 10**6] == whole, "one gradient is no sum"
+    assert errors["fp32", 1] < 1.1 * whole < errors["bf16", 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_ratio_of_the_first_pass_is_1_to_the_last_bit(found, dtype):
+    """In rounds of three steps, trained on twice, while no weight moves; to a reference of the same weights, too."""
+    for (of, kind), run in found["ratios"].items():
+        if of == dtype:
+            assert run["micro-batches"] > 4, kind
+            assert (run["apart"], run["from reference"]) == (0.0, 0.0), kind
+
+
+@pytest.mark.slow
+def test_more_micro_batches_wait_no_more_often_for_the_device(found):
+    fetches = found["fetches"]
+    for kind in {kind for kind, _ in fetches}:
+        assert 0 < fetches[kind, 16] == fetches[kind, 2] < 20
+
+
+@pytest.mark.parametrize(
+    "tied, bucket, changes, expected",
+    [
+        (False, 100, {}, False),
+        (False, 10**6, {}, True),
+        (True, 100, {}, True),
+        (False, 100, {"overlap_comm": False}, False),
+    ],
+)
+def test_a_head_larger_than_a_bucket_is_not_summed_beside_the_backward_pass(model, tied, bucket, changes, expected):
+    settings = type(model.config)(**{**model.config.to_dict(), "tie_word_embeddings": tied})
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(settings)
+    assert (other.lm_head.weight is other.model.embed_tokens.weight) == tied
+    zero = {"overlap_comm": True, "reduce_bucket_size": bucket, **changes}
+    keep_gradients_apart(zero, other)
+    assert zero["overlap_comm"] == expected
+
+
+def test_a_frozen_head_has_no_gradient_to_sum(model):
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(
+            type(model.config)(**{**model.config.to_dict(), "tie_word_embeddings": False})
+        )
+    other.lm_head.weight.requires_grad_(False)
+    keep_gradients_apart(zero := {"overlap_comm": True, "reduce_bucket_size": 100}, other)
+    assert zero["overlap_comm"]
+
+
+def test_counts_of_steps_come_to_their_parameters():
+    """As DeepSpeed's universal checkpoint leaves them. Device meta stands for a GPU."""
+    away, here = nn.Parameter(torch.zeros(2, device="meta")), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([away, here])
+    for parameter in (away, here):
+        optimizer.state[parameter]["step"] = torch.tensor(3.0)
+    put_steps(optimizer)
+    assert optimizer.state[away]["step"].device.type == "meta"
+    assert optimizer.state[here]["step"] == 3.0

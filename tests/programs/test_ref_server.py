@@ -1,0 +1,580 @@
+"""The real server process over real sockets: answers, every error, many clients, and how it ends."""
+
+import json
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from demo.model import build_model
+from grpo.wire.health import ServerInfo
+from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
+
+
+def ask(server, prompt, completions, temperature=1.0, **options) -> requests.Response:
+    body = encode_request(LogprobsRequest.of(prompt, completions, temperature, "r"))
+    return requests.post(server.url + "/v1/logprobs", data=body, timeout=60, **options)
+
+
+def exact(model, prompt, completions, temperature=1.0) -> torch.Tensor:
+    """float64 log-softmax of the model's own logits, one unpadded sequence at a time."""
+    rows = []
+    for completion in completions:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+        picked = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(-1, torch.tensor(completion)[:, None])
+        rows.append(picked.squeeze(-1))
+    return torch.cat(rows)
+
+
+def test_health_tells_who_it_is(server, model, model_folder):
+    answer = requests.get(server.url + "/health", timeout=5)
+    health = ServerInfo.from_json(answer.content)
+    assert answer.status_code == 200 and answer.headers["Content-Type"] == "application/json"
+    assert (health.status, health.model, health.version) == ("ready", str(model_folder), 1)
+    assert (health.vocab_size, health.max_length) == (model.config.vocab_size, 512)
+    assert (health.dtype, health.device, health.queue_depth) == ("float32", "cpu", 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_over_http_are_exact(server, model, temperature):
+    prompt, completions = [5, 6, 7], [[8, 9], [10], [11, 12, 13, 14]]
+    answer = ask(server, prompt, completions, temperature)
+    decoded = decode_answer(answer.content, 7)
+    np.testing.assert_allclose(decoded.logprobs, exact(model, prompt, completions, temperature), atol=1e-5)
+    assert decoded.request_id == "r"
+    assert decoded.model_fingerprint == requests.get(server.url + "/health", timeout=5).json()["model_fingerprint"]
+
+
+def test_the_request_by_hand_in_the_docs_works(server, capsys):
+    text = (REPOSITORY / "docs/protocol.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    exec(code.replace("http://127.0.0.1:59875", server.url), {})
+    assert len(capsys.readouterr().out.strip("[]\n").split()) == 3
+
+
+def test_empty_completions_have_no_logprobs(server):
+    assert len(decode_answer(ask(server, [5], [[], [], []]).content, 0).logprobs) == 0
+    assert len(decode_answer(ask(server, [5], [[], [6], []]).content, 1).logprobs) == 1
+
+
+def refusal(answer: requests.Response) -> tuple[int, str, str]:
+    assert answer.headers["Content-Type"] == "application/json"
+    error = answer.json()["error"]
+    assert answer.json().keys() == {"error"} and error.keys() == {"code", "message"}
+    return answer.status_code, error["code"], error["message"]
+
+
+def test_400_for_what_is_malformed(server):
+    status, code, message = refusal(requests.post(server.url + "/v1/logprobs", data=b"hello", timeout=5))
+    assert (status, code) == (400, "malformed") and "safetensors" in message
+    status, code, message = refusal(ask(server, [5], [[10**6]]))
+    assert (status, code) == (400, "malformed") and "vocabulary" in message
+
+
+def test_404_and_405(server):
+    assert refusal(requests.get(server.url + "/nothing", timeout=5))[:2] == (404, "not_found")
+    answer = requests.get(server.url + "/v1/logprobs", timeout=5)
+    assert refusal(answer)[:2] == (405, "method_not_allowed") and answer.headers["Allow"] == "POST"
+    assert refusal(requests.post(server.url + "/health", timeout=5))[0] == 405
+
+
+def raw(server, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(request)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+        return received
+
+
+def test_411_without_a_length(server):
+    answer = raw(server, b"POST /v1/logprobs HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert b" 411 " in answer.splitlines()[0] and b"length_required" in answer
+
+
+def test_http_nonsense_is_a_400_in_json(server):
+    answer = raw(server, b"POST /v1/logprobs HTTP/1.1\r\nContent-Length: many\r\n\r\n")
+    assert b" 400 " in answer.splitlines()[0] and json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"]
+
+
+def test_422_for_a_sequence_beyond_the_model(server):
+    assert ask(server, [5], [[6] * 511]).status_code == 200
+    status, code, message = refusal(ask(server, [5], [[6] * 512]))
+    assert (status, code) == (422, "sequence_too_long") and "513" in message and "512" in message
+
+
+TOKEN = {"Authorization": "Bearer s3cret"}
+
+
+@pytest.fixture(scope="module")
+def limited(model_folder, tmp_path_factory):
+    """A server with every limit set low, and a token."""
+    options = ["--max_request_mb", "1", "--max_queue_tokens", "2000", "--max_request_sequences", "3"]
+    options += ["--max_length", "501"]
+    environment = {"GRPO_REF_TOKEN": "s3cret"}
+    with running_server(model_folder, tmp_path_factory.mktemp("limited"), *options, environment=environment) as one:
+        one.wait_ready()
+        yield one
+
+
+def test_413_for_too_large_a_body(limited):
+    head = (
+        b"POST /v1/logprobs HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer s3cret\r\nContent-Length: %d\r\n\r\n"
+    )
+    for size in (2**20 - 1, 2**20):
+        answer = raw(limited, head % size + bytes(size))
+        assert b" 400 " in answer.splitlines()[0]  # read in full, and found to be no safetensors
+    above = raw(limited, head % (2**20 + 1))
+    assert b" 413 " in above.splitlines()[0] and b'"request_entity_too_large"' in above
+
+
+def test_413_for_too_many_tokens_or_sequences(limited):
+    for completions in ([[6] * 499, [6] * 498], [[6] * 499, [6] * 499], [[6]] * 2, [[6]] * 3):  # 999 and 1,000 tokens
+        assert ask(limited, [5], completions, headers=TOKEN).status_code == 200
+    refused = ask(limited, [5], [[6] * 499, [6] * 500], headers=TOKEN)
+    assert refusal(refused)[:2] == (413, "too_many_tokens")
+    assert refusal(ask(limited, [5], [[6]] * 4, headers=TOKEN))[:2] == (413, "too_many_sequences")
+
+
+def test_422_beyond_a_max_length_set_lower(limited):
+    for length in (499, 500):
+        assert ask(limited, [5], [[6] * length], headers=TOKEN).status_code == 200
+    assert refusal(ask(limited, [5], [[6] * 501], headers=TOKEN))[0] == 422
+
+
+@pytest.mark.parametrize("sent", [None, "Bearer wrong", "s3cret", "Bearer é", "Bearer s3cret2", "bearer s3cret"])
+def test_401_without_the_token(limited, sent):
+    headers = {} if sent is None else {"Authorization": sent.encode()}
+    assert refusal(ask(limited, [5], [[6]], headers=headers))[:2] == (401, "unauthorized")
+    for path in ("/metrics", "/status", "/nothing"):
+        assert refusal(requests.get(limited.url + path, headers=headers, timeout=5))[:2] == (401, "unauthorized")
+    assert requests.get(limited.url + "/health", headers=headers, timeout=5).json() == {"status": "ok"}
+
+
+def test_a_server_that_was_not_told_to_takes_no_new_weights(limited):
+    for path in ("/v1/weights", "/v1/weights/commit"):
+        assert refusal(requests.post(limited.url + path, timeout=5))[:2] == (401, "unauthorized")
+        status, code, message = refusal(requests.post(limited.url + path, headers=TOKEN, timeout=5))
+        assert (status, code) == (403, "no_updates") and "--update_folder" in message
+    assert not requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()["takes_updates"]
+
+
+def test_the_token_opens_and_is_in_no_log(limited):
+    assert requests.get(limited.url + "/health", headers=TOKEN, timeout=5).json()["vocab_size"] > 0
+    assert requests.get(limited.url + "/status", headers=TOKEN, timeout=5).json()["health"]["status"] == "ready"
+    assert "s3cret" not in limited.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_token_from_a_file_is_in_no_log_and_not_in_ps_and_a_flag_is_warned_of(model_folder, tmp_path):
+    (tmp_path / "token").write_text("fr0m-a-file\n")
+    with running_server(
+        model_folder, tmp_path, "--token_file", str(tmp_path / "token"), "--log_level", "debug"
+    ) as server:
+        server.wait_ready()
+        assert ask(server, [5], [[6]]).status_code == 401
+        assert ask(server, [5], [[6]], headers={"Authorization": "Bearer fr0m-a-file"}).status_code == 200
+        command = (Path("/proc") / str(server.process.pid) / "cmdline").read_bytes()
+        assert b"token_file" in command and b"fr0m-a-file" not in command
+        assert "fr0m-a-file" not in server.log.read_text() and "warning" not in server.log.read_text()
+    with running_server(model_folder, tmp_path, "--token", "fr0m-a-flag") as server:
+        server.wait_ready()
+        assert "warning: --token shows the token" in server.log.read_text()
+        assert "fr0m-a-flag" not in server.log.read_text()
+
+
+def test_many_clients_each_get_their_own_answer(server, model):
+    generator = np.random.default_rng(0)
+
+    def client(number: int) -> None:
+        session = requests.Session()
+        for _ in range(5):
+            prompt = generator.integers(5, 300, size=3 + number).tolist()
+            completions = [generator.integers(5, 300, size=1 + row).tolist() for row in range(4)]
+            body = encode_request(LogprobsRequest.of(prompt, completions, 1.0))
+            answer = session.post(server.url + "/v1/logprobs", data=body, timeout=60)
+            answers.append((prompt, completions, decode_answer(answer.content, 10).logprobs))
+
+    answers: list = []
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(client, range(12)))
+    assert len(answers) == 60
+    for prompt, completions, logprobs in answers:
+        np.testing.assert_allclose(logprobs, exact(model, prompt, completions), atol=1e-5)
+
+
+# Each pass of the worker waits until the file "go" is there, so that the queue is as full as a test wants it.
+HOLD = """
+import pathlib, time
+import grpo.server.worker
+score = grpo.server.worker.token_logprobs
+def held(*arguments):
+    while not pathlib.Path({go!r}).exists():
+        time.sleep(0.01)
+    return score(*arguments)
+grpo.server.worker.token_logprobs = held
+"""
+
+
+@contextmanager
+def holding_server(model_folder, tmp_path, *options):
+    """A ready server whose worker waits for the file that is yielded with it."""
+    go = tmp_path / "go"
+    with running_server(model_folder, tmp_path, *options, code=HOLD.format(go=str(go))) as server:
+        server.wait_ready()
+        yield server, go
+
+
+def status(server) -> dict:
+    return requests.get(server.url + "/status", timeout=5).json()
+
+
+def wait_until(happened) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_requests(server, number: int) -> None:
+    wait_until(lambda: status(server)["queue"]["requests"] == number)
+
+
+@pytest.mark.slow
+def test_refused_requests_leave_nothing_in_memory(model_folder, tmp_path):
+    """One after the other, and nobody collects garbage: references in a circle would stay for ever."""
+
+    def request(tokens: int) -> bytes:
+        rows = np.full(4000, tokens // 4000 - 1, np.int32)
+        return encode_request(LogprobsRequest(np.full(tokens, 6, np.int32), np.ones(4000, np.int32), rows))
+
+    good, large = request(2_000_000), request(2_004_000)  # half of the queue, and more
+    code = "import gc\ngc.disable()\n" + HOLD.format(go=str(tmp_path / "go"))
+    with running_server(model_folder, tmp_path, code=code) as server, ThreadPoolExecutor() as pool:
+        server.wait_ready()
+
+        def send(body: bytes) -> requests.Response:
+            return requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+
+        pool.submit(send, good)
+        wait_for_requests(server, 1)
+        for body, refused in (
+            (bytes(8 << 20), (400, "malformed")),
+            (large, (413, "too_many_tokens")),
+            (good, (503, "busy")),
+        ):
+            assert refusal(send(body))[:2] == refused
+            before = server.resident()
+            for _ in range(50):
+                assert send(body).status_code == refused[0]
+            assert server.resident() < before + 50, refused
+        server.end()
+
+
+@pytest.mark.slow
+def test_one_connection_too_many_is_told_so(model_folder, tmp_path):
+    """Where each has a request in work: one that has none would give way."""
+    with holding_server(model_folder, tmp_path, "--max_connections", "4") as (server, go), ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(ask, server, [5], [[6]]) for _ in range(3)]
+        wait_for_requests(server, 3)
+
+        def until_taken():
+            """Ask until there is a place: a silent look may have it, or take it before the request is read."""
+            while True:
+                with suppress(requests.ConnectionError):
+                    if (answer := ask(server, [5], [[6]])).status_code != 503:
+                        return answer
+                time.sleep(0.05)
+
+        waiting.append(pool.submit(until_taken))
+        wait_until(lambda: b"too_many_connections" in raw(server, b""))  # a silent one gives way until all work
+        go.touch()
+        assert [future.result().status_code for future in waiting] == [200] * 4
+        assert ask(server, [5], [[6]]).status_code == 200
+
+
+@pytest.mark.slow
+def test_503_while_the_queue_is_full(model_folder, tmp_path):
+    with (
+        holding_server(model_folder, tmp_path, "--max_queue_tokens", "1000") as (server, go),
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(ask, server, [5], [[6] * 499])
+        wait_until(lambda: status(server)["queue"]["tokens"] == 500)
+        busy = ask(server, [5], [[6]])
+        assert refusal(busy)[:2] == (503, "busy") and int(busy.headers["Retry-After"]) >= 1
+        go.touch()
+        assert waiting.result().status_code == 200
+        assert ask(server, [5], [[6]]).status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_work_of_clients_that_have_gone_is_not_done(model_folder, tmp_path, reset):
+    """While a pass is held six clients fill the queue and close their connections; then it is free for the next."""
+    options = ["--max_queue_tokens", "10000", "--max_batch_tokens", "600"]
+    with holding_server(model_folder, tmp_path, *options) as (server, go), ThreadPoolExecutor() as pool:
+        held = pool.submit(ask, server, [5], [[6] * 499])
+        wait_until(lambda: status(server)["queue"]["tokens"] == 500)
+        connections = []
+        for number in range(6):
+            body = encode_request(LogprobsRequest.of([number], [[6] * 499] * 2, 1.0, client=f"client {number}"))
+            connection = socket.create_connection(("127.0.0.1", server.port))
+            connection.sendall(b"POST /v1/logprobs HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            connections.append(connection)
+        wait_until(lambda: status(server)["queue"]["tokens"] == 6500)
+        for connection in connections:
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        wait_until(lambda: status(server)["queue"]["tokens"] == 500)
+        answers = [pool.submit(ask, server, [7], [[8] * 499] * 8)]
+        wait_until(lambda: status(server)["queue"]["tokens"] == 4500)
+        go.touch()
+        assert held.result().status_code == answers[0].result().status_code == 200
+        metrics = requests.get(server.url + "/metrics", timeout=5).text
+        assert 'grpo_ref_requests_total{path="/v1/logprobs",status="499"} 6.0' in metrics
+        assert status(server)["queue"] == status(server)["queue"] | {"tokens": 0, "requests": 0}
+
+
+@pytest.mark.slow
+def test_who_closes_the_sending_end_before_the_answer_is_told_so(model_folder, tmp_path):
+    with holding_server(model_folder, tmp_path) as (server, go):
+        body = encode_request(LogprobsRequest.of([5], [[6]], 1.0))
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            head = b"POST /v1/logprobs HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body)
+            connection.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert b" 499 " in answer.splitlines()[0] and b"client_gone" in answer
+        go.touch()
+
+
+@pytest.mark.slow
+def test_more_requests_than_places_are_told_to_come_back_and_health_stays_quick(model_folder, tmp_path):
+    """120 may wait, those of one client 60: 59 more of 2 take as many as are left free."""
+    with holding_server(model_folder, tmp_path) as (server, go), ThreadPoolExecutor(120) as pool:
+
+        def ask_as(client):
+            body = encode_request(LogprobsRequest.of([5], [[6]], 1.0, client=client))
+            return requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+
+        waiting = []
+        for client, fits in (("a", 60), ("b", 30), ("c", 15)):
+            waiting += [pool.submit(ask_as, client) for _ in range(fits)]
+            wait_for_requests(server, len(waiting))
+            busy = ask_as(client)
+            assert refusal(busy)[:2] == (503, "busy") and int(busy.headers["Retry-After"]) >= 1
+        assert requests.get(server.url + "/health", timeout=5).status_code == 200
+        go.touch()
+        assert [future.result().status_code for future in waiting] == [200] * 105
+        assert status(server)["queue"]["requests"] == 0
+
+
+@pytest.mark.slow
+def test_the_time_to_come_back_is_honest(model_folder, tmp_path):
+    """Those who come back when they were told to are served, or told a time that is shorter than the first."""
+    completions = [[6] * 500] * 60  # about a second of work
+    tokens = 60 * 501
+    with (
+        running_server(model_folder, tmp_path, "--max_queue_tokens", str(12 * tokens)) as server,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        server.wait_ready()
+        pool.submit(ask, server, [5], completions).result()  # the speed is measured by then
+        for _ in range(6):
+            pool.submit(ask, server, [5], completions)
+        wait_until(lambda: status(server)["queue"]["tokens"] > 5 * tokens)
+        waits = []
+        while (answer := ask(server, [5], completions)).status_code == 503:
+            waits.append(int(answer.headers["Retry-After"]))
+            assert len(waits) < 5
+            time.sleep(waits[-1])
+        assert answer.status_code == 200 and waits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", ["true", "false"])
+def test_answers_beside_other_work_and_after_a_restart(model_folder, tmp_path, deterministic):
+    """Deterministic to the bit, otherwise to 1e-5."""
+    asked = ([5, 6, 7], [[8] * 70, [9] * 3, [10] * 33])
+
+    def answers(server, others: int) -> list[np.ndarray]:
+        with ThreadPoolExecutor(others + 1) as pool:
+            for number in range(others):
+                pool.submit(ask, server, [5, 6, 7], [[number] * (number + 1)] * 9)
+            same = [pool.submit(ask, server, *asked) for _ in range(5)]
+            return [decode_answer(one.result().content, 106).logprobs for one in same]
+
+    found = []
+    for _ in range(2):
+        with running_server(model_folder, tmp_path, "--deterministic", deterministic) as server:
+            server.wait_ready()
+            found += answers(server, 0) + answers(server, 20)
+    for row in found:
+        np.testing.assert_allclose(row, found[0], atol=1e-5)
+        assert deterministic == "false" or row.tobytes() == found[0].tobytes()
+
+
+@pytest.mark.slow
+def test_503_while_loading(model_folder, tmp_path):
+    hold = "import grpo.model.load, time; load = grpo.model.load.load_reference\n"
+    hold += "grpo.model.load.load_reference = lambda *a: (time.sleep(3), load(*a))[1]"
+    with running_server(model_folder, tmp_path, code=hold) as server:
+        while True:
+            try:
+                health = requests.get(server.url + "/health", timeout=5)
+                break
+            except requests.ConnectionError:
+                time.sleep(0.05)
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        loading = ask(server, [5], [[6]])
+        assert refusal(loading)[:2] == (503, "loading") and int(loading.headers["Retry-After"]) >= 1
+        server.wait_ready()
+        assert ask(server, [5], [[6]]).status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_is_in_hand_finish_and_takes_nothing_new(model_folder, tmp_path, number):
+    with holding_server(model_folder, tmp_path) as (server, go), ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, server, [5], [[6] * 300] * 3)
+        wait_for_requests(server, 1)
+        server.process.send_signal(number)
+        wait_until(lambda: requests.get(server.url + "/health", timeout=5).status_code == 503)
+        assert requests.get(server.url + "/health", timeout=5).json()["status"] == "draining"
+        assert refusal(ask(server, [5], [[6]]))[:2] == (503, "draining")
+        go.touch()
+        assert server.process.wait(timeout=30) == 0
+        assert len(decode_answer(waiting.result().content, 900).logprobs) == 900
+        assert "Traceback" not in server.log.read_text() and server.log.read_text().endswith("stopped\n")
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once_and_the_drain_time_ends_the_rest(model_folder, tmp_path):
+    with holding_server(model_folder, tmp_path) as (server, _), ThreadPoolExecutor() as pool:
+        lost = pool.submit(ask, server, [5], [[6]])
+        wait_for_requests(server, 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: requests.get(server.url + "/health", timeout=5).status_code == 503)
+        assert server.end(signal.SIGTERM) == -signal.SIGTERM
+        assert isinstance(lost.exception(), requests.ConnectionError)
+    with holding_server(model_folder, tmp_path, "--drain_timeout", "1") as (server, _), ThreadPoolExecutor() as pool:
+        lost = pool.submit(ask, server, [5], [[6]])
+        wait_for_requests(server, 1)
+        assert server.end(signal.SIGTERM) == 1
+        assert "drain_timeout=1: 1 requests were not answered in time" in server.log.read_text().splitlines()[-1]
+        assert isinstance(lost.exception(), requests.ConnectionError)
+
+
+@pytest.mark.slow
+def test_a_signal_while_loading_ends_at_once(model_folder, tmp_path):
+    hold = "import grpo.model.load, time\ngrpo.model.load_reference = lambda *a: time.sleep(60)"
+    with running_server(model_folder, tmp_path, code=hold) as server:
+        while "loading" not in server.log.read_text():
+            time.sleep(0.05)
+        time.sleep(1)
+        assert server.end(signal.SIGTERM) == 0
+
+
+BREAK = """
+import grpo.server.worker, torch
+score = grpo.server.worker.token_logprobs
+def breaking(model, batch, *rest):
+    if 401 in batch.targets:
+        breaking.dead = True
+    if 400 in batch.targets:
+        raise RuntimeError("token 400 hurts")
+    if 402 in batch.targets:
+        raise torch.OutOfMemoryError("no room")
+    if 403 in batch.targets:
+        return torch.full([len(batch.targets)], torch.nan), None
+    if breaking.dead:
+        raise RuntimeError("the device is gone")
+    return score(model, batch, *rest)
+breaking.dead = False
+grpo.server.worker.token_logprobs = breaking
+"""
+
+
+@pytest.mark.slow
+def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(model_folder, tmp_path):
+    with running_server(model_folder, tmp_path, code=BREAK) as server:
+        server.wait_ready()
+        status, code, message = refusal(ask(server, [5], [[400]]))
+        assert (status, code) == (500, "internal") and "token 400 hurts" in message
+        status, code, message = refusal(ask(server, [5], [[402]]))
+        assert (status, code) == (507, "out_of_memory") and "2 tokens does not fit" in message
+        status, code, message = refusal(ask(server, [5], [[403]]))
+        assert (status, code) == (500, "internal") and "not finite" in message
+        assert ask(server, [5], [[6]]).status_code == 200
+
+        assert refusal(ask(server, [5], [[401]]))[:2] == (503, "worker_died")
+        assert server.process.wait(timeout=30) == 1
+        said = server.log.read_text()
+        assert said.splitlines()[-1] == "RuntimeError: the device is gone"
+        assert "the worker died; nothing can be scored any more:\nTraceback" in said
+
+
+@pytest.mark.slow
+def test_what_cannot_be_served_is_said_in_one_line(server, model_folder):
+    cases = {
+        ("--model_name_or_path", "/no/such/model", "--port", str(free_port())): "model_name_or_path='/no/such/model'",
+        ("--model_name_or_path", str(model_folder), "--port", str(server.port)): "another process listens there",
+        ("--host", "0.0.0.0"): "host='0.0.0.0'",
+        ("--host", "192.0.2.1", "--token", "x"): "choose another host",
+    }
+    for options, said in cases.items():
+        command = [sys.executable, "ref_server.py", *options]
+        ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2
+        assert said in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_two_servers_of_different_weights_differ_in_their_fingerprint(server, tmp_path):
+    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
+        other.wait_ready()
+        here, there = (requests.get(one.url + "/health", timeout=5).json() for one in (server, other))
+    assert here["model_fingerprint"] != there["model_fingerprint"]
+    assert here["tokenizer_fingerprint"] == there["tokenizer_fingerprint"]
+
+
+@pytest.mark.slow
+def test_a_server_that_runs_out_of_memory_goes_on_with_smaller_batches(tmp_path, tokenizer):
+    """The system refuses it more memory; a batch of 40 sequences needs more, one sequence does not."""
+    torch.manual_seed(0)
+    wide = Qwen2Config(**{**build_model(tokenizer).config.to_dict(), "intermediate_size": 8192})
+    folder = tmp_path / "wide"
+    AutoModelForCausalLM.from_config(wide).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    body = encode_request(LogprobsRequest.of([5], [[6] * 500] * 40, 1.0))
+    with running_server(folder, tmp_path, "--max_batch_tokens", "32768") as server:
+        server.wait_ready()
+        assert ask(server, [5], [[6] * 500]).status_code == 200
+        status = (Path("/proc") / str(server.process.pid) / "status").read_text()
+        size = int(status.split("VmSize:")[1].split()[0]) << 10
+        resource.prlimit(server.process.pid, resource.RLIMIT_AS, (size + (300 << 20), size + (300 << 20)))
+        answer = requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+        assert answer.status_code == 200
+        logprobs = decode_answer(answer.content, 20_000).logprobs.reshape(40, 500)
+        np.testing.assert_allclose(logprobs, logprobs[:1].repeat(40, 0), atol=1e-5)
+        said = [line for line in server.log.read_text().splitlines() if "out of memory" in line]
+        assert 1 <= len(said) <= 6 and "tokens from now on" in said[-1]
+        again = requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+        assert again.status_code == 200
+        assert len([line for line in server.log.read_text().splitlines() if "out of memory" in line]) == len(said)

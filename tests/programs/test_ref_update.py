@@ -1,0 +1,417 @@
+"""The policy becomes the reference: the file that is written, the servers that get it, and those that miss it."""
+
+import copy
+import itertools
+import json
+import signal
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import running_server
+from proxy import Plan, proxy
+from test_ref_server import exact
+from test_reference import COMPLETIONS, HEALTH, PROMPT, client, eventually, fake
+from test_trainer import letters, lines, options, start, timeless, wait_for_steps  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.client import connection as ref_wire
+from grpo.client.errors import ServersLost
+from grpo.client.reference import ReferenceClient, ServerError, check_reference
+from grpo.config.errors import ConfigError
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.model.fingerprint import describe
+from grpo.model.load import load_reference
+from grpo.model.lora import train_adapter
+from grpo.trainer.publish_weights import WeightPublisher
+
+SETTINGS = {"ref_update_steps": 1, "ref_startup_timeout": 60, "ref_deadline": 60, "ref_request_timeout": 20}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def policy(model_folder):
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+
+
+def train(policy, seed: int, size: float = 0.05) -> None:
+    """Other weights, as a step would leave them."""
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in policy.parameters():
+            tensor.add_((size * torch.randn(tensor.shape, generator=chance)).to(tensor.dtype))
+
+
+@contextmanager
+def updated_by(urls, policy, tokenizer, folder, alpha=1.0, **changes):
+    """(client, WeightPublisher) of a run with these servers."""
+    folder.mkdir(exist_ok=True)
+    with client(*urls, **(SETTINGS | changes)) as one:
+        reference = one.wait_ready()
+        config = TrainerConfig(ref_mixup_alpha=alpha, ref_update_steps=1)
+        updates = WeightPublisher(config, one, policy, tokenizer, describe(policy, tokenizer, "p"), folder)
+        updates.begin(reference)
+        yield one, updates
+
+
+def open_server(folder, tmp_path, *words, **options):
+    return running_server(folder, tmp_path, "--update_folder", str(tmp_path / "new"), *words, **options)
+
+
+@pytest.fixture
+def server(updated_server):
+    return updated_server
+
+
+def check_answers(one, model) -> None:
+    for _ in range(6):
+        rows = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result(timeout=60))
+        np.testing.assert_allclose(rows, exact(model, PROMPT, COMPLETIONS), atol=1e-5)
+
+
+def parameters(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().double().clone() for name, tensor in model.named_parameters()}
+
+
+def begun_with(server, policy, tokenizer, tmp_path, dtype=torch.float32):
+    """A policy that begins with the server's weights, which an earlier run has left there."""
+    with updated_by([server.url], policy, tokenizer, tmp_path / "earlier") as (_, updates):
+        train(policy, 1000)
+        updates.publish(7)
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "earlier" / "reference-7", dtype=dtype).eval()
+
+
+def test_a_mixture_is_that_of_a_computation_by_hand_here_and_on_the_server(server, policy, tokenizer, tmp_path):
+    policy = begun_with(server, policy, tokenizer, tmp_path)
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run", alpha=0.3) as (one, updates):
+        mixed = parameters(policy)
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["reference-0"]
+        for step in (5, 10, 15):
+            train(policy, step)
+            updates.publish(step)
+            mixed = {name: 0.3 * tensor + 0.7 * mixed[name] for name, tensor in parameters(policy).items()}
+            assert updates.step == step
+            assert [path.name for path in (tmp_path / "run").iterdir()] == [f"reference-{step}"]
+            saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / f"reference-{step}")
+            for name, tensor in parameters(saved).items():
+                torch.testing.assert_close(tensor, mixed[name], atol=1e-6, rtol=1e-6)
+            check_answers(one, saved)
+
+
+def test_alpha_1_replaces_and_what_was_saved_is_served_under_the_same_fingerprint(server, policy, tokenizer, tmp_path):
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
+        seen = {one._wire.fingerprint}
+        for step in (1, 2):
+            train(policy, step)
+            updates.publish(step)
+            check_answers(one, policy)
+            folder = tmp_path / "run" / f"reference-{step}"
+            again = load_reference(ServerConfig(model_name_or_path=str(folder)), torch.device("cpu"))
+            found = describe(again, AutoTokenizer.from_pretrained(folder), "x").model_fingerprint
+            assert found == one._wire.fingerprint and found not in seen
+            seen.add(found)
+        assert all(torch.equal(tensor, parameters(again)[name]) for name, tensor in parameters(policy).items())
+
+
+def test_a_step_too_small_for_the_samples_changes_the_fingerprint_too(server, policy, tokenizer, tmp_path):
+    """They are 64 values of each tensor, rounded to bfloat16."""
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
+        updates.publish(1)
+        before = one._wire.fingerprint
+        with torch.no_grad():
+            policy.model.embed_tokens.weight[-1, -1] += 1e-6
+        updates.publish(2)
+        assert one._wire.fingerprint != before
+        check_answers(one, policy)
+
+
+def test_of_a_policy_with_an_adapter_the_whole_is_published(server, policy, tokenizer, tmp_path):
+    pytest.importorskip("peft")
+    policy = begun_with(server, policy, tokenizer, tmp_path)
+    described = describe(policy, tokenizer, "p")
+    train_adapter(policy, TrainerConfig(use_peft=True, lora_r=4, lora_target_modules=["all-linear"]))
+    with client(server.url, **SETTINGS) as one:
+        config = TrainerConfig(ref_update_steps=1, ref_mixup_alpha=0.5)
+        updates = WeightPublisher(config, one, policy, tokenizer, described, tmp_path)
+        updates.begin(one.wait_ready())
+        adapter = [tensor for tensor in policy.parameters() if tensor.requires_grad]
+        with torch.no_grad():
+            for tensor in adapter:
+                tensor.add_(0.2)
+        before = [tensor.clone() for tensor in policy.parameters()]
+        updates.publish(1)
+        assert all(torch.equal(tensor, same) for tensor, same in zip(policy.parameters(), before, strict=True))
+        with torch.no_grad():
+            adapter_b = [tensor for name, tensor in policy.named_parameters() if "lora_B" in name]
+            for tensor in adapter_b:
+                tensor.mul_(0.5)  # half of its product is half of the way from the base
+        check_answers(one, policy)
+
+
+@pytest.mark.slow
+def test_small_steps_are_not_lost_in_bfloat16(server, policy, tokenizer, tmp_path):
+    """A hundredth of a policy that has moved, a hundred times: in bfloat16 each alone would round to nothing."""
+    policy = begun_with(server, policy, tokenizer, tmp_path, torch.bfloat16)
+    first = parameters(policy)
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run", alpha=0.01) as (_, updates):
+        train(policy, 1)
+        for step in range(1, 101):
+            updates.publish(step)
+    saved = parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "reference-100"))
+    for name, tensor in parameters(policy).items():
+        share = 1 - 0.99**100
+        torch.testing.assert_close(saved[name], share * tensor + (1 - share) * first[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("reset", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_upload_that_is_cut_again_and_again_goes_on_from_where_it_was(
+    server, policy, tokenizer, tmp_path, monkeypatch, reset
+):
+    """Every connection ends after 130 kB to the server; what came through whole is not sent again."""
+    monkeypatch.setattr(ref_wire, "_PIECE", 100_000)
+    with (
+        proxy(server.port) as between,
+        updated_by([between.url], policy, tokenizer, tmp_path / "run") as (one, updates),
+    ):
+        train(policy, 100 + reset)
+        between.plan = lambda: Plan(request_bytes=130_000, reset=reset)
+        one._wire._per_thread = ref_wire.threading.local()  # new connections, to which the plan applies
+        updates.publish(1)
+        between.plan = Plan
+        size = (tmp_path / "run" / "reference-1" / "model.safetensors").stat().st_size
+        cuts = between.happened["request reset" if reset else "request cut"]
+        assert size / 130_000 - 1 <= cuts <= 2 * size / 100_000
+        check_answers(one, policy)
+
+
+def describe_of(server) -> str:
+    return ref_wire.requests.get(server.url + "/health", timeout=5).json()["model_fingerprint"]
+
+
+@pytest.mark.slow
+def test_an_upload_cut_at_any_byte_of_an_answer_is_done_in_the_end(server, policy, tokenizer, tmp_path):
+    """The server has done it, and the trainer does not know: a repetition must not harm."""
+    with (
+        proxy(server.port) as between,
+        updated_by([between.url], policy, tokenizer, tmp_path / "run") as (one, updates),
+    ):
+        for step, cut in enumerate(range(0, 600, 47), 1):
+            plans = itertools.chain([Plan(answer_bytes=cut)], itertools.repeat(Plan()))
+            between.plan = lambda plans=plans: next(plans)
+            one._wire._per_thread = ref_wire.threading.local()
+            train(policy, step)
+            updates.publish(step)
+            check_answers(one, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
+    model_folder, policy, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ref_wire, "_PIECE", 20_000)
+    with ExitStack() as servers:
+        first = servers.enter_context(open_server(model_folder, tmp_path))
+        first.wait_ready()
+        sent = 0
+
+        def plan():
+            nonlocal sent
+            sent += 1
+            return Plan(delay=0.2)
+
+        between = servers.enter_context(proxy(first.port))
+        one, updates = servers.enter_context(updated_by([between.url], policy, tokenizer, tmp_path / "run"))
+        between.plan = plan
+        one._wire._per_thread = ref_wire.threading.local()
+        train(policy, 1)
+
+        def kill():
+            eventually(lambda: one._servers._sent and (tmp_path / "new").exists() and between.happened["delay"] >= 4)
+            first.end(signal.SIGKILL)
+            assert not list((tmp_path / "new").iterdir())
+            second = servers.enter_context(open_server(model_folder, tmp_path, port=first.port))
+            second.wait_ready()
+
+        killer = ref_wire.threading.Thread(target=kill)
+        killer.start()
+        updates.publish(1)
+        killer.join()
+        assert first.process.returncode == -signal.SIGKILL
+        check_answers(one, policy)
+
+
+@pytest.mark.slow
+def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_back(
+    model_folder, policy, tokenizer, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    with ExitStack() as servers:
+        stays, dies = (servers.enter_context(open_server(model_folder, tmp_path)) for _ in range(2))
+        stays.wait_ready(), dies.wait_ready()
+        urls = [stays.url, dies.url]
+        one, updates = servers.enter_context(updated_by(urls, policy, tokenizer, tmp_path / "run"))
+        # As on the other ranks: it is told of the update and sends nothing.
+        other = servers.enter_context(client(*urls, **SETTINGS))
+        other.wait_ready()
+        dies.end(signal.SIGKILL)
+        train(policy, 1)
+        began = time.monotonic()
+        updates.publish(1)
+        assert time.monotonic() - began < 20  # it is not waited for
+        other.expect(one._wire.fingerprint)
+        for each in (one, other):
+            check_answers(each, policy)
+
+        # It is back with its first weights, and takes none: it must never be asked, or not believed.
+        with running_server(model_folder, tmp_path, port=dies.port) as closed:
+            closed.wait_ready()
+            eventually(lambda: "it runs without --update_folder" in caplog.text)
+            for each in (one, other):
+                check_answers(each, policy)
+            eventually(lambda: "has missed an update of the reference" in other._servers.all[1].said)
+        with open_server(model_folder, tmp_path, port=dies.port) as back:
+            back.wait_ready()
+            eventually(lambda: describe_of(back) == one._wire.fingerprint)
+            stays.end(signal.SIGKILL)
+            for each in (one, other):
+                check_answers(each, policy)
+
+
+def test_where_no_server_can_have_it_the_run_ends_with_what_each_said(policy, tokenizer, tmp_path):
+    with ExitStack() as gone:
+        server = gone.enter_context(fake(health=lambda: (200, {}, replace(HEALTH, takes_updates=True).to_json())))
+        with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (_, updates):
+            gone.close()
+            with pytest.raises(ServersLost, match="no reference server has got the new weights: .* for 1 s") as said:
+                updates.publish(1)
+    assert server.url in str(said.value) and "Connection refused" in str(said.value)
+
+
+def test_servers_that_cannot_be_updated_are_refused_at_the_start(model_folder, tokenizer, tmp_path):
+    with fake() as closed, client(closed.url, **SETTINGS) as one, pytest.raises(ServerError) as refused:
+        one.wait_ready()
+    assert f"{closed.url} takes no new weights: restart it with --update_folder" in str(refused.value)
+
+    # A reward model's server is none of these.
+    with fake(health=lambda: (200, {}, replace(HEALTH, task="reward").to_json())) as reward:
+        one = ReferenceClient(TrainerConfig(ref_update_steps=1), reward.url)
+        assert one.wait_ready().task == "reward"
+        one.close()
+
+    config = TrainerConfig(ref_update_steps=5)
+    other = replace(HEALTH, config_fingerprint="other")
+    with pytest.raises(ServerError, match="serves m, whose configuration is not that of m"):
+        check_reference(config, HEALTH, other)
+    check_reference(TrainerConfig(), HEALTH, other)
+
+
+def test_a_mixture_with_unknown_weights_is_refused(model_folder, policy, tokenizer, tmp_path):
+    described = describe(policy, tokenizer, "p")
+    config = TrainerConfig(ref_mixup_alpha=0.5, ref_update_steps=1)
+    with pytest.raises(ConfigError, match="ref_mixup_alpha=0.5: the servers have other weights"):
+        WeightPublisher(config, None, policy, tokenizer, described, tmp_path).begin(
+            replace(described, model_fingerprint="x")
+        )
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.6])
+def test_a_run_that_begins_again_has_its_first_reference_again(server, policy, tokenizer, tmp_path, alpha):
+    begun = begun_with(server, policy, tokenizer, tmp_path)
+    run, saved = tmp_path / "run", []
+    for _ in range(2):
+        policy = copy.deepcopy(begun)
+        with updated_by([server.url], policy, tokenizer, run, alpha) as (one, updates):
+            assert updates.step == 0
+            check_answers(one, policy)
+            train(policy, 5)
+            updates.publish(5, needed={0})
+            assert sorted(path.name for path in run.iterdir()) == ["reference-0", "reference-5"]
+        saved.append((run / "reference-5/model.safetensors").read_bytes())
+    assert saved[0] == saved[1]
+    # Of another policy nothing is there: it begins with what the servers have.
+    with updated_by([server.url], policy, tokenizer, run) as (one, _):
+        assert one._wire.fingerprint == describe_of(server)
+
+
+def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
+    server, model_folder, policy, tokenizer, tmp_path
+):
+    begun_with(server, policy, tokenizer, tmp_path)
+    policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    first = describe_of(server)
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
+        assert one._wire.fingerprint == first
+        updates.publish(5, needed={0})
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (one, _):
+        assert one._wire.fingerprint == first != describe_of(server)
+        with pytest.raises(ServerError, match="has missed an update of the reference"):
+            one.submit(PROMPT, COMPLETIONS, "g").result(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_run_whose_kl_begins_anew_with_each_update(launch, model_folder, data_folder, letters, tmp_path):  # noqa: F811
+    run = tmp_path / "run"
+    with open_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        settings = options(
+            model_folder, data_folder, run, ref_servers=server.url, ref_update_steps=2, max_steps=4, eval_steps=0
+        )
+        ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    assert ended.returncode == 0, ended.stdout
+    rows = lines(run / "metrics.jsonl")
+    kl = [row["kl"] for row in rows]
+    for step in range(1, 5):
+        if step in (1, 3):  # the first on a new reference: the same weights
+            assert abs(kl[step - 1]) < 1e-8
+        else:
+            assert kl[step - 1] > 1e-8
+    assert [row["ref_step"] for row in rows] == [0, 0, 2, 2]
+    published = [row["time/publish_ref"] for row in rows if "time/publish_ref" in row]
+    assert len(published) == 1 and published[0] > 0  # nobody would ask after the last
+    assert ended.stdout.count("has the new reference") == 1
+    assert sorted(path.name for path in run.iterdir() if path.is_dir()) == [
+        *("model", "reference-0", "reference-2", "tensorboard")
+    ]
+    saved = json.loads((run / "reference-2" / "config.json").read_text())
+    assert len(saved["weights_sha256"]) == 64
+
+
+@pytest.mark.slow
+def test_a_server_killed_between_two_updates_changes_no_number_of_the_run(model_folder, data_folder, letters, tmp_path):  # noqa: F811
+    """It comes back with its first weights and must not answer with them."""
+
+    def run(name: str, disturb: bool) -> list[dict]:
+        settings = {"ref_update_steps": 2, "max_steps": 7, "eval_steps": 0, "ref_deadline": 120, "report_to": "none"}
+        with ExitStack() as servers:
+            server = servers.enter_context(open_server(model_folder, tmp_path, "--deterministic", "true"))
+            server.wait_ready()
+            words = options(model_folder, data_folder, tmp_path / name, ref_servers=server.url, **settings)
+            process = start(*words, *letters)
+            if disturb:
+                wait_for_steps(process, tmp_path / name, 3)
+                server.end(signal.SIGKILL)
+                again = open_server(model_folder, tmp_path, "--deterministic", "true", port=server.port)
+                servers.enter_context(again)
+            output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+        assert ("is set aside" in output) == disturb and output.count("has the new reference") >= 3
+        rows = timeless(tmp_path / name)
+        assert [row["ref_step"] for row in rows] == [0, 0, 2, 2, 4, 4, 6]
+        return rows
+
+    quiet = run("quiet", disturb=False)
+    # It grows until the next update; the first step on a new reference has the same weights as that.
+    assert [abs(row["kl"]) < 1e-8 for row in quiet] == [True, False, True, False, True, False, True]
+    assert run("disturbed", disturb=True) == quiet

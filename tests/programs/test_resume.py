@@ -1,0 +1,635 @@
+"""A run that was killed goes on as if nothing had happened: the same numbers, the same weights, bit for bit."""
+
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_trainer import letters, lines, options, timeless  # noqa: F401
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.run.checkpoint_files import checkpoints, damage, find_checkpoints, step_of, sum_files, write_progress
+from grpo.run.checkpoints import Checkpoints
+from grpo.run.recorder import Recorder
+
+STEPS = 10
+# Rounds of two steps, each trained on twice, and checkpoints in the middle of them.
+OPTIONS = {
+    "max_steps": STEPS,
+    "save_steps": 2,
+    "eval_steps": 5,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "kl_target": 1e-4,
+    "kl_horizon": 100,
+    "weight_decay": 0.1,
+    "use_adaptive_entropy": None,
+    "entropy_coef": 0.1,
+    "entropy_target": 6.04,
+    "report_to": "none",
+    "ref_deadline": 120,
+}
+KINDS = {
+    "full": {},
+    "reference updates": {"ref_update_steps": 4, "ref_mixup_alpha": 0.6},
+    "LoRA": {"use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear", "learning_rate": 1e-2},
+}
+
+
+@pytest.fixture(scope="module")
+def setting(model_folder, data_folder, letters):  # noqa: F811
+    """`setting(run, kind, **changes)`: the trainer's options."""
+
+    def make(run: Path, kind: str, **changes) -> list[str]:
+        return [*options(model_folder, data_folder, run, **{**OPTIONS, **KINDS[kind], **changes}), *letters]
+
+    return make
+
+
+@contextmanager
+def reference(model_folder: Path, folder: Path):
+    """A server whose answers do not depend on what else waits, and that takes updates."""
+    folder.mkdir()
+    words = ["--deterministic", "true", "--update_folder", str(folder / "new")]
+    with running_server(model_folder, folder, *words) as server:
+        server.wait_ready()
+        yield server
+
+
+def command_of(ranks: int, words: list[str], *program: str) -> list[str]:
+    """`program` stands before the trainer's options."""
+    return [*(launcher(ranks) if ranks > 1 else [sys.executable]), *(program or ["grpo_ref_split.py"]), *words]
+
+
+@contextmanager
+def training(ranks: int, words: list[str], *program: str):
+    """A trainer on its way, in a process group of its own."""
+    process = subprocess.Popen(
+        command_of(ranks, words, *program),
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def finish(ranks: int, words: list[str], *program: str) -> str:
+    """Run to a good end; what it said."""
+    with training(ranks, words, *program) as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(setting, model_folder, tmp_path_factory):
+    """`undisturbed(ranks, kind)`: the folder of a run from beginning to end."""
+    known: dict[tuple[int, str], Path] = {}
+
+    def of(ranks: int, kind: str) -> Path:
+        if (ranks, kind) not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            with reference(model_folder, folder / "server") as server:
+                finish(ranks, setting(folder / "run", kind, ref_servers=server.url))
+            rows = timeless(folder / "run")
+            assert [row["step"] for row in rows] == list(range(STEPS + 1))
+            assert len({row["grad_norm"] for row in rows[1:]}) == STEPS and len({row["beta"] for row in rows[1:]}) > 2
+            assert len({row["entropy_coef"] for row in rows[1:]}) > 2
+            known[ranks, kind] = folder / "run"
+        return known[ranks, kind]
+
+    return of
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+def check_same(run: Path, undisturbed: Path) -> None:
+    assert timeless(run) == timeless(undisturbed)
+    assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
+    for folder in ("model", "checkpoint-10"):
+        here, there = weights(run / folder), weights(undisturbed / folder)
+        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in there)
+    left = {path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith("reference-")}
+    assert sorted(left - {"tensorboard"}) == ["checkpoint-10", "checkpoint-8", "model"]
+
+
+def left_of(pids: list[int]) -> list[int]:
+    """Those that are still running after five seconds."""
+
+    def running(pid: int) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    deadline = time.monotonic() + 5
+    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def begun_again(process: subprocess.Popen, run: Path) -> bool:
+    """Wait until it writes into the run's files. False where it ends without: the run is done."""
+    recorded = run / "metrics.jsonl"
+    before = recorded.stat().st_mtime_ns if recorded.exists() else 0
+    deadline = time.monotonic() + 120
+    while not (recorded.exists() and recorded.stat().st_mtime_ns != before):
+        assert time.monotonic() < deadline
+        if process.poll() == 0:
+            return False
+        assert process.returncode is None, process.communicate()
+        time.sleep(0.01)
+    return True
+
+
+def reach(process: subprocess.Popen, run: Path, step: int) -> None:
+    """Wait until this step is recorded, of this process: it begins with cutting off what is beyond where it goes on."""
+    begun_again(process, run)
+    while not any(f'{{"step": {step},' in line for line in (run / "metrics.jsonl").read_text().splitlines()):
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def processes_below(process: subprocess.Popen) -> list[int]:
+    return [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    found = [one.pid for one in below if any("--local_rank" in word for word in one.cmdline())]
+    return [pid for pid in found if psutil.Process(pid).ppid() not in found]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5)])
+def test_killed_at_any_moment_it_ends_with_the_same_weights(
+    ranks, kind, kills, setting, undisturbed, model_folder, tmp_path, few
+):
+    expected, run, killed = undisturbed(ranks, kind), tmp_path / "run", 0
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
+        for kill in few(range(kills), (kills + 2) // 3):
+            chance = random.Random(f"{ranks} {kind} {kill}")
+            with training(ranks, words) as process:
+                if not begun_again(process, run):
+                    break
+                time.sleep(chance.uniform(0, 0.3))  # it has a second or two to its end
+                killed += process.poll() is None
+                if ranks == 2 and chance.random() < 0.5 and (alive := ranks_of(process)):
+                    os.kill(chance.choice(alive), signal.SIGKILL)
+                    process.communicate(timeout=60)
+                    assert process.returncode != 0
+                else:
+                    os.killpg(process.pid, signal.SIGKILL)
+        finish(ranks, words)
+    assert killed >= 2
+    check_same(run, expected)
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
+    setting, undisturbed, model_folder, tmp_path
+):
+    """A limit to what one file may have stands in for the full disk."""
+    run = tmp_path / "run"
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+        with training(
+            2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:after:1", "0"
+        ) as process:
+            process.communicate(timeout=120)
+        limited = ["-c", f"trap '' XFSZ; ulimit -f 400; exec {' '.join(command_of(2, words))}"]
+        ended = subprocess.run(["bash", *limited], cwd=REPOSITORY, env=ENVIRONMENT, text=True, capture_output=True)
+        assert ended.returncode != 0
+        said = [line for line in (ended.stdout + ended.stderr).splitlines() if "could not be saved" in line]
+        assert len(said) == 1 and said[0].startswith("grpo_ref_split.py: error: ")
+        assert "checkpoint-4 could not be saved: " in said[0] and "MiB: make room" in said[0]
+        assert said[0].endswith("--resume_from_checkpoint last goes on from checkpoint-2")
+        assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
+        assert went_on(finish(2, words)) == 2
+    check_same(run, undisturbed(2, "full"))
+
+
+@pytest.mark.slow
+def test_saving_holds_no_second_copy_of_the_weights(setting, model_folder, tmp_path):
+    """A model of 40 million parameters, 160 MiB in float32; a checkpoint has five times that."""
+    large = tmp_path / "large"
+    shape = AutoConfig.from_pretrained(model_folder)
+    shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 512, 4096, 6
+    shape.num_attention_heads = shape.num_key_value_heads = 8
+    shape.layer_types = ["full_attention"] * shape.num_hidden_layers
+    made = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    weigh = sum(one.nbytes for one in made.parameters()) >> 20
+    assert weigh > 150
+    made.save_pretrained(large)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(large)
+    one_step = {"prompts_per_step": 1, "num_generations": 2, "max_completion_length": 4, "max_steps": 1}
+    words = setting(tmp_path / "run", "full", beta=0.0, eval_steps=0, save_steps=1, kl_target=1.0, **one_step)
+    words[0] = f"--model_name_or_path={large}"
+    words = [word for word in words if not word.startswith(("--kl_", "--steps_per", "--num_iter"))]
+    ended = finish(1, ["grpo.run.checkpoints:Checkpoints.save", *words], "tests/peak_of.py")
+    (above,) = re.findall(r"MEMORY above=(\d+)", ended)
+    size = sum(one.stat().st_size for one in (tmp_path / "run/checkpoint-1").rglob("*") if one.is_file()) >> 20
+    print(f"weights {weigh}, checkpoint {size}, above {above} MiB")
+    assert size > 4.5 * weigh
+    assert int(above) < weigh / 2
+
+
+SIGNALS = [
+    ("all", signal.SIGINT),
+    ("the launcher", signal.SIGTERM),
+    ("all", signal.SIGTERM),
+    ("one rank", signal.SIGTERM),
+    ("the launcher", signal.SIGINT),
+    ("all", signal.SIGHUP),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_folder, tmp_path, few):
+    """To all, to the launcher alone, to one rank: each ends all, and nothing is lost."""
+    run, kept = tmp_path / "run", 0
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last", max_steps=3 * STEPS)
+        for whom, number in few(SIGNALS, 3):
+            with training(2, words) as process:
+                reach(process, run, kept + 1)
+                alive = ranks_of(process)
+                below = processes_below(process)
+                if whom == "all":
+                    os.killpg(process.pid, number)
+                else:
+                    os.kill(process.pid if whom == "the launcher" else alive[1], number)
+                output, _ = process.communicate(timeout=60)  # until nobody has it open any more
+            assert process.returncode != 0 and len(alive) == 2, (whom, output)
+            assert not left_of(below), whom
+            socket.create_server(("127.0.0.1", int(process.args[process.args.index("--master_port") + 1]))).close()
+            said = re.findall(r"error: stopped by signal \d+; .*last --output_dir .* goes on after step (\d+)", output)
+            assert len(said) == 1 and int(said[0]) > kept, (whom, output)
+            kept = int(said[0])
+            assert (run / f"checkpoint-{kept}").is_dir()
+        assert went_on(finish(2, words)) == kept
+    rows = timeless(run)
+    assert [row["step"] for row in rows] == list(range(3 * STEPS + 1))
+    assert rows[: STEPS + 1] == timeless(undisturbed(2, "full"))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(setting, model_folder, tmp_path):
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(tmp_path / "run", "full", ref_servers=server.url, max_steps=10**6, save_steps=0, eval_steps=0)
+        for name in ("twice", "dead"):
+            words[2] = f"--output_dir={tmp_path / name}"
+            with training(2, words) as process:
+                reach(process, tmp_path / name, 1)
+                alive = ranks_of(process)
+                below = processes_below(process)
+                server.process.send_signal(signal.SIGSTOP)  # a step now takes for ever
+                time.sleep(1)
+                began = time.monotonic()
+                if name == "twice":
+                    os.killpg(process.pid, signal.SIGINT)
+                    time.sleep(1)
+                    assert all(psutil.pid_exists(pid) for pid in alive)
+                    began = time.monotonic()
+                    os.killpg(process.pid, signal.SIGINT)
+                else:
+                    os.kill(alive[1], signal.SIGKILL)
+                process.communicate(timeout=60)
+                assert time.monotonic() - began < 10  # 5 on a machine that has nothing else to do
+            assert not left_of(below)
+            server.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_path):
+    words = setting(tmp_path / "run", "full", beta=0.0, eval_steps=0, save_steps=0, max_steps=10**6)
+    words = [word for word in words if not word.startswith("--kl_")]
+    moment = "grpo.trainer.round:Rounds.collect:raises:2"
+    with training(2, words, "tests/killed_at.py", moment, "1") as process:
+        reach(process, tmp_path / "run", 4)  # all that the first round feeds
+        below = processes_below(process)
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - began < 10  # 2 on a machine that has nothing else to do
+    assert process.returncode != 0 and not left_of(below)
+    others = ("grpo:", "grpo_ref_split.py: another rank has ended")
+    said = [line for line in output.splitlines() if line.strip() and not line.startswith(others)]
+    assert "launch.py" in said[-1] and said[-2] == "[rank1]: LookupError: a mistake of ours", output
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_lost_costs_no_step(setting, undisturbed, model_folder, tmp_path):
+    run = tmp_path / "run"
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last", ref_deadline=3)
+        with training(2, words) as process:
+            reach(process, run, 3)
+            server.end(signal.SIGKILL)
+            output, _ = process.communicate(timeout=90)
+        assert process.returncode != 0
+        said = re.findall(r"error: no log-probs for .*ref_deadline .*; .* goes on after step (\d+)", output)
+        assert len(said) == 1, output
+    with running_server(model_folder, tmp_path, "--deterministic", "true") as server:
+        server.wait_ready()
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+        assert went_on(finish(2, words)) == int(said[0])
+    assert timeless(run) == timeless(undisturbed(2, "full"))
+    assert torch.equal(*(next(iter(weights(one / "model").values())) for one in (run, undisturbed(2, "full"))))
+
+
+@pytest.mark.slow
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(setting, undisturbed, model_folder, tmp_path):
+    """One bit of the optimizer's moments: DeepSpeed would load it without a word."""
+    run = tmp_path / "run"
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
+        with training(
+            2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:after:3", "0"
+        ) as process:
+            process.communicate(timeout=120)
+        newest = run / "checkpoint-6"
+        named = json.loads((newest / "progress.json").read_text())["files"]
+        files = {str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()}
+        assert named.keys() == files - {"progress.json"}
+        for name, (size, sha256) in named.items():
+            content = (newest / name).read_bytes()
+            assert len(content) == size and hashlib.sha256(content).hexdigest() == sha256
+        (moments,) = run.glob("checkpoint-6/engine/*_rank_1_*optim_states.pt")
+        content = bytearray(moments.read_bytes())
+        content[len(content) // 2] ^= 4
+        moments.write_bytes(content)
+        output = finish(2, words)
+    said = f"{run}/checkpoint-6 is damaged: engine/{moments.name} is not as it was written. It is called "
+    assert output.count(said + "checkpoint-6.damaged now, and the run goes on from checkpoint-4") == 1
+    assert went_on(output) == 4
+    assert (run / "checkpoint-6.damaged" / moments.relative_to(newest)).read_bytes() == content
+    shutil.rmtree(run / "checkpoint-6.damaged")
+    check_same(run, undisturbed(2, "full"))
+
+
+# When it is killed (killed_at.py; calls are counted from each start), and the last step that was not lost then.
+MOMENTS = {
+    "deepspeed:DeepSpeedEngine._save_zero_checkpoint:after:1": 0,
+    "grpo.run.checkpoints:put_in_place:after:1": 2,
+    "grpo.client.connection:Commit:before:1": 2,
+    "grpo.trainer.publish_weights:WeightPublisher._announce:before:2": 2,
+    "grpo.trainer.publish_weights:WeightPublisher._announce:after:2": 2,
+    "grpo.run.checkpoints:write_model:before:2": 4,
+    "grpo.run.metrics:Recorder.metrics:after:2": 4,
+    "grpo.run.checkpoints:write_model:after:2": 6,
+    "grpo.trainer.publish_weights:write_weights:before:1": 6,
+    "grpo.run.checkpoints:put_in_place:before:1": 6,
+    "grpo.run.checkpoints:Checkpoints._delete_old:before:1": 8,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_in_the_middle_of_all_that_is_written(setting, undisturbed, model_folder, tmp_path):
+    kind, run, kept = "reference updates", tmp_path / "run", 0
+    expected = undisturbed(1, kind)
+    with reference(model_folder, tmp_path / "server") as server:
+        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last", report_to="tensorboard")
+        for moment, step in MOMENTS.items():
+            with training(1, words, "tests/killed_at.py", moment, "0") as process:
+                output, _ = process.communicate(timeout=120)
+            assert process.returncode == -signal.SIGKILL, (moment, output)
+            assert went_on(output) in (0, kept), moment  # 0: killed before it said so
+            kept = step
+        assert went_on(finish(1, words)) == kept
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [one.step for one in events.Scalars("reward")] == list(range(1, STEPS + 1))
+    check_same(run, expected)
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_done(setting, model_folder, tmp_path):
+    changes = {"ref_update_steps": 2, "max_steps": 4, "save_steps": 0, "eval_steps": 0}
+    changes |= {"steps_per_generation": 1, "num_iterations": 1, "resume_from_checkpoint": "last"}
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    with reference(model_folder, tmp_path / "server") as server:
+        finish(1, setting(straight, "full", ref_servers=server.url, **changes))
+    with reference(model_folder, tmp_path / "second") as server:
+        words = setting(run, "full", ref_servers=server.url, **changes)
+        with training(1, words, "tests/killed_at.py", "grpo.run.metrics:Recorder.metrics:after:3", "0") as process:
+            process.communicate(timeout=120)
+        assert sorted(path.name for path in run.glob("reference-*")) == ["reference-0", "reference-2"]
+        finish(1, words)
+    rows = timeless(run)
+    assert rows == timeless(straight) and [row["ref_step"] for row in rows] == [0, 0, 2, 2]
+    assert abs(rows[0]["kl"]) < 1e-8
+    expected = weights(straight / "model")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run / "model").items())
+
+    def content() -> dict[str, bytes]:
+        files = [path for path in run.rglob("*") if path.is_file()]
+        return {str(path): path.read_bytes() for path in files if path.name not in ("trainer.lock", "curves.png")}
+
+    before = content()
+    (run / "curves.png").unlink()
+    (run / "curves.png").mkdir()  # so that they cannot be drawn
+    output = finish(1, words)  # no server is there any more
+    assert content() == before
+    assert f"the curves could not be drawn: [Errno 21] Is a directory: '{run}/curves.png'; 'python -m grpo." in output
+    assert output.splitlines()[-1].endswith(f"done: model in {run}/model")
+
+
+def went_on(output: str) -> int:
+    said = re.findall(r"goes on after step (\d+)", output)
+    return int(said[0]) if said else 0
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """`whole(step, accuracy, **said)`: a folder that is a checkpoint by its name and progress."""
+
+    def make(step: int, accuracy: float | None = None, **said) -> Path:
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        about = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)._about
+        write_progress(folder, about | {"reference": "r", "accuracy": accuracy, "files": {}, **said})
+        return folder
+
+    return make
+
+
+def found(tmp_path, asked: str, output_dir: str | None = None) -> Path | None:
+    return next(iter(find_checkpoints(TrainerConfig(resume_from_checkpoint=asked, output_dir=output_dir))), None)
+
+
+def test_the_last_one_is_the_newest_that_is_whole(whole, tmp_path):
+    run = str(tmp_path / "run")
+    assert found(tmp_path, "last", run) is None
+    whole(9), whole(10)
+    for name in ("checkpoint-30", "checkpoint-40.unfinished", "checkpoint-x"):
+        (tmp_path / "run" / name).mkdir()
+    (tmp_path / "run/checkpoint-40.unfinished/progress.json").touch()
+    assert found(tmp_path, "last", run) == tmp_path / "run/checkpoint-10"
+    assert found(tmp_path, run + "/checkpoint-10") == tmp_path / "run/checkpoint-10"
+    for asked, output_dir, said in [
+        ("last", None, "of which run"),
+        (run, None, "there is no progress.json in it"),
+        (run + "/checkpoint-30", None, "there is no progress.json in it"),
+        (run + "/checkpoint-10", str(tmp_path), "leave output_dir out"),
+        (run + "/checkpoint-9", None, "the run has checkpoint-10 too"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*{said}"):
+            found(tmp_path, asked, output_dir)
+
+
+def test_the_newest_and_the_best_are_kept(whole, tmp_path):
+    for step, accuracy in ((2, 0.5), (4, 0.9), (6, 0.9), (8, None), (10, 0.7), (12, None)):
+        whole(step, accuracy)
+    run = tmp_path / "run"
+    for limit, kept in ((0, [2, 4, 6, 8, 10, 12]), (5, [4, 6, 8, 10, 12]), (2, [6, 10, 12]), (1, [6, 12])):
+        Checkpoints(TrainerConfig(save_total_limit=limit), run, None, "m", "r", [], 0, 1)._delete_old()
+        assert [step_of(one) for one in checkpoints(run)] == kept
+        assert len([*run.iterdir()]) == len(kept)
+
+
+def written(folder: Path) -> Path:
+    """A checkpoint with files of some sizes."""
+    (folder / "engine").mkdir(parents=True)
+    for name, size in (("engine/large", 3_000_000), ("model", 70_000), ("rank-0.pickle", 5), ("empty", 0)):
+        (folder / name).write_bytes(bytes(range(250)) * (size // 250) + b"x" * (size % 250))
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    write_progress(folder, {"step": 5, "accuracy": math.nan, "beta": 0.1 + 0.2, "files": sum_files(folder, names)})
+    return folder
+
+
+def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
+    folder, chance = written(tmp_path / "checkpoint-5"), random.Random(0)
+    assert damage(folder) is None and [damage(folder, share, 3) for share in range(3)] == [None] * 3
+    whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(whole) == 5
+
+    def check(path: Path, *said: str) -> None:
+        found = damage(folder)
+        assert found in [f"{path.relative_to(folder)} {one}" for one in said], (path, found)
+        # Of several parts one sees it, or each.
+        assert sum(damage(folder, share, 3) == found for share in range(3)) == (
+            3 if path.name == "progress.json" else 1
+        )
+
+    for path, content in whole.items():
+        other = "is not as it was written"
+        sizes = (other,) if path.name == "progress.json" else (f"has {len(content) // 2} bytes and had {len(content)}",)
+        for damaged in (content[: len(content) // 2], bytes(len(content)), content + b"x"):
+            path.write_bytes(damaged)
+            if damaged != content:
+                check(path, other, *sizes, f"has {len(content) + 1} bytes and had {len(content)}")
+        for place in chance.sample(range(len(content)), min(len(content), 60 if path.name == "progress.json" else 3)):
+            flipped = bytes([content[place] ^ 1 << chance.randrange(8)])
+            path.write_bytes(content[:place] + flipped + content[place + 1 :])
+            if path.name != "progress.json" or json_of(path) != json_of(content):
+                check(path, other)
+        path.unlink()
+        check(path, "cannot be read (No such file or directory)")
+        path.write_bytes(content)
+    for other in ("", "[]", "{}", "[" * 10_000, '{"format": 4, "files": {}}', '{"format": true, "sha256": 1}'):
+        (folder / "progress.json").write_text(other)
+        check(folder / "progress.json", "is not as it was written")
+    (folder / "progress.json").write_text('{"format": 2, "step": 5}')
+    with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 2 there and 4 here: use"):
+        damage(folder)
+
+
+def json_of(content: Path | bytes):
+    """None where it is none. Blanks between its words may be others without a harm."""
+    try:
+        return json.dumps(json.loads(content if isinstance(content, bytes) else content.read_bytes()))
+    except ValueError:
+        return None
+
+
+def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
+    for step, accuracy in ((2, 0.9), (4, 0.5), (6, None), (8, 0.1)):
+        whole(step, accuracy, ref_step=step)
+    for step, content in ((2, ""), (6, "{}")):
+        (tmp_path / f"run/checkpoint-{step}/progress.json").write_text(content)
+    own = Checkpoints(TrainerConfig(save_total_limit=2), tmp_path / "run", None, "m", "r", [], 0, 1)
+    assert own.references() == {4, 8}
+    own._delete_old()
+    assert [step_of(one) for one in checkpoints(tmp_path / "run")] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    "said, changes, words",
+    [
+        ({"model": "x"}, {}, "the model's fingerprint is 'x' there and 'm' here: set model_name_or_path"),
+        ({"reference": "x"}, {}, "the reference's fingerprint is 'x' there and 'r' here: start the reference server"),
+        ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),
+        ({}, {"learning_rate": 2e-6}, "learning_rate is 1e-06 there and 2e-06 here: leave it as it was"),
+        ({}, {"num_generations": 4}, "num_generations is 8 there and 4 here"),
+        (
+            {},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs is None there and {'enable_thinking': False} here: leave it as it was",
+        ),
+        ({}, {"max_steps": 7, "lr_scheduler_type": "linear"}, "lr_scheduler_type is 'constant_with_warmup' there"),
+    ],
+)
+def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp_path, said, changes, words):
+    own = Checkpoints(TrainerConfig(**changes), tmp_path, None, "m", "r", [], 0, 1)
+    with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
+        own.load(whole(5, **said), None)
+
+
+def test_a_damaged_line_costs_itself_alone(tmp_path, caplog):
+    rows = [json.dumps({"step": step}) + "\n" for step in range(8)]
+    rows[2], rows[6] = "{garbled}\n", "\x00\n"
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=5).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(rows[:6])
+    assert caplog.messages == [
+        f"damaged lines of {tmp_path}/metrics.jsonl that are left out: 3 (1 in all)",
+        f"{tmp_path}/completions.jsonl is not there: what it had of the steps up to 5 is missing from now on",
+    ]
+    caplog.clear()
+    for after in (0, -1):  # such a run has recorded nothing, or begins
+        (tmp_path / "metrics.jsonl").unlink()
+        Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=after).close()
+    assert not caplog.messages
+
+
+def test_a_killed_runs_records_are_cut_where_it_goes_on(tmp_path):
+    rows = [{"step": step, "reward": 0.5} for step in range(6)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for after, end, kept in ((3, "", 4), (9, '{"step": 6, "rew', 6), (9, "\x00\x00\n", 6), (-1, "", 0)):
+        (tmp_path / "metrics.jsonl").write_text(text + end)
+        recorder = Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=after)
+        recorder.metrics(7, {"reward": 1.0})
+        recorder.close()
+        assert lines(tmp_path / "metrics.jsonl") == [*rows[:kept], {"step": 7, "reward": 1.0}]

@@ -1,0 +1,210 @@
+"""Training goes on, bit for bit, whatever becomes of its reference servers. Real processes, on the demo's settings.
+
+Every run here is held against one that nothing disturbed: each step once, and every number that is no time the same.
+It takes a deterministic server, whose answers do not depend on what else waits for it.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
+from proxy import accidents, proxy
+from test_trainer import timeless
+
+from grpo.client.reference import ReferenceClient
+from grpo.config.trainer import TrainerConfig
+
+pytestmark = pytest.mark.slow
+
+FEWER = 16  # the learning rate does not depend on max_steps: these are the first steps of the undisturbed run
+
+
+class Training:
+    """A trainer with two ranks, on its way."""
+
+    def __init__(self, process: subprocess.Popen, run: Path, log: Path):
+        self.process, self.run, self.log = process, run, log
+
+    def steps(self) -> list[dict]:
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+
+    def reach(self, step: int) -> None:
+        deadline = time.monotonic() + 200
+        while len(self.steps()) < step:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def finish(self) -> tuple[list[dict], list[str]]:
+        """Wait for a good end. Returns the numbers of each step without times, and the samples with their rewards."""
+        assert self.process.wait(timeout=300) == 0, self.log.read_text()
+        return timeless(self.run), (self.run / "completions.jsonl").read_text().splitlines()
+
+    def said(self, words: str) -> int:
+        """How often the first rank said so."""
+        return self.log.read_text().count(words)
+
+
+@contextmanager
+def training(demo: Path, run: Path, *urls: str, max_steps: int, **changes):
+    settings = {
+        "config": "configs/demo_cpu.yaml",
+        "model_name_or_path": demo / "model",
+        "dataset_name": demo / "data",
+        "output_dir": run,
+        "report_to": "none",
+        "eval_steps": 0,
+        "max_steps": max_steps,
+        "ref_deadline": 200,
+    } | changes
+    command = [
+        *launcher(2),
+        "grpo_ref_split.py",
+        *(word for name, value in settings.items() for word in (f"--{name}", value)),
+    ]
+    log = run.with_suffix(".log")
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            list(map(str, [*command, "--ref_servers", *urls])),
+            cwd=REPOSITORY,
+            env=ENVIRONMENT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield Training(process, run, log)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def deterministic(folder: Path, tmp_path: Path, port: int | None = None):
+    return running_server(folder, tmp_path, "--deterministic", "true", port=port)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("survival") / "demo"
+    command = [sys.executable, "-m", "demo", "--prepare", "--folder", str(folder)]
+    subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steady(demo, tmp_path_factory):
+    """A server that nobody ends."""
+    with deterministic(demo / "model", tmp_path_factory.mktemp("steady")) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def steps(request) -> int:
+    """Steps of the run that nothing disturbs."""
+    return 24 if request.config.option.thin else 60
+
+
+@pytest.fixture(scope="module")
+def undisturbed(demo, steady, steps, tmp_path_factory):
+    with training(demo, tmp_path_factory.mktemp("undisturbed") / "run", steady.url, max_steps=steps) as run:
+        rows, samples = run.finish()
+        assert run.said("is set aside") == 0
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["kl"] > 0 for row in rows[12:]) and len({row["grad_norm"] for row in rows}) == steps
+    return rows, samples
+
+
+def check(run: Training, undisturbed, steps: int) -> None:
+    rows, samples = run.finish()
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for row, same in zip(rows, undisturbed[0], strict=False):
+        assert row == same
+    assert len(samples) == steps * 8 and samples == undisturbed[1][: len(samples)]
+
+
+@pytest.mark.timeout(1200)
+def test_a_server_killed_every_third_step_changes_nothing(demo, undisturbed, steps, tmp_path):
+    chance, kills = random.Random(os.environ["TEST_SEED"]), steps // 3
+    moments = sorted(chance.sample(range(1, steps - 1), kills))
+    with ExitStack() as servers:
+        server = servers.enter_context(deterministic(demo / "model", tmp_path))
+        server.wait_ready()
+        run = servers.enter_context(training(demo, tmp_path / "run", server.url, max_steps=steps))
+        for step in moments:
+            run.reach(step)
+            time.sleep(chance.uniform(0, 0.5))
+            assert server.process.poll() is None and run.process.poll() is None
+            assert server.end(signal.SIGKILL) == -signal.SIGKILL
+            server = servers.enter_context(deterministic(demo / "model", tmp_path, server.port))
+            server.wait_ready()
+        check(run, undisturbed, steps)
+        assert run.said("is set aside") >= kills // 2
+
+
+def test_one_of_two_servers_killed_for_good_changes_nothing(demo, steady, undisturbed, tmp_path):
+    with deterministic(demo / "model", tmp_path) as killed:
+        killed.wait_ready()
+        with training(demo, tmp_path / "run", killed.url, steady.url, max_steps=FEWER) as run:
+            run.reach(5)
+            killed.end(signal.SIGKILL)
+            check(run, undisturbed, FEWER)
+            assert run.said(f"{killed.url} cannot be reached") == 1 and run.said("answers again") == 0
+
+
+def test_a_network_that_delays_cuts_and_swallows_changes_nothing(demo, steady, undisturbed, tmp_path):
+    with (
+        proxy(steady.port, accidents(seed=0, longest=4000)) as network,
+        training(demo, tmp_path / "run", network.url, max_steps=FEWER, ref_request_timeout=2) as run,
+    ):
+        check(run, undisturbed, FEWER)
+        for kind in ("answer cut", "answer reset", "request cut", "request reset", "delay"):
+            assert network.happened[kind] >= 5, network.happened
+        assert network.happened["black hole"] >= 1
+        assert run.said("is set aside") >= 10
+
+
+def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(demo, steady, undisturbed, tmp_path):
+    with training(demo, tmp_path / "run", steady.url, max_steps=FEWER, ref_request_timeout=2) as run:
+        for step in (4, 9):
+            run.reach(step)
+            steady.process.send_signal(signal.SIGSTOP)
+            try:
+                time.sleep(7)
+                assert len(run.steps()) <= step + 2  # it did wait
+            finally:
+                steady.process.send_signal(signal.SIGCONT)
+        check(run, undisturbed, FEWER)
+        assert run.said("did not answer in time: it is set aside") == 2 == run.said("answers again")
+
+
+def test_a_request_sent_again_to_a_restarted_server_has_the_very_same_answer(model_folder, tmp_path):
+    chance = np.random.default_rng(0)
+    prompts = [chance.integers(5, 60, chance.integers(2, 40)).tolist() for _ in range(24)]
+    completions = [[chance.integers(5, 60, chance.integers(1, 60)).tolist() for _ in range(4)] for _ in prompts]
+    with ExitStack() as servers:
+        server = servers.enter_context(deterministic(model_folder, tmp_path))
+        server.wait_ready()
+        client = ReferenceClient(TrainerConfig(ref_servers=[server.url]))
+        servers.callback(client.close)
+        one_by_one = [client.submit(*group, "g").result() for group in zip(prompts, completions, strict=True)]
+        server.process.send_signal(signal.SIGSTOP)  # so that none is answered before the end
+        together = [client.submit(*group, "g") for group in zip(prompts, completions, strict=True)]
+        time.sleep(0.5)
+        server.end(signal.SIGKILL)
+        assert not any(future.done() for future in together)
+        servers.enter_context(deterministic(model_folder, tmp_path, server.port))
+        for rows, future in zip(one_by_one, together, strict=True):
+            for row, again in zip(rows, future.result(timeout=60), strict=True):
+                np.testing.assert_array_equal(row, again)

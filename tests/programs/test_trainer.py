@@ -1,0 +1,481 @@
+"""The trainer as a user runs it: real launcher, real server, few steps; what it records, and how it fails."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import reward
+from grpo.algorithm.loss import kl_divergence
+from grpo.client.reference import ReferenceClient
+from grpo.config.command_line import parse_arguments
+from grpo.config.trainer import TrainerConfig
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.prompts import load_examples
+
+
+def options(model_name_or_path, dataset_name, output_dir, **changes) -> list[str]:
+    settings = {
+        "model_name_or_path": model_name_or_path,
+        "dataset_name": dataset_name,
+        "output_dir": output_dir,
+        "system_prompt": "",
+        "max_prompt_length": 96,
+        "max_completion_length": 24,
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_steps": 3,
+        "warmup_steps": 0,
+        "learning_rate": 1e-3,
+        "eval_steps": 2,
+        "eval_samples": 10,
+        "ref_startup_timeout": 20,
+        "micro_batch_tokens": 400,
+        "no_gradient_checkpointing": None,
+    } | changes
+    return [
+        w for name, value in settings.items() for w in ([f"--{name}={value}"] if value is not None else [f"--{name}"])
+    ]
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory) -> list[str]:
+    """A third reward function that even the text of random weights earns something from, so that weights move."""
+    path = tmp_path_factory.mktemp("rewards") / "own.py"
+    path.write_text(
+        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
+    )
+    return ["--reward_funcs", "correctness_reward", "format_reward", f"{path}:letters"]
+
+
+def start(*arguments) -> subprocess.Popen:
+    """One rank without the launcher."""
+    command = [sys.executable, "grpo_ref_split.py", *arguments]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def plain_python(*arguments) -> subprocess.CompletedProcess:
+    process = start(*arguments)
+    output, _ = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(run) -> list[dict]:
+    """A run's recorded steps without times."""
+    timed = ("step_time", "tokens_per_second", "eval_runtime")
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/") and name not in timed}
+        for row in lines(run / "metrics.jsonl")
+    ]
+
+
+NAMES = [
+    "reward",
+    "reward_std",
+    "reward_std_within_groups",
+    "frac_reward_zero_std",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "learning_rate",
+    "skipped_steps",
+    "num_tokens",
+    "step_time",
+    "tokens_per_second",
+    "rewards/correctness_reward/mean",
+    "rewards/correctness_reward/std",
+    "rewards/format_reward/mean",
+    "rewards/format_reward/std",
+    "rewards/letters/mean",
+    "rewards/letters/std",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/mean_terminated_length",
+    "completions/clipped_ratio",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "time/generate",
+    "time/reward",
+    "time/wait_ref",
+    "time/update",
+]
+
+
+def check_record(run, model, steps, evaluated, per_step) -> None:
+    """Every part of the record of a run is there, and its numbers agree with each other."""
+    rows = lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert [row["step"] for row in rows if "eval_accuracy" in row] == evaluated
+    for row in rows[1:]:
+        assert row.keys() >= set(NAMES)
+        assert all(value is None or math.isfinite(value) for value in row.values())
+        parts = [row[f"rewards/{name}/mean"] for name in ("correctness_reward", "format_reward", "letters")]
+        assert row["reward"] == pytest.approx(sum(parts))
+        assert row["completions/min_length"] <= row["completions/mean_length"] <= row["completions/max_length"]
+        phases = sum(value for name, value in row.items() if name.startswith("time/"))
+        assert phases <= row["step_time"] + 1e-3
+    for row in rows:
+        if "eval_accuracy" in row:
+            p, n = row["eval_accuracy"], row["eval_n"]
+            assert row["eval_accuracy_se"] == pytest.approx(math.sqrt(p * (1 - p) / n))
+    assert abs(rows[1]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-8  # the same weights at first, other ones later
+
+    samples = lines(run / "completions.jsonl")
+    for sample in samples:
+        assert sample["phase"] in ("train", "eval") and sample["prompt"] and sample["answer"]
+        if sample["phase"] == "train":
+            columns = dict(prompts=[sample["prompt"]], completions=[sample["completion"]])
+            correct = reward.correctness_reward(answer=[sample["answer"]], **columns)[0]
+            expected = correct + reward.format_reward(**columns)[0] + len(sample["completion"]) / 100
+            assert sample["reward"] == pytest.approx(expected)
+        else:
+            assert sample["correct"] == reward.is_correct(sample["completion"], sample["answer"])
+    trained = [sample["step"] for sample in samples if sample["phase"] == "train"]
+    assert trained == [step for step in range(1, steps + 1) for _ in range(per_step)]
+
+    assert {path.name for path in run.iterdir()} >= {"config.yaml", "curves.png", "tensorboard", "model"}
+    assert not list(run.glob("*.unfinished"))
+    before = AutoModelForCausalLM.from_pretrained(model)
+    after = AutoModelForCausalLM.from_pretrained(run / "model")
+    AutoTokenizer.from_pretrained(run / "model")
+    moved = [not torch.equal(one, other) for one, other in zip(before.parameters(), after.parameters(), strict=True)]
+    assert all(moved)
+
+
+def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, letters, tmp_path):
+    run = tmp_path / "run"
+    # Four at a time, so that both ranks have a share of the ten held-out problems.
+    few = {"sequences_per_generate": 4}
+    settings = options(model_folder, data_folder, run, ref_servers=server.url, save_steps=2, max_steps=3, **few)
+    ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    assert ended.returncode == 0, ended.stdout
+    check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
+    assert AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").dtype == torch.float32
+    parse_arguments(TrainerConfig, "", ["--config", str(run / "config.yaml")])
+    check_evaluation(lines(run / "metrics.jsonl")[0], model_folder, data_folder)
+
+
+def check_evaluation(row, model_folder, data_folder) -> None:
+    """What two ranks found before the first step, against all ten problems answered here one at a time."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    verdicts, lengths = [], []
+    for problem in lines(data_folder / "test.jsonl")[:10]:
+        messages = [{"role": "user", "content": problem["question"]}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, return_tensors="pt")
+        answer = model.generate(**ids, do_sample=False, max_new_tokens=24)[0, ids["input_ids"].shape[1] :]
+        completion = tokenizer.decode(answer, skip_special_tokens=True)
+        verdicts.append((reward.is_correct(completion, problem["answer"]), reward.has_format(completion)))
+        lengths.append(len(answer))
+    assert row["eval_n"] == 10
+    assert (row["eval_accuracy"], row["eval_format"]) == tuple(
+        sum(column) / 10 for column in zip(*verdicts, strict=True)
+    )
+    assert row["eval_completions/mean_length"] == sum(lengths) / 10
+
+
+def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tokenizer, data_folder, model_folder):
+    """On the same weights: HTTP against the policy's own against float64; and so no KL."""
+    config = parse_arguments(
+        TrainerConfig, "", [*options(model_folder, data_folder, "x", temperature=0.9), "--ref_servers", server.url]
+    )
+    examples = load_examples(config, "train", tokenizer, limit=8, progress=False)
+    groups = Sampler(tokenizer, [tokenizer.eos_token_id], 24).sample(model, examples, 4, config.temperature, seed=1)
+    client = ReferenceClient(config)
+    futures = [
+        client.submit(example.prompt_ids, [rollout.completion_ids for rollout in group], "g")
+        for example, group in zip(examples, groups, strict=True)
+    ]
+    reference = torch.cat([torch.from_numpy(row) for future in futures for row in future.result()])
+    client.close()
+    prompts = [example.prompt_ids for example in examples for _ in range(4)]
+    completions = [rollout.completion_ids for group in groups for rollout in group]
+    batch = Batcher(0, longest_packed=0).make(list(zip(prompts, completions, strict=True)), "cpu")
+    own = token_logprobs(model, batch, config.temperature)[0].detach()
+    torch.testing.assert_close(reference, own, atol=1e-5, rtol=0)
+    assert kl_divergence(own, reference, "k3").mean().abs() < 1e-8
+
+    exact = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].detach().double() / config.temperature
+        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        exact.append(rows[range(len(completion)), completion])
+    torch.testing.assert_close(reference.double(), torch.cat(exact), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_run_and_beta_0_needs_no_reference(model_folder, data_folder, letters, tmp_path):
+    def run(name, seed):
+        settings = options(model_folder, data_folder, tmp_path / name, beta=0, seed=seed, max_steps=2)
+        ended = plain_python(*settings, *letters, "--report_to", "none")
+        assert ended.returncode == 0, ended.stdout
+        assert "beta is 0: no KL term, no reference server" in ended.stdout
+        rows = lines(tmp_path / name / "metrics.jsonl")
+        timeless = [
+            {key: value for key, value in row.items() if "time" not in key and key != "tokens_per_second"}
+            for row in rows
+        ]
+        return timeless, (tmp_path / name / "model/model.safetensors").read_bytes()
+
+    one, same, other = run("one", 1), run("same", 1), run("other", 2)
+    assert one == same
+    assert one[0] != other[0]
+    assert "kl" not in one[0][1] and not (tmp_path / "one" / "tensorboard").exists()
+
+
+@pytest.mark.slow
+def test_no_token_waits_for_the_whole_device(model_folder, data_folder, letters, tmp_path):
+    """DeepSpeed's timers would do so from the third step on, and the more where its file asks for them."""
+    file = json.loads((REPOSITORY / "ds_config.json").read_text())
+    file |= {"timers": {"throughput": {"enabled": True, "synchronized": True}}, "memory_breakdown": True}
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    changes = {"beta": 0, "max_steps": 4, "eval_steps": 0, "report_to": "none", "deepspeed": tmp_path / "ds.json"}
+    words = [*options(model_folder, data_folder, tmp_path / "run", **changes), *letters]
+    command = [sys.executable, "tests/syncs_of.py", *words]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    waits = re.findall(r"^WAITS tokens=(\d+) device=(\d+)$", ended.stdout, re.MULTILINE)
+    assert len(waits) >= 4 and all(int(tokens) > 0 for tokens, _ in waits)
+    assert {device for _, device in waits} == {"0"}
+
+
+@pytest.mark.slow
+def test_bfloat16_with_a_linear_warm_up(launch, data_folder, letters, tmp_path):
+    """Masters in fp32 let weights move by less than bfloat16 can show in one step."""
+    folder = write_model(tmp_path / "model", seed=0)
+    with running_server(folder, tmp_path, "--dtype", "bfloat16") as server:
+        server.wait_ready()
+        run = tmp_path / "run"
+        settings = options(
+            folder,
+            data_folder,
+            run,
+            ref_servers=server.url,
+            dtype="bfloat16",
+            eval_steps=0,
+            max_steps=4,
+            warmup_steps=3,
+            learning_rate=1e-4,
+        )
+        ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    assert ended.returncode == 0, ended.stdout
+    rows = lines(run / "metrics.jsonl")
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.0, 1e-4 / 3, 2e-4 / 3, 1e-4])
+    # The same weights, in batches of other shapes: bfloat16's rounding and no more.
+    assert 0 <= rows[0]["kl"] < 1e-3
+    before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    after = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert after.dtype == torch.bfloat16
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    assert sum(not torch.equal(one, other) for one, other in pairs) > 20
+
+
+@pytest.mark.slow
+def test_another_reference_has_a_kl_from_the_first_step(data_folder, model_folder, tmp_path):
+    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
+        other.wait_ready()
+        ended = plain_python(
+            *options(model_folder, data_folder, tmp_path / "run", ref_servers=other.url, max_steps=1, eval_steps=0)
+        )
+    assert ended.returncode == 0, ended.stdout
+    assert "is another model than the policy starts from" in ended.stdout
+    (row,) = lines(tmp_path / "run" / "metrics.jsonl")
+    assert row["kl"] > 1e-3
+
+
+@pytest.mark.slow
+@needs_gsm8k
+def test_three_steps_of_gsm8k(launch, server, model_folder, letters, tmp_path):
+    run = tmp_path / "run"
+    settings = options(
+        model_folder,
+        GSM8K,
+        run,
+        ref_servers=server.url,
+        max_prompt_length=460,
+        eval_samples=12,
+        system_prompt="Answer within <answer> tags.",
+    )
+    ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    assert ended.returncode == 0, ended.stdout
+    check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
+    sample = lines(run / "completions.jsonl")[0]
+    assert sample["prompt"].startswith(
+        "<|im_start|>system\nAnswer within <answer> tags.<|im_end|>\n<|im_start|>user\nJanet"
+    )
+    assert sample["answer"] == "18"
+
+
+def one_line(output: str) -> str:
+    """The program's own last word: one line, no traceback."""
+    assert "Traceback" not in output, output
+    said = [line for line in output.splitlines() if line.startswith("grpo_ref_split.py: error:")]
+    assert len(said) == 1, output
+    return said[0]
+
+
+@pytest.mark.slow
+def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_folder, data_folder, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
+    contradiction = tmp_path / "ds.json"
+    contradiction.write_text('{"train_batch_size": 7}')
+    cases = [
+        (dict(temperature=0), "temperature=0.0"),
+        (dict(model_name_or_path="/no/model"), "model_name_or_path='/no/model'"),
+        (dict(dataset_name="/no/data"), "dataset_name='/no/data'"),
+        (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
+        (dict(reward_funcs="brevity"), "reward_funcs names 'brevity'"),
+        (dict(deepspeed=contradiction), "train_batch_size is 7 but prompts_per_step x num_generations makes it 16"),
+        (dict(ref_servers=f"http://127.0.0.1:{free_port()}", ref_startup_timeout=1), "no reference server at"),
+        (dict(output_dir=tmp_path / "old"), "it holds a run or an evaluation"),
+        (dict(output_dir="/proc/run"), "output_dir='/proc/run'"),
+    ]
+    for changes, said in cases:
+        settings = {"model_name_or_path": model_folder, "dataset_name": data_folder, "output_dir": tmp_path / "run"}
+        ended = plain_python(*options(**(settings | changes)))
+        assert ended.returncode in (1, 2), ended.stdout
+        assert said in one_line(ended.stdout) and "Loading weights" not in ended.stdout
+
+
+@pytest.mark.slow
+def test_more_tokens_than_the_model_takes_are_refused(model_folder, data_folder, tmp_path):
+    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", max_completion_length=500, beta=0))
+    assert ended.returncode == 2
+    assert "max_completion_length=500" in one_line(ended.stdout) and "at most 512" in one_line(ended.stdout)
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_on_one_rank_only_is_still_said(launch, model_folder, data_folder, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os\ndef grade(prompts, completions, **columns):\n"
+        "    return [1.0] * (len(completions) - (os.environ['RANK'] == '1'))\n"
+    )
+    settings = options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:grade", beta=0, eval_steps=0)
+    ended = launch(2, "grpo_ref_split.py", *settings)
+    assert ended.returncode != 0
+    assert "Traceback" not in ended.stdout
+    said = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error: rank 1:")]
+    assert len(said) == 1 and "Reward function 'grade' failed on the completion" in said[0]
+
+
+def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("import sys\n\ndef main():\n    sys.exit()\n\nmain()\n")
+    ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:f", beta=0))
+    assert ended.returncode == 1
+    assert f"sys.exit was called at {own}:4 in main, before the work was done" in one_line(ended.stdout)
+
+
+LEAVES = """
+import os, tempfile, threading, time
+
+def leaves(prompts, completions, **columns):
+    gone = tempfile.mkdtemp()
+    os.chdir(gone)
+    os.rmdir(gone)
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return [len(text) / 100 for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_that_changes_the_directory_and_leaves_threads_changes_no_run(model_folder, data_folder, tmp_path):
+    (tmp_path / "own.py").write_text(LEAVES)
+    run = tmp_path / "run"
+    names = [os.path.relpath(path, REPOSITORY) for path in (model_folder, data_folder, run, tmp_path / "own.py")]
+    settings = options(*names[:3], reward_funcs=f"{names[3]}:leaves", beta=0, save_steps=2)
+    ended = plain_python(*settings)
+    assert ended.returncode == 0, ended.stdout
+    assert "done: model in" in ended.stdout
+    assert {path.name for path in run.iterdir()} >= {"checkpoint-2", "model", "curves.png"}
+    assert len(lines(run / "metrics.jsonl")) == 4
+
+
+@pytest.mark.slow
+def test_two_ranks_say_a_mistake_once(launch, model_folder, data_folder, tmp_path):
+    ended = launch(2, "grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", prompts_per_step=3))
+    assert ended.returncode != 0
+    assert "prompts_per_step=3: 2 ranks cannot share it equally: use 2 or 4" in one_line(ended.stdout)
+
+
+def wait_for_steps(process, run, count) -> None:
+    deadline = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or len(lines(run / "metrics.jsonl")) < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_reference_that_dies_in_the_middle_ends_the_run_at_its_deadline(model_folder, data_folder, tmp_path):
+    run = tmp_path / "run"
+    with running_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        process = start(
+            *options(
+                model_folder, data_folder, run, ref_servers=server.url, max_steps=10**6, ref_deadline=3, eval_steps=0
+            )
+        )
+        wait_for_steps(process, run, 2)
+        server.end(signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    said = one_line(output)
+    assert server.url in said and "after 3 s" in said and "ref_deadline" in said
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_in_one_line(model_folder, data_folder, tmp_path):
+    run = tmp_path / "run"
+    process = start(*options(model_folder, data_folder, run, beta=0, max_steps=10**6, eval_steps=0))
+    wait_for_steps(process, run, 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    said = one_line(output)
+    assert "stopped by signal 2; --resume_from_checkpoint last" in said
+    assert (run / f"checkpoint-{said.split()[-1]}").is_dir()
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(model_folder, data_folder, tmp_path):
+    """A file-size limit stands in for the full disk: the record fits below it, the model does not."""
+    run = tmp_path / "run"
+    settings = options(model_folder, data_folder, run, beta=0, max_steps=1, eval_steps=0)
+    command = f"ulimit -f 200; exec {sys.executable} grpo_ref_split.py {' '.join(settings)} --report_to none"
+    ended = subprocess.run(
+        ["bash", "-c", f"trap '' XFSZ; {command}"],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        text=True,
+        timeout=120,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert ended.returncode == 1, ended.stdout
+    assert "the model could not be saved" in one_line(ended.stdout)
+    left = ["completions.jsonl", "config.yaml", "metrics.jsonl", "trainer.lock"]
+    assert sorted(path.name for path in run.iterdir()) == left
+    assert os.path.getsize(model_folder / "model.safetensors") > 200 * 1024

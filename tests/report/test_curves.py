@@ -1,0 +1,177 @@
+"""Smoothing, thinning, panels and phases, each held against a computation of its own."""
+
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo.report.curves import BUCKETS, COLOURS, REST, default_window, make_charts, moving_average, thin
+from grpo.report.phases import MOST_BARS, OTHER, make_phases
+from grpo.report.read import Run
+
+KNOWN = [
+    "reward",
+    "reward_std",
+    "reward_std_within_groups",
+    "frac_reward_zero_std",
+    "rewards/own/mean",
+    "rewards/own/std",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "skipped_steps",
+    "masked_steps",
+    "learning_rate",
+    "num_tokens",
+    "step_time",
+    "tokens_per_second",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/mean_terminated_length",
+    "completions/clipped_ratio",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "cispo_clip_ratio",
+    "off_policy_masked",
+    "sampling/policy_lag",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/importance_sampling_ratio/min",
+    "beta",
+    "entropy_coef",
+    "vespo/phi_seq_mean",
+    "aux_loss",
+    "ref_step",
+    "resampled_groups",
+    "eval_accuracy",
+    "eval_format",
+    "eval_avg@8",
+    "eval_pass@2",
+    "eval_completions/mean_length",
+]
+values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
+
+
+def a_run(rows: dict) -> Run:
+    return Run(Path("run"), rows, {})
+
+
+@settings(deadline=None)
+@given(values, st.integers(1, 50))
+def test_the_moving_average_is_centred_and_exact(numbers, window):
+    smooth = moving_average(np.array(numbers), window)
+    assert len(smooth) == len(numbers)
+    for place, value in enumerate(smooth):
+        reach = (window - 1) // 2
+        around = [Fraction(number) for number in numbers[max(0, place - reach) : place + reach + 1]]
+        assert value == pytest.approx(float(sum(around) / len(around)), rel=1e-9, abs=1e-9)
+
+
+def test_a_straight_line_does_not_lag_and_one_huge_value_drowns_only_its_neighbours():
+    line = np.arange(50) * 0.5 - 3
+    np.testing.assert_allclose(moving_average(line, 11)[5:-5], line[5:-5], atol=1e-12)
+    spike = np.full(50, 1.0)
+    spike[10] = 1e200
+    smooth = moving_average(spike, 5)
+    assert (smooth[13:] == 1).all() and (smooth[:8] == 1).all() and (smooth[8:13] > 1e199).all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400), st.integers(1, 50), st.integers(0, 2**32))
+def test_a_thinned_curve_keeps_every_bucket_s_ends_and_extremes(count, buckets, seed):
+    random = np.random.default_rng(seed)
+    steps, numbers = np.sort(random.choice(10 * count, count, replace=False)), random.normal(size=count)
+    kept = thin(steps, numbers, buckets)
+    assert len(kept) <= 4 * buckets and kept.tolist() == sorted(set(kept.tolist()))
+    if count <= 4 * buckets:
+        assert len(kept) == count
+        return
+    span, parts = int(steps[-1] - steps[0]) + 1, {}
+    for place, step in enumerate(steps.tolist()):
+        parts.setdefault((step - int(steps[0])) * buckets // span, []).append(place)
+    wanted = {place for part in parts.values() for place in (part[0], part[-1])}
+    wanted |= {choose(part, key=lambda place: numbers[place]) for part in parts.values() for choose in (min, max)}
+    assert set(kept.tolist()) == wanted
+
+
+def test_ten_thousand_steps_show_a_single_peak_in_a_bounded_curve():
+    rows = {step: {"kl": math.sin(step)} for step in range(1, 10_001)}
+    rows[4_321]["kl"] = 50.0
+    rows[8_765]["kl"] = -50.0
+    runs = [a_run(rows)]
+    (line,) = make_charts(runs, default_window(runs))["Policy"][0].curves["kl"]
+    assert len(line.steps) <= 4 * BUCKETS and len(line.smooth_steps) <= 4 * BUCKETS
+    points = dict(zip(line.steps, line.values, strict=True))
+    assert points[4_321] == 50.0 and points[8_765] == -50.0 and {1, 10_000} <= points.keys()
+    assert default_window(runs) == 501 and max(map(abs, line.smooth_values)) < 1
+
+
+def test_every_metric_is_in_exactly_one_chart_and_what_nobody_knows_comes_last():
+    row = dict.fromkeys(
+        [*KNOWN, "eval_accuracy_se", "eval_avg@8_se", "time/update", "what/is[this]?", "lonely_se"], 0.5
+    )
+    charts = make_charts([a_run({1: row})], 5)
+    drawn = [name for some in charts.values() for chart in some for name in chart.curves]
+    assert sorted(drawn) == sorted([*KNOWN, "what/is[this]?", "lonely_se"])
+    assert list(charts)[-1] == REST
+    assert [name for chart in charts[REST] for name in chart.curves] == ["num_tokens", "what/is[this]?", "lonely_se"]
+    overview = [name for some in charts.values() for chart in some if chart.overview for name in chart.curves]
+    assert overview == ["reward", "eval_accuracy", "eval_format", "kl", "completions/mean_length"]
+
+
+def test_errors_stay_with_their_values_and_what_is_evaluated_is_not_smoothed():
+    one = a_run(
+        {step: {"eval_accuracy": step / 10, "eval_accuracy_se": step / 100, "reward": step} for step in range(9)}
+    )
+    other = a_run({5: {"reward": 1.0}})
+    charts = make_charts([one, other], 5)
+    (line,) = charts["Held-out problems"][0].curves["eval_accuracy"]
+    assert (line.run, line.values[3], line.errors[3], line.smooth_steps) == (0, 0.3, 0.03, [])
+    first, second = charts["Reward"][0].curves["reward"]
+    assert first.errors == [] and first.smooth_values == [1, 1.5, 2, 3, 4, 5, 6, 6.5, 7]
+    assert (second.run, second.steps, second.values, second.smooth_steps) == (1, [5], [1.0], [])
+
+
+@pytest.mark.parametrize("count", [1, 7, MOST_BARS, 1_000])
+def test_phases_add_up_to_the_steps_time(count):
+    rows = {0: {"eval_accuracy": 0.5}}
+    rows |= {
+        step: {"time/generate": 0.01 * step, "time/update": 0.5, "step_time": 0.01 * step + 0.75}
+        for step in range(1, count + 1)
+    }
+    rows[1]["time/publish_ref"] = 0.125
+    (phases,) = make_phases([a_run(rows)])
+    assert list(phases.totals) == ["generate", "update", "publish_ref", OTHER]
+    assert phases.totals["generate"] == pytest.approx(0.01 * count * (count + 1) / 2)
+    assert phases.totals[OTHER] == pytest.approx(0.25 * count - 0.125)
+    assert phases.total == pytest.approx(sum(row.get("step_time", 0) for row in rows.values()))
+    assert len(phases.steps) == min(count, MOST_BARS) + 1 and (phases.steps[0], phases.steps[-1]) == (1, count + 1)
+    for name, seconds in phases.seconds.items():
+        widths = np.diff(phases.steps)
+        assert (np.array(seconds) * widths).sum() == pytest.approx(phases.totals[name], rel=1e-3)
+
+
+def test_runs_without_times_have_no_phases_and_runs_share_the_names_of_theirs():
+    with_times = a_run({1: {"time/update": 1.0, "step_time": 1.5}})
+    without = a_run({1: {"reward": 1.0}})
+    timed, untimed = make_phases([with_times, without])
+    assert timed.totals == {"update": 1.0, OTHER: 0.5} and untimed.totals == {"update": 0.0, OTHER: 0.0}
+    assert untimed.steps == [] and untimed.total == 0
+
+
+def test_colours_stand_out_on_the_page_s_light_and_dark_cards():
+    def luminance(colour: str) -> float:  # WCAG 2.2, relative luminance
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for colour in COLOURS:
+        for card in ("#ffffff", "#18191c"):
+            low, high = sorted([luminance(colour), luminance(card)])
+            assert (high + 0.05) / (low + 0.05) >= 3, (colour, card)

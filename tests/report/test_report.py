@@ -1,0 +1,299 @@
+"""`python -m grpo.report` as a user runs it; its page in a real Chromium, opened from the disk."""
+
+import itertools
+import json
+import re
+import shutil
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from browser import chromium, needs_browser
+from conftest import running_server
+from matplotlib.image import imread
+from test_read import completion, write
+from test_trainer import options, plain_python
+
+from grpo.report import __main__ as report
+from grpo.report.page import embedded, run_names
+
+HOSTILE = [
+    '</script><script>window.pwned=1</script><img src="http://127.0.0.1:9/x" onerror="window.pwned=1">',
+    "<!-- <script> ]]> {{data}} ${window.pwned=1} {{policy}}",
+    "line\u2028paragraph\u2029lone \ud800 surrogate \udfff and \x00\x1b[31m controls",
+    "left \u202eright to left\u202c \u200b\ufeff يمين",
+]
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """`main(*arguments)`: exit code, lines of stdout, lines of stderr of the program, in this process."""
+
+    def run(*arguments) -> tuple[int, list[str], list[str]]:
+        monkeypatch.setattr(sys, "argv", ["grpo/report/__main__.py", *map(str, arguments)])
+        try:
+            code = report.main()
+        except SystemExit as ended:
+            code = ended.code
+        shown = capsys.readouterr()
+        return code, shown.out.splitlines(), shown.err.splitlines()
+
+    return run
+
+
+def metrics(count: int, **changes) -> list[dict]:
+    rows = [{"step": 0, "eval_accuracy": 0.25, "eval_accuracy_se": 0.05}]
+    for step in range(1, count + 1):
+        times = {"time/generate": 0.5, "time/update": 0.25, "step_time": 1.0}
+        rows.append(
+            {"step": step, "reward": step / count, "kl": 0.01 * step, "num_tokens": 100 * step} | times | changes
+        )
+    return rows
+
+
+def page_data(folder) -> dict:
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_a_page_and_pictures_beside_the_run(main, tmp_path):
+    no_formula = {r"rewards/$\cash$/mean": 1.0}
+    run = write(tmp_path / "run", metrics(30, **no_formula), [completion(step) for step in range(1, 31)])
+    (run / "report").mkdir()
+    (run / "report/report.unfinished").write_text("killed")
+    code, written, said = main(run)
+    assert (code, said) == (0, [])
+    names = ["report.html", "reward.png", "held_out_problems.png", "policy.png", "speed.png", "everything_else.png"]
+    assert written == [str(run / "report" / name) for name in [*names, "time.png"]]
+    assert sorted(path.name for path in (run / "report").iterdir()) == sorted([*names, "time.png"])
+    for path in written[1:]:
+        assert imread(path)[..., :3].std() > 0.02
+    data = page_data(run / "report")
+    assert data["window"] == 5 and len(data["completions"][0]) == 30
+    assert data["runs"][0]["accuracy"] == [[0.25, 0.05]] * 2 and data["runs"][0]["tokens"] == 3000
+    assert data["runs"][0]["reward"] == pytest.approx([3 / 30, 28 / 30]) and data["runs"][0]["seconds"] == 30
+    code, _, _ = main(run, "--smoothing", 1)  # over the older one
+    assert code == 0 and page_data(run / "report")["window"] == 1
+
+
+def test_several_runs_by_name_and_what_differs_in_their_settings(main, tmp_path):
+    one = write(tmp_path / "a/run", metrics(3), settings="beta: 0.04\nseed: 1\nreward_funcs: [x]\noutput_dir: a\n")
+    other = write(tmp_path / "b/run", metrics(5), settings="beta: 0.04\nseed: 2\nuse_peft: true\noutput_dir: b\n")
+    code, written, said = main(one, other, "--output", tmp_path / "both")
+    assert code == 0 and written[0] == str(tmp_path / "both/report.html")
+    assert said == [f"{run}: there is no completions.jsonl: no completions are shown" for run in (one, other)]
+    data = page_data(tmp_path / "both")
+    assert [run["name"] for run in data["runs"]] == ["a", "b"]
+    assert data["settings"] == {"seed": ["1", "2"], "reward_funcs": ['["x"]', None], "use_peft": [None, "true"]}
+    (reward,) = [chart for chart in data["sections"][0]["charts"] if chart["title"] == "reward"]
+    assert [line["run"] for line in reward["curves"]["reward"]] == [0, 1]
+
+
+def test_names_are_the_shortest_that_differ(tmp_path):
+    assert run_names([tmp_path / "run"]) == [str(tmp_path / "run")]
+    assert run_names([tmp_path / "x/run", tmp_path / "y/run"]) == ["x", "y"]
+    assert run_names([tmp_path / "x", tmp_path / "x/y"]) == ["x", "x/y"]
+    assert run_names([Path("."), Path("x/run")]) == [".", "x/run"]
+    assert run_names([tmp_path / "runs/1", tmp_path / "old/2"]) == ["runs/1", "old/2"]
+
+
+def test_mistakes_end_in_one_line_and_nothing_is_written(main, tmp_path):
+    run = write(tmp_path / "run", metrics(3), [])
+    other = write(tmp_path / "other", metrics(3))
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation/metrics.json").write_text("{}")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/report.html").write_text("<h1>my own</h1>")
+    cases = [
+        ([], "runs=[]: name the folder of a run"),
+        ([tmp_path / "none"], "there is no such folder"),
+        ([tmp_path / "evaluation"], "has no metrics.jsonl"),
+        ([run, tmp_path / "other/../run"], "it is named twice"),
+        ([run] * 11, "only 10 can be told apart"),
+        ([run, "--smoothing", -1], "smoothing=-1: use 0 or more"),
+        ([run, "--output", other], "it holds something else: name a new folder, or that of an older report"),
+        ([run, "--output", tmp_path / "mine"], "it holds something else"),
+        ([run, "--output", run / "config.yaml"], "it is a file"),
+        ([run, "--outputs", "x"], "did you mean output?"),
+    ]
+    before = sorted(tmp_path.rglob("*"))
+    for arguments, message in cases:
+        code, written, said = main(*arguments)
+        assert (code, written, len(said)) == (2, [], 1) and message in said[0], arguments
+    code, _, said = main(run, "--output", "/proc/report")
+    assert code == 1 and said[0].startswith("report: error: ") and "/proc/report" in said[0]
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine/report.html").read_text() == "<h1>my own</h1>"
+
+
+def test_a_run_that_still_goes_on_is_shown_as_far_as_it_is(main, tmp_path):
+    run = write(tmp_path / "run", metrics(3), [completion(1)], settings="max_steps: 50\n")
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        with open(run / name, "a") as file:
+            file.write('{"step": 4, "rew')
+    code, _, said = main(run)
+    half = "is half written and left out: the run was killed or still goes on"
+    assert code == 0
+    assert said == [f"{run}: the last line of {name}.jsonl {half}" for name in ("metrics", "completions")]
+    assert page_data(run / "report")["runs"][0]["notes"] == [line.removeprefix(f"{run}: ") for line in said]
+
+
+def test_what_is_embedded_cannot_leave_its_place():
+    data = {text: [text] for text in HOSTILE}
+    text = embedded(data)
+    text.encode()  # no lone surrogates
+    assert not re.search("[<>&\u2028\u2029\x00-\x1f]", text)
+    assert json.loads(text) == data
+
+
+def test_a_long_run_of_long_completions_gives_a_page_that_opens(main, tmp_path):
+    names = [f"rewards/{name}/mean" for name in "abcdefghij"]
+    rows = [{"step": step} | {name: (step * 7919 % 104729) / 104729 for name in names} for step in range(1, 10_001)]
+    text = "x" * 2_000
+    run = write(
+        tmp_path / "run", rows, [completion(step, completion=text) for step in range(1, 500) for _ in range(10)]
+    )
+    code, _, said = main(run)
+    assert code == 0 and len(said) == 1
+    shown, recorded = map(int, re.search(r"completions of (\d+) of (\d+) training steps are shown", said[0]).groups())
+    assert recorded == 499 and 200 < shown < 300
+    assert 5_000_000 < (run / "report/report.html").stat().st_size < 7_000_000
+
+
+@pytest.fixture(scope="module")
+def trained(model_folder, data_folder, tmp_path_factory):
+    """The folder of a short run of the real trainer, held against a real server."""
+    folder = tmp_path_factory.mktemp("trained")
+    with running_server(model_folder, folder) as server:
+        server.wait_ready()
+        settings = options(model_folder, data_folder, folder / "run", ref_servers=server.url, max_steps=6)
+        ended = plain_python(*settings)
+        assert ended.returncode == 0, ended.stdout
+    return folder / "run"
+
+
+def every(browser, selector: str) -> list[str]:
+    """The texts of all elements that match, as they are and not as they are laid out."""
+    return browser.js(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)")
+
+
+def visible(text: str) -> str:
+    """With the characters that cannot be seen as the page writes them."""
+    hidden = {
+        character
+        for character in set(text) - set("\t\n\u200c\u200d")
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    }
+    return "".join(f"U+{ord(character):04X}" if character in hidden else character for character in text)
+
+
+def choose(browser, id: str, value: str) -> None:
+    browser.js(f"document.getElementById('{id}').value = '{value}'")
+    browser.js(f"document.getElementById('{id}').dispatchEvent(new Event('change'))")
+
+
+def opened(browser, folder) -> None:
+    browser.screen(1280, 900)
+    browser.open((folder / "report.html").as_uri())
+    browser.wait("document.querySelectorAll('svg.plot path').length > 8")
+    paths = "[...document.querySelectorAll('svg.plot :is(path, circle, line, text)')].map((one) => one.outerHTML)"
+    assert not re.search("NaN|Infinity|undefined", browser.js(f"{paths}.join()"))
+
+
+@pytest.mark.rare
+@needs_browser
+def test_the_page_of_real_runs_is_read_with_keys(main, trained, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(trained, other, ignore=shutil.ignore_patterns("model", "tensorboard"))
+    code, written, said = main(trained, other, "--output", tmp_path / "report")
+    assert (code, said) == (0, []) and len(written) > 6
+    rows, recorded = (
+        [json.loads(line) for line in (trained / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "completions.jsonl")
+    )
+    with chromium(tmp_path) as browser:
+        opened(browser, tmp_path / "report")
+        assert every(browser, "section h2")[-2:] == ["Time by phase", "Completions"]
+
+        # The legend hides and shows a run.
+        lines = "document.querySelector('svg.plot').querySelectorAll('path').length"
+        assert browser.js(lines) == 4  # of two runs the values and their average
+        for left in (2, 4):
+            browser.js("document.querySelectorAll('#legend input')[1].click()")
+            assert browser.js(lines) == left
+
+        # Arrow keys move a chart's cursor, and what stands there is the run's own number, averaged over five steps.
+        browser.js("document.querySelector('svg.plot').focus()")
+        for key in ("Home", "PageUp", "ArrowRight", "ArrowRight"):
+            browser.press(key)
+        words = browser.js("document.activeElement.getAttribute('aria-valuetext')")
+        mean = sum(row["reward"] for row in rows if 2 <= row["step"] <= 6) / 5
+        first = page_data(tmp_path / "report")["runs"][0]["name"]
+        assert float(words.removeprefix(f"step 4: {first} ").split(",")[0]) == pytest.approx(mean, rel=2e-3)
+
+        # Every recorded step of training and evaluation can be reached, and shows what the file has.
+        for phase in ("eval", "train"):
+            choose(browser, "phase", phase)
+            browser.js("document.querySelector('#place').focus()")
+            browser.press("Home")
+            steps = list(dict.fromkeys(one["step"] for one in recorded if one["phase"] == phase))
+            for place, step in enumerate(steps):
+                assert browser.js("document.querySelector('#step').value") == str(step)
+                assert browser.text("#which") == f"{place + 1} of {len(steps)}"
+                mine = [one for one in recorded if (one["phase"], one["step"]) == (phase, step)]
+                assert every(browser, ".completion pre") == [visible(one["completion"]) for one in mine]
+                prompts = [prompt for prompt, _ in itertools.groupby(one["prompt"] for one in mine)]
+                assert every(browser, ".group dd:nth-of-type(1)") == prompts
+                facts = every(browser, ".completion:first-of-type .facts")[0]
+                assert ("reward" in facts and "advantage" in facts) if phase == "train" else "correct" in facts
+                browser.press("ArrowRight")
+        choose(browser, "step", "2")
+        assert browser.text("#which") == f"2 of {len(steps)}"
+
+        for dark in (False, True):
+            for width in (1280, 700, 400, 320):
+                browser.screen(width, 800, dark)
+                assert not browser.js("document.documentElement.scrollWidth > innerWidth"), width
+        assert browser.hosts() == {""}  # the file, and nobody else
+        assert browser.console() == []
+
+
+@pytest.mark.rare
+@needs_browser
+def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
+    completions = [
+        completion(step, prompt=HOSTILE[0], answer=HOSTILE[1], completion=text, advantage=-0.5)
+        for step in (1, 2)
+        for text in HOSTILE
+    ]
+    runs = [
+        write(tmp_path / name, metrics(8, **{HOSTILE[0]: 1.0}), completions, settings)
+        for name, settings in (
+            ("<script>window.pwned=1<", ""),
+            ("b", json.dumps(HOSTILE[0]) + ": " + json.dumps(HOSTILE[1])),
+        )
+    ]
+    assert main(*runs, "--output", tmp_path / "report")[0] == 0
+    with chromium(tmp_path) as browser:
+        opened(browser, tmp_path / "report")
+        assert every(browser, ".completion pre") == [
+            *HOSTILE[:2],
+            "lineU+2028paragraphU+2029lone U+D800 surrogate U+DFFF and U+0000U+001B[31m controls",
+            "left U+202Eright to leftU+202C U+200BU+FEFF يمين",
+        ]
+        assert every(browser, ".group dd") == HOSTILE[:2]
+        for selector in ("#settings tbody th", "#sections h3"):
+            assert HOSTILE[0] in every(browser, selector)
+        assert HOSTILE[1] in every(browser, "#settings td")
+        assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 2]
+        browser.screen(400, 800)
+        assert not browser.js("document.documentElement.scrollWidth > innerWidth")
+        assert browser.hosts() == {""} and browser.console() == []
+
+        # And if some of it had got in, the page's policy would stop it.
+        browser.js("document.body.appendChild(document.createElement('script')).text = 'window.pwned=1'")
+        browser.js("new Image().src = 'http://127.0.0.1:9/image'")
+        browser.js("fetch('http://127.0.0.1:9/').catch(() => 0)")
+        assert browser.js("window.pwned ?? null") is None
+        said = browser.console()
+        assert len(said) >= 3 and all("Content Security Policy" in line for line in said)

@@ -1,0 +1,1216 @@
+"""The reward functions in reward.py, and how grpo/rewards/compute.py finds and calls them."""
+
+import asyncio
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import GSM8K, needs_gsm8k
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reward
+from grpo.config.errors import ConfigError
+from grpo.rewards.compute import RewardError, _with_deadline, compute_rewards, load_reward_funcs
+from reward import MathProcess, correctness_reward, format_reward, has_format, is_correct, to_number
+
+unhurried = settings(deadline=None)
+
+
+def correctness(text: str, gold: str) -> float:
+    return correctness_reward(["?"], [f"<answer>{text}</answer>"], answer=[gold])[0]
+
+
+def formatting(completion: str, prompt: str = "?") -> float:
+    return format_reward([prompt], [completion])[0]
+
+
+# --- correctness: strings and numbers
+
+
+@pytest.mark.parametrize(
+    "text, gold", [("18", "18"), (" 18\n", "18"), ("18", "\t18 "), ("Paris", "Paris"), ("x^2", "x^2"), ("3/0", "3/0")]
+)
+def test_the_gold_itself_earns_2(text, gold):
+    assert correctness(text, gold) == 2.0
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("1080", "1,080"),
+        ("1,080", "1080"),
+        ("$1,080.00", "1080"),
+        ("1080.", "1080"),
+        ("1,234,567", "1234567"),
+        ("007", "7"),
+        ("-10.0", "-10"),
+        ("\N{MINUS SIGN}10", "-10"),
+        ("\N{EN DASH}10", "-10"),
+        ("- 10", "-10"),
+        ("-$10", "-10"),
+        ("$-10", "-10"),
+        ("-€ 10", "-10"),
+        ("+5", "5"),
+        (".5", "0.5"),
+        ("0.5", "1/2"),
+        ("0.75", "3/4"),
+        ("3 / 4", "0.75"),
+        ("-3/4", "-0.75"),
+        ("6/8", "3/4"),
+        ("1,000/4", "250"),
+        ("2 1/2", "2.5"),
+        ("-2 1/2", "-2.5"),
+        ("2 1/2 cups", "2.5"),
+        ("1e3", "1000"),
+        ("2.5E-1", "0.25"),
+        ("50%", "50"),
+        ("50 %", "50"),
+        ("50", "50%"),
+        ("50% of the class", "50"),
+        ("18 apples", "18"),
+        ("18 apples.", "18"),
+        ("5 km", "5"),
+        ("5km", "5"),
+        ("60 km/h", "60"),
+        ("$12/hour", "12"),
+        ("10 g", "10"),
+        ("12 dollars per hour", "12"),
+        ("20 cm\N{SUPERSCRIPT TWO}", "20"),
+        ("25 °C", "25"),
+        ("18 €", "18"),
+        ("18th", "18"),
+        ("18 = 18", "18"),
+        ("$18 = 18.00 dollars", "18"),
+        ("$18$", "18"),
+        (r"\$18", "18"),
+        (r"50\%", "50"),
+        ("1\N{NO-BREAK SPACE}1/2", "1.5"),
+    ],
+)
+def test_the_same_number_earns_1_5(text, gold):
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("10", "-10"),
+        ("-10", "10"),
+        ("--10", "10"),
+        ("+-10", "-10"),
+        ("-$-10", "10"),
+        ("18 or 20", "18"),
+        ("20 or 18", "18"),
+        ("18 or twenty", "18"),
+        ("18 and twenty", "18"),
+        ("18 18", "36"),
+        ("2 1", "3"),
+        ("18 = 20", "18"),
+        ("18 =", "18"),
+        ("7+3=10", "10"),
+        ("7+3", "10"),
+        ("10-4", "6"),
+        ("10-4", "10"),
+        ("3-4", "3"),
+        ("3\N{EN DASH}4", "3"),
+        ("4-4", "4"),
+        ("3*3", "3"),
+        ("2^2", "2"),
+        ("5!", "5"),
+        ("5\N{SUPERSCRIPT TWO}", "5"),
+        ("2x", "2"),
+        ("2 x", "2"),
+        ("2x\N{SUPERSCRIPT TWO}", "2"),
+        ("1\N{VULGAR FRACTION ONE HALF} cups", "1"),
+        ("1\N{VULGAR FRACTION ONE HALF}\N{VULGAR FRACTION ONE HALF}", "1"),
+        ("2i", "2"),
+        ("2\N{GREEK SMALL LETTER PI}", "2"),
+        ("2 pi", "2"),
+        ("2 million", "2"),
+        ("3 Quadrillion", "3"),
+        ("2 Dozen", "2"),
+        ("18 and a half", "18"),
+        ("2 thirds", "2"),
+        ("5k", "5"),
+        ("$5M", "5"),
+        ("$5m", "5"),
+        ("1,2,3", "123"),
+        ("1,2,3", "1"),
+        ("1,08", "108"),
+        ("10,80", "1080"),
+        ("1,0800", "10800"),
+        ("0,500", "500"),
+        ("1.080", "1080"),
+        ("1.080,50", "1080.50"),
+        ("1 080", "1080"),
+        ("1_080", "1080"),
+        ("12:30", "12"),
+        ("12:30", "30"),
+        ("2 1/2", "10.5"),
+        ("2 1/2", "1"),
+        ("2 1/2", "2"),
+        ("3/4/5", "3/4"),
+        ("3/x", "3"),
+        ("3/0", "3"),
+        ("3/0", "0"),
+        ("0/0", "1"),
+        ("3/4", "3"),
+        ("0.333", "1/3"),
+        ("0x10", "10"),
+        ("0x10", "16"),
+        ("inf", "1e999"),
+        ("nan", "nan?"),
+        ("\N{ARABIC-INDIC DIGIT ONE}\N{ARABIC-INDIC DIGIT EIGHT}", "18"),
+        ("not 18", "18"),
+        ("less than 18", "18"),
+        ("18 apples and 3 pears", "18"),
+        ("", "18"),
+        ("apples", "18"),
+        ("100000000000000000000000000000000000001", "100000000000000000000000000000000000000"),
+        ("0.1000000000000000000000000000000000001", "0.1"),
+    ],
+)
+def test_anything_else_earns_nothing(text, gold):
+    assert correctness(text, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, gold", [("2", "2xy"), ("seat", "east"), ("paris", "Paris"), ("5", ""), ("", ""), ("", " "), ("0", "3/0")]
+)
+def test_a_gold_that_is_no_number_wants_the_same_string(text, gold):
+    assert correctness(text, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion, gold, expected",
+    [
+        ("<think>10</think><answer>18</answer>", "18", 2.0),
+        ("<answer>7</answer> no, <answer>18</answer>", "18", 2.0),
+        ("<answer>18</answer> no, <answer>7</answer>", "18", 0.0),
+        ("<answer>18</answer> or <answer>7", "18", 2.0),
+        ("<answer>7 <answer>18</answer>", "18", 2.0),
+        ("<answer>7 <answer>18</answer> 20</answer>", "18", 2.0),
+        ("<answer>18</answer></answer>", "18", 2.0),
+        ("<answer>\n$18\n</answer><|im_end|>", "18", 1.5),
+        ("18", "18", 0.0),
+        ("<answer>18", "18", 0.0),
+        ("18</answer>", "18", 0.0),
+        ("</answer>18<answer>", "18", 0.0),
+        ("<ANSWER>18</ANSWER>", "18", 0.0),
+        ("<answer></answer>", "18", 0.0),
+        ("", "18", 0.0),
+    ],
+)
+def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expected):
+    assert correctness_reward(["?"], [completion], answer=[gold]) == [expected]
+    assert is_correct(completion, gold) is (expected > 0)
+
+
+def test_rewards_are_in_the_order_of_the_completions_and_other_columns_are_ignored():
+    completions = ["<answer>1</answer>", "<answer>$2</answer>", "<answer>4</answer>"]
+    assert correctness_reward(["?"] * 3, completions, answer=["1", "2", "3"], level=[1, 2, 3]) == [2.0, 1.5, 0.0]
+    assert format_reward(["?"] * 3, completions, answer=["1", "2", "3"]) == [0.4, 0.4, 0.4]
+
+
+def test_a_gold_for_each_completion_is_demanded():
+    with pytest.raises(ValueError):
+        correctness_reward(["?"], ["<answer>1</answer>"], answer=["1", "2"])
+
+
+INTEGERS = st.integers(-(10**30), 10**30)
+STYLES = ["{}", "{:,}", "${:,}", "{:,}.00", "{} %", "{:,} apples", " {}.", "{0} = {0:,}", "{}/1"]
+
+
+@unhurried
+@given(INTEGERS, st.sampled_from(STYLES), st.sampled_from(["{}", "{:,}", "${}", "{}%"]))
+def test_an_integer_matches_however_it_is_written(number, style, gold_style):
+    assert correctness(style.format(number), gold_style.format(number)) >= 1.5
+
+
+@unhurried
+@given(INTEGERS, INTEGERS, st.sampled_from(STYLES), st.sampled_from(STYLES))
+def test_a_different_integer_never_matches(number, other, style, other_style):
+    if number != other:
+        assert correctness(style.format(number), str(other)) == 0.0
+        assert correctness(f"{style.format(number)} or {other_style.format(other)}", str(number)) == 0.0
+
+
+@unhurried
+@given(st.integers(-(10**6), 10**6), st.integers(1, 10**6))
+def test_fractions_are_exact(top, bottom):
+    assert to_number(f"{top}/{bottom}") == Fraction(top, bottom)
+
+
+@unhurried
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=6))
+def test_decimals_are_exact(number):
+    assert to_number(f"{number:f}") == Fraction(number)
+
+
+@unhurried
+@given(st.lists(st.integers(0, 999), min_size=2, max_size=5))
+def test_a_list_is_no_number_unless_its_commas_are_thousands_separators(numbers):
+    text = ",".join(str(number) for number in numbers)
+    grouped = numbers[0] > 0 and all(number >= 100 for number in numbers[1:])
+    assert (to_number(text) is not None) == grouped
+
+
+@unhurried
+@given(
+    st.text() | st.text(alphabet="0123456789.,/-+=%$eE x\\", max_size=40),
+    st.sampled_from(["18", "-1,080", "3/4", "Paris", "", "3/0"]),
+)
+def test_no_text_crashes_the_rewards_or_leaves_their_values(text, gold):
+    assert correctness(text, gold) in {0.0, 1.5, 2.0}
+    assert formatting(text) in {0.0, 0.2, 0.4, 0.6, 0.8}
+    assert to_number(text, allow_unit=False) in {None, to_number(text)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 5000,
+        "9" * 1_000_000,
+        "1e999999999",
+        "1e1000",
+        "1e-999999999/1e999999999",
+        "1," * 100_000,
+        "1,111" * 199,
+        "1=" * 499 + "1",
+        "=" * 1000,
+        "- " * 100_000,
+        " " * 1_000_000 + "x",
+        "1 " + "a " * 490 + "9",
+        "1 " + "illi" * 240 + "9",
+        "1/" * 499,
+        "<answer>" * 100_000,
+        "</answer>" * 100_000,
+        "</answer>" + "<|im_end|> " * 50_000 + "x",
+        "a" * 499 + "1 = 5",
+        "\\" * 490 + "1 = 5",
+        "(" * 499 + "=" + ")" * 499,
+        "1,000" * 190 + "\\",
+        "\\text{" * 160,
+        "<think>" * 100_000,
+        "\\boxed{" * 140,
+        "\\boxed{" * 120 + "}" * 120,
+        "$" * 999,
+        "\\(" * 499,
+        "\\[" + "\\[x" * 300,
+        "x and " * 160 + "\\",
+        "_{" * 400 + "=\\",
+    ],
+)
+def test_long_or_huge_text_neither_crashes_nor_hangs(text):
+    start = time.monotonic()
+    assert correctness(text, "18") == 0.0
+    assert formatting(text) < 0.8
+    assert time.monotonic() - start < 2
+
+
+def test_even_a_huge_gold_matches_itself():
+    assert correctness("9" * 5000, "9" * 5000) == 2.0
+    assert correctness("9" * 900, "9" * 900 + ".0") == 1.5
+
+
+@needs_gsm8k
+@pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
+def test_every_gold_of_gsm8k_earns_full_marks(split, size):
+    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    golds = [json.loads(line)["answer"].split("####")[1].strip() for line in lines]
+    assert len(golds) == size
+    for gold in golds:
+        bare = gold.replace(",", "")
+        assert correctness(gold, gold) == 2.0
+        assert correctness(f"{int(bare):,}.00", gold) == 1.5
+        assert correctness(bare, gold) == (2.0 if bare == gold else 1.5)
+        assert correctness(str(int(bare) + 1), gold) == correctness(str(-int(bare) or 1), gold) == 0.0
+
+
+# --- format
+
+
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("<think>2+2</think> <answer>4</answer>", 0.8),
+        ("<think>2+2</think>\n<answer>4</answer>\n \n", 0.8),
+        ("Well. <think></think> so <answer></answer>", 0.8),
+        ("<think>2+2</think> <answer>4</answer> Done!", 0.6),
+        ("<think>2+2 <answer>4</answer>", 0.6),
+        ("2+2</think> <answer>4</answer>", 0.6),
+        ("<think>2+2</think> <answer>4", 0.6),
+        ("<think><think>2+2</think> <answer>4</answer>", 0.6),
+        ("<think>2+2</think></think> <answer>4</answer>", 0.6),
+        ("<think>2+2</think> <answer>5 <answer>4</answer>", 0.6),
+        ("<think>2+2</think> <answer>4</answer></answer>", 0.6),
+        ("<think>2+2</think>", 0.4),
+        ("<answer>4</answer>", 0.4),
+        ("<answer>4</answer> <think>2+2</think>", 0.4),
+        ("</think>2+2<think> </answer>4<answer>", 0.4),
+        ("<think>2+2</think> <answer>4</answer> <think>2+2</think> <answer>4</answer>", 0.0),
+        ("</answer><answer></think><think>", 0.2),
+        ("<think>", 0.2),
+        ("4", 0.0),
+        ("", 0.0),
+        ("<THINK>2+2</THINK> <ANSWER>4</ANSWER>", 0.0),
+    ],
+)
+def test_format(completion, expected):
+    assert formatting(completion) == expected
+    assert has_format(completion) is (expected == 0.8)
+
+
+@pytest.mark.parametrize("prompt", ["assistant\n<think>", "assistant\n<think>\n", "Write <think> first. <think>\n\n"])
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("2+2</think> <answer>4</answer>", 0.8),
+        ("\n2+2\n</think>\n\n<answer>4</answer><|im_end|>", 0.8),
+        ("<think>2+2</think> <answer>4</answer>", 0.6),
+        ("2+2</think> <answer>4</answer> Done!", 0.6),
+        ("2+2 <answer>4</answer>", 0.6),
+        ("<answer>4</answer> 2+2</think>", 0.4),
+        ("", 0.2),
+    ],
+)
+def test_a_tag_that_the_prompt_opens_is_there(prompt, completion, expected):
+    assert formatting(completion, prompt) == expected
+    assert has_format(completion, prompt) is (expected == 0.8)
+
+
+@pytest.mark.parametrize("begin", ["assistant\n", "<|Assistant|>", "[/INST]", "Write <think> first.\nassistant\n"])
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("x</think><answer>4</answer>", 0.8),
+        ("<think>x</think><answer>4</answer>", 0.6),
+        ("<answer>4</answer>", 0.6),
+        ("<answer>4</answer>x</think>", 0.4),
+    ],
+)
+def test_a_thought_that_the_prompt_begins_is_open(begin, completion, expected):
+    for thought in ("<think>\nLet me", "<think>\nIf a < b\nthen "):
+        assert formatting(completion, begin + thought) == expected
+        assert has_format(completion, begin + thought) is (expected == 0.8)
+
+
+@pytest.mark.parametrize("begin", ["", "<|im_start|>assistant\n", "Use <think> tags.\nassistant\n"])
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("<answer>4</answer>", 0.8),
+        ("2+2 <answer>4</answer><|im_end|>", 0.8),
+        ("<think>2+2</think> <answer>4</answer>", 0.8),
+        ("2+2</think> <answer>4</answer>", 0.6),
+        ("<think>2+2 <answer>4</answer>", 0.6),
+        ("<answer>4</answer> Done!", 0.6),
+        ("4", 0.4),
+    ],
+)
+def test_a_thought_that_the_prompt_opens_and_closes_is_there(begin, completion, expected):
+    prompt = begin + "<think>\n\n</think>\n\n"
+    assert formatting(completion, prompt) == expected
+    assert has_format(completion, prompt) is (expected == 0.8)
+
+
+TEMPLATE = "<|im_start|>{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Write <think> first.",
+        "",
+        "<think>.",
+        "Write in <think></think> first.",
+        "Write in <think></think>",
+        TEMPLATE.format("user\n<think>\nWhat is that?"),
+        TEMPLATE.format("user\nWhat is this?\n<think>"),
+        TEMPLATE.format("user\n<think>\n\n</think>\n\n"),
+        TEMPLATE.format("system\nWrite\n<think>\n...\n</think>\n<answer>\n...\n</answer>"),
+        "[INST] Write\n<think>\nfirst. [/INST]",
+        "<start_of_turn>user\n<think>\n2+2?<end_of_turn>\n<start_of_turn>model\n",
+        "<｜User｜>\n<think>\n2+2?<｜Assistant｜>",
+        "Write\n<think>\nso\n</think>\n",
+    ],
+)
+def test_a_tag_that_stands_elsewhere_in_the_prompt_is_not(prompt):
+    assert formatting("2+2</think> <answer>4</answer>", prompt) == 0.6
+    assert formatting("<think>2+2</think> <answer>4</answer>", prompt) == 0.8
+
+
+@pytest.mark.parametrize(
+    "ending, ends",
+    [
+        ("<|im_end|>", True),
+        ("\n<|im_end|>\n<|endoftext|><|endoftext|>", True),
+        ("</s>", True),
+        ("<|eot_id|>", True),
+        ("<end_of_turn>", True),
+        ("<|im_start|>", False),
+        ("<|im_end|>!", False),
+        (".", False),
+        ("<think>", False),
+    ],
+)
+def test_only_end_tokens_and_white_space_may_follow(ending, ends):
+    assert has_format("<think>2+2</think><answer>4</answer>" + ending) is ends
+
+
+PIECES = st.lists(st.sampled_from([*reward.TAGS, "4", " ", "<|im_end|>"]), max_size=8)
+
+
+@unhurried
+@given(PIECES)
+def test_the_full_format_is_the_four_tags_once_in_order_with_nothing_behind(pieces):
+    tags = tuple(piece for piece in pieces if piece in reward.TAGS)
+    behind = pieces[max((i for i, piece in enumerate(pieces) if piece in reward.TAGS), default=0) + 1 :]
+    assert has_format("".join(pieces)) is (tags == reward.TAGS and "4" not in behind)
+
+
+@unhurried
+@given(PIECES)
+def test_a_tag_repeated_or_absent_earns_nothing(pieces):
+    once = sum(pieces.count(tag) == 1 for tag in reward.TAGS)
+    assert formatting("".join(pieces)) <= round(0.2 * once, 1)
+
+
+# --- mathematics beyond numbers
+
+
+def fake_process(body: str, deadline: float = 1.0) -> MathProcess:
+    """A `MathProcess` whose process runs `body` for each [text, gold]; what it sets `reply` to is the answer."""
+    script = f"""
+import json, os, sys, time
+print("ready", flush=True)
+for line in sys.stdin:
+    text, gold = json.loads(line)
+    {body}
+    print(json.dumps(reply), flush=True)
+"""
+    return MathProcess([sys.executable, "-c", script], deadline)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_dead(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+def test_without_math_verify_expressions_are_compared_as_strings():
+    if reward.find_spec("math_verify"):
+        pytest.skip("math-verify is installed")
+    assert correctness(r"\frac{3}{4}", r"\frac{3}{4}") == 2.0
+    assert correctness("1+x^2", "x^2+1") == correctness("0.75", r"\frac{3}{4}") == 0.0
+    assert reward.math_process.process is None
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("14{,}400", "14400"),
+        ("1{,}234{,}567.5", "1234567.5"),
+        ("x = 5", "5"),
+        ("n=18 apples", "18"),
+        ("x = 5 = 5.0", "5"),
+        (r"\text{(B)}", "B"),
+        (r"\textbf{(B)}", "B"),
+        ("(B)", "B"),
+        ("B", r"\text{(B)}"),
+        (r"\text{east}", "east"),
+        ("east", r"\text{east}"),
+        (r"\text{Monday}", "Monday"),
+        (r"\mathrm{ Monday }", "Monday"),
+        (r"\text{18}", "18"),
+    ],
+)
+def test_words_choices_and_variables_need_no_math_verify(monkeypatch, text, gold):
+    monkeypatch.setattr(reward, "find_spec", lambda name: None)
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("14{,}40", "1440"),
+        ("{,}", "0"),
+        ("x = 5 = 6", "5"),
+        ("x = 5 or 6", "5"),
+        ("5 = x", "5"),
+        ("x == 5", "5"),
+        ("x + 3 = 5", "5"),
+        ("y = 5", "x = 5"),
+        ("2^{10}", "10"),
+        ("5!", "5"),
+        (r"\text{(A)}", "B"),
+        (r"\text{(B) or (C)}", "B"),
+        ("(B)(C)", "B"),
+        ("(b)", "B"),
+        (r"\text{seat}", "east"),
+        ("seat", r"\text{east}"),
+        (r"\text{east or west}", "east"),
+        (r"\text{18 or 20}", "18"),
+        (r"\text{}", "east"),
+    ],
+)
+@pytest.mark.parametrize("installed", [False, True])
+def test_other_words_choices_and_variables_earn_nothing(monkeypatch, text, gold, installed):
+    if not installed:
+        monkeypatch.setattr(reward, "find_spec", lambda name: None)
+    assert correctness(text, gold) == 0.0
+
+
+def test_the_process_starts_at_the_first_question_and_stays():
+    process = fake_process("reply = text == gold", deadline=10)
+    assert process.process is None
+    assert process.equal("x", "x") is True
+    pid = process.process.pid
+    assert process.equal("x", "y") is False
+    assert process.process.pid == pid
+    process.stop()
+    assert not is_alive(pid)
+
+
+def test_a_question_that_overruns_is_answered_no_and_its_process_killed():
+    process = fake_process("reply = text == 'easy' or time.sleep(60)")
+    assert process.equal("easy", "x")
+    pid = process.process.pid
+    start = time.monotonic()
+    assert process.equal("hard", "x") is False
+    assert 0.9 < time.monotonic() - start < 5
+    assert not is_alive(pid)
+    assert process.equal("easy", "x")
+    process.stop()
+
+
+@pytest.mark.parametrize("death", ["os._exit(1)", "os.abort()"])
+def test_a_question_that_ends_the_process_is_answered_no(death):
+    process = fake_process(f"reply = text == 'easy' or {death}", deadline=10)
+    assert process.equal("hard", "x") is False
+    assert process.equal("easy", "x") is True
+    process.stop()
+
+
+def test_a_process_killed_from_outside_is_started_again():
+    process = fake_process("reply = True", deadline=10)
+    assert process.equal("x", "x")
+    process.process.kill()
+    process.process.wait()
+    assert process.equal("x", "x")
+    process.stop()
+
+
+def test_a_process_that_cannot_start_stops_the_run():
+    process = MathProcess([sys.executable, "-c", "raise SystemExit(1)"], deadline=10)
+    with pytest.raises(RuntimeError, match="math-verify is installed but does not start"):
+        process.equal("x", "x")
+    assert process.process is None
+
+
+def test_an_interrupted_question_leaves_no_reply_to_the_next():
+    process = fake_process("time.sleep(1); reply = True", deadline=10)
+    assert process.equal("x", "x")
+    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.equal("x", "x")
+    timer.join()
+    assert process.process is None
+
+
+def test_threads_get_their_own_answers():
+    process = fake_process("reply = text == gold", deadline=10)
+    wrong = []
+
+    def ask(name):
+        wrong.extend(i for i in range(50) if process.equal(f"{name}{i}", f"{name}{i - i % 2}") is not (i % 2 == 0))
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    process.stop()
+    assert wrong == []
+
+
+@pytest.fixture
+def parent(tmp_path):
+    """A running script that has asked a process its first question, and has printed the pid of that process."""
+    script = tmp_path / "main.py"
+    script.write_text("""
+import sys, reward
+answer_yes = 'import sys; print("ready", flush=True); [print("true", flush=True) for line in sys.stdin]'
+process = reward.MathProcess([sys.executable, "-c", answer_yes], 10)
+process.equal("x", "x")
+try:
+    print(process.process.pid, flush=True)
+    sys.stdin.read()
+except KeyboardInterrupt:
+    print(process.equal("x", "x"), process.process.pid, flush=True)
+""")
+    environment = {**os.environ, "PYTHONPATH": str(Path(reward.__file__).parent)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script], env=environment, start_new_session=True, **pipes) as parent:
+        yield parent
+        parent.kill()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
+def test_the_process_ends_with_its_parent(parent, end):
+    pid = int(parent.stdout.readline())
+    assert is_alive(pid)
+    if end:
+        parent.send_signal(end)
+    else:
+        parent.stdin.close()
+    assert wait_until_dead(pid, 5)
+
+
+def test_the_process_leaves_ctrl_c_to_its_parent(parent):
+    pid = int(parent.stdout.readline())
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.stdout.readline() == f"True {pid}\n"
+
+
+@pytest.fixture(scope="module")
+def math_verify():
+    pytest.importorskip("math_verify")
+    yield reward.math_process
+    reward.math_process.stop()
+
+
+HEDGES = [
+    r"$\frac13 = \frac12$",
+    r"$\frac13$ = $\frac12$",
+    r"\(\frac13 = \frac12\)",
+    r"\boxed{\frac13 = \frac12}",
+    r"(\frac13 = \frac12)",
+    r"{\frac13 = \frac12}",
+    r"\frac13 = \frac12)",
+    r"\frac13 \equiv \frac12",
+    r"\frac13 \text{ cups} = \frac12 \text{ cups}",
+    r"\pi = \frac12",
+    r"\sin(30) = \frac12",
+    r"2^{3} = \frac12",
+    r"x = \frac13 = y = \frac12",
+]
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        (r"$x = \frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\(x = 2\sqrt{3}\)", r"2\sqrt{3}"),
+        (r"\(x=5\)", "5"),
+        (r"\[x=2\]", "2"),
+        (r"$$x=2$$", "2"),
+        (r"\boxed{x=5}", "5"),
+        (r"$\boxed{x=5}$", "5"),
+        (r"\boxed{x=\frac12}", r"\frac12"),
+        (r"x = \boxed{\frac12}", r"\frac12"),
+        (r"\boxed{7+3=10}", "10"),
+        (r"\(9+9\)", "18"),
+        (r"9\cdot 120 = 1,080", "1080"),
+        (r"$\frac24$ = $\frac12$", r"\frac12"),
+    ],
+)
+def test_delimiters_around_an_equation_change_nothing(math_verify, text, gold):
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("(x,y)", "(1,2)"),
+        (r"(r,\theta)", r"\left(3,\frac{\pi}{2}\right)"),
+        (r"\text{Area}", r"9\pi"),
+        (r"A = \pi r^2", r"9\pi"),
+        (r"A = \frac12 bh", r"6\sqrt2"),
+        ("|z|", r"\sqrt5"),
+        ("AB^2", r"2\sqrt3"),
+        (r"\frac{a}{b}", r"\frac23"),
+        ("a+b+c", r"\frac72"),
+        ("a+2b", r"\frac72"),
+        (r"x + \frac1x", r"\sqrt5"),
+        ("x_1 + x_2", r"\sqrt5"),
+        (r"\overline{AB}", "5"),
+        (r"\mathbf{v}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"\sin^2 x", r"\frac34"),
+        (r"\frac{dy}{dx}", "2x"),
+        (r"f\left(\frac12\right)", r"\sqrt3"),
+        ("P(X=2)", r"\frac12"),
+        (r"\sum_{i=1}^{n} i", r"\frac{n(n+1)}{2}"),
+        (r"\log_2 8", "3"),
+    ],
+)
+def test_the_left_side_of_an_equation_may_name_what_is_asked_for(math_verify, name, value):
+    assert correctness(f"{name} = {value}", value) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("-2, 2", r"\pm 2"),
+        (r"\sqrt2, -\sqrt2", r"\pm\sqrt2"),
+        ("x = -2, 2", r"\pm 2"),
+        (r"x = \pm 2", "-2,2"),
+        (r"\{-2, 2\}", r"\pm 2"),
+        (r"x=-2 \text{ or } x=2", "-2,2"),
+        ("x=-2 or x=2", "-2,2"),
+        ("$x=1$, $y=2$", "1,2"),
+        ("(1,2) and (3,4)", "(1,2), (3,4)"),
+    ],
+)
+def test_a_list_may_be_written_in_other_ways(math_verify, text, gold):
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("0.75", r"\frac{3}{4}"),
+        ("3/4", r"\frac{3}{4}"),
+        (r"\frac{3}{4}", "0.75"),
+        (r"\dfrac{6}{8}", "3/4"),
+        (r"\boxed{18}", "18"),
+        (r"\(18\)", "18"),
+        (r"\[18\]", "18"),
+        (r"$\frac{36}{2}$", "18"),
+        ("1+x^2", "x^2+1"),
+        ("$x^2 + 1$", "x^2+1"),
+        (r"\sqrt{18}", r"3\sqrt{2}"),
+        ("2yx", "2xy"),
+        ("(1, 2)", "(1,2)"),
+        (r"\{2, 1\}", r"\{1,2\}"),
+        ("[0, 1)", "[0,1)"),
+        ("2^{10}", "1024"),
+        ("2^3", "8"),
+        ("-2^{2}", "-4"),
+        ("10!", "3628800"),
+        (r"x = \frac12", r"\frac12"),
+        (r"P(A) = \frac12", r"\frac12"),
+        (r"a_{1} = \frac12", r"\frac12"),
+        (r"\angle ABC = \frac12", r"\frac12"),
+        (r"f(x) = x^2+1", "x^2+1"),
+        (r"(x-1)^2 = x^2-2x+1", "x^2-2x+1"),
+        (r"\frac24 = \frac12", r"\frac12"),
+        (r"\frac12 = 0.5", r"\frac12"),
+        (r"\sqrt{4} = 2", "2"),
+        ("y = 2x+1", "y=2x+1"),
+        ("5", "x = 5"),
+        ("2,1", "1,2"),
+        (r"1 \text{ and } 2", "1,2"),
+        ("1,2", r"1 \text{ and } 2"),
+        (r"\{1,2\}", "1,2"),
+        (r"x \in \{1,2\}", r"\{1,2\}"),
+        ("x=1, y=2", "(1,2)"),
+        (r"\left(1,2\right)", "(1,2)"),
+        ("(3,4),(1,2)", "(1,2),(3,4)"),
+        (r"\{5\}", "5"),
+        ("(x+1)(x+2)", "(x+2)(x+1)"),
+    ],
+)
+def test_math_verify_finds_expressions_equal(math_verify, text, gold):
+    assert correctness(text, gold) == 1.5
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("0.74", r"\frac{3}{4}"),
+        ("x^2-1", "x^2+1"),
+        ("(2,1)", "(1,2)"),
+        (r"18 \text{ or } 20", "18"),
+        (r"\{18, 20\}", "18"),
+        ("7+3=10", "10"),
+        (r"\frac{3}{", r"\frac{3}{4}"),
+        ("}{" * 100, r"\frac{3}{4}"),
+        ("\n", r"\frac{3}{4}"),
+        ("\ud800", r"\frac{3}{4}"),
+        ("seat", "east"),
+        # more than one answer, and answers that contradict each other
+        *[(text, r"\frac12") for text in HEDGES],
+        (r"\pi = 3", "3"),
+        (r"20 \text{ km} = 18 \text{ km}", "18"),
+        (r"\frac13 = \frac12, 2", r"\frac12, 2"),
+        (r"x = (1,3) = (1,2)", "(1,2)"),
+        (r"\boxed{x+3=5}", "5"),
+        (r"\boxed{18 \text{ or } 20}", "18"),
+        ("1{,}2", "1,2"),
+        ("-2, 2, 2", r"\pm 2"),
+        (r"2, -2, \pm 2", r"\pm 2"),
+        ("-2, 3", r"\pm 2"),
+        (r"\pm 2", "2"),
+        (r"x = -2, 3", r"\pm 2"),
+        (r"x=-2 \text{ or } x=3", "-2,2"),
+        ("|z| = 5", r"\sqrt5"),
+        (r"(x,y) = (2,1)", "(1,2)"),
+        (r"\frac12 = x", r"\frac12"),
+        (r"\frac13 = \frac12", r"\frac12"),
+        (r"\frac12 = \frac13", r"\frac12"),
+        ("1/3 = 1/2", r"\frac12"),
+        (r"x = \frac13 = \frac12", r"\frac12"),
+        (r"\frac{x}{2} = 5", "5"),
+        ("x^2-1 = x^2+1", "x^2+1"),
+        (r"\boxed{\frac12} = \frac13", r"\frac12"),
+        (r"\$20 = \$18", "18"),
+        (r"\$18 = \$20", "18"),
+        (r"\$1,020 = \$1,018", "1018"),
+        (r"\frac13, \frac12", r"\frac12"),
+        (r"\frac13; \frac12", r"\frac12"),
+        (r"\frac13 \quad \frac12", r"\frac12"),
+        (r"\frac13 \\ \frac12", r"\frac12"),
+        (r"\frac13 \Rightarrow \frac12", r"\frac12"),
+        (r"\frac13 \approx \frac12", r"\frac12"),
+        (r"\frac13 \neq \frac12", r"\frac12"),
+        (r"\frac13 \text{ or } \frac12", r"\frac12"),
+        (r"x=18 \text{ or } x=20", "18"),
+        (r"\boxed{18} \boxed{20}", "18"),
+        (r"\boxed{20} \boxed{18}", "18"),
+        (r"\pm 3", "3"),
+        (r"\pm 3", "-3"),
+        (r"\begin{cases} 18 \\ 20 \end{cases}", "18"),
+        # lists of another kind or length
+        (r"\{1,2\}", "(1,2)"),
+        ("(1,2)", r"\{1,2\}"),
+        (r"\left\{1,2\right\}", "(1,2)"),
+        ("[1,2]", "(1,2)"),
+        ("[0,1)", "[0,1]"),
+        ("1,1,2", "1,2"),
+        ("1,2,1", "1,2"),
+        ("1,2", "1,1,2"),
+        (r"\{1,1,2\}", r"\{1,2\}"),
+        ("(1,3) = (1,2)", "(1,2)"),
+        ("2^3", "9"),
+        ("10!", "10"),
+        ("-2^{2}", "4"),
+    ],
+)
+def test_math_verify_finds_expressions_different(math_verify, text, gold):
+    assert correctness(text, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        ("-2<x<3", "(-2,3)"),
+        (r"x \le 5", r"(-\infty,5]"),
+        (r"-5 \le x \le 5", "[-5,5]"),
+        (r"\emptyset", r"\varnothing"),
+        (r"6.02 \times 10^{23}", "6.02e23"),
+        (r"e^{i\pi}", "-1"),
+        (r"0.\overline{3}", "1/3"),
+        (r"\sin 2\theta = \frac12", r"\frac12"),
+        (r"\$5", "5 dollars"),
+        ("**17**", "17"),
+        ("`17`", "17"),
+    ],
+)
+def test_what_is_right_and_not_known_to_be(math_verify, text, gold):
+    assert correctness(text, gold) == 0.0
+
+
+def test_math_verify_works_from_a_thread(math_verify):
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(correctness("1+x^2", "x^2+1")))
+    thread.start()
+    thread.join()
+    assert rewards == [1.5]
+
+
+@pytest.mark.slow
+def test_math_verify_is_cut_short_at_the_deadline(math_verify):
+    start = time.monotonic()
+    assert correctness("9^{9^{9^9}}", r"5^{3^2}+x") == 0.0
+    assert time.monotonic() - start < reward.math_process.deadline + 5
+    assert correctness("1+x^2", "x^2+1") == 1.5
+
+
+def test_math_verify_is_not_asked_about_numbers_and_words(math_verify):
+    math_verify.stop()
+    assert correctness("18 apples", "18") == 1.5
+    assert correctness("18 or 20", "18") == correctness("seat", "east") == correctness("9" * 1001, "x+1") == 0.0
+    assert math_verify.process is None
+
+
+@pytest.mark.slow
+def test_math_verify_ends_with_its_parent_even_in_a_computation_and_never_runs_its_script(math_verify, tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import os, threading, time\n"
+        "print('started', flush=True)\n"
+        "from reward import math_process\n"
+        "assert math_process.equal('1+x', 'x+1')\n"
+        "print(math_process.process.pid, flush=True)\n"
+        "threading.Thread(target=math_process.equal, args=('9^{9^{9^9}}', '5^{3^2}+x')).start()\n"
+        "time.sleep(1)\n"
+        "os._exit(0)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(reward.__file__).parent)}
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment, timeout=60)
+    started, pid = done.stdout.split()
+    assert started == "started"
+    assert wait_until_dead(int(pid), 4 * reward.math_process.deadline)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(alphabet="0123x+-^{}\\frac()=, ", max_size=12), st.sampled_from([r"\frac{1}{2}", "x^2+1"]))
+def test_math_verify_survives_any_text(text, gold):
+    pytest.importorskip("math_verify")
+    assert correctness(text, gold) in {0.0, 1.5, 2.0}
+
+
+# --- finding the functions
+
+
+def test_functions_of_reward_py_load_in_the_order_of_their_names():
+    functions = load_reward_funcs(["format_reward", "correctness_reward"])
+    assert list(functions.items()) == [("format_reward", format_reward), ("correctness_reward", correctness_reward)]
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "LOADED = []\n"
+        "def length(completions, **columns): return [float(len(c)) for c in completions]\n"
+        "def other(prompts, completions, **columns): return [0.0 for _ in completions]\n"
+        "def format_reward(completions, **columns): return [0.0 for _ in completions]\n"
+        "def helper(text): return text\n"
+        "CONSTANT = 3\n"
+    )
+    return path
+
+
+def test_functions_of_another_file_are_keyed_by_function_name(user_file):
+    functions = load_reward_funcs([f"{user_file}:length", "correctness_reward", f"{user_file}:other"])
+    assert list(functions) == ["length", "correctness_reward", "other"]
+    assert functions["length"](completions=["abc"]) == [3.0]
+    assert functions["length"].__globals__ is functions["other"].__globals__
+
+
+@pytest.mark.parametrize("name", ["no_such_reward", "TAGS", "", "mine.py"])
+def test_an_unknown_function_of_reward_py_is_refused_with_those_it_has(name):
+    with pytest.raises(ConfigError) as caught:
+        load_reward_funcs([name])
+    message = str(caught.value)
+    assert message.startswith(f"reward_funcs names {name!r}, but reward.py has no such function")
+    assert "(correctness_reward, format_reward)" in message
+    assert message.count(". ") == 0
+
+
+@pytest.mark.parametrize("function", ["missing", "CONSTANT", ""])
+def test_an_unknown_function_of_another_file_is_refused_with_those_it_has(user_file, function):
+    with pytest.raises(ConfigError, match=r"^reward_funcs names .* has no such .*\(format_reward, length, other\)"):
+        load_reward_funcs([f"{user_file}:{function}"])
+
+
+@pytest.mark.parametrize("path", ["nowhere/mine.py", ".", "notes.txt"])
+def test_a_missing_file_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    with pytest.raises(ConfigError, match=f"^reward_funcs names '{path}:f', but {path} is not a Python file"):
+        load_reward_funcs([f"{path}:f"])
+
+
+def test_two_functions_of_one_name_are_refused(user_file):
+    for names in (["format_reward", "format_reward"], ["format_reward", f"{user_file}:format_reward"]):
+        with pytest.raises(ConfigError, match=r"^reward_funcs names 'format_reward' twice"):
+            load_reward_funcs(names)
+
+
+# --- calling them
+
+
+def test_rewards_are_a_row_for_each_function_with_nan_for_none():
+    def only_short(prompts, completions, **columns):
+        return [1 if len(completion) < 3 else None for completion in completions]
+
+    def by_column(prompts, completions, level, **columns):
+        return np.array(level) / 2
+
+    functions = {"only_short": only_short, "by_column": by_column}
+    rewards = compute_rewards(functions, ["p"] * 3, ["a", "long", "bc"], {"level": [1, 2, 3], "id": [7, 8, 9]})
+    assert rewards.dtype == np.float64
+    np.testing.assert_array_equal(rewards, [[1.0, np.nan, 1.0], [0.5, 1.0, 1.5]])
+
+
+def test_a_function_sees_the_whole_batch_once():
+    calls = []
+
+    def spy(prompts, completions, **columns):
+        calls.append((prompts, completions, columns))
+        return [0.0, 0.0]
+
+    compute_rewards({"spy": spy}, ["p", "q"], ["a", "b"], {"answer": ["1", "2"]})
+    assert calls == [(["p", "q"], ["a", "b"], {"answer": ["1", "2"]})]
+
+
+def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
+    class Listener:
+        def scores(self, conversations):
+            self.conversations = conversations
+            return [1.0] * len(conversations)
+
+    listener, asked = Listener(), [{"role": "user", "content": "2+2?"}]
+    begun = [*asked, {"role": "assistant", "content": "It is"}]
+    compute_rewards({"listener": listener}, ["p", "q"], ["4", " 4"], {}, [asked, begun])
+    assert listener.conversations == [
+        [*asked, {"role": "assistant", "content": "4"}],
+        [*asked, {"role": "assistant", "content": "It is 4"}],
+    ]
+    assert begun[1]["content"] == "It is", "the example's own messages stay"
+
+
+def test_no_functions_or_no_completions_give_an_empty_table():
+    assert compute_rewards({}, ["p"], ["a"], {}).shape == (0, 1)
+    assert compute_rewards({"format_reward": format_reward}, [], [], {}).shape == (1, 0)
+
+
+def test_the_completion_on_which_a_function_raises_is_named():
+    def fragile(prompts, completions, answer, **columns):
+        return [1.0 / len(completion) + float(gold) for completion, gold in zip(completions, answer, strict=True)]
+
+    with pytest.raises(RewardError, match="'fragile' failed on the completion 'bad one': ValueError") as caught:
+        compute_rewards({"fragile": fragile}, ["p"] * 3, ["a", "bad one", ""], {"answer": ["1", "x", "2"]})
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.__cause__.__traceback__.tb_next.tb_frame.f_code.co_name == "fragile"
+
+
+def test_a_failure_of_the_batch_alone_is_said_to_be_that():
+    def fragile(prompts, completions, **columns):
+        assert len(completions) < 2
+        return [0.0]
+
+    with pytest.raises(RewardError, match="on the batch of 3 completions, though on none of them alone: Assert"):
+        compute_rewards({"fragile": fragile}, ["p"] * 3, ["a", "b", "c"], {})
+
+
+def test_a_wrong_number_of_rewards_names_the_completion_that_got_none():
+    def drops(prompts, completions, **columns):
+        return [1.0 for completion in completions if "x" not in completion]
+
+    with pytest.raises(RewardError, match=r"'drops' failed on the completion 'xyz': .*returned 2 rewards for 3"):
+        compute_rewards({"drops": drops}, ["p"] * 3, ["a", "xyz", "c"], {})
+
+
+@pytest.mark.parametrize("returned", [None, 1.0])
+def test_a_return_that_is_no_list_is_refused(returned):
+    with pytest.raises(RewardError, match="'f' failed on the completion 'a': TypeError"):
+        compute_rewards({"f": lambda **_: returned}, ["p"], ["a"], {})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 1j, np.float32("nan")])
+def test_a_reward_that_is_no_finite_number_is_refused(bad):
+    with pytest.raises(RewardError, match=r"'f' returned .* for the completion 'b': a reward is a finite number"):
+        compute_rewards({"f": lambda **_: [1.0, bad]}, ["p"] * 2, ["a", "b"], {})
+
+
+@pytest.mark.parametrize("good", [2, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(3)])
+def test_any_real_number_is_a_reward(good):
+    assert compute_rewards({"f": lambda **_: [good]}, ["p"], ["a"], {}) == [[float(good)]]
+
+
+def test_a_long_completion_is_cut_in_the_message():
+    with pytest.raises(RewardError) as caught:
+        compute_rewards({"f": lambda **_: ["?"]}, ["p"], ["y" * 10_000], {})
+    assert "y" * 500 + "'..." in str(caught.value)
+    assert "y" * 501 not in str(caught.value)
+
+
+def test_an_interrupt_is_not_a_failure_of_the_function():
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compute_rewards({"f": interrupted}, ["p"], ["a"], {})
+
+
+@pytest.fixture
+def quiet_interrupts():
+    """As in a run, whose handler of Ctrl-C raises nothing."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class NoException(BaseException):
+    """As pytest.fail's and others', which `except Exception` does not catch."""
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, NoException])
+@pytest.mark.parametrize("kind", ["blocking", "lazy", "async", "async in a task", "async with a deadline"])
+def test_whatever_a_function_raises_is_its_failure(error, kind, quiet_interrupts):
+    def fail(completions):
+        if "bad" in completions:
+            raise error
+        return [1.0 for _ in completions]
+
+    async def fail_later(completions):
+        return fail(completions)
+
+    async def awaited(completions, **columns):
+        return await (asyncio.create_task(fail_later(completions)) if "task" in kind else fail_later(completions))
+
+    def blocking(completions, **columns):
+        return (fail([one])[0] for one in completions) if kind == "lazy" else fail(completions)
+
+    function = awaited if "async" in kind else blocking
+    if "deadline" in kind:
+        function = _with_deadline("f", awaited, 20.0, 0.0)
+    for _ in range(2):  # the loop of async functions has outlived the first
+        with pytest.raises(RewardError, match=f"'f' failed on the completion 'bad': {error.__name__}"):
+            compute_rewards({"f": function}, ["p"] * 2, ["good", "bad"], {})
+    assert compute_rewards({"f": function}, ["p"], ["good"], {}) == [[1.0]]
+
+
+def test_no_function_sees_what_another_has_changed():
+    """Neither in its lists nor in the dataset's values, which later steps are given again."""
+    seen = []
+
+    def spoils(prompts, completions, tests, **columns):
+        seen.append((list(prompts), list(completions), copy.deepcopy(tests)))
+        tests[0]["hidden"].append("spoiled")
+        prompts[:] = completions[:] = tests[:] = ["spoiled"] * len(prompts)
+        return [0.0 for _ in prompts]
+
+    async def spoils_too(**columns):
+        return spoils(**columns)
+
+    given = ["p", "q"], ["a", "b"], {"tests": [{"hidden": ["1"]}, {"hidden": ["2"]}]}
+    before = copy.deepcopy(given)
+    functions = {"spoils": spoils, "again": lambda **columns: spoils(**columns), "spoils_too": spoils_too}
+    functions["late"] = _with_deadline("late", spoils_too, 20.0, 0.0)
+    compute_rewards(functions, *given)
+    assert given == before
+    prompts, completions, columns = before
+    assert sum(one == (prompts, completions, columns["tests"]) for one in seen) == 3
+    alone = [([prompts[i]], [completions[i]], [columns["tests"][i]]) for i in range(2)]
+    assert len(seen) == 5 and all(one in seen for one in alone)
+
+
+def test_neither_file_imports_torch():
+    script = "import sys, reward, grpo.rewards; sys.exit(bool({'torch', 'sympy', 'math_verify'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", script], cwd=Path(reward.__file__).parent, check=True)

@@ -1,0 +1,593 @@
+"""Reward models: in the trainer, and behind the real server, against transformers on one text at a time."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
+
+from demo.model import build_tokenizer
+from grpo.client.errors import ServersUnavailable
+from grpo.client.reference import ReferenceClient, ServerError
+from grpo.config.errors import ConfigError
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.model.reward_model import sequence_scores
+from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewards
+from grpo.rewards.functions import RewardError
+from grpo.rewards.local_model import RewardModel
+from grpo.rollouts.prompts import make_example, render_prompt
+from grpo.wire.errors import ProtocolError
+from grpo.wire.health import ServerInfo
+from grpo.wire.logprobs import LogprobsRequest, encode_request
+from grpo.wire.rewards import RewardAnswer, RewardRequest
+
+CPU = torch.device("cpu")
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+
+
+def save(model, tokenizer, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def qwen2(folder: Path, pad: bool, labels: int = 1) -> Path:
+    torch.manual_seed(7)
+    tokenizer = build_tokenizer(seed=0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=tokenizer.pad_token_id if pad else None,
+        num_labels=labels,
+        initializer_range=0.2,
+        dtype="float32",
+    )
+    if not pad:
+        tokenizer.pad_token = None
+    return save(Qwen2ForSequenceClassification(config), tokenizer, folder)
+
+
+def gpt2(folder: Path) -> Path:
+    """Its padding is its end of text, with which its chats end, and it has learned positions."""
+    torch.manual_seed(8)
+    tokenizer = build_tokenizer(seed=0)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}"
+        "{% endif %}{{ message['content'] + '<|endoftext|>' }}{% endfor %}"
+    )
+    tokenizer.eos_token = tokenizer.pad_token
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        num_labels=1,
+        initializer_range=0.2,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return save(GPT2ForSequenceClassification(config), tokenizer, folder)
+
+
+def bert(folder: Path) -> Path:
+    """An encoder: no chat template, special tokens of its own, the score taken at the first."""
+    torch.manual_seed(9)
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "one", "two", "three", "four", "five", "six", ".", "?", "is", "it"]
+    fast = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", model_max_length=60
+    )
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        num_labels=1,
+        initializer_range=0.3,
+    )
+    return save(BertForSequenceClassification(config), tokenizer, folder)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reward-models")
+    return {
+        "qwen2": qwen2(folder / "qwen2", pad=True),
+        "qwen2 without padding": qwen2(folder / "unpadded", pad=False),
+        "gpt2": gpt2(folder / "gpt2"),
+        "bert": bert(folder / "bert"),
+    }
+
+
+KINDS = ["qwen2", "qwen2 without padding", "gpt2", "bert"]
+CHATS = [
+    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for question, answer in [
+        ("is it one ?", "one"),
+        ("is it two ?", "one two three . " * 4),
+        ("three", ""),
+        ("is it six ?", "six . five . four . three . two ."),
+        ("one ?", "<|endoftext|>"),
+        ("is it one ?", "one"),
+    ]
+]
+
+
+@torch.no_grad()
+def exact(folder: Path, chats=CHATS) -> list[float]:
+    """One text at a time, by what transformers does with the files as they are."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for chat in chats:
+        if tokenizer.chat_template is None:
+            inputs = tokenizer("\n\n".join(message["content"] for message in chat), return_tensors="pt")
+        else:
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        scores.append(model(input_ids=inputs["input_ids"]).logits[0, 0].item())
+    return scores
+
+
+def in_trainer(folder: Path, **settings) -> RewardModel:
+    return RewardModel.load(TrainerConfig(**settings), str(folder), CPU)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [100_000, 60, 1])
+def test_scores_are_those_of_one_text_at_a_time(folders, kind, budget):
+    expected = exact(folders[kind])
+    assert np.ptp(expected) > 0.01
+    scores = in_trainer(folders[kind], micro_batch_tokens=budget).scores(CHATS)
+    np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_without_padding_of_its_own_a_texts_very_last_token_counts_whatever_it_is(folders):
+    model = AutoModelForSequenceClassification.from_pretrained(folders["qwen2 without padding"]).eval()
+    texts = [np.array(ids) for ids in ([5, 6, 0], [7, 8, 9, 10, 1], [3, 0, 0], [2], [4, 4, 0, 3, 3, 3])]
+    expected = [model(input_ids=torch.tensor([ids.tolist()])).logits[0, 0].item() for ids in texts]
+    np.testing.assert_allclose(sequence_scores(model, texts), expected, atol=1e-5, rtol=0)
+
+
+def test_a_reward_model_judges_the_chat_by_its_own_template(folders, tokenizer):
+    """The policy's template, with its control tokens, is another than the reward model's."""
+    example = make_example(TrainerConfig(system_prompt=""), tokenizer, 0, {"question": "is it one ?", "answer": "one"})
+    assert "<|im_start|>" in example.prompt
+    found = load_reward_funcs([str(folders["gpt2"])])
+    assert list(found) == ["gpt2"]
+    config = TrainerConfig(reward_funcs=[str(folders["gpt2"])])
+    table = compute_rewards(
+        start_rewards(found, config, CPU), [example.prompt] * 2, ["one", "two"], {}, [example.messages] * 2
+    )
+    chats = [[{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": a}] for a in ("one", "two")]
+    np.testing.assert_allclose(table, [exact(folders["gpt2"], chats)], atol=1e-5, rtol=0)
+
+
+def test_with_the_policys_template_it_reads_what_the_policy_read(folders, tokenizer):
+    system = {"role": "system", "content": "be brief"}
+    text = AutoTokenizer.from_pretrained(folders["qwen2"]).apply_chat_template([system, *CHATS[0]], tokenize=False)
+    assert text == render_prompt(tokenizer, "is it one ?", "be brief") + "one<|im_end|>\n"
+
+
+def test_a_chat_that_the_template_refuses_is_an_error(folders):
+    with pytest.raises(RewardError, match="gpt2 cannot score a completion: input 1: .* refuses .*no system here"):
+        in_trainer(folders["gpt2"]).scores([CHATS[0], [{"role": "system", "content": "x"}, *CHATS[0]]])
+
+
+def test_a_text_beyond_the_model_is_an_error(folders):
+    long = [{"role": "user", "content": "one " * 59}]
+    assert len(in_trainer(folders["bert"]).scores([[{"role": "user", "content": "one " * 58}]])) == 1
+    with pytest.raises(RewardError, match="sequence 0 has 61 tokens: this model takes at most 60"):
+        in_trainer(folders["bert"]).scores([long])
+
+
+def test_it_is_frozen_and_keeps_its_settings(folders):
+    judge = in_trainer(folders["qwen2 without padding"])
+    judge.scores(CHATS)
+    assert judge._model.config.pad_token_id is None and not judge._model.training
+    assert not any(parameter.requires_grad for parameter in judge._model.parameters())
+
+
+# --- finding it
+
+
+@pytest.mark.parametrize(
+    "name, label",
+    [("org/reward-7b", "reward-7b"), ("https://other:8000/", "other:8000"), ("http://h:1/rm/", "h:1/rm")],
+)
+def test_what_a_name_means(name, label):
+    assert load_reward_funcs([name]) == {label: name.rstrip("/")}
+
+
+def test_a_folder_is_a_model_where_it_has_a_slash(folders, monkeypatch):
+    monkeypatch.chdir(folders["bert"].parent)
+    assert load_reward_funcs(["./bert", f"{folders['gpt2']}/"]) == {"bert": "bert", "gpt2": str(folders["gpt2"])}
+    with pytest.raises(ConfigError, match=r"reward_funcs names 'bert', but reward.py .* reward model as ./folder"):
+        load_reward_funcs(["bert"])
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("some/mine.py", "'some/mine.py', a file: name its function too, as some/mine.py:function"),
+        ("./nowhere", "there is no such folder"),
+        ("/nowhere/at/all", "there is no such folder"),
+        ("a/b/c", "there is no such folder"),
+        (str(REPOSITORY / "docs"), "a folder without a config.json"),
+    ],
+)
+def test_what_is_none_of_them_is_refused(name, said):
+    with pytest.raises(ConfigError, match=f"^reward_funcs names .*{said}"):
+        load_reward_funcs([name])
+
+
+def test_two_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="reward_funcs names 'rm' twice, the second time as 'b/rm'"):
+        load_reward_funcs(["a/rm", "b/rm"])
+
+
+def test_a_model_that_was_never_trained_to_reward_is_refused(model_folder, folders, tmp_path):
+    with pytest.raises(ConfigError, match=r"reward_funcs='.*': its weights lack score.weight, so its scores"):
+        in_trainer(model_folder)
+    with pytest.raises(ConfigError, match="it gives 3 numbers for a text"):
+        in_trainer(qwen2(tmp_path / "three", pad=True, labels=3))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="reward_funcs='.*': cannot be loaded as a reward model .*: give a local"):
+        in_trainer(tmp_path)
+
+
+# --- behind the server
+
+
+TOKEN = {"Authorization": "Bearer s3cret"}
+
+
+@pytest.fixture(scope="module")
+def served(folders, tmp_path_factory):
+    limits = ["--max_request_tokens=2000", "--max_request_sequences=32", "--max_length=100", "--max_batch_tokens=256"]
+    folder = tmp_path_factory.mktemp("rm")
+    environment = {"GRPO_REF_TOKEN": "s3cret"}
+    with running_server(folders["qwen2"], folder, "--task=reward", *limits, environment=environment) as one:
+        one.wait_ready()
+        yield one
+
+
+def post(server, said, headers=TOKEN) -> requests.Response:
+    body = said if isinstance(said, bytes) else json.dumps(said).encode()
+    return requests.post(server.url + "/v1/rewards", data=body, timeout=60, headers=headers)
+
+
+def refusal(answer: requests.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_served_scores_are_those_of_the_trainer(served, folders):
+    config = TrainerConfig(reward_funcs=[served.url, str(folders["qwen2"])], token="s3cret")
+    rewards = start_rewards(load_reward_funcs(config.reward_funcs), config, CPU)
+    prompts = [chat[:1] for chat in CHATS] * 9  # in several requests
+    answers = [chat[1]["content"] for chat in CHATS] * 9
+    remote, local = compute_rewards(rewards, ["not looked at"] * len(prompts), answers, {}, prompts)
+    np.testing.assert_allclose(remote, local, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(remote, exact(folders["qwen2"]) * 9, atol=1e-5, rtol=0)
+
+
+def test_text_in_score_out(served, folders):
+    tokenizer = AutoTokenizer.from_pretrained(folders["qwen2"])
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
+    answer = post(served, {"inputs": [*texts, *CHATS], "request_id": "r"})
+    assert answer.status_code == 200 and answer.headers["Content-Type"] == "application/json"
+    said = RewardAnswer.from_json(answer.content, 2 * len(CHATS))
+    np.testing.assert_allclose(said.scores, exact(folders["qwen2"]) * 2, atol=1e-5, rtol=0)
+    health = ServerInfo.from_json(requests.get(served.url + "/health", timeout=5, headers=TOKEN).content)
+    assert (said.model_fingerprint, said.request_id) == (health.model_fingerprint, "r")
+    assert (health.task, health.status, health.max_length) == ("reward", "ready", 100)
+    metrics = requests.get(served.url + "/metrics", timeout=5, headers=TOKEN).text
+    assert 'grpo_ref_requests_total{path="/v1/rewards",status="200"}' in metrics
+
+
+@needs_curl
+def test_the_request_by_hand_in_the_docs_works(served):
+    text = (REPOSITORY / "docs/protocol.md").read_text()
+    command = text.split("```bash\n")[1].split("```")[0]
+    command = command.replace("http://127.0.0.1:59875", served.url)
+    command = command.replace("--fail", "--fail --header 'Authorization: Bearer s3cret'")
+    done = subprocess.run(["sh", "-ec", command], capture_output=True, text=True)
+    assert len(json.loads(done.stdout)["scores"]) == 2, done.stderr
+
+
+WRONG = {
+    "not JSON": b"hello",
+    "not UTF-8": b'{"inputs": ["\xff"]}',
+    "deep": b'{"inputs": ' + b"[" * 100_000,
+    "no object": b"[]",
+    "no inputs": {},
+    "an empty list": {"inputs": []},
+    "one text": {"inputs": "text"},
+    "a number": {"inputs": [1]},
+    "an empty chat": {"inputs": [[]]},
+    "a message without a role": {"inputs": [[{"content": "x"}]]},
+    "a message with more": {"inputs": [[{"role": "user", "content": "x", "name": "y"}]]},
+    "content that is no text": {"inputs": [[{"role": "user", "content": ["x"]}]]},
+    "no token": {"inputs": ["x", ""]},
+    "half a pair": b'{"inputs": ["\\ud800"]}',
+    "unknown": {"inputs": ["x"], "temperature": 1},
+    "a long name": {"inputs": ["x"], "client": "y" * 129},
+    "a name that is none": {"inputs": ["x"], "client": 5},
+    "a field twice": b'{"inputs": ["x"], "inputs": ["y"]}',
+    "a role twice": b'{"inputs": [[{"role": "x", "content": "y", "role": "z"}]]}',
+    "a comma too many": b'{"inputs": ["x",]}',
+    "no comma": b'{"inputs": ["x" "y"]}',
+    "no colon": b'{"inputs" ["x"]}',
+    "cut": b'{"inputs": ["x"]',
+    "more behind it": b'{"inputs": ["x"]} {}',
+}
+
+
+@pytest.mark.parametrize("said", WRONG.values(), ids=WRONG)
+def test_400_for_what_is_malformed(served, said):
+    answer = post(served, said)
+    assert refusal(answer) == (400, "malformed")
+    assert len(answer.content) < 1000
+
+
+@pytest.mark.slow
+def test_refused_requests_leave_nothing_in_memory(folders, tmp_path):
+    """One after the other, and nobody collects garbage: references in a circle would stay for ever."""
+    text = b"a" * (8 << 20)
+    with running_server(folders["qwen2"], tmp_path, "--task=reward", code="import gc\ngc.disable()") as server:
+        server.wait_ready()
+        for body, refused in (
+            (b'{"inputs": ["' + text, (400, "malformed")),
+            (b'{"inputs": ["' + text + b'"]}', (422, "sequence_too_long")),
+            (b'{"inputs": [' + b'"a", ' * 5000 + b'"' + text + b'"]}', (413, "too_many_sequences")),
+        ):
+            assert refusal(post(server, body)) == refused
+            before = server.resident()
+            for _ in range(50):
+                assert post(server, body).status_code == refused[0]
+            assert server.resident() < before + 50, refused
+
+
+def test_the_limits_of_the_service_hold(served):
+    assert refusal(post(served, {"inputs": ["x"]}, headers={})) == (401, "unauthorized")
+    assert post(served, {"inputs": ["0"] * 32}).status_code == 200
+    assert refusal(post(served, {"inputs": ["0"] * 33})) == (413, "too_many_sequences")
+    assert post(served, {"inputs": ["0" * 100] * 20}).status_code == 200
+    assert refusal(post(served, {"inputs": ["0" * 100] * 20 + ["0"]})) == (413, "too_many_tokens")
+    assert refusal(post(served, {"inputs": ["0" * 101]})) == (422, "sequence_too_long")
+    assert refusal(post(served, {"inputs": ["0" * 10_000_000]})) == (422, "sequence_too_long")
+
+
+def test_many_clients_share_the_service(served, folders):
+    from concurrent.futures import ThreadPoolExecutor
+
+    expected = exact(folders["qwen2"])
+    with ThreadPoolExecutor(8) as threads:
+        bodies = [RewardRequest([chat], f"{n}", f"client {n % 4}").to_json() for n in range(8) for chat in CHATS]
+        answers = list(threads.map(lambda body: post(served, body), bodies))
+    scores = [RewardAnswer.from_json(answer.content, 1).scores[0] for answer in answers]
+    np.testing.assert_allclose(scores, expected * 8, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_deterministic_service_gives_the_same_bits_after_a_restart(folders, tmp_path):
+    with running_server(folders["qwen2"], tmp_path, "--task=reward", "--deterministic", "--max_batch_tokens=80") as one:
+        one.wait_ready()
+        first = post(one, {"inputs": CHATS}).json()["scores"]
+        with running_server(
+            folders["qwen2"], tmp_path, "--task=reward", "--deterministic", "--max_batch_tokens=80"
+        ) as two:
+            two.wait_ready()
+            assert post(two, {"inputs": CHATS}).json()["scores"] == first
+
+
+def test_a_server_of_the_other_task_is_refused_both_ways(served, server, folders):
+    with pytest.raises(
+        ServerError, match=r"serves .*qwen2 for the task reward, and ref_servers needs .* in reward_funcs$"
+    ):
+        ReferenceClient(TrainerConfig(ref_servers=[served.url], token="s3cret")).wait_ready()
+    with pytest.raises(
+        ServerError, match=r"for the task logprobs, and reward_funcs needs .* --task reward.* in ref_serv"
+    ):
+        start_rewards(load_reward_funcs([server.url]), TrainerConfig(reward_funcs=[server.url]), CPU)
+    body = encode_request(LogprobsRequest.of([1], [[2]], 1.0))
+    answer = requests.post(served.url + "/v1/logprobs", data=body, timeout=5, headers=TOKEN)
+    assert refusal(answer) == (404, "not_found")
+    assert "its --task is reward" in answer.json()["error"]["message"]
+    assert refusal(post(server, {"inputs": ["x"]})) == (404, "not_found")
+
+
+def test_a_reward_server_that_is_not_there_or_refuses_is_said(served):
+    url = f"http://127.0.0.1:{free_port()}"
+    config = TrainerConfig(reward_funcs=[url], ref_startup_timeout=1.0)
+    with pytest.raises(ServersUnavailable, match=rf"no reward server at {url} .*ref_server.py --task reward"):
+        start_rewards(load_reward_funcs([url]), config, CPU)
+    config = TrainerConfig(reward_funcs=[served.url], token="s3cret")
+    rewards = start_rewards(load_reward_funcs([served.url]), config, CPU)
+    with pytest.raises(ServerError, match="refused a request with 422: sequence 0 has"):
+        compute_rewards(rewards, ["p"], ["0" * 110], {}, [CHATS[0][:1]])
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (dict(quantization="8bit"), "quantization='8bit': not for task reward"),
+        (dict(device_map="auto"), "device_map='auto': not for task reward"),
+        (dict(estimate=True), "estimate=True: not for task reward"),
+    ],
+)
+def test_what_a_reward_server_has_not_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        ServerConfig(task="reward", **settings)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"[]", b"{}", b'{"scores": [1.0]}', b'{"scores": [1.0, NaN]}', b'{"scores": 2}']
+)
+def test_an_answer_that_is_not_two_scores_is_refused(answer):
+    with pytest.raises(ProtocolError):
+        RewardAnswer.from_json(answer, 2)
+
+
+VALID = RewardRequest(["one", CHATS[0]], "r", "c").to_json()
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=5))
+@example([(103, 9)])  # makes two texts three
+def test_damage_is_refused_or_still_a_request(damage):
+    damaged = bytearray(VALID)
+    for place, value in damage:
+        damaged[place] = value
+    try:
+        request = RewardRequest.from_json(bytes(damaged), 100)
+    except ProtocolError as error:
+        assert (error.status, error.code) == (400, "malformed") and len(error.message) <= 500
+    else:
+        assert vars(request) == json.loads(damaged)
+
+
+chats = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": TEXTS}), min_size=1, max_size=3)
+bodies = st.fixed_dictionaries(
+    {"inputs": st.lists(TEXTS | chats, min_size=1, max_size=3)}, optional={"request_id": TEXTS, "client": TEXTS}
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(bodies, st.booleans(), st.sampled_from([None, 0, 2, "\t"]), st.sampled_from([(",", ":"), (" , ", "\r\n: ")]))
+def test_a_request_is_read_however_its_json_is_written(body, ascii_only, indent, separators):
+    text = json.dumps(body, ensure_ascii=ascii_only, indent=indent, separators=separators)
+    assert vars(RewardRequest.from_json(f" {text}\n".encode(), 3)) == {"request_id": "", "client": "", **body}
+
+
+MANY = 300_000
+LARGE = {
+    "lists": (b'{"inputs": [[],' + b"[]," * MANY, 400),
+    "objects": (b'{"inputs": [' + b"{}," * MANY, 400),
+    "numbers": (b'{"inputs": [' + b"1," * MANY, 400),
+    "texts": (b'{"inputs": [' + b'"",' * MANY, 413),
+    "fields of a message": (b'{"inputs": [[{' + b'"":"",' * MANY, 400),
+    "lists of a message": (b'{"inputs": [[{"role": [' + b"[]," * MANY, 400),
+    "fields": (b"{" + b'"":[],' * MANY, 400),
+    "a name of lists": (b'{"client": [' + b"[]," * MANY, 400),
+}
+
+
+@pytest.mark.parametrize("body, status", LARGE.values(), ids=LARGE)
+def test_a_large_body_is_refused_before_it_is_a_tree(body, status):
+    """Of 62 MiB such a tree took 1.6 GiB, and nothing else of the server went on while it was built."""
+    tracemalloc.start()
+    with pytest.raises(ProtocolError) as refused:
+        RewardRequest.from_json(body, 4096)
+    assert tracemalloc.get_traced_memory()[1] < len(body) + (1 << 20)  # its text, and little else
+    tracemalloc.stop()
+    assert refused.value.status == status
+
+
+def test_a_request_may_have_so_many_messages_and_no_more():
+    chat = [{"role": "user", "content": ""}] * 32_768
+    assert len(RewardRequest.from_json(RewardRequest([chat, chat]).to_json(), 2).inputs) == 2
+    with pytest.raises(ProtocolError, match="65537 messages in one request: the limit is 65536") as refused:
+        RewardRequest.from_json(RewardRequest([chat, chat + chat[:1]]).to_json(), 2)
+    assert (refused.value.status, refused.value.code) == (413, "too_many_messages")
+
+
+def test_an_answer_of_far_more_than_its_scores_is_not_read():
+    worst = np.full(1000, np.float32(-1.1754943508222875e-38))
+    for indent in (None, 8):
+        body = json.dumps(json.loads(RewardAnswer(worst, "f").to_json()), indent=indent).encode()
+        assert len(RewardAnswer.from_json(body, 1000).scores) == 1000
+    with pytest.raises(ProtocolError, match="the answer has 200016 bytes, for 2 scores"):
+        RewardAnswer.from_json(b'{"scores": [1.0]' + b" " * 200_000, 2)
+
+
+def test_scores_survive_the_way_to_the_last_bit():
+    scores = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    sent = RewardAnswer(scores, "f", "r")
+    np.testing.assert_array_equal(RewardAnswer.from_json(sent.to_json(), 1000).scores, scores)
+
+
+# --- a whole run
+
+
+@pytest.mark.slow
+def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
+    folders, served, model_folder, data_folder, tmp_path
+):
+    hangs = tmp_path / "hangs.py"
+    hangs.write_text(
+        "import time, zlib\n"
+        "def hangs(prompts, completions, **columns):\n"
+        "    for completion in completions:\n"
+        "        if zlib.crc32(completion.encode()) % 5 == 0:\n"
+        "            time.sleep(600)\n"
+        "    return [2.0 for completion in completions]\n"
+    )
+    arguments = {
+        "model_name_or_path": model_folder,
+        "dataset_name": data_folder,
+        "output_dir": tmp_path / "run",
+        "max_prompt_length": 96,
+        "system_prompt": "",
+        "max_completion_length": 24,
+        "num_generations": 8,
+        "prompts_per_step": 2,
+        "max_steps": 2,
+        "eval_steps": 0,
+        "beta": 0,
+        "reward_timeout": 1,
+        "reward_fallback": -1,
+        "token": "s3cret",
+    }
+    command = [sys.executable, "grpo_ref_split.py", *(f"--{name}={value}" for name, value in arguments.items())]
+    command += ["--reward_funcs", str(folders["bert"]), served.url, f"{hangs}:hangs", "format_reward"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    late = done.stderr.count("reward function 'hangs' gave no answer within 1 s on the completion")
+    label = served.url.removeprefix("http://")
+    given = 0
+    for row in rows:
+        for name in ("bert", label, "hangs", "format_reward"):
+            assert math.isfinite(row[f"rewards/{name}/mean"])
+        assert row["rewards/bert/std"] > 0 and row[f"rewards/{label}/std"] > 0
+        given += row["rewards/hangs/mean"] * 16
+    assert 0 < late < 32
+    assert given == pytest.approx(2.0 * (32 - late) - late)

@@ -1,0 +1,453 @@
+"""Reward functions that hang, die or wait: real worker processes, killed for real."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY
+from test_reward import is_alive, wait_until_dead
+
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.rewards.compute import RewardError, compute_rewards, load_reward_funcs, start_rewards
+from grpo.rewards.prints import SHOWN_CHARACTERS
+from grpo.rewards.worker_pool import RewardPool
+
+FUNCTIONS = r'''
+import asyncio, os, re, signal, subprocess, sys, time
+
+def length(prompts, completions, **columns):
+    """Of each completion, unless it is a command."""
+    for completion in completions:
+        run(completion)
+    return [float(len(completion)) for completion in completions]
+
+def run(completion):
+    if completion == "sleep":
+        time.sleep(600)
+    elif completion == "exit":
+        os._exit(7)
+    elif completion == "sys.exit":
+        sys.exit()
+    elif completion == "orphan":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    elif completion == "stop":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(600)
+    elif completion == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif completion == "memory":
+        raise MemoryError
+    elif completion == "regex":  # 2^60 steps in C, with the GIL
+        re.fullmatch("(a|a)*b", "a" * 60)
+    elif completion == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    elif completion.startswith("child "):
+        subprocess.run(["sh", "-c", 'echo $$ > "$0"; exec sleep 600', completion[6:]])
+    elif completion.startswith("daemon "):  # no parent, no environment, and a session of its own
+        _, then, file = completion.split()
+        daemon = """setsid sh -c 'echo $$ > "$0"; exec sleep 600' "$0" & until [ -s "$0" ]; do sleep 0.01; done"""
+        subprocess.run(["sh", "-c", daemon, file], env={})
+        run(then)
+    elif completion.startswith("print "):
+        print("é" * int(completion[6:]))
+        subprocess.run(["echo", "a child's"])
+    elif completion == "raise":
+        raise KeyError("a mistake")
+    elif completion == "noise":  # into everything that is open
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b"noise\n")
+            except OSError:
+                pass
+    elif completion == "close":
+        os.closerange(3, 64)
+        time.sleep(600)
+    elif completion == "fork":
+        os.fork()
+    elif completion == "forge":
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b'{"reward": 99.0}\n')
+            except OSError:
+                pass
+    elif completion == "input":
+        assert sys.stdin.read() == ""
+
+def slow_first(prompts, completions, **columns):
+    if completions[0] == "slow":
+        time.sleep(0.5)
+    return [float(len(completions[0]))]
+
+def pid(prompts, completions, **columns):
+    return [float(os.getpid()) for _ in completions]
+
+def gold(prompts, completions, answer, level, **columns):
+    return [None if a is None else float(a == c) + n for a, c, n in zip(answer, completions, level)]
+
+def text(prompts, completions, **columns):
+    return ["high" for _ in completions]
+
+def too_many(prompts, completions, **columns):
+    return [1.0, 2.0]
+
+async def judged(prompts, completions, **columns):
+    if "never" in completions:
+        await asyncio.Event().wait()
+    if "timeout" in completions:
+        raise TimeoutError("of its own")
+    return [float(len(c)) for c in completions]
+'''
+
+
+@pytest.fixture(scope="session")
+def functions(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("functions") / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.fixture
+def pooled(functions):
+    """`pooled(name, ..., timeout=...)`: the functions of these names in a pool of two processes."""
+    pools = []
+
+    def make(*names: str, timeout: float = 30.0, fallback: float = -1.0) -> dict:
+        pools.append(RewardPool([f"{functions}:{name}" for name in names], timeout, fallback, workers=2))
+        return {name: pools[-1].function(f"{functions}:{name}") for name in names}
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def rewards(functions: dict, completions: list[str], **columns: list) -> list[list[float]]:
+    return compute_rewards(functions, ["p"] * len(completions), completions, columns).tolist()
+
+
+@pytest.mark.parametrize("hang", ["sleep", "regex", "stubborn"])
+def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
+    length = pooled("length", timeout=0.5)
+    rewards(length, ["a", "b"])  # both processes have begun
+    began = time.monotonic()
+    assert rewards(length, ["a", "bb", "ccc", hang, "ddddd", "e", "ff", "ggg"]) == [[1, 2, 3, -1, 5, 1, 2, 3]]
+    assert 0.5 <= time.monotonic() - began < 10
+    (line,) = [record for record in caplog.records if record.name == "grpo.rewards.worker_pool"]
+    assert line.levelno == logging.ERROR
+    assert line.getMessage() == (
+        f"reward function 'length' gave no answer within 0.5 s on the completion '{hang}': that earns -1"
+    )
+
+
+@pytest.mark.parametrize(
+    "death, said",
+    [
+        ("exit", "lost its process (exit code 7)"),
+        ("sys.exit", "lost its process (exit code 0)"),
+        ("segfault", "lost its process (SIGSEGV)"),
+        ("memory", "lost its process (exit code 1)"),
+        ("orphan", "lost its process (SIGKILL)"),
+        ("close", "lost its process (it closed its connection)"),
+        ("noise", "wrote where its process replies"),
+        ("forge", "wrote where its process replies"),
+    ],
+)
+def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, said):
+    length = pooled("length")
+    for _ in range(2):
+        assert rewards(length, ["a", death, "ccc", "dddd"]) == [[1, -1, 3, 4]]
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [f"reward function 'length' {said} on the completion '{death}': that earns -1"] * 2
+
+
+def test_code_that_stops_the_process_above_it_costs_its_completion_too(pooled, monkeypatch):
+    monkeypatch.setattr("grpo.rewards.worker_pool._END_SECONDS", 0.5)
+    assert rewards(pooled("length", timeout=0.5), ["a", "stop", "ccc"]) == [[1, -1, 3]]
+    below = psutil.Process().children(recursive=True)
+    assert sum("rewards.worker import work" in " ".join(one.cmdline()) for one in below if one.is_running()) <= 4
+
+
+def test_more_hangs_than_processes_are_all_survived(pooled):
+    length = pooled("length", timeout=0.2)
+    assert rewards(length, ["sleep"] * 5 + ["a"]) == [[-1] * 5 + [1]]
+    assert rewards(length, ["a", "bb"]) == [[1, 2]]
+
+
+def test_the_order_is_that_of_the_completions_whatever_is_ready_first(pooled):
+    completions = ["slow", *("x" * n for n in range(1, 30)), "slow", "y"]
+    assert rewards(pooled("slow_first"), completions) == [[len(one) for one in completions]]
+
+
+def test_processes_are_reused_and_only_a_lost_one_is_replaced(pooled):
+    both = pooled("pid", "length", timeout=5)
+    pids = lambda: set(rewards({"pid": both["pid"]}, ["x"] * 50)[0])  # noqa: E731
+    first = pids() | pids()
+    assert len(first) == 2 and os.getpid() not in first
+    assert pids() <= first
+    assert rewards({"length": both["length"]}, ["exit"]) == [[-1]]
+    assert len((pids() | pids()) & first) == 1
+    assert sum(is_alive(int(pid)) for pid in first) == 1
+
+
+def test_a_process_is_replaced_where_the_first_was_started(functions, monkeypatch):
+    """Another function of the run may change the trainer's directory."""
+    monkeypatch.chdir(functions.parent)
+    pool = RewardPool(["functions.py:length"], 30.0, -1.0, workers=1)
+    monkeypatch.chdir("/")
+    assert rewards({"length": pool.function("functions.py:length")}, ["exit", "a"]) == [[-1, 1]]
+    pool.close()
+
+
+def test_what_a_hung_call_started_is_killed_with_it(pooled, tmp_path):
+    assert rewards(pooled("length", timeout=2), [f"child {tmp_path / 'pid'}", "a"]) == [[-1, 1]]
+    pid = int((tmp_path / "pid").read_text())
+    assert wait_until_dead(pid, 10)
+
+
+@pytest.mark.parametrize("then", ["sleep", "exit", "segfault"])
+def test_what_a_lost_call_started_is_killed_wherever_it_hides(pooled, tmp_path, then):
+    assert rewards(pooled("length", timeout=5), [f"daemon {then} {tmp_path / 'pid'}", "a"]) == [[-1, 1]]
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_sigterm_to_all_below_the_trainer_costs_no_reward(pooled, tmp_path):
+    length, file = pooled("length", timeout=20), tmp_path / "pid"
+    assert rewards(length, ["a"]) == [[1]]
+
+    def end_all() -> None:
+        while not (file.exists() and file.read_text()):
+            time.sleep(0.01)
+        below = psutil.Process().children(recursive=True)
+        ours = [one for one in below if "rewards.worker import work" in " ".join(one.cmdline())]
+        assert len(ours) >= 4  # two workers, each below its guard
+        for one in ours:
+            one.terminate()
+        time.sleep(0.5)
+        assert all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ours)
+        psutil.Process(int(file.read_text())).terminate()  # what the user's code started does not ignore it
+
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(end_all)
+        asked = f"child {file}"
+        assert rewards(length, [asked, "bb"]) == [[len(asked), 2]]
+        ended.result()
+
+
+def test_columns_none_and_a_batch_of_one_arrive_as_in_the_trainer(pooled):
+    gold = pooled("gold")
+    asked = dict(answer=["a", "x", None], level=[1, 2, 3])
+    np.testing.assert_array_equal(rewards(gold, ["a", "b", "c"], **asked), [[2, 2, np.nan]])
+    assert compute_rewards(gold, [], [], {"answer": [], "level": []}).shape == (1, 0)
+
+
+def test_code_that_forks_is_answered_for_once(pooled):
+    completions = ["a", "fork", "ccc", "fork", *("x" * n for n in range(20))]
+    for _ in range(2):
+        assert rewards(pooled("length", timeout=5), completions) == [[len(one) for one in completions]]
+
+
+@pytest.mark.parametrize("where", ["worker", "trainer"])
+def test_what_functions_print_is_shown_up_to_a_limit_for_each_batch(functions, pooled, capfd, caplog, where):
+    length = pooled("length") if where == "worker" else load_reward_funcs([f"{functions}:length"])
+
+    def left_out() -> int:
+        return sum(record.args[0] for record in caplog.records)
+
+    def shown(count: int) -> int:
+        """How many arrive, in time, of which so many were printed and are not said to be left out."""
+        seen, end = 0, time.monotonic() + 20
+        while seen + left_out() < count and time.monotonic() < end:
+            seen += "".join(capfd.readouterr()).count("é")
+            rewards(length, ["a"])  # what came too late for a batch is of the next one
+        return seen
+
+    for _ in range(2):
+        rewards(length, ["print 10"] * 2)
+        assert shown(20) == 20
+    assert not caplog.records
+    rewards(length, ["print 300000"] * 2)
+    assert 65_000 < shown(600_000) <= SHOWN_CHARACTERS * (2 if where == "worker" else 1)
+    assert 450_000 < left_out() < 600_000
+    assert {record.levelno for record in caplog.records} == {logging.ERROR}
+
+
+def test_code_that_asks_for_input_gets_none(pooled):
+    assert rewards(pooled("length", timeout=5), ["input"]) == [[5]]
+
+
+def test_a_raise_ends_the_run_and_names_the_completion(pooled):
+    length = pooled("length")
+    with pytest.raises(RewardError, match="'length' failed on the completion 'raise': KeyError") as caught:
+        rewards(length, ["a", "raise", "b"])
+    assert "in run\n    raise KeyError" in str(caught.value.__cause__)
+    assert rewards(length, ["a"]) == [[1]]
+
+
+def test_what_is_no_reward_is_refused_as_in_the_trainer(pooled):
+    with pytest.raises(RewardError, match="'text' returned 'high' for the completion 'a': a reward is a finite number"):
+        rewards(pooled("text"), ["a"])
+    with pytest.raises(RewardError, match="'too_many' failed on the completion 'a': .*returned 2 rewards for 1"):
+        rewards(pooled("too_many"), ["a"])
+
+
+def test_a_file_that_only_a_worker_cannot_load_ends_the_run(tmp_path):
+    path = tmp_path / "picky.py"
+    path.write_text("import sys\nassert 'pytest' in sys.modules, 'not here'\ndef f(completions, **_): return [1.0]\n")
+    for name in load_reward_funcs([f"{path}:f"]):
+        assert name == "f"
+    pool = RewardPool([f"{path}:f"], 5.0, 0.0, workers=1)
+    with pytest.raises(RewardError, match="could not load .*picky.py:f: AssertionError.*not here"):
+        rewards({"f": pool.function(f"{path}:f")}, ["a"])
+    pool.close()
+
+
+PARENT = """
+import sys, threading
+from grpo.rewards.worker_pool import RewardPool
+from grpo.rewards.prints import SHOWN_CHARACTERS
+from grpo.rewards.compute import compute_rewards
+pool = RewardPool([sys.argv[1]], 600.0, 0.0, workers=2)
+function = {"f": pool.function(sys.argv[1])}
+compute_rewards(function, ["p"] * 4, ["a"] * 4, {})
+print(*(worker._process.pid for worker in pool._workers), flush=True)
+compute_rewards(function, ["p"] * 2, ["regex", sys.argv[2]], {})
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("child", ["child", "daemon sleep"])
+def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end, child):
+    command = [sys.executable, "-c", PARENT, f"{functions}:length", f"{child} {tmp_path / 'pid'}"]
+    with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
+        guards = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
+        pids = [one.pid for guard in guards for one in (guard, *guard.children())]
+        assert len(pids) == 4
+        end_of_wait = time.monotonic() + 20
+        while not (tmp_path / "pid").exists() or not (written := (tmp_path / "pid").read_text()):
+            assert time.monotonic() < end_of_wait
+            time.sleep(0.02)
+        pids.append(int(written))
+        assert all(map(is_alive, pids))
+        parent.send_signal(end)
+        assert [pid for pid in pids if not wait_until_dead(pid, 10)] == []
+
+
+def test_a_closed_pool_leaves_no_process(functions, tmp_path):
+    others = {child.pid for child in psutil.Process().children(recursive=True)}  # of other tests
+    pool = RewardPool([f"{functions}:length"], 600.0, 0.0, workers=2)
+    daemon = f"daemon return {tmp_path / 'pid'}"
+    assert rewards({"f": pool.function(f"{functions}:length")}, [daemon]) == [[len(daemon)]]
+    pids = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in others]
+    assert int((tmp_path / "pid").read_text()) in pids and len(pids) >= 5
+    assert all(map(is_alive, pids))
+    pool.close()
+    assert not any(map(is_alive, pids))
+
+
+# --- what is awaited
+
+
+def test_async_functions_are_awaited_together():
+    met = {}
+
+    def waits_for(own, other):
+        async def function(prompts, completions, **columns):
+            here = met.setdefault(own, asyncio.Event())
+            there = met.setdefault(other, asyncio.Event())
+            here.set()
+            await asyncio.wait_for(there.wait(), 20)
+            return [1.0 if own == "a" else 2.0 for _ in completions]
+
+        return function
+
+    assert rewards({"a": waits_for("a", "b"), "b": waits_for("b", "a")}, ["x", "y"]) == [[1, 1], [2, 2]]
+
+
+def test_they_wait_while_the_others_compute_in_the_main_thread():
+    import threading
+
+    begun, computed = threading.Event(), threading.Event()
+
+    async def waits(prompts, completions, **columns):
+        begun.set()
+        while not computed.is_set():
+            await asyncio.sleep(0.01)
+        return [3.0]
+
+    def computes(prompts, completions, **columns):
+        assert threading.current_thread() is threading.main_thread()
+        assert begun.wait(20)
+        asyncio.run(asyncio.sleep(0))  # as many a function of TRL's users does: it is not in a loop
+        computed.set()
+        return [4.0]
+
+    assert rewards({"computes": computes, "waits": waits}, ["x"]) == [[4], [3]]
+
+
+def test_one_loop_serves_all_steps():
+    loops = []
+
+    async def kept(prompts, completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        return [0.0]
+
+    for _ in range(2):
+        rewards({"kept": kept}, ["x"])
+    assert loops[0] is loops[1]
+
+
+def test_an_async_object_is_async():
+    class Judge:
+        async def __call__(self, prompts, completions, **columns):
+            return [5.0]
+
+    assert rewards({"judge": Judge()}, ["x"]) == [[5]]
+
+
+def test_an_async_function_that_raises_names_the_completion():
+    async def fragile(prompts, completions, **columns):
+        return [1.0 / len(completion) for completion in completions]
+
+    with pytest.raises(RewardError, match="'fragile' failed on the completion '': ZeroDivisionError"):
+        rewards({"fragile": fragile}, ["a", "", "b"])
+
+
+# --- as configured
+
+
+def started(functions, *names, **settings) -> dict:
+    config = TrainerConfig(reward_funcs=[f"{functions}:{name}" for name in names], **settings)
+    return start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
+
+
+def test_without_a_timeout_functions_stay_in_the_trainer(functions):
+    assert rewards(started(functions, "pid"), ["x"]) == [[os.getpid()]]
+
+
+def test_with_a_timeout_both_kinds_have_deadlines(functions, caplog):
+    both = started(functions, "length", "judged", reward_timeout=0.5, reward_fallback=0.25)
+    assert rewards(both, ["a", "sleep", "never", "dddd"]) == [[1, 0.25, 5, 4], [1, 5, 0.25, 4]]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(said) == 2
+    assert any("'length' gave no answer within 0.5 s on the completion 'sleep'" in line for line in said)
+    assert any("'judged' gave no answer within 0.5 s on the completion 'never'" in line for line in said)
+    with pytest.raises(RewardError, match=r"'judged' failed on the completion 'timeout': TimeoutError\('of its own'\)"):
+        rewards({"judged": both["judged"]}, ["a", "timeout"])
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_timeout_is_a_time(seconds):
+    with pytest.raises(ConfigError, match="reward_timeout="):
+        TrainerConfig(reward_timeout=float(seconds))

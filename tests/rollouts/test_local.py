@@ -1,0 +1,347 @@
+"""Sampling draws from the very distribution that the loss scores, and cuts completions at their first eos."""
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from test_logprobs import CONFIGS, SMALL, build
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+
+from grpo.model.load import checkpoint_activations
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.rollouts.local import LOOK_EVERY, Sampler
+from grpo.rollouts.records import Example
+
+
+def example(ids) -> Example:
+    return Example(0, "", list(ids), {"answer": ""})
+
+
+@pytest.fixture
+def examples(tokenizer) -> list[Example]:
+    return [example(tokenizer(text)["input_ids"]) for text in ("Tom has 3", "A bus carries 8 people and", "7")]
+
+
+def sampler(tokenizer, eos=None, length=12) -> Sampler:
+    return Sampler(tokenizer, [tokenizer.eos_token_id] if eos is None else eos, length)
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_does_not(model, tokenizer, examples):
+    draw = sampler(tokenizer).sample
+    one, same, other = (draw(model, examples, 4, 1.0, seed) for seed in (1, 1, 2))
+    assert one == same != other
+    assert [len(group) for group in one] == [4, 4, 4]
+
+
+def test_greedy_is_the_most_likely_token_each_time(model, tokenizer, examples):
+    for one, rollout in zip(examples, sampler(tokenizer).greedy(model, examples), strict=True):
+        ids = list(one.prompt_ids)
+        for token in rollout.completion_ids:
+            assert token == model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()
+            ids.append(token)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, temperature):
+    """The first token of 4,000 samples against softmax(logits / temperature), by a chi-square over the likeliest."""
+    one, count = example(tokenizer("Tom has 3")["input_ids"]), 4000
+    groups = sampler(tokenizer, length=1).sample(model, [one], count, temperature, seed=0)
+    drawn = torch.tensor([rollout.completion_ids[0] for rollout in groups[0]])
+    vocabulary = model.config.vocab_size
+    with torch.no_grad():
+        every = Batcher(0, 0).make([(one.prompt_ids, [token]) for token in range(vocabulary)], "cpu")
+        probabilities = token_logprobs(model, every, temperature)[0].exp().double()
+    assert probabilities.sum().item() == pytest.approx(1.0, abs=1e-4)
+    top = probabilities.topk(30).indices
+    expected = torch.cat([probabilities[top], 1 - probabilities[top].sum(0, keepdim=True)]) * count
+    observed = torch.bincount(drawn, minlength=vocabulary)[top].double()
+    observed = torch.cat([observed, count - observed.sum(0, keepdim=True)])
+    assert ((observed - expected) ** 2 / expected).sum() < 60  # 30 degrees of freedom: p below 0.001 beyond 59.7
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, examples, temperature):
+    draw = sampler(tokenizer, eos=list(range(100)), length=20).sample  # many ends, so that lengths differ
+    groups = draw(model, examples, 4, temperature, seed=2, policy_version=7)
+    sequences = [
+        (one.prompt_ids, rollout.completion_ids)
+        for one, rollouts in zip(examples, groups, strict=True)
+        for rollout in rollouts
+    ]
+    with torch.no_grad():
+        scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)
+    said = [logprob for rollouts in groups for rollout in rollouts for logprob in rollout.sampling_logprobs]
+    torch.testing.assert_close(torch.tensor(said), scored, atol=1e-4, rtol=0)
+    assert len({len(completion) for _, completion in sequences}) > 2
+    assert {rollout.policy_version for rollouts in groups for rollout in rollouts} == {7}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_seed_draws_what_transformers_draws_with_it(model, tokenizer, examples, temperature):
+    """In fp32, with its own head, its own temperature and no_grad."""
+    eos, copies = list(range(20)), 3
+    groups = sampler(tokenizer, eos, length=20).sample(
+        model, examples, copies, temperature, seed=6, on_group=lambda *_: None
+    )
+    texts = ["Tom has 3", "A bus carries 8 people and", "7"]
+    inputs = tokenizer([text for text in texts for _ in range(copies)], padding=True, padding_side="left")
+    torch.manual_seed(6)
+    settings = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=20, eos_token_id=eos)
+    rows = model.generate(**inputs.convert_to_tensors("pt"), **settings, pad_token_id=tokenizer.pad_token_id)
+    drawn = [rollout.completion_ids for rollouts in groups for rollout in rollouts]
+    width = len(inputs["input_ids"][0])
+    assert drawn == [row[width : width + len(ids)] for row, ids in zip(rows.tolist(), drawn, strict=True)]
+    assert len({len(ids) for ids in drawn}) > 2
+
+
+HEADS = ["qwen2", "gemma2, softcapped", "cohere, scaled", "granite, divided", "phi, bias", "with LoRA"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_in_16_bits_too_a_rollout_brings_the_logprobs_that_the_loss_gives_it(name, tokenizer):
+    """Without attention kernels that round otherwise with each shape, nothing but the head could round otherwise."""
+    model = build(CONFIGS.get(name, CONFIGS["qwen2"]))
+    model.set_attn_implementation("eager")
+    if name == "with LoRA":
+        peft = pytest.importorskip("peft")
+        checkpoint_activations(model)
+        model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.to(torch.bfloat16)
+    examples, copies = [example([5, 6, 7]), example([9, 10, 11, 12, 13, 14])], 8
+    groups = sampler(tokenizer, eos=[10**6], length=20).sample(model, examples, copies, 0.8, seed=2)
+    rollouts = [rollout for group in groups for rollout in group]
+    prompts = [one.prompt_ids for one in examples for _ in range(copies)]
+    sequences = [(prompt, rollout.completion_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    with torch.no_grad():
+        scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), 0.8)
+        own = model(input_ids=torch.tensor([prompts[0]])).logits
+    difference = (torch.tensor([value for one in rollouts for value in one.sampling_logprobs]) - scored).abs()
+    assert len(difference) == 320 and (difference > 0.01).float().mean() < 0.01
+    # And the head is the model's own again.
+    assert "forward" not in vars(model.get_output_embeddings())
+    assert own.shape[1] == 3 and torch.equal(own, own.bfloat16().to(own.dtype))
+
+
+def test_a_head_is_the_models_own_again_after_a_failure(tokenizer):
+    model = build(CONFIGS["qwen2"]).to(torch.bfloat16)
+
+    def fails(*_):
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        sampler(tokenizer).stream(model, example([5, 6]), 1.0, 0, fails)
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_the_models_own_generation_config_changes_nothing(model, tokenizer, examples, monkeypatch):
+    plain = sampler(tokenizer).sample(model, examples, 4, 1.0, seed=5)
+    own = GenerationConfig(
+        top_k=1,
+        top_p=0.1,
+        temperature=0.1,
+        repetition_penalty=5.0,
+        no_repeat_ngram_size=1,
+        suppress_tokens=list(range(200)),
+        min_new_tokens=9,
+        do_sample=True,
+    )
+    monkeypatch.setattr(model, "generation_config", own)
+    assert sampler(tokenizer).sample(model, examples, 4, 1.0, seed=5) == plain
+    assert model.generation_config is own  # and it is there again, to be saved with the model
+
+
+def first_tokens(model, tokenizer, examples) -> list[int]:
+    return [rollout.completion_ids[0] for rollout in sampler(tokenizer).greedy(model, examples)]
+
+
+def test_an_eos_that_comes_first_is_the_whole_completion(model, tokenizer, examples):
+    eos = first_tokens(model, tokenizer, examples)
+    for rollout, token in zip(sampler(tokenizer, eos).greedy(model, examples), eos, strict=True):
+        assert rollout.completion_ids == [token] and rollout.finished
+
+
+def drawn(model, tokenizer, examples) -> list[list[int]]:
+    """Sampled completions that never end, to choose an eos from."""
+    return [
+        group[0].completion_ids for group in sampler(tokenizer, eos=[10**6]).sample(model, examples, 1, 2.0, seed=3)
+    ]
+
+
+def test_an_eos_that_is_also_the_pad_is_kept_once(model, model_folder, examples):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    ends = [ids[place] for place, ids in enumerate(drawn(model, tokenizer, examples), start=2)]
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
+    assert tokenizer.pad_token_id == ends[0]
+    for (rollout,) in sampler(tokenizer, ends).sample(model, examples, 1, 2.0, seed=3):
+        assert rollout.finished and rollout.completion_ids[-1] in ends
+        assert not set(rollout.completion_ids[:-1]) & set(ends)
+
+
+def test_a_completion_without_eos_is_truncated_and_says_so(model, tokenizer, examples):
+    for rollout in sampler(tokenizer, eos=[10**6], length=5).greedy(model, examples):
+        assert len(rollout.completion_ids) == 5 and not rollout.finished
+
+
+def test_an_eos_at_the_last_place_is_finished(model, tokenizer, examples):
+    ids = drawn(model, tokenizer, examples[:1])[0]
+    assert ids[3] not in ids[:3]
+    ((rollout,),) = sampler(tokenizer, [ids[3]], length=4).sample(model, examples[:1], 1, 2.0, seed=3)
+    assert rollout.completion_ids == ids[:4] and rollout.finished
+
+
+def test_the_text_has_no_special_tokens_and_keeps_the_tags(model, tokenizer):
+    tags = "<think>1</think><answer>2</answer>"
+    ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
+    assert Sampler(tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids, [-1.0] * len(ids), 0).text == tags
+
+
+def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, tokenizer, examples):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    plain = sampler(tokenizer).greedy(model, examples)
+    checkpoint_activations(model)
+    token_logprobs(model, Batcher(0, 0).make([([1], [2])], "cpu"), 1.0)[0].sum().backward()
+    widths = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+    assert sampler(tokenizer).greedy(model, examples) == plain
+    assert widths == [max(len(one.prompt_ids) for one in examples)] + [1] * (len(widths) - 1)
+
+
+def gradients(model) -> list[torch.Tensor]:
+    model.zero_grad()
+    token_logprobs(model, Batcher(0, 0).make([([5, 6], [7, 8, 9])], "cpu"), 1.0)[0].sum().backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+def keep_tensors(model) -> None:
+    """Make a layer keep what it computes in its first forward pass, as a buffer and as an attribute."""
+
+    def scale(layer, inputs) -> tuple:
+        if not hasattr(layer, "attribute"):
+            layer.attribute = torch.linspace(0.5, 2.0, inputs[0].shape[-1])
+            layer.register_buffer("buffer", layer.attribute.square())
+        return (inputs[0] * layer.attribute * layer.buffer,)
+
+    model.model.layers[0].mlp.register_forward_pre_hook(scale)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "keeps tensors", "dynamic positions"])
+def test_a_model_learns_after_sampling_as_if_there_had_been_none(kind, checkpointing, tokenizer):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    settings = SMALL | {"max_position_embeddings": 16, "initializer_range": 0.3}
+
+    def make():
+        model = build(LlamaConfig(**settings, rope_parameters=rope if kind == "dynamic positions" else None))
+        if kind == "keeps tensors":
+            keep_tensors(model)
+        if checkpointing:
+            checkpoint_activations(model)
+        return model
+
+    model, modes = make(), set()
+    model.lm_head.register_forward_pre_hook(lambda *_: modes.add(torch.is_inference_mode_enabled()))
+    sampler(tokenizer, eos=[10**6], length=40).sample(model, [example([5, 6])], 2, 1.0, seed=0)
+    assert modes == {True}
+    assert all(map(torch.equal, gradients(model), gradients(make())))
+    kept = [value for part in model.modules() for value in (*vars(part).values(), *part.buffers(recurse=False))]
+    assert not any(isinstance(value, torch.Tensor) and value.is_inference() for value in kept)
+
+
+class HostWaits(TorchFunctionMode):
+    """Counts what makes the host wait for the device, or copies to it, by who asks for it: ours or transformers."""
+
+    NAMES = ("tolist", "item", "cpu", "numpy", "nonzero", "tensor", "as_tensor", "unique", "equal")
+    NAMES += ("__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if (name := getattr(function, "__name__", "")) in self.NAMES:
+            frame = sys._getframe(1)
+            while not (ours := "grpo/rollouts/local.py" in frame.f_code.co_filename) and (
+                "transformers/" not in frame.f_code.co_filename
+            ):
+                frame = frame.f_back
+            self.counts["ours" if ours else "transformers", name] += 1
+        return function(*arguments, **options or {})
+
+
+def test_no_token_makes_the_host_wait_for_the_sake_of_ours(model, tokenizer, examples):
+    def waits(length: int) -> Counter:
+        with HostWaits() as counted:
+            draw = sampler(tokenizer, eos=[10**6], length=length).sample
+            draw(model, examples, 2, 0.9, seed=1, on_group=lambda *_: None)
+        return counted.counts
+
+    tokens = 2 * LOOK_EVERY
+    more = waits(1 + 2 * tokens) - waits(1 + tokens)
+    assert more["ours", "tolist"] == 2  # a look every LOOK_EVERY tokens
+    assert {name for who, name in more if who == "ours"} == {"tolist"}
+    # transformers' own: whether its mask can be left out, and whether all rows have ended.
+    assert sum(number for (who, _), number in more.items() if who == "transformers") <= 2 * tokens
+
+
+def test_each_group_is_handed_over_once_soon_after_its_last_completion_ends(model, tokenizer, examples):
+    draw = sampler(tokenizer, eos=list(range(30)), length=100).sample  # so many ends that lengths differ
+    plain = draw(model, examples * 2, 4, 1.0, seed=5)
+    passes, handed = [], []
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        watched = draw(
+            model,
+            examples * 2,
+            4,
+            1.0,
+            seed=5,
+            on_group=lambda place, rollouts: handed.append((place, rollouts, len(passes))),
+        )
+    finally:
+        hook.remove()
+    assert watched == plain
+    assert {place: rollouts for place, rollouts, _ in handed} == dict(enumerate(plain)) and len(handed) == 6
+    # A forward pass draws one token of every row, so a group's last token is there after as many as its longest
+    # completion has; whether it is there is asked at each LOOK_EVERY-th token, and at the end.
+    longest = [max(len(rollout.completion_ids) for rollout in rollouts) for _, rollouts, _ in handed]
+    looks = [min(-(-count // LOOK_EVERY) * LOOK_EVERY, max(longest)) for count in longest]
+    assert [after for *_, after in handed] == looks == sorted(looks) and len({*looks}) > 2
+
+
+def streamed(model, tokenizer, one, temperature, seed, stop_after=100, eos=10**6):
+    shown = []
+
+    def on_token(ids) -> bool:
+        shown.append(ids)
+        return len(ids) == stop_after
+
+    return sampler(tokenizer, eos=[eos]).stream(model, one, temperature, seed, on_token), shown
+
+
+def test_a_stream_shows_each_token_and_ends_as_its_rollout(model, tokenizer, examples):
+    for one in examples:
+        (greedy,) = sampler(tokenizer, eos=[10**6]).greedy(model, [one])
+        rollout, shown = streamed(model, tokenizer, one, temperature=0, seed=1)
+        assert rollout == greedy
+        assert shown == [greedy.completion_ids[:count] for count in range(1, 13)]
+        ((drawn,),) = sampler(tokenizer, eos=[10**6]).sample(model, [one], 1, 2.0, seed=1)
+        assert streamed(model, tokenizer, one, temperature=2.0, seed=1)[0] == drawn
+
+
+def test_a_stream_shows_each_token_once_up_to_its_eos(model, tokenizer, examples):
+    for temperature in (0, 2.0):
+        whole, _ = streamed(model, tokenizer, examples[0], temperature, seed=1)
+        end = next(place for place in range(4, 12) if whole.completion_ids[place] not in whole.completion_ids[:place])
+        eos = whole.completion_ids[end]
+        rollout, shown = streamed(model, tokenizer, examples[0], temperature, seed=1, eos=eos)
+        assert rollout.finished and rollout.completion_ids == whole.completion_ids[: end + 1]
+        assert shown == [rollout.completion_ids[:count] for count in range(1, end + 2)]
+
+
+def test_a_stream_stops_where_it_is_told_to(model, tokenizer, examples):
+    whole, _ = streamed(model, tokenizer, examples[0], temperature=0, seed=1)
+    stopped, shown = streamed(model, tokenizer, examples[0], temperature=0, seed=1, stop_after=3)
+    assert stopped.completion_ids == whole.completion_ids[:3] and not stopped.finished and len(shown) == 3

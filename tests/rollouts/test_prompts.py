@@ -1,0 +1,366 @@
+"""Loading from every kind of place, gold answers, prompts, and the order of training."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.rollouts.chat_template import render_prompt
+from grpo.rollouts.prompts import PromptStream, gold_answer, load_examples
+from grpo.trainer.dry_run import dry_run
+
+ROWS = [
+    {"question": "One and one?", "answer": "1+1=2\n#### 2", "level": 1},
+    {"question": "Two and two?", "answer": "2+2=4\n#### 4", "level": 2},
+]
+
+
+def config(name, *options) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", ["--dataset_name", str(name), "--system_prompt", "", *options])
+
+
+def write(path, rows=ROWS):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows[1]*.jsonl"])
+def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
+    first, second = load_examples(config(write(tmp_path / name)), "train", tokenizer, progress=False)
+    assert first.columns == {"answer": "2", "level": 1}
+    assert second.columns == {"answer": "4", "level": 2}
+    assert first.prompt == "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(first.prompt_ids) == first.prompt
+
+
+def test_a_local_folder_has_splits(tmp_path, tokenizer):
+    write(tmp_path / "train.jsonl")
+    write(tmp_path / "test.jsonl", ROWS[1:])
+    assert len(load_examples(config(tmp_path), "train", tokenizer, progress=False)) == 2
+    (only,) = load_examples(config(tmp_path), "test", tokenizer, progress=False)
+    assert only.columns["answer"] == "4"
+
+
+def test_other_datasets_name_their_columns(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"problem": "x?", "solution": 7, "hint": "seven"}])
+    options = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
+    (only,) = load_examples(config(path, *options), "train", tokenizer, progress=False)
+    assert only.columns == {"answer": "7", "hint": "seven"}
+    with pytest.raises(ConfigError, match=r"dataset_prompt_column='question': .*columns problem, solution, hint"):
+        load_examples(config(path), "train", tokenizer, progress=False)
+    with pytest.raises(ConfigError, match=r"dataset_answer_column='answer': .*name one of them"):
+        load_examples(config(path, *options[:2]), "train", tokenizer, progress=False)
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
+    rows = [*ROWS, {"question": "word " * 200, "answer": "1", "level": 3}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    kept = load_examples(config(path, "--max_prompt_length", "60"), "train", tokenizer, progress=False)
+    assert [example.index for example in kept] == [0, 1]
+    assert "1 of 3 rows dropped, longer than max_prompt_length=60" in caplog.text
+    with pytest.raises(ConfigError, match="max_prompt_length=3: none of the 3 prompts"):
+        load_examples(config(path, "--max_prompt_length", "3"), "train", tokenizer, progress=False)
+
+
+NOTHING = [None, "", " \n\N{NO-BREAK SPACE}", "He has none.\n#### "]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rows_without_a_gold_answer_or_a_prompt_are_dropped_and_counted(tmp_path, tokenizer, caplog, name):
+    rows = [*ROWS, *({"question": "And?", "answer": nothing} for nothing in NOTHING), {"question": "And?"}]
+    rows += [{"question": None, "answer": "5"}, {"answer": "6"}, {"question": "What is it?", "answer": "None"}]
+    kept = load_examples(config(write(tmp_path / name, rows)), "train", tokenizer, progress=False)
+    assert [(example.index, example.columns["answer"]) for example in kept] == [(0, "2"), (1, "4"), (9, "None")]
+    assert "train: 5 of 10 rows dropped, without a gold answer in 'answer'" in caplog.text
+    assert "train: 2 of 10 rows dropped, without a prompt in 'question'" in caplog.text
+
+
+def test_numbers_are_gold_answers_and_nan_is_none(tmp_path, tokenizer):
+    rows = [{"question": "?", "answer": answer} for answer in (2.5, float("nan"), 0.0, None)]
+    kept = load_examples(config(write(tmp_path / "rows.jsonl", rows)), "train", tokenizer, progress=False)
+    assert [example.columns["answer"] for example in kept] == ["2.5", "0.0"]
+
+
+def test_a_list_of_no_messages_is_no_prompt(tmp_path, tokenizer, caplog):
+    rows = [{"question": [{"role": "user", "content": "Hi"}], "answer": "1"}, {"question": [], "answer": "2"}]
+    kept = load_examples(config(write(tmp_path / "rows.jsonl", rows)), "train", tokenizer, progress=False)
+    assert [example.index for example in kept] == [0] and "1 of 2 rows dropped, without a prompt" in caplog.text
+
+
+def test_a_dataset_of_which_no_row_is_left_is_refused(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"question": "Two and two?", "answer": None}, {"answer": "4"}])
+    with pytest.raises(ConfigError, match=r"dataset_name='.*rows.jsonl': none of its 2 rows \(train\) has both"):
+        load_examples(config(path), "train", tokenizer, progress=False)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"question": 7, "answer": "1"}, r"dataset_prompt_column='question': row 1 \(from 0\) has 7: a prompt is"),
+        ({"question": {"role": "user"}, "answer": "1"}, "dataset_prompt_column='question': row 1 "),
+        ({"question": ["Hi"], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
+        ({"question": [{"content": "Hi"}], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
+        ({"question": [{"role": "user"}], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
+        (
+            {"question": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "answer": "1"},
+            "dataset_prompt_column='question': row 1 .* a list of messages whose role and content are text",
+        ),
+        ({"question": "Hi", "answer": ["1"]}, r"dataset_answer_column='answer': row 1 \(from 0\) has \['1'\]: a gold"),
+        ({"question": "Hi", "answer": {"value": 1}}, "dataset_answer_column='answer': row 1 .* text or a number"),
+    ],
+)
+def test_values_of_another_type_are_refused_with_their_row(tmp_path, tokenizer, row, message):
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], row])
+    with pytest.raises(ConfigError, match=message):
+        load_examples(config(path), "train", tokenizer, progress=False)
+
+
+def test_one_column_is_not_both_prompt_and_answer(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match="dataset_answer_column='question': it is dataset_prompt_column too"):
+        load_examples(config(path, "--dataset_answer_column", "question"), "train", tokenizer, progress=False)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state"])
+def test_a_column_that_would_hide_what_reward_functions_are_given_is_refused(tmp_path, model_folder, name):
+    path = write(tmp_path / "rows.jsonl", [{**row, name: "x"} for row in ROWS])
+    asked = config(path, "--model_name_or_path", str(model_folder), "--beta", "0", "--eval_steps", "0")
+    with pytest.raises(ConfigError, match=f"dataset_name='.*rows.jsonl': its column '{name}' has a name under which"):
+        dry_run(asked)
+
+
+def test_a_limit_takes_the_first(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", ROWS * 5)
+    assert [e.index for e in load_examples(config(path), "train", tokenizer, limit=3, progress=False)] == [0, 1, 2]
+
+
+def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train-00000-of-00002.parquet")
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[:1])
+    answers = [e.columns["answer"] for e in load_examples(config(tmp_path), "train", tokenizer, progress=False)]
+    assert answers == ["2", "4", "2"]
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
+        ("rows.csv", "needs files of one type, .json, .jsonl, .parquet; found rows.csv"),
+        ("empty.jsonl", r"split 'train' cannot be loaded \(there is nothing in it\)"),
+        ("blank.jsonl", "split 'train' cannot be loaded"),
+        ("empty.json", "split 'train' cannot be loaded"),
+        ("empty.parquet", "split 'train' cannot be loaded"),
+        ("broken.jsonl", r"cannot be loaded \(broken.jsonl, line 3: Expecting value"),
+        ("broken.json", r"cannot be loaded \(Expected object or value"),
+        ("half.jsonl", r"cannot be loaded \(half.jsonl, line 2: .* surrogates not allowed"),
+        ("latin.jsonl", r"cannot be loaded \(latin.jsonl, line 1: .* can't decode byte"),
+        ("lists.jsonl", r"cannot be loaded \(lists.jsonl, line 1: not a JSON object"),
+        ("deep.jsonl", "cannot be loaded"),
+        ("empty-folder", "split 'train' needs files .* found none"),
+        ("mixed-folder", "found train-0.jsonl, train-1.parquet"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, said):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    good = json.dumps(ROWS[0]) + "\n"
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "empty.json").write_text("[]")
+    empty = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
+    pyarrow.parquet.write_table(empty.empty_table(), tmp_path / "empty.parquet")
+    (tmp_path / "broken.jsonl").write_text(good + "\n" + '{"question": \n' + good)
+    (tmp_path / "broken.json").write_text('[{"question": "a",\n "answer": }]')
+    (tmp_path / "half.jsonl").write_text(good + '{"question": "\\ud800", "answer": "1"}\n')
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "ä", "answer": "1"}\n'.encode("latin-1"))
+    (tmp_path / "lists.jsonl").write_text("[1, 2]\n[3]\n")
+    (tmp_path / "deep.jsonl").write_text('{"question": ' + "[" * 2000 + "]" * 2000 + "}\n")
+    (tmp_path / "empty-folder").mkdir()
+    (tmp_path / "mixed-folder").mkdir()
+    write(tmp_path / "mixed-folder" / "train-0.jsonl")
+    write(tmp_path / "mixed-folder" / "train-1.parquet")
+    with pytest.raises(ConfigError, match=said):
+        load_examples(config(name), "train", tokenizer, progress=False)
+    assert "Failed to" not in caplog.text, "that one sentence says it"
+
+
+def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match="dataset_test_split='test': .*set eval_steps to 0"):
+        load_examples(config(write(tmp_path / "rows.jsonl")), "test", tokenizer, progress=False)
+
+
+@pytest.mark.parametrize(
+    "answer, gold",
+    [
+        ("He has 3.\n#### 1,080", "1,080"),
+        ("#### -10", "-10"),
+        ("42", "42"),
+        (42, "42"),
+        ("a #### b #### c ", "c"),
+        ("None", "None"),
+        (None, ""),
+        (float("nan"), ""),
+        ("\t", ""),
+        ("18 ####", ""),
+    ],
+)
+def test_gold_answers(answer, gold):
+    assert gold_answer(answer) == gold
+
+
+def test_a_system_prompt_comes_first_unless_the_data_has_one(tokenizer):
+    with_system = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert render_prompt(tokenizer, "Hi", "Be brief.") == with_system
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert render_prompt(tokenizer, messages, "Be long.") == with_system
+
+
+def test_a_tokenizer_without_a_chat_template_gets_plain_text(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert render_prompt(tokenizer, "Two and two?", "Be brief.") == "Be brief.\n\nTwo and two?\n\n"
+    assert render_prompt(tokenizer, "Two and two?", "") == "Two and two?\n\n"
+
+
+def test_a_template_without_system_messages_is_explained(tokenizer, monkeypatch):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ConfigError, match=r"system_prompt='Be brief.*no system role.*set system_prompt to ''"):
+        render_prompt(tokenizer, "Hi", "Be brief.")
+
+
+PARTS = (
+    "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}assistant:"
+)
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ messages[0].content.index('nowhere') }}", "ValueError: substring not found"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+        ("{{ messages[0].nothing.more }}", "UndefinedError: "),
+        ("{% if %}", "TemplateSyntaxError: "),
+    ],
+)
+def test_whatever_a_template_raises_is_one_sentence(tmp_path, tokenizer, monkeypatch, template, reason):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    path = write(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match=rf"model_name_or_path=.*chat template refuses row 0 \(from 0\) \({reason}"):
+        load_examples(config(path), "train", tokenizer, progress=False)
+
+
+def test_a_template_that_leaves_out_the_question_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", PARTS)
+    with pytest.raises(ConfigError, match="model_name_or_path=.* leaves out what the user says: use"):
+        render_prompt(tokenizer, "Two and two?", "")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content.upper() }}")
+    assert render_prompt(tokenizer, "Two and two?", "") == "TWO AND TWO?"
+
+
+def test_a_template_that_leaves_out_the_system_message_is_warned_of_once(tmp_path, tokenizer, monkeypatch, caplog):
+    path = write(tmp_path / "rows.jsonl", ROWS * 3)
+    load_examples(config(path, "--system_prompt", "Be brief."), "train", tokenizer, progress=False)
+    assert "system message" not in caplog.text
+    template = (
+        "{% for message in messages %}{% if message.role != 'system' %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    load_examples(config(path, "--system_prompt", "Be brief."), "train", tokenizer, progress=False)
+    assert caplog.text.count("the model's chat template leaves the system message out of 6 of 6 prompts") == 1
+
+
+@pytest.mark.parametrize("beginning", ["It is", "<think>\n", "Spaces after "])
+def test_a_last_message_of_the_assistant_is_continued(tokenizer, beginning):
+    messages = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": beginning}]
+    rendered = render_prompt(tokenizer, messages, "")
+    assert rendered == f"<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n{beginning}"
+    data_utils = pytest.importorskip("trl.data_utils")
+    assert rendered == data_utils.apply_chat_template({"prompt": messages}, tokenizer)["prompt"]
+
+
+def test_without_a_chat_template_the_assistants_last_message_is_continued_too(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    messages = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "It is"}]
+    assert render_prompt(tokenizer, messages, "Be brief.") == "Be brief.\n\nTwo and two?\n\nIt is"
+
+
+def test_the_template_reads_chat_template_kwargs(tmp_path, tokenizer, monkeypatch):
+    path = write(tmp_path / "rows.jsonl")
+    template = "{{ messages[-1].content }}{{ '' if enable_thinking is defined and not enable_thinking else '<think>' }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+
+    def prompts(*options) -> list[str]:
+        return [example.prompt for example in load_examples(config(path, *options), "train", tokenizer, progress=False)]
+
+    assert prompts() == ["One and one?<think>", "Two and two?<think>"]
+    off = prompts("--chat_template_kwargs", '{"enable_thinking": false}')
+    assert off == ["One and one?", "Two and two?"]
+    (tmp_path / "run.yaml").write_text("chat_template_kwargs:\n  enable_thinking: false\n")
+    assert prompts("--config", str(tmp_path / "run.yaml")) == off
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs=\{'enable_thinking': False\}: .*no template: leave"):
+        prompts("--config", str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_each_step_equally_and_without_overlap(world_size):
+    stream = PromptStream(size=50, prompts_per_step=8, seed=3)
+    for step in range(20):
+        shares = [stream.indices(step, rank, world_size) for rank in range(world_size)]
+        assert {len(share) for share in shares} == {8 // world_size}
+        whole = [index for share in shares for index in share]
+        assert len(set(whole)) == 8
+        assert whole == stream.indices(step)  # the same examples whatever the number of ranks
+
+
+def test_an_epoch_shows_no_example_twice_and_the_next_is_shuffled_anew():
+    stream = PromptStream(size=24, prompts_per_step=8, seed=0)
+    epochs = [[index for step in range(start, start + 3) for index in stream.indices(step)] for start in (0, 3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(24))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_the_order_is_the_seeds_and_the_step_is_the_whole_state():
+    one, same, other = (PromptStream(100, 10, seed) for seed in (1, 1, 2))
+    assert [one.indices(step) for step in range(30)] == [same.indices(step) for step in range(30)]
+    assert same.indices(17) == one.indices(17)  # asked out of order: as after a restart
+    assert one.indices(0) != other.indices(0)
+
+
+def test_other_prompts_are_none_of_the_batch_and_fixed_by_the_seed():
+    stream, same = PromptStream(size=40, prompts_per_step=8, seed=0), PromptStream(40, 8, 0)
+    batch = stream.indices(2) + stream.indices(3)
+    first = stream.others(2, 2, attempt=1, places=[0, 3, 15])
+    assert not set(first) & set(batch) and len(set(first)) == 3
+    assert first == same.others(2, 2, 1, [0, 3, 15])
+    # A place's prompt does not depend on which other places ask, so neither on the number of ranks.
+    assert first[1:] == stream.others(2, 2, 1, [3]) + stream.others(2, 2, 1, [15])
+    assert first != stream.others(2, 2, 2, [0, 3, 15]) and first != stream.others(4, 2, 1, [0, 3, 15])
+
+
+def test_where_the_batch_is_all_the_data_any_other_prompt_does():
+    stream = PromptStream(size=8, prompts_per_step=8, seed=0)
+    assert set(stream.others(0, 1, 1, range(8))) == set(range(8))
+
+
+def test_too_small_a_dataset_is_refused():
+    with pytest.raises(ConfigError, match="prompts_per_step=8: the dataset has only 7 usable prompts"):
+        PromptStream(7, 8, 0)

@@ -1,0 +1,72 @@
+"""One trainer a run's folder: who comes second is refused, who comes after a death is let in."""
+
+import errno
+import fcntl
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from conftest import REPOSITORY
+
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.run import lock as run_lock
+from grpo.run.lock import LOCK, lock_run
+from grpo.run.preflight import open_run
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from grpo.run.lock import lock_run
+lock_run(Path(sys.argv[1]))
+child = os.fork()  # such as a reward function's, which outlives the trainer
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def holder(folder):
+    """Another trainer, and the number of the process that it has forked off."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        child = int(process.stdout.readline())
+        try:
+            yield process, child
+        finally:
+            subprocess.run(["kill", "-9", str(process.pid), str(child)], check=False)
+
+
+def test_a_second_trainer_is_refused_and_one_after_its_death_is_let_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_WAIT", 0.3)
+    settings = TrainerConfig(output_dir=str(tmp_path))
+    with holder(tmp_path) as (other, _):
+        with pytest.raises(ConfigError):
+            lock_run(tmp_path)
+        with pytest.raises(ConfigError) as refused:
+            open_run(settings, 0, 1)
+        said = rf"^output_dir='{tmp_path}': another trainer \(process {other.pid} on .+\) writes there: wait for"
+        assert refused.match(said)
+        assert (tmp_path / LOCK).read_text().startswith(f"process {other.pid} on ")
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+        other.kill(), other.wait()
+        lock_run(tmp_path)  # what it has forked off still lives, and holds nothing
+        assert not (tmp_path / LOCK).read_text().startswith(f"process {other.pid} on ")
+
+
+def test_one_that_is_about_to_end_is_waited_for(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with holder(tmp_path) as (other, _), subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {other.pid}"]):
+        lock_run(tmp_path)
+    assert caplog.text.count("waiting at most 20 s for the end of the trainer (process ") == 1
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
+    def lockf(*_) -> None:
+        raise OSError(errno.ENOLCK, "")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    lock_run(tmp_path)
+    assert "cannot be locked (No locks available)" in caplog.text

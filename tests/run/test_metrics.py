@@ -1,0 +1,206 @@
+"""Numbers over ranks: sums and counts, never means of means; and the files they go to."""
+
+import importlib.util
+import json
+import math
+import shutil
+import statistics
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.report.plots import draw_curves
+from grpo.run.folder import SaveError
+from grpo.run.metrics import Stats, add_stats, step_metrics
+from grpo.run.phase_clock import PhaseClock
+from grpo.run.recorder import Recorder, check_report_to
+
+numbers = st.lists(st.floats(-1e3, 1e3), max_size=10)
+
+
+@given(st.lists(numbers, max_size=4))
+def test_parts_add_up_to_the_whole(parts):
+    together = Stats()
+    for part in parts:
+        together += Stats.of(part)
+    everything = [number for part in parts for number in part]
+    assert together.count == len(everything)
+    if everything:
+        assert together.mean == pytest.approx(statistics.mean(everything), abs=1e-6)
+        assert (together.low, together.high) == (min(everything), max(everything))
+    if len(everything) > 1:
+        assert together.std == pytest.approx(statistics.stdev(everything), abs=1e-3)
+
+
+def test_ranks_of_different_sizes_weigh_by_their_numbers():
+    assert (Stats.of([1.0, 1.0, 1.0]) + Stats.of([5.0])).mean == 2.0
+
+
+def test_what_does_not_apply_is_left_out():
+    assert Stats.of([1.0, math.nan, 3.0]) == Stats.of([1.0, 3.0])
+    assert math.isnan(Stats.of([]).mean) and math.isnan(Stats.of([1.0]).std)
+
+
+@pytest.mark.parametrize("values", [np.ones((2, 3)), torch.ones(2, 3), torch.ones(6, dtype=torch.bool), [1] * 6])
+def test_any_array_will_do(values):
+    assert (Stats.of(values).count, Stats.of(values).total) == (6, 6.0)
+
+
+def test_the_names_of_a_step():
+    stats: dict = {}
+    add_stats(
+        stats,
+        {
+            "length": [2, 4],
+            "terminated_length": [2],
+            "clipped_ratio": [False, True],
+            "reward": [1.0, 3.0],
+            "reward_std_within_groups": [0.25, 0.75, math.nan],
+            "rewards/f": [1.0, math.nan],
+            "kl": torch.tensor([0.5]),
+            "time/generate": 2.0,
+            "loss": 0.25,
+        },
+    )
+    add_stats(stats, {"loss": 0.5})  # another micro-batch's share of the same sum
+    metrics = step_metrics(stats, ["f"])
+    assert metrics["loss"] == 0.75
+    assert metrics["reward"] == 2.0 and metrics["rewards/f/mean"] == 1.0 and math.isnan(metrics["rewards/f/std"])
+    assert metrics["reward_std"] == pytest.approx(2**0.5) and metrics["reward_std_within_groups"] == 0.5
+    assert [metrics[f"completions/{part}_length"] for part in ("mean", "min", "max")] == [3, 2, 4]
+    assert metrics["completions/mean_terminated_length"] == 2 and metrics["completions/clipped_ratio"] == 0.5
+    assert metrics["kl"] == 0.5 and metrics["time/generate"] == 2.0
+
+
+def test_the_clock_adds_up_a_phase():
+    clock = PhaseClock()
+    for _ in range(2):
+        with clock("reward"):
+            pass
+    assert 0 < clock.seconds["time/reward"] <= clock.total()
+
+
+def test_a_phase_inside_another_counts_once():
+    clock = PhaseClock()
+    with clock("update"):
+        time.sleep(0.01)
+        with clock("wait_ref"):
+            time.sleep(0.05)
+    assert clock.seconds["time/wait_ref"] >= 0.05
+    assert 0.01 <= clock.seconds["time/update"] < 0.05
+    assert sum(clock.seconds.values()) <= clock.total()
+
+
+def test_the_fullest_card_counts():
+    stats: dict = {}
+    add_stats(stats, {"length": [1], "terminated_length": [1], "clipped_ratio": [0], "memory/peak_update": 3.5})
+    add_stats(stats, {"memory/peak_update": 7.25})  # of another rank
+    assert step_metrics(stats, [])["memory/peak_update"] == 7.25
+
+
+def test_each_phase_has_its_own_peak_on_a_card(monkeypatch):
+    """What the clock makes of torch's counts; there is no card here, so a variable stands for its allocator."""
+    held, peak = 0, 0
+
+    def hold(size: float) -> None:
+        nonlocal held, peak
+        held = size * 2**30
+        peak = max(peak, held)
+
+    def reset() -> None:
+        nonlocal peak
+        peak = held
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peak + 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    hold(9)
+    hold(1)  # before the step
+    clock = PhaseClock()
+    with clock("generate"):
+        hold(4)
+        hold(1)
+    hold(8)
+    hold(1)  # of no phase
+    for size in (2, 3):
+        with clock("update"):
+            hold(size)
+            with clock("wait_ref"):
+                pass
+            with clock("optimizer"):
+                hold(size + 2.5)
+                hold(1)
+    assert clock.memory == {
+        "memory/peak_generate": 4.0,
+        "memory/peak_update": 3.0,
+        "memory/peak_optimizer": 5.5,
+        "memory/peak_reserved": 6.5,
+    }
+
+
+def test_a_cpu_has_no_peaks():
+    clock = PhaseClock()
+    with clock("update"):
+        pass
+    assert clock.memory == {} and [*clock.seconds] == ["time/update"]
+
+
+def test_the_record_is_appended_and_nan_is_null(tmp_path):
+    config = parse_arguments(TrainerConfig, "", ["--report_to", "tensorboard"])
+    for step in (1, 2):
+        recorder = Recorder(config, tmp_path)
+        recorder.metrics(step, {"reward": 1.5, "completions/mean_terminated_length": math.nan})
+        recorder.completions(step, "train", [{"completion": "ä"}])
+        recorder.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": s, "reward": 1.5, "completions/mean_terminated_length": None} for s in (1, 2)]
+    assert '"ä"' in (tmp_path / "completions.jsonl").read_text()
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 1.5), (2, 1.5)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_wandb_must_be_there_if_asked_for():
+    with pytest.raises(ConfigError, match="report_to='wandb': it is not installed: 'pip install wandb'"):
+        check_report_to(parse_arguments(TrainerConfig, "", ["--report_to", "wandb"]))
+
+
+def test_the_curves_are_a_picture(tmp_path):
+    rows = [{"step": 0, "eval_accuracy": 0.2, "eval_accuracy_se": 0.02, "eval_format": 0.5}]
+    rows += [
+        {"step": step, "reward": step / 9, "kl": 0.01 * step, "completions/mean_length": None} for step in range(1, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    picture = draw_curves(tmp_path)
+    assert picture == tmp_path / "curves.png"
+    from matplotlib.image import imread
+
+    image = imread(picture)
+    assert image.shape[:2] == (780, 1200) and image[..., :3].std() > 0.05  # something is drawn
+
+
+def test_a_folder_that_is_gone_ends_the_run_at_its_next_step(tmp_path):
+    for number, change in enumerate((shutil.rmtree, lambda run: run.rename(run.with_name("moved")))):
+        run = tmp_path / str(number)
+        run.mkdir()
+        recorder = Recorder(TrainerConfig(report_to=["none"]), run)
+        recorder.metrics(1, {})
+        change(run)
+        for again in (False, True):  # also where another one is in its place
+            if again:
+                run.mkdir()
+                (run / "metrics.jsonl").touch()
+            with pytest.raises(SaveError, match=f"^{run}/metrics.jsonl was moved, replaced or deleted while"):
+                recorder.metrics(2, {})
+        recorder.close()

@@ -1,0 +1,149 @@
+"""What ranks must have alike, between two real processes that do not."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.rewards.compute import load_reward_funcs
+from grpo.rollouts.records import Example
+from grpo.run.checkpoint_files import sum_files, write_progress
+from grpo.run.preflight import check_alike, given, open_run
+
+
+def examples(answers: str) -> list[Example]:
+    return [Example(place, "2+2?", [1], {"answer": answer}, []) for place, answer in enumerate(answers)]
+
+
+def compare(other: bool, settings: dict | None = None, train="45", held_out="6", engine=None, own="") -> None:
+    """`other`: this rank is the one that was given something else."""
+    settings = {"reward_funcs": ["own.py:own"]} | ((settings or {}) if other else {})
+    Path("own.py").write_text("def own(completions, **_):\n    return [0.0 for _ in completions]\n" + own * other)
+    sys.modules.pop(str(Path("own.py").resolve()), None)
+    config = TrainerConfig(**settings)
+    data = [examples(train if other else "45"), examples(held_out if other else "6")]
+    check_alike(
+        given(config, (engine if other else None) or {"stage": 2}, load_reward_funcs(config.reward_funcs), data)
+    )
+
+
+PLACES = {
+    "model_name_or_path": "/a",
+    "dataset_name": "/b",
+    "ref_servers": ["http://c:1"],
+    "token": "d",
+    "deepspeed": "/e.json",
+}
+# What the second rank has otherwise, and what both say.
+CASES = [
+    ({"settings": PLACES}, None),
+    ({"settings": {"learning_rate": 2e-6}}, "learning_rate is 1e-06 for rank 0 on .* and 2e-06 for rank 1 on "),
+    ({"settings": {"output_dir": "x"}}, "output_dir is None for rank 0 .* and 'x' for rank 1 "),
+    ({"train": "46"}, "the fingerprint of the prompts and answers is '"),
+    ({"train": "4"}, "the fingerprint of the prompts and answers is '"),
+    ({"held_out": "7"}, "the fingerprint of the held-out ones is '"),
+    ({"engine": {"stage": 1}}, "deepspeed is {'stage': 2} for rank 0 .* and {'stage': 1} for rank 1 "),
+    ({"own": "# another file"}, "the fingerprint of the file of own is '"),
+]
+
+
+def rank_of_two(rank: int, folder: Path) -> None:
+    """Both have a current directory of their own, and so other disks as far as relative paths go."""
+    os.chdir(folder / str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    said = []
+
+    def attempt(action, *arguments, **options) -> None:
+        try:
+            said.append([str(one) for one in action(*arguments, **options) or ()])
+        except ConfigError as error:
+            said.append(str(error))
+
+    for changes, _ in CASES:
+        attempt(compare, rank == 1, **changes)
+    for path in (str(folder / "shared"), "runs", str(folder / "used")):
+        attempt(open_run, TrainerConfig(output_dir=path), rank, 2)
+    # Only rank 0 looks for the checkpoint: the other one may see an older state of the disk.
+    again = {"output_dir": str(folder / "used"), "resume_from_checkpoint": "last"}
+    attempt(open_run, TrainerConfig(**again), rank, 2)
+    for damage in ("checkpoint-3/large", "checkpoint-2/progress.json"):
+        dist.barrier()
+        if rank == 0:
+            (folder / "used" / damage).write_bytes(b"")
+        dist.barrier()
+        attempt(open_run, TrainerConfig(**again), rank, 2)
+    dist.destroy_process_group()
+    (folder / f"said-{rank}").write_text(json.dumps(said))
+
+
+@pytest.mark.slow
+def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(tmp_path):
+    used = tmp_path / "used"
+    for name in ("0", "1/runs", "used/checkpoint-2", "used/checkpoint-3"):  # the second one has no disk in common
+        (tmp_path / name).mkdir(parents=True)
+    (used / "metrics.jsonl").touch()
+    for step in (2, 3):
+        checkpoint = used / f"checkpoint-{step}"
+        (checkpoint / "large").write_bytes(b"12"), (checkpoint / "small").write_bytes(b"1")
+        write_progress(checkpoint, {"files": sum_files(checkpoint, ["large", "small"])})
+    processes.spawn(rank_of_two, (tmp_path,), nprocs=2)
+    said, by_other = (json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2))
+    assert said == by_other
+    alike, (shared, hidden, refused, *goes_on) = said[: len(CASES)], said[len(CASES) :]
+    for (changes, expected), found in zip(CASES, alike, strict=True):
+        if expected is None:
+            assert found == [], changes
+        else:
+            assert re.match(expected, found) and found.endswith("the same settings, data and programs"), changes
+    assert shared == ["None", str(tmp_path / "shared"), "False"]
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["config.yaml", "trainer.lock"]
+    assert hidden.startswith("output_dir='runs': ") and f" does not see in its {tmp_path}/1/runs what " in hidden
+    assert refused.startswith(f"output_dir='{used}': it holds a run")
+    assert goes_on[:2] == [[str(used / f"checkpoint-{step}"), str(used), "False"] for step in (3, 2)]
+    assert goes_on[2] == (
+        f"resume_from_checkpoint='last': every checkpoint of {used} is damaged: checkpoint-2: progress.json is not as "
+        "it was written: put back what was there, or delete them to begin again"
+    )
+    assert (used / "checkpoint-3.damaged/large").exists() and not (used / "checkpoint-3").exists()
+
+
+def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
+    def opened(max_steps: int):
+        asked = {"output_dir": str(tmp_path), "resume_from_checkpoint": "last", "max_steps": max_steps}
+        return open_run(TrainerConfig(**asked), 0, 1)
+
+    assert opened(4) == (None, tmp_path, False)
+    (tmp_path / "model").mkdir()
+    assert opened(4) == (None, tmp_path, False)  # a model, but who knows of which step
+    write_progress(tmp_path / "model", {"step": 4})
+    settings = (tmp_path / "config.yaml").read_bytes()
+    assert opened(4) == opened(3) == (None, tmp_path, True)
+    with pytest.raises(ConfigError, match="^max_steps=5: the run in .* has ended after 4, and there is no"):
+        opened(5)
+    assert (tmp_path / "config.yaml").read_bytes() == settings
+    (tmp_path / "checkpoint-2").mkdir()
+    write_progress(tmp_path / "checkpoint-2", {"files": {}})
+    assert opened(4) == (None, tmp_path, True)
+    assert opened(5) == (tmp_path / "checkpoint-2", tmp_path, False)
+    named = TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2"), max_steps=4)
+    assert open_run(named, 0, 1) == (tmp_path / "checkpoint-2", tmp_path, False)
+    write_progress(tmp_path / "checkpoint-2", {"files": {"weights": [1, ""]}})
+    with pytest.raises(ConfigError) as refused:
+        open_run(TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), 0, 1)
+    assert str(refused.value) == (
+        f"resume_from_checkpoint='{tmp_path}/checkpoint-2': it is damaged: weights cannot be read (No such file or "
+        "directory): use 'last', which takes an older one"
+    )
+
+
+def test_a_disk_that_cannot_be_written_is_said(tmp_path):
+    """Of a file system that is read-only no user can write anything, root included; /proc is such a one."""
+    with pytest.raises(ConfigError, match="^output_dir='/proc/self': .+: name a folder that can be written$"):
+        open_run(TrainerConfig(output_dir="/proc/self", resume_from_checkpoint="last"), 0, 1)

@@ -1,0 +1,69 @@
+"""A run that goes on with another number of ranks ends where it would have ended."""
+
+import json
+
+import pytest
+import torch
+from test_resume import finish, letters, lines, reference, setting, timeless, training, weights, went_on  # noqa: F401
+
+from grpo.rollouts.records import StepBatch
+from grpo.run.rearrange import shared_anew
+
+# A group's completions are drawn in a call of their own, so that the draw does not depend on who draws what.
+ALONE = {"sequences_per_generate": 4}
+KILLED = "grpo.run.checkpoints:Checkpoints._delete_old:before:"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["reference updates", "LoRA"])
+def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_folder, tmp_path, kind):  # noqa: F811
+    with reference(model_folder, tmp_path / "server") as server:
+        finish(2, setting(tmp_path / "straight", kind, ref_servers=server.url, **ALONE))
+    run = tmp_path / "run"
+    with reference(model_folder, tmp_path / "server 2") as server:
+        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last", **ALONE)
+        for ranks, moment, step in ((2, KILLED + "1", 0), (4, KILLED + "2", 2)):
+            with training(ranks, words, "tests/killed_at.py", moment, "0") as process:
+                output, _ = process.communicate(timeout=200)
+            assert process.returncode != 0 and went_on(output) == step, output
+        assert json.loads((run / "checkpoint-6/progress.json").read_text())["ranks"] == 4
+        output = finish(1, words)
+        assert went_on(output) == 6 and "checkpoint-6 is of 4 ranks: DeepSpeed rearranges it for 1" in output
+    assert not [one.name for one in run.iterdir() if "universal" in one.name]
+
+    for read in (timeless, lambda folder: lines(folder / "completions.jsonl")):
+        for here, there in zip(read(run), read(tmp_path / "straight"), strict=True):
+            assert here.keys() == there.keys()
+            for name, value in there.items():
+                expected = pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
+                assert here[name] == expected, (name, here)
+    for folder in ("model", "checkpoint-10"):
+        here, there = weights(run / folder), weights(tmp_path / "straight" / folder)
+        assert here.keys() == there.keys()
+        apart = max((here[name] - there[name]).abs().max().item() for name in there)
+        print(folder, "apart", apart)
+        assert apart < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
+    """Two steps of six groups of two completions, told apart by numbers."""
+
+    def own(rank: int, of: int) -> list[StepBatch]:
+        share, parts = 6 // of, []
+        for step in range(2):
+            groups = [100 * step + rank * share + place for place in range(share)]
+            rewards = torch.tensor([[2.0 * one, 2.0 * one + 1] for one in groups])
+            sequences = [2 * one + column for one in groups for column in range(2)]
+            parts.append(StepBatch(groups, torch.stack([rewards, -rewards]), rewards, rewards[:, 0] > 3, sequences))
+        return parts
+
+    for before in (1, 2, 3, 6):
+        by_rank = [own(rank, before) for rank in range(before)]
+        for rank in range(ranks):
+            for here, expected in zip(shared_anew(by_rank, rank, ranks), own(rank, ranks), strict=True):
+                assert here.groups == expected.groups and here.sequences == expected.sequences
+                for name in ("by_function", "rewards", "signal"):
+                    assert torch.equal(getattr(here, name), getattr(expected, name))
+    assert shared_anew([[], []], 0, 3) == []

@@ -1,0 +1,187 @@
+"""The signals of one process: what asks, and what ends at once. Whole runs are stopped in test_resume.py."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+from conftest import REPOSITORY
+
+from grpo.run.signals import _GRACE
+
+WORK = """
+import sys, time
+from grpo.run.signals import Launcher, StopSignals
+stop = StopSignals(Launcher())
+print("ready", flush=True)
+while not stop.asked:
+    time.sleep(0.01)
+print("asked", flush=True)
+sys.stdin.readline()
+print(stop.asked, flush=True)
+sys.stdin.readline()
+"""
+UNREAD = """
+import sys
+from grpo.run.signals import Launcher, StopSignals
+stop = StopSignals(Launcher())
+sys.stdin.readline()
+print("lost", flush=True)
+print("lost too", file=sys.stderr, flush=True)
+print("lost as well")
+sys.exit(stop.asked)
+"""
+
+
+@contextmanager
+def worker(work: str = WORK):
+    process = subprocess.Popen(
+        [sys.executable, "-c", work],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def send(process, *numbers: int) -> None:
+    """All at the same time, as far as the process can see."""
+    process.send_signal(signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        pass
+    for number in numbers:
+        process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+
+
+def next_line(process) -> str:
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)]
+)
+def test_a_signal_and_what_the_launcher_makes_of_it_ask_once(numbers):
+    with worker() as process:
+        assert process.stdout.readline() == "ready\n"
+        send(process, *numbers)
+        assert process.stdout.readline() == "asked\n"
+        send(process, signal.SIGTERM)
+        assert next_line(process) == f"{min(numbers)}\n"
+        _, errors = process.communicate("\n", timeout=20)
+        assert process.returncode == 0 and errors.count("stopping after this step") == 1
+
+
+@pytest.mark.parametrize(
+    "number, pause", [(signal.SIGINT, 0.1), pytest.param(signal.SIGTERM, _GRACE + 0.5, marks=pytest.mark.slow)]
+)
+def test_a_second_signal_ends_at_once(number, pause):
+    with worker() as process:
+        assert process.stdout.readline() == "ready\n"
+        send(process, number)
+        assert process.stdout.readline() == "asked\n"
+        time.sleep(pause)
+        send(process, number)
+        assert process.wait(timeout=20) == 128 + number
+
+
+def test_a_closed_terminal_asks_once_unless_nohup_has_it_ignored():
+    with worker() as process:
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.1)
+        assert process.stdout.readline() == "asked\n" and next_line(process) == f"{signal.SIGHUP}\n"
+        process.communicate("\n", timeout=20)
+        assert process.returncode == 0
+    with worker("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + WORK) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "asked\n" and next_line(process) == f"{signal.SIGINT}\n"
+
+
+def test_a_screen_that_nobody_reads_any_more_asks_and_is_no_error():
+    with worker(UNREAD) as process:
+        process.stdout.close(), process.stderr.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(timeout=20) == signal.SIGTERM
+
+
+# Three processes as DeepSpeed's launcher has them, each of which writes its number. The lower one waits for a file.
+RANK = """
+import os, pathlib, time
+print("rank", os.getpid(), flush=True)
+from grpo.run.signals import Launcher
+while not pathlib.Path(os.environ["LOOK"]).exists():
+    time.sleep(0.01)
+Launcher()
+time.sleep(600)
+"""
+LOWER = """
+import os, pathlib, subprocess, sys, time
+print("lower", os.getpid(), flush=True)
+while not pathlib.Path(sys.argv[3]).exists():
+    time.sleep(0.01)
+sys.exit(subprocess.call([sys.executable, "-c", sys.argv[2]]))
+"""
+UPPER = "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-c', *sys.argv[1:]]))"
+
+
+@pytest.mark.parametrize("whose, when", [("upper", "early"), ("upper", ""), ("lower", ""), ("lower", "unseen")])
+def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, when, tmp_path):
+    """early: before the rank is there; unseen: before it looks for a launcher."""
+    go, look, early = tmp_path / "go", tmp_path / "look", when == "early"
+    if when != "unseen":
+        look.touch()
+    upper = subprocess.Popen(
+        [sys.executable, "-c", UPPER, LOWER, "deepspeed.launcher.launch", RANK, str(go)],
+        cwd=REPOSITORY,
+        env={**os.environ, "CROSS_SIZE": "1", "LOOK": str(look)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    pids = {"upper": upper.pid}
+
+    def read_number() -> None:
+        name, number = upper.stdout.readline().split()
+        pids[name] = int(number)
+
+    with upper:
+        try:
+            read_number()
+            if early:
+                upper.kill(), upper.wait()
+            go.touch()
+            read_number()
+            assert psutil.Process(pids["rank"]).ppid() == pids["lower"]
+            if not early:
+                time.sleep(0 if when == "unseen" else 1)
+                assert psutil.pid_exists(pids["rank"])
+                psutil.Process(pids[whose]).kill()
+            if when == "unseen":
+                upper.wait()
+                look.touch()
+            output = upper.stdout.read()  # until none has it open
+            assert output.endswith("error: the launcher is gone, and no step was done: start it again\n")
+        finally:
+            for number in pids.values():
+                if psutil.pid_exists(number):
+                    psutil.Process(number).kill()

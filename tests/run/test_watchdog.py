@@ -1,0 +1,177 @@
+"""A rank that holds up the others is named: who, where, since when."""
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY, free_port
+from test_resume import left_of, processes_below, ranks_of, reach, training
+from test_trainer import options
+
+from grpo.run.watchdog import _ORDER, SHOWN, _Rank, describe_stall, held_up_by
+
+
+def said(step=3, after=5.0, phase="update", waits=False, **more) -> dict:
+    place = {"step": step, "after": after, "phase": phase, "waits": waits}
+    return place | {"host": "here", "process": 7, "beat": 1, "where": "own.py:4 in own", "lines": ["own.py:4"]} | more
+
+
+def ranks(*every: dict, moved=100.0, worked=100.0) -> dict[int, _Rank]:
+    return {rank: _Rank(one, 400.0, moved, worked) for rank, one in enumerate(every)}
+
+
+@pytest.mark.parametrize(
+    "every, expected",
+    [
+        ([said(), said(step=2), said()], [1]),
+        ([said(), said(), said(after=1.0, phase="reward")], [2]),
+        ([said(after=1.5, phase=""), said(after=0.0, phase="generate"), said(after=1.5, phase="")], [1]),
+        ([said(waits=True), said(), said(waits=True), said(phase="wait_ref")], [1, 3]),
+        ([said(waits=True), said(waits=True)], [0, 1]),
+        ([said(), said()], [0, 1]),
+    ],
+)
+def test_who_is_behind(every, expected):
+    assert held_up_by(ranks(*every), now=400.0, patience=200.0) == expected
+    assert held_up_by(ranks(*every), now=400.0, patience=301.0) == []
+    one_moved = ranks(*every)
+    one_moved[len(every) - 1].moved = 399.0
+    assert held_up_by(one_moved, now=400.0, patience=200.0) == []
+    working = held_up_by(ranks(*every, worked=399.0), now=400.0, patience=200.0)
+    assert working == ([] if len(expected) == len(every) else expected)
+
+
+def test_ranks_that_load_for_long_before_the_first_step_hold_up_nobody():
+    loading, waiting = said(step=0, after=-0.5, phase=""), said(step=0, after=-0.5, phase="", waits=True)
+    assert held_up_by(ranks(loading, loading), now=400.0, patience=200.0) == []
+    assert held_up_by(ranks(loading, waiting), now=400.0, patience=200.0) == [0]
+    assert held_up_by(ranks(waiting, waiting), now=400.0, patience=200.0) == [0, 1]
+
+
+def test_hearing_tells_alive_from_working_from_moving():
+    one = _Rank(said(), 1.0, 1.0, 1.0)
+    one.hear(said(), 2.0)
+    assert (one.heard, one.worked, one.moved) == (1.0, 1.0, 1.0)
+    one.hear(said(beat=2), 3.0)
+    assert (one.heard, one.worked, one.moved) == (3.0, 1.0, 1.0)
+    one.hear(said(beat=3, lines=["own.py:5"]), 4.0)
+    assert (one.heard, one.worked, one.moved) == (4.0, 4.0, 1.0)
+    one.hear(said(beat=4, lines=["own.py:5"], waits=True), 5.0)
+    assert (one.heard, one.worked, one.moved) == (5.0, 4.0, 5.0)
+
+
+def test_many_are_counted():
+    every = ranks(*[said() for _ in range(20)], said(step=4))
+    text = describe_stall(every, held_up_by(every, 400.0, 200.0), 400.0)
+    assert text.startswith("1 of 21 ranks wait: rank 0 (here, process 7) is in update of step 3 since ")
+    assert "300 s, at own.py:4 in own; rank 1 (" in text and text.endswith(f"; and {20 - SHOWN} more")
+    assert "has not answered" not in text and "has not answered since" in describe_stall(every, [0], 500.0)
+
+
+def test_every_phase_has_its_place():
+    files = [REPOSITORY / "grpo_ref_split.py", *(REPOSITORY / "grpo").rglob("*.py")]
+    phases = {
+        node.args[0].value
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "clock"
+    }
+    assert phases == set(_ORDER)
+
+
+SINCE = r"since (?:\d\d:){2}\d\d, [3-9] s"
+REPORT = (
+    r"grpo\.run\.watchdog: (?!.*(before its first step|no word of))"  # not of a slow start, with so little patience
+)
+HANG = """
+import os, time
+from pathlib import Path
+
+def own(prompts, completions, **columns):
+    while Path(__file__).with_name("hang").exists() and os.environ["RANK"] == "1":
+        time.sleep(1000)
+    return [len(text) for text in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a reward function hangs", "rank 1 is stopped", "rank 0 is stopped"])
+def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_folder, tmp_path, kind):
+    run = tmp_path / "run"
+    (tmp_path / "own.py").write_text(HANG)
+    words = options(model_folder, data_folder, run, beta=0.0, eval_steps=0, max_steps=10**6, ref_deadline=1)
+    words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
+    hurry = ["grpo.run.watchdog:PATIENCE=3", "grpo.run.watchdog:BEAT=0.5", "grpo.run.watchdog:TIME_OUT=9", "--"]
+    with training(2, hurry + words, "tests/with_values.py") as process:
+        reach(process, run, 12)  # a rank tells where it is twice a second: not before its first step any more
+        alive = ranks_of(process)
+        below = processes_below(process)
+        if kind == "a reward function hangs":
+            (tmp_path / "hang").touch()
+            output, _ = process.communicate(timeout=60)
+            assert process.returncode != 0 and not left_of(below), output
+            assert "another rank has not come for too long" in output and "Traceback" not in output
+        else:
+            os.kill(alive[int(kind[5])], signal.SIGSTOP)
+            output = ""
+            while not re.search(rf"{REPORT}.*\n", output):
+                line = process.stdout.readline()
+                assert line, output
+                output += line
+    reports = [line for line in output.splitlines() if re.search(REPORT, line)]
+    if kind == "rank 0 is stopped":
+        assert re.search(
+            r"rank 0 on 127.0.0.1 has not answered since (\d\d:){2}\d\d, [3-9] s: it is stopped", reports[0]
+        )
+        return
+    place = r"1 of 2 ranks wait: rank 1 \((.*), process (\d+)\) is in (.*) since (\d\d:){2}\d\d, [3-9] s, at "
+    found = re.search(place, reports[0])
+    assert (found[1], int(found[2])) == (os.uname()[1], alive[1])
+    if kind == "a reward function hangs":
+        assert len(reports) in (1, 2), output  # after 3 and 6 s
+        assert re.fullmatch(r"reward of step \d+", found[3]) and reports[0].endswith(", at own.py:7 in own")
+    else:
+        assert ", and has not answered since " in reports[0]
+
+
+def two_ranks(kind: str) -> str:
+    """What tests/first_collective.py says, in order."""
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "tests/first_collective.py", kind, "4"],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | ranks | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    output = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], output
+    assert output[1] == "met\n"
+    return output[0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_to_the_first_collective_is_named_with_what_helps_the_cards():
+    said = two_ranks("late-to-collective").splitlines()
+    assert re.match(
+        r"1 of 2 ranks wait: rank 1 \(.*, process \d+\) is before its first step since (\d\d:){2}\d\d, \d+ s, at "
+        r"first_collective.py:\d+ in <module>; if all ranks wait in a collective, the driver may offer P2P between "
+        r"these cards \(NVIDIA GeForce RTX 3090\) .*: try NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1$",
+        said[0],
+    )
+    assert said[-1] == "met"
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named():
+    said = two_ranks("late-to-meet").splitlines()
+    assert re.fullmatch(r"1 of 2 ranks wait since (\d\d:){2}\d\d: there is no word of rank 1", said[0])
+    assert said[-1] == "met"

@@ -1,0 +1,525 @@
+"""The HTTP layer by raw sockets: where a request ends, how much of it is taken, and how long it may take.
+
+A request whose end a proxy in front could see elsewhere is refused, and its connection ends: what came behind it is
+never read as a request of its own.
+"""
+
+import json
+import resource
+import socket
+import time
+from contextlib import ExitStack, suppress
+
+import numpy as np
+import pytest
+from conftest import running_server
+from safetensors.numpy import load, save
+
+HEADER_BYTES = 4 << 10
+HEADER_SECONDS, BODY_SECONDS = 2.0, 3.0
+CONNECTIONS = 12
+LIMITS = ["--max_header_kb", "4", "--max_request_mb", "1", "--max_connections", str(CONNECTIONS)]
+LIMITS += ["--header_timeout", str(HEADER_SECONDS), "--body_timeout", str(BODY_SECONDS)]
+LATE = 20.0  # seconds on a busy machine
+
+
+@pytest.fixture(scope="module")
+def low(model_folder, tmp_path_factory):
+    """A server with low limits."""
+    with running_server(model_folder, tmp_path_factory.mktemp("low"), *LIMITS) as one:
+        one.wait_ready()
+        yield one
+        assert "Traceback" not in one.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def locked(model_folder, tmp_path_factory):
+    """A server with low limits and a token."""
+    token = {"GRPO_REF_TOKEN": "s3cret"}
+    with running_server(model_folder, tmp_path_factory.mktemp("locked"), *LIMITS, environment=token) as one:
+        one.wait_ready()
+        yield one
+        assert "Traceback" not in one.log.read_text()
+
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=LATE)
+
+
+def read(connection: socket.socket, count: int) -> list[Answer]:
+    """The next answers, up to `count`: fewer where the server ends the connection."""
+    answers = []
+    with connection.makefile("rb", buffering=0) as stream:  # what comes behind the last one stays for the next call
+        while len(answers) < count and (line := stream.readline()):
+            headers, body = {}, b""
+            while (header := stream.readline()) not in (b"\r\n", b""):
+                name, _, value = header.decode("latin-1").partition(":")
+                headers[name.lower()] = value.strip()
+            while part := stream.read(int(headers.get("content-length", 0)) - len(body)):
+                body += part
+            answers.append((int(line.split()[1]), headers, body))
+    return answers
+
+
+def talk(server, sent: bytes, most: int = 9) -> list[Answer]:
+    """All answers to these bytes, until the server ends the connection: the last request should say that it may."""
+    with connect(server) as connection:
+        connection.sendall(sent)
+        return read(connection, most)
+
+
+def refused(answer: Answer) -> tuple[int, str]:
+    status, headers, body = answer
+    said = json.loads(body)
+    assert headers["content-type"] == "application/json" and said.keys() == {"error"}
+    assert said["error"].keys() == {"code", "message"} and said["error"]["message"]
+    return status, said["error"]["code"]
+
+
+BODY = save(
+    {
+        "input_ids": np.array([9, 8, 7, 6], np.int32),
+        "prompt_lengths": np.array([2], np.int32),
+        "completion_lengths": np.array([2], np.int32),
+    },
+    {"request_id": "raw"},
+)
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/logprobs HTTP/1.1\r\nHost: localhost\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+BEHIND = GET + b"Connection: close\r\n\r\n"
+
+
+def length(value: bytes) -> bytes:
+    return POST + b"Content-Length: " + value + b"\r\n\r\nhello"
+
+
+def coding(value: bytes) -> bytes:
+    return POST + b"Transfer-Encoding:" + value + b"\r\n\r\n" + CHUNKS
+
+
+def chunks(body: bytes) -> bytes:
+    return POST + CHUNKED + b"\r\n" + body
+
+
+REFUSED = {
+    "length, then chunked": (POST + LENGTH + CHUNKED + b"\r\n" + CHUNKS, 411),
+    "chunked, then length": (POST + CHUNKED + LENGTH + b"\r\n" + BODY, 411),
+    "two lengths, equal": (POST + LENGTH + LENGTH + b"\r\n" + BODY, 400),
+    "two lengths, different": (POST + LENGTH + b"Content-Length: 5\r\n\r\n" + BODY, 400),
+    "length +5": (length(b"+5"), 400),
+    "length -5": (length(b"-5"), 400),
+    "length 5, 5": (length(b"5, 5"), 400),
+    "length 5 6": (length(b"5 6"), 400),
+    "length 0x5": (length(b"0x5"), 400),
+    "length 5;": (length(b"5;"), 400),
+    "length 1e1": (length(b"1e1"), 400),
+    "length superscript": (length("²".encode("latin-1")), 400),
+    "length empty": (length(b""), 400),
+    "length in two lines": (length(b"1\r\n 0"), 400),
+    "length of 1 GB": (length(b"1000000000"), 413),
+    "length of 1 GB, expecting": (POST + b"Expect: 100-continue\r\nContent-Length: 1000000000\r\n\r\n", 413),
+    "length of 4,000 digits": (length(b"9" * 4000), 413),
+    "chunked": (coding(b" chunked"), 411),
+    "chunked in capitals": (coding(b" CHUNKED"), 411),
+    "chunked twice": (coding(b" chunked, chunked"), 411),
+    "chunked after a tab": (coding(b"\tchunked"), 411),
+    "chunked after \\x0b": (coding(b" \x0bchunked"), 400),
+    "chunked before \\x0b": (coding(b" chunked\x0b"), 400),
+    "chunked in the next line": (coding(b"\r\n chunked"), 411),
+    "chunked in HTTP/1.0": (chunks(CHUNKS).replace(b"HTTP/1.1", b"HTTP/1.0"), 411),
+    "xchunked": (coding(b" xchunked"), 501),
+    "chunked, identity": (coding(b" chunked, identity"), 501),
+    "identity": (coding(b" identity"), 501),
+    "no coding": (coding(b""), 411),
+    "no coding, and a length": (POST + b"Transfer-Encoding:\r\n" + LENGTH + b"\r\n" + BODY, 411),
+    "chunked, expecting": (POST + CHUNKED + b"Expect: 100-continue\r\n\r\n" + CHUNKS, 411),
+    "coding before a space and a colon": (POST + b"Transfer-Encoding : chunked\r\n" + LENGTH + b"\r\n" + BODY, 400),
+    "chunk size beyond 64 bits": (chunks(b"fffffffffffffffff\r\nhello\r\n0\r\n\r\n"), 411),
+    "chunk size negative": (chunks(b"-5\r\nhello\r\n0\r\n\r\n"), 411),
+    "chunk with an extension": (chunks(b'5;a="\n"\r\nhello\r\n0\r\n\r\n'), 411),
+    "chunk badly ended": (chunks(b"5\r\nhelloXX0\r\n\r\n"), 411),
+    "chunk with a trailer": (chunks(b"5\r\nhello\r\n0\r\nContent-Length: 500\r\n\r\n"), 411),
+    "bare LF in a header": (GET + b"X: a\nContent-Length: 5\r\n\r\n", 400),
+    "bare CR in a header": (GET + b"X: a\rContent-Length: 5\r\n\r\n", 400),
+    "NUL in a header": (GET + b"X: a\x00b\r\n\r\n", 400),
+    "space before the colon": (GET + b"X : a\r\n\r\n", 400),
+    "no colon": (GET + b"X\r\n\r\n", 400),
+    "a folded first header": (b"GET /health HTTP/1.1\r\n X: a\r\n\r\n", 400),
+    "HTTP/0.9": (b"GET /health\r\n\r\n", 400),
+    "HTTP/1.2": (b"GET /health HTTP/1.2\r\n\r\n", 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "two spaces": (b"GET  /health HTTP/1.1\r\n\r\n", 400),
+    "a method in small letters": (b"get /health HTTP/1.1\r\n\r\n", 400),
+    "half an address": (b"GET http://[x/health HTTP/1.1\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("sent, status", REFUSED.values(), ids=REFUSED)
+def test_a_request_with_a_doubtful_end_is_refused_and_nothing_behind_it_is_read(low, sent, status):
+    answers = talk(low, sent + BEHIND)
+    assert len(answers) == 1
+    code = {400: "bad_request", 411: "length_required", 413: "request_entity_too_large", 501: "not_implemented"}[status]
+    assert refused(answers[0]) == (status, code)
+
+
+def test_the_refusal_of_a_head_request_has_no_body(low):
+    with connect(low) as connection:
+        connection.sendall(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert received.startswith(b"HTTP/1.1 411 ") and received.endswith(b"\r\n\r\n")
+
+
+TAKEN = {
+    "a folded header": (GET + b"X: a\r\n b\r\n\r\n", 200),
+    "a name with an underscore is passed over": (GET + b"Transfer_Encoding: chunked\r\n\r\n", 200),
+    "no Host": (b"GET /health HTTP/1.1\r\n\r\n", 200),
+    "empty lines before": (b"\r\n\r\n" + GET + b"\r\n", 200),
+    "a whole URL": (b"GET http://elsewhere/health HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
+    "two slashes": (b"GET //health HTTP/1.1\r\n\r\n", 200),
+    "an escape": (b"GET /%68ealth HTTP/1.1\r\n\r\n", 200),
+    "a host and port": (b"CONNECT elsewhere:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+    "a star": (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+    "a body where none belongs": (GET + b"Content-Length: 5\r\n\r\nhello", 200),
+    "expecting without a body": (GET + b"Expect: 100-continue\r\n\r\n", 200),
+    "no length": (POST + b"\r\n", 411),
+    "keep-alive in HTTP/1.0": (b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", 200),
+}
+
+
+@pytest.mark.parametrize("sent, status", TAKEN.values(), ids=TAKEN)
+def test_what_ends_without_doubt_is_answered_and_so_is_what_follows(low, sent, status):
+    assert [answer[0] for answer in talk(low, sent + BEHIND)] == [status, 200]
+
+
+def test_a_length_that_python_would_not_read_is_a_400(server):
+    answers = talk(server, length(b"9" * 5000) + BEHIND)
+    assert len(answers) == 1 and refused(answers[0]) == (400, "bad_request")
+
+
+def test_requests_in_one_go_are_answered_in_order(low):
+    sent = GET + b"\r\n" + POST + LENGTH + b"\r\n" + BODY + GET.replace(b"health", b"nothing") + b"\r\n" + BEHIND
+    first, second, third, fourth = talk(low, sent)
+    assert json.loads(first[2])["status"] == json.loads(fourth[2])["status"] == "ready"
+    assert load(second[2])["logprobs"].shape == (2,) and refused(third) == (404, "not_found")
+
+
+def test_what_follows_a_refused_request_is_lost_and_what_came_before_is_not(low):
+    first, second = talk(low, GET + b"\r\n" + length(b"5, 5") + BEHIND)
+    assert first[0] == 200 and refused(second) == (400, "bad_request")
+
+
+def test_a_request_may_come_byte_by_byte(low):
+    with connect(low) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for place in range(len(GET)):
+            connection.sendall(GET[place : place + 1])
+        connection.sendall(b"\r\n")
+        assert read(connection, 1)[0][0] == 200
+
+
+def test_a_client_that_waits_for_100_continue_gets_it_then_its_answer(low):
+    with connect(low) as connection:
+        connection.sendall(POST + LENGTH + b"Expect: 100-continue\r\n\r\n")
+        assert read(connection, 1)[0][0] == 100
+        connection.sendall(BODY)
+        status, _, body = read(connection, 1)[0]
+        assert status == 200 and load(body)["logprobs"].shape == (2,)
+
+
+@pytest.mark.parametrize("above, status", [(-1, 200), (0, 200), (1, 431)])
+def test_headers_may_be_as_large_as_the_limit(low, above, status):
+    head = GET + b"Connection: close\r\nX: %s\r\n\r\n"
+    answers = talk(low, head % (b"a" * (HEADER_BYTES + above - len(head) + 2)) + (BEHIND if status != 200 else b""))
+    assert [answer[0] for answer in answers] == [status]
+    assert status == 200 or refused(answers[0]) == (431, "request_header_fields_too_large")
+
+
+WRONG = [b"", b"Authorization: Bearer wrong\r\n", b"Authorization: s3cret\r\n", b"Authorization: Bearer s3cret2\r\n"]
+
+
+@pytest.mark.parametrize("token", WRONG)
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+def test_without_the_token_no_body_is_waited_for(locked, token, expect):
+    answers = talk(locked, POST + token + expect + b"Content-Length: 900000\r\n\r\n")
+    assert len(answers) == 1 and refused(answers[0]) == (401, "unauthorized")
+
+
+def test_with_the_token_the_body_is_waited_for(locked):
+    with connect(locked) as connection:
+        connection.sendall(POST + b"Authorization: Bearer s3cret\r\n" + LENGTH + b"\r\n")
+        connection.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(LATE)
+        connection.sendall(BODY)
+        assert read(connection, 1)[0][0] == 200
+
+
+@pytest.mark.parametrize("path", [b"/metrics", b"/status", b"//status", b"/nothing", b"/v1/logprobs"])
+def test_without_the_token_nothing_is_told(locked, path):
+    answers = talk(locked, b"GET " + path + b" HTTP/1.1\r\n\r\n" + BEHIND)
+    assert len(answers) == 1 and refused(answers[0]) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize("path", [b"/health", b"//health", b"/"])
+def test_without_the_token_an_open_path_takes_no_body(locked, path):
+    head = b"GET %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n" % path
+    assert [refused(answer) for answer in talk(locked, head + b"\r\n")] == [(413, "request_entity_too_large")]
+    empty = b"GET %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % path
+    assert [status for status, _, _ in talk(locked, empty)] == [200]
+
+
+def test_a_new_connection_takes_the_place_of_who_is_silent_the_longest(low):
+    with ExitStack() as stack:
+        places = [stack.enter_context(connect(low)) for _ in range(CONNECTIONS)]
+        for connection in (*places, *places[1:]):
+            assert is_served(connection)
+        assert is_served(stack.enter_context(connect(low)))
+        assert is_closed(places[0])
+        assert all(is_served(connection) for connection in places[1:])
+
+
+TOKEN = b"Authorization: Bearer s3cret\r\n"
+
+
+def test_strangers_leave_their_places_to_who_has_the_token(locked):
+    with ExitStack() as stack:
+        trainer = stack.enter_context(connect(locked))
+        trainer.sendall(GET + TOKEN + b"\r\n")
+        assert read(trainer, 1)[0][0] == 200
+        for place in range(3 * CONNECTIONS):
+            stranger = stack.enter_context(connect(locked))
+            stranger.sendall(GET if place % 2 else b"")
+        for _ in range(2):
+            trainer.sendall(GET + TOKEN + b"\r\n")
+            assert read(trainer, 1)[0][0] == 200
+            assert [status for status, _, _ in talk(locked, GET + TOKEN + b"Connection: close\r\n\r\n")] == [200]
+
+
+def test_a_stranger_has_one_answer_of_a_connection_and_who_has_the_token_all(locked):
+    page = b"GET / HTTP/1.1\r\n"
+    [(status, headers, _)] = talk(locked, 3 * (page + b"\r\n"))
+    assert (status, headers["connection"]) == (200, "close")
+    answers = talk(locked, 3 * (page + TOKEN + b"\r\n") + GET + TOKEN + b"Connection: close\r\n\r\n")
+    assert [status for status, _, _ in answers] == [200] * 4
+
+
+@pytest.mark.slow
+def test_answers_that_nobody_reads_are_not_kept(server):
+    """Each connection asks for 10 MB by 8 kB; what the system does not take is not computed."""
+    count, before = 455, server.resident()
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(30)]
+        for connection in connections:
+            connection.sendall(count * b"GET / HTTP/1.1\r\n\r\n")
+        assert [status for status, _, _ in read(connections[0], count)] == [200] * count
+        assert server.resident() < before + 50
+        assert [status for status, _, _ in read(connections[1], count)] == [200] * count
+
+
+def test_all_bodies_together_have_a_limit_and_who_is_silent_gives_way(server):
+    announced = POST + b"Content-Length: %d\r\n\r\n" % (64 << 20)
+    with ExitStack() as stack:
+        stuck = [stack.enter_context(connect(server)) for _ in range(16)]
+        for connection in stuck:
+            connection.sendall(announced + b"x")
+            time.sleep(0.01)
+        assert [status for status, _, _ in talk(server, POST + LENGTH + b"Connection: close\r\n\r\n" + BODY)] == [200]
+        [answer] = read(stuck[0], 1)
+        assert refused(answer) == (503, "too_many_bodies") and int(answer[1]["retry-after"]) >= 1
+        stuck[15].settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            stuck[15].recv(1)
+
+
+HERE = [b"localhost", b"LOCALHOST:80", b"127.0.0.1:1", b"127.1.2.3", b"[::1]:59875", b""]
+ELSEWHERE = [b"evil.example", b"127.0.0.1.evil.example", b"localhost.evil.example:59875", b"192.168.0.1", b"0.0.0.0"]
+ELSEWHERE += [b"127.0.0.1, evil.example", b"localhost@evil.example", b"[::2]", b"xlocalhost"]
+PATHS = [b"GET /", b"GET /health", b"GET /status", b"GET /nothing", b"POST /v1/logprobs", b"POST /v1/weights/commit"]
+
+
+@pytest.mark.parametrize("host", HERE)
+def test_without_a_token_the_server_answers_its_own_machine(server, host):
+    asked = b"GET /status HTTP/1.1\r\nConnection: close\r\nHost: " + host + b"\r\n"
+    assert talk(server, asked + b"\r\n")[0][0] == 200
+    assert talk(server, asked + b"Origin: http://" + host + b"\r\n\r\n")[0][0] == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_token_no_page_of_another_site_is_answered(server, path):
+    """Neither what it asks across sites nor, by a name of its own that leads here, as if it were the server's page."""
+    length = b"Content-Length: 900000\r\n" if path.startswith(b"POST") else b""
+    for host in ELSEWHERE:
+        [answer] = talk(server, path + b" HTTP/1.1\r\n" + length + b"Host: " + host + b"\r\n\r\n")
+        assert refused(answer) == (403, "foreign_host")
+    for origin in (b"http://evil.example", b"null", b"http://localhost:8080", b"https://localhost", b""):
+        head = path + b" HTTP/1.1\r\nHost: localhost\r\n" + length + b"Origin: " + origin + b"\r\n\r\n"
+        [answer] = talk(server, head)
+        assert refused(answer) == (403, "foreign_origin")
+
+
+def test_with_a_token_host_and_origin_do_not_count(locked):
+    head = b"GET /status HTTP/1.1\r\nHost: ref.example.org\r\nOrigin: https://ref.example.org\r\n"
+    assert talk(locked, head + TOKEN + b"Connection: close\r\n\r\n")[0][0] == 200
+
+
+@pytest.mark.parametrize("path", [b"//v1/weights", b"///v1/weights/commit", b"http://x/v1/weights", b"/v1/%77eights"])
+def test_a_path_is_refused_as_it_is_routed(server, path):
+    query = b"?sha256=" + b"a" * 64 + b"&size=9&offset=0"
+    head = b"POST " + path + query + b" HTTP/1.1\r\nContent-Type: application/octet-stream\r\n"
+    assert [refused(answer) for answer in talk(server, head + b"Content-Length: 900000\r\n\r\n")] == [
+        (403, "no_updates")
+    ]
+
+
+def test_a_path_that_is_not_utf_8_is_no_path(server):
+    [answer] = talk(server, b"POST /v1/weights%ff HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
+    assert refused(answer) == (400, "bad_request")
+
+
+@pytest.mark.slow
+def test_deadlines_hold_when_the_clock_is_set_back(model_folder, tmp_path):
+    back = tmp_path / "back"
+    clock = f"import pathlib, time\nwall = time.time\nback = pathlib.Path({str(back)!r})\n"
+    clock += "time.time = lambda: wall() - 3600 * back.exists()"
+    with running_server(model_folder, tmp_path, *LIMITS, code=clock) as server:
+        server.wait_ready()
+        with connect(server) as before:
+            back.touch()
+            with connect(server) as after:
+                assert is_closed(before) and is_closed(after)
+        drip(server, GET + b"X: ", b"a")
+
+
+def is_served(connection: socket.socket) -> bool:
+    try:
+        connection.sendall(GET + b"\r\n")
+        return read(connection, 1)[0][0] == 200
+    except ConnectionError:  # it was closed before it had asked
+        return False
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.slow
+def test_headers_have_a_time(low):
+    with connect(low) as connection:
+        connection.sendall(GET)
+        time.sleep(HEADER_SECONDS / 4)
+        connection.sendall(b"\r\n")
+        assert read(connection, 1)[0][0] == 200
+    drip(low, GET + b"X: ", b"a")
+
+
+@pytest.mark.slow
+def test_a_body_has_a_time(low):
+    with connect(low) as connection:
+        connection.sendall(POST + LENGTH + b"\r\n" + BODY[:50])
+        time.sleep(BODY_SECONDS / 4)
+        connection.sendall(BODY[50:])
+        assert read(connection, 1)[0][0] == 200
+    drip(low, POST + b"Content-Length: 900000\r\n\r\n", b"a")
+
+
+HOLD = """
+import time
+import grpo.server.worker
+score = grpo.server.worker.token_logprobs
+grpo.server.worker.token_logprobs = lambda *arguments: (time.sleep(4), score(*arguments))[1]
+"""
+
+
+@pytest.mark.slow
+def test_the_time_of_a_request_does_not_run_while_the_one_before_it_is_in_work(model_folder, tmp_path):
+    """The server itself reads nothing then."""
+    with running_server(model_folder, tmp_path, *LIMITS, code=HOLD) as server:
+        server.wait_ready()
+        with connect(server) as connection:
+            connection.sendall(POST + LENGTH + b"\r\n" + BODY + GET)  # four seconds of work, half a request behind it
+            assert [status for status, _, _ in read(connection, 1)] == [200]
+            connection.sendall(b"\r\n")
+            assert [status for status, _, _ in read(connection, 1)] == [200]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_and_the_next_request_is_served(model_folder, tmp_path):
+    """Large bodies go through a temporary file; the system lets this server write none of more than 100 kB."""
+    with running_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+        large = POST + b"Content-Length: 1000000\r\n\r\n" + bytes(1_000_000)
+        with connect(server) as connection:
+            with suppress(ConnectionError):  # it may have its answer by then
+                connection.sendall(large)
+            [answer] = read(connection, 1)
+        assert refused(answer) == (503, "no_space") and answer[1]["retry-after"] == "5"
+        assert b"File too large" in answer[2] and "the server's disk is full" in server.log.read_text()
+        assert [status for status, _, _ in talk(server, POST + LENGTH + b"Connection: close\r\n\r\n" + BODY)] == [200]
+
+
+@pytest.mark.slow
+def test_lines_that_end_in_lf_alone_never_make_a_request(low):
+    drip(low, b"GET /health HTTP/1.1\nHost: localhost\n\n", b"\n\n")
+
+
+def drip(server, start: bytes, drop: bytes) -> None:
+    """Send a little all the time until the server has had enough; what follows then is not read as a request."""
+    with connect(server) as connection:
+        connection.sendall(start)
+        connection.settimeout(0.2)
+        deadline = time.monotonic() + LATE
+        while True:
+            assert time.monotonic() < deadline
+            try:
+                connection.recv(1, socket.MSG_PEEK)
+                break
+            except TimeoutError:
+                connection.sendall(drop)
+        connection.settimeout(LATE)
+        answers = read(connection, 2)
+        assert len(answers) == 1 and refused(answers[0]) == (408, "request_timeout")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [b"", b"\r\n\r\n"])
+def test_a_connection_that_asks_nothing_is_closed(low, sent):
+    with connect(low) as connection:
+        connection.sendall(sent)
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.slow
+def test_a_connection_that_has_asked_may_rest_longer(low):
+    with connect(low) as connection:
+        for _ in range(2):
+            connection.sendall(GET + b"\r\n")
+            assert read(connection, 1)[0][0] == 200
+            time.sleep(HEADER_SECONDS + 2)
+
+
+@pytest.mark.slow
+def test_two_hundred_slow_clients_hold_up_nobody(server):
+    """More than there are threads: half of them send their headers a byte at a time, half their body."""
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connect(server)) for _ in range(200)]
+        for place, connection in enumerate(slow):
+            connection.sendall(GET + b"X: " if place % 2 else POST + b"Content-Length: 900000\r\n\r\n")
+        for _ in range(5):
+            for connection in slow:
+                connection.sendall(b"a")
+            began = time.monotonic()
+            assert talk(server, BEHIND)[0][0] == 200
+            assert talk(server, POST + LENGTH + b"Connection: close\r\n\r\n" + BODY)[0][0] == 200
+            assert time.monotonic() - began < 5  # a held thread would be waited for until header_timeout, 10 s
+            time.sleep(1)

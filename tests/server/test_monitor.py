@@ -1,0 +1,166 @@
+"""The numbers that the server shows of itself, over HTTP from a real one, and the arithmetic behind them."""
+
+import re
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+from conftest import running_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from grpo.model.load import cards_of, device_memory
+from grpo.server.monitor import BUCKET_SECONDS, Monitor, Pass, quantile
+from grpo.wire.errors import ProtocolError
+from grpo.wire.logprobs import LogprobsRequest, encode_request
+
+
+def ask(server, prompt, completions, client=""):
+    body = encode_request(LogprobsRequest.of(prompt, completions, 1.0, client=client))
+    return requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
+
+
+def samples(server) -> dict[str, float]:
+    """Every sample of /metrics, by `name{label,values}`."""
+    answer = requests.get(server.url + "/metrics", timeout=5)
+    assert answer.status_code == 200 and answer.headers["Content-Type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for one in family.samples:
+            labels = ",".join(one.labels.values())
+            found[f"{one.name}{{{labels}}}" if labels else one.name] = one.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def watched(model_folder, tmp_path_factory):
+    """A server of which this module knows every request."""
+    code = "import grpo.server.monitor\ngrpo.server.monitor.SUMMARY_SECONDS = 1"
+    options = ["--log_level", "debug", "--max_batch_tokens", "100"]
+    with running_server(model_folder, tmp_path_factory.mktemp("watched"), *options, code=code) as one:
+        one.wait_ready()
+        yield one
+
+
+def test_metrics_count_what_was_asked(watched):
+    before = samples(watched)
+    for _ in range(3):
+        assert ask(watched, [5] * 11, [[6] * 10, [7] * 5]).status_code == 200
+    assert ask(watched, [5], [[10**6]]).status_code == 400
+    requests.get(watched.url + "/secret", timeout=5)
+    after = samples(watched)
+
+    def grown(name):
+        return after[name] - before.get(name, 0)
+
+    assert grown("grpo_ref_requests_total{/v1/logprobs,200}") == 3
+    assert grown("grpo_ref_requests_total{/v1/logprobs,400}") == 1
+    assert grown("grpo_ref_requests_total{other,404}") == 1
+    # 20 and 15 tokens without the last of each, padded to 20; the prompt of 11 is fed once.
+    assert grown("grpo_ref_tokens_total") == 3 * 35
+    assert grown("grpo_ref_tokens_saved_total{packing}") == 3 * 5
+    assert grown("grpo_ref_tokens_saved_total{sharing}") == 3 * 11
+    assert grown("grpo_ref_batch_fill_count") == 3 and grown("grpo_ref_batch_fill_sum") == pytest.approx(3 * 0.24)
+    assert grown("grpo_ref_request_seconds_count") == 3
+    assert 0 < grown("grpo_ref_forward_seconds_total") <= grown("grpo_ref_request_seconds_sum")
+    assert after["grpo_ref_queue_tokens"] == after["grpo_ref_queue_requests"] == after["grpo_ref_clients"] == 0
+    assert after["process_resident_memory_bytes"] > 50e6
+
+
+def test_status_shows_clients_and_errors(watched):
+    assert ask(watched, [5], [[6] * 10], client="rank <b>0</b>\n").status_code == 200
+    assert ask(watched, [5], [[10**6]], client="bad").status_code == 400
+    shown = requests.get(watched.url + "/status", timeout=5).json()
+    assert shown["health"]["status"] == "ready" and shown["max_batch_tokens"] == 100
+    client = shown["clients"][0]
+    assert (client["name"], client["address"], client["tokens"]) == ("rank <b>0</b>\n", "127.0.0.1", 11)
+    assert client["waiting"] == 0 and 0 <= client["last_seen"] < 10
+    error = shown["errors"][0]
+    assert (error["status"], error["code"]) == (400, "malformed") and "vocabulary" in error["message"]
+    assert shown["latency"]["requests"] >= 1 and 0 < shown["latency"]["p50"] <= shown["latency"]["p99"]
+
+
+@pytest.mark.slow
+def test_the_log_has_a_line_a_request_and_a_summary_each_while(watched):
+    assert ask(watched, [5], [[6] * 6], client="evil\nname").status_code == 200
+    line = r"POST /v1/logprobs 200 7 tokens [\d.]+ ms 127\.0\.0\.1 'evil\\nname'$"
+    assert re.search(line, watched.log.read_text(), re.MULTILINE)
+    summary = r"last \d+ s: answers .*[1-9] x 200.*, p50 \d+ ms, p99 \d+ ms; \d+ tokens/s; 0 tokens of 0 clients .*MiB$"
+    deadline = time.monotonic() + 10
+    while not re.search(summary, watched.log.read_text(), re.MULTILINE):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(2.5)
+    quiet = watched.log.read_text()
+    time.sleep(2)
+    assert watched.log.read_text() == quiet  # nothing happened, nothing is said
+
+
+def test_at_info_requests_are_not_logged(server):
+    ask(server, [5], [[6]])
+    assert "ready" in server.log.read_text() and "POST" not in server.log.read_text()
+
+
+def test_the_page_is_one_file_under_a_strict_policy(server):
+    page = requests.get(server.url + "/", timeout=5)
+    assert page.status_code == 200 and page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.text)
+
+
+def test_quantiles_are_values_that_occurred():
+    assert quantile([], 0.5) is None
+    assert quantile([3.0], 0.99) == 3.0
+    assert (quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([1.0, 2.0, 3.0, 4.0], 0.99)) == (2.0, 4.0)
+    assert quantile([float(n) for n in range(1, 101)], 0.99) == 99.0
+
+
+def test_the_curve_holds_ten_minutes_and_a_long_pass_is_spread_over_its_time():
+    monitor, now = Monitor(), time.monotonic()
+    began = (now // BUCKET_SECONDS - 4) * BUCKET_SECONDS
+    monitor.scored(Pass(tokens=300, padded=300, fed=300, budget=100, began=began, seconds=2.5 * BUCKET_SECONDS))
+    curve = monitor.status({})["tokens_per_second"]
+    assert len(curve) == 120 and sum(curve) * BUCKET_SECONDS == pytest.approx(300)
+    assert sum(rate > 0 for rate in curve) == 3
+
+
+def test_the_memory_of_the_models_cards_is_shown_and_no_other(monkeypatch):
+    """There is no card here: torch's answers for eight of 24 GB, of which the second holds the model."""
+    card = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(total_memory=24 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda card: 10**9 * (1 + torch.device(card).index))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda card: 10**8 * (1 + torch.device(card).index))
+    model = SimpleNamespace(parameters=lambda: [torch.zeros(1), SimpleNamespace(device=card)])
+    assert cards_of(model) == [card]
+    monitor = Monitor()
+    monitor.device_memory = partial(device_memory, cards_of(model))
+    shown = monitor.status({})["memory"]
+    assert [shown[name] for name in ("device", "device_total", "device_peak")] == [2 * 10**9, 24 * 10**9, 2 * 10**8]
+    metrics = monitor.to_prometheus({}).decode()
+    assert "grpo_ref_device_memory_bytes 2e+09" in metrics and "grpo_ref_device_memory_peak_bytes 2e+08" in metrics
+
+
+def test_memory_stays_bounded_however_many_clients_and_errors_come():
+    monitor = Monitor()
+    for number in range(1000):
+        monitor.answered("POST", "/v1/logprobs", 200, 0.01, "10.0.0.1", client=f"{number}" * 30, tokens=5)
+        error = ProtocolError(400, "malformed", "x" * 10_000)
+        monitor.answered("POST", "/v1/logprobs", 400, 0.01, "10.0.0.1", error=error)
+    shown = monitor.status({})
+    assert len(shown["clients"]) == 50 and len(shown["errors"]) == 20
+    assert all(len(client["name"]) <= 64 for client in shown["clients"])
+    assert all(len(error["message"]) == 300 for error in shown["errors"])
+    assert shown["requests"] == {"200": 1000, "400": 1000} and shown["latency"]["requests"] == 1000
+
+
+def test_a_while_in_which_everything_was_refused_has_a_summary_too():
+    """It has no latencies, and the server's own thread writes it."""
+    monitor = Monitor()
+    monitor.answered("POST", "/v1/logprobs", 400, 0.01, "127.0.0.1", error=ProtocolError(400, "malformed", "no"))
+    said = monitor.summary({})
+    assert "answers 1 x 400; 0 tokens/s" in said, said
+    assert monitor.summary({}) is None
+    assert "answers none" in monitor.summary({"one": (7, 1)})

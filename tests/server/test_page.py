@@ -1,0 +1,168 @@
+"""The server's live page in a real Chromium, before a server under load: what a person sees and what it refuses."""
+
+import json
+import threading
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import requests
+from browser import Browser, chromium, needs_browser
+from conftest import Server, running_server
+from safetensors.numpy import save
+
+from grpo.wire.logprobs import LogprobsRequest, encode_request
+
+pytestmark = [pytest.mark.rare, needs_browser]
+HOSTILE = '<img src=x onerror="document.title=window.pwned=1"><script>window.pwned=1</script>'
+
+
+@pytest.fixture
+def browser(tmp_path):
+    with chromium(tmp_path) as one:
+        one.screen(1280, 800)
+        yield one
+
+
+@contextmanager
+def load(server: Server, *clients: str):
+    """Ask all the time, in these names."""
+    stop = threading.Event()
+
+    def ask(client: str) -> None:
+        completions = [list(range(5, 5 + n)) for n in (20, 40, 30, 35)]
+        body = encode_request(LogprobsRequest.of(list(range(5, 30)), completions, 1.0, client=client))
+        while not stop.is_set():
+            with suppress(requests.ConnectionError):
+                requests.post(f"{server.url}/v1/logprobs", data=body, timeout=60)
+            stop.wait(0.02)
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+READY = "document.querySelector('#status').textContent === 'ready'"
+LOST = "document.querySelector('#status').textContent === 'no answer'"
+POINTS = "document.querySelector('.curve').getAttribute('d').split('L').length"
+
+
+def too_wide(browser: Browser) -> bool:
+    return browser.js("document.documentElement.scrollWidth > innerWidth")
+
+
+def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
+    with running_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        browser.open(server.url)
+        browser.wait(READY)
+        assert browser.text("#model") == str(model_folder) and "cpu" in browser.text("#facts")
+        assert browser.text("#clients p") == browser.text("#errors p").replace("None.", "None yet.") == "None yet."
+        with load(server, "trainer-0", "trainer-1"):
+            browser.wait(f"{POINTS} >= 3 && document.querySelector('#now').textContent > '0'")
+            before = browser.text("#codes")
+            browser.wait(f"document.querySelector('#codes').innerText !== {json.dumps(before)}")
+            assert requests.post(f"{server.url}/v1/logprobs", data=b"hello", timeout=60).status_code == 400
+            browser.wait("document.querySelector('#error-rows').innerText.includes('400 malformed')")
+            assert {"trainer-0", "trainer-1"} <= set(browser.text("#client-rows").split())
+            for id in ("p50", "p99"):
+                assert browser.text(f"#{id}").endswith("s")
+            for id in ("fill", "sharing", "packing"):
+                assert browser.text(f"#{id}").endswith(" %")
+            assert "iB process" in browser.text("#memory")
+            assert browser.js("document.title").startswith(browser.text("#now"))
+            assert "over the last" in browser.js("document.querySelector('#chart').getAttribute('aria-label')")
+            for dark in (False, True):
+                for width in (1280, 700, 375, 320):
+                    browser.screen(width, 800, dark)
+                    assert not too_wide(browser), width
+        assert browser.hosts() == {urlsplit(server.url).netloc}
+        assert browser.console() == []
+
+
+def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_path, browser):
+    with running_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        browser.open(server.url)
+        browser.wait(READY)
+        server.end()
+        browser.wait(LOST)
+        first = browser.text("#since")
+        assert first.startswith(" since ") and browser.js("document.querySelector('main').className") == "stale"
+        browser.wait(f"document.querySelector('#since').innerText !== {json.dumps(first)}")
+    # Slow to load, to see what the page makes of a server without numbers.
+    load = "old = m.load_reference\nm.load_reference = lambda *a: time.sleep(8) or old(*a)"
+    slow = f"import time, grpo.model.load as m\n{load}"
+    with running_server(model_folder, tmp_path, port=server.port, code=slow):
+        browser.wait("document.querySelector('#status').textContent === 'loading'")
+        browser.wait(READY)
+        assert browser.text("#since") == "" and browser.js("document.querySelector('main').className") == ""
+        assert all("ERR_CONNECTION" in line or "ERR_EMPTY" in line for line in browser.console())
+
+
+def test_it_asks_for_the_token_and_keeps_it_in_the_tab(model_folder, tmp_path, browser):
+    with running_server(model_folder, tmp_path, environment={"GRPO_REF_TOKEN": "quite-secret"}) as server:
+        server.wait_ready()
+        browser.open(server.url)
+        browser.wait("!document.querySelector('#ask').hidden")
+        assert browser.text("#wrong") == "" and str(model_folder) not in browser.text("body")
+        for wrong in ("another", "ключ"):
+            browser.type_token(wrong)
+            browser.wait("document.querySelector('#wrong').innerText === 'The server refuses this token.'")
+            assert browser.js("document.querySelector('#numbers').hidden")
+        browser.type_token("quite-secret")
+        browser.wait(READY)
+        assert browser.text("#model") == str(model_folder) and browser.js("document.querySelector('#ask').hidden")
+        assert browser.js("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+        assert "secret" not in browser.js("location.href + document.documentElement.outerHTML")
+        browser.open(server.url)
+        browser.wait(READY)
+        assert all(" 401 " in line for line in browser.console())
+
+
+def test_what_strangers_send_is_shown_and_never_run(server, browser):
+    names = [HOSTILE, "x" * 128, "\u202e" + "Ω\n" * 60]
+    for name in names:
+        body = encode_request(LogprobsRequest.of([5], [[6]], 1.0, client=name))
+        assert requests.post(f"{server.url}/v1/logprobs", data=body, timeout=60).status_code == 200
+    one = np.ones(1, np.int32)
+    refused = save(dict.fromkeys(["input_ids", "prompt_lengths", "completion_lengths", HOSTILE], one))
+    error = requests.post(f"{server.url}/v1/logprobs", data=refused, timeout=60).json()["error"]
+    assert HOSTILE[:20] in error["message"]
+    browser.screen(375, 812)
+    browser.open(server.url)
+    browser.wait(READY)
+    assert HOSTILE[:40] in browser.text("#client-rows") and HOSTILE[:20] in browser.text("#error-rows")
+    assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 1]
+    assert not too_wide(browser)
+    assert browser.console() == [] and browser.hosts() == {urlsplit(server.url).netloc}
+
+
+@pytest.mark.parametrize("path", ["/some/prefix", "/some/prefix/"])
+def test_it_works_behind_a_proxy_with_a_prefix(server, browser, path):
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            inner = self.path.removeprefix("/some/prefix")
+            answer = requests.get(server.url + (inner or "/"), timeout=60)
+            self.send_response(answer.status_code if inner != self.path else 404)
+            for name in ("Content-Type", "Content-Security-Policy"):
+                self.send_header(name, answer.headers.get(name, ""))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        browser.open(f"http://127.0.0.1:{proxy.server_port}{path}")
+        browser.wait(READY)
+        proxy.shutdown()

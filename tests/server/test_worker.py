@@ -1,0 +1,434 @@
+"""What the worker batches, in which order, and what it does when a pass fails. The model is real; a hook before its
+body holds a pass back until the queue is as the test wants it, notes what is fed, and breaks what should break."""
+
+import gc
+import math
+import threading
+import weakref
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from test_logprobs import CONFIGS, build
+
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.trial import make_batcher
+from grpo.server.fair_queue import FairQueue
+from grpo.server.monitor import Pass
+from grpo.server.worker import Worker
+from grpo.wire.errors import ProtocolError
+from grpo.wire.logprobs import LogprobsRequest
+
+
+class Desk:
+    """A scorer whose first pass waits until `go`, with the rows that each later pass fed."""
+
+    def __init__(
+        self,
+        budget: int,
+        config: str = "qwen2",
+        fits: int = 10**9,
+        poison: int | None = None,
+        error=ValueError,
+        full: Exception | None = None,
+        queue: int = 10**6,
+        requests: int = 1000,
+        deterministic: bool = False,
+    ):
+        self.model, self.plain = build(CONFIGS[config]), build(CONFIGS[config])
+        self.batcher = make_batcher(self.model, 0)
+        self.passes: list[torch.Tensor] = []
+        self.dead: list[Exception] = []
+        self._busy, self._go = threading.Event(), threading.Event()
+        self._fits, self._poison, self._error = fits, poison, error
+        self._full = full or torch.OutOfMemoryError("the device is full")
+        self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.notes: list[Pass] = []
+        self.queue = FairQueue(self.batcher, budget, queue, requests, deterministic)
+        self.scorer = Worker(self.queue, self.model, self.batcher, on_death=self.dead.append, on_pass=self.notes.append)
+        self.first = self.ask([63], [[62]])
+        assert self._busy.wait(30)
+
+    def _before(self, module, positional, options):
+        self._busy.set()
+        assert self._go.wait(30)
+        ids = options["input_ids"]
+        self.passes.append(ids)
+        if ids.numel() > self._fits:
+            raise self._full
+        if self._poison is not None and (ids == self._poison).any():
+            raise self._error(f"token {self._poison} hurts")
+
+    def ask(self, prompt, completions, client="", temperature=1.0) -> Future:
+        return self.queue.submit(LogprobsRequest.of(prompt, completions, temperature), client)
+
+    def go(self) -> None:
+        self._go.set()
+        self.first.result(30)
+
+    def fed(self) -> list[list[int]]:
+        """Token ids of each pass after the first one."""
+        return [ids.flatten().tolist() for ids in self.passes[1:]]
+
+    @torch.no_grad()
+    def exact(self, prompt, completions, temperature=1.0) -> np.ndarray:
+        """One padded sequence at a time, by a model of the same weights without the hook."""
+        alone = Batcher(0, longest_packed=0)
+        rows = [token_logprobs(self.plain, alone.make([(prompt, one)], "cpu"), temperature)[0] for one in completions]
+        return torch.cat(rows).numpy()
+
+
+def close_to(answer: Future, exact: np.ndarray) -> bool:
+    return np.allclose(answer.result(30), exact, atol=1e-5, rtol=0)
+
+
+def test_what_waits_shares_a_pass_and_equal_prompts_are_fed_once():
+    desk = Desk(budget=100)
+    asked = [([5, 6, 7], [[8, 9]], "a"), ([10, 11], [[12, 13, 14]], "b"), ([5, 6, 7], [[15, 16], [17, 18]], "c")]
+    answers = [desk.ask(*one) for one in asked]
+    desk.go()
+    answers[-1].result(30)
+    # The last token of a completion predicts nothing and is not fed.
+    assert desk.fed() == [[5, 6, 7, 8, 15, 17, 10, 11, 12, 13]]
+    for answer, (prompt, completions, _) in zip(answers, asked, strict=True):
+        assert close_to(answer, desk.exact(prompt, completions))
+
+
+def test_clients_take_turns_however_much_one_of_them_has_queued():
+    desk = Desk(budget=20)
+    greedy = [desk.ask([20 + number], [[1, 2, 3], [4, 5, 6]], "greedy") for number in range(6)]  # 7 tokens each
+    modest = [desk.ask([40 + number], [[1, 2, 3], [4, 5, 6]], "modest") for number in range(2)]
+    desk.go()
+    for answer in greedy + modest:
+        answer.result(30)
+    firsts = [[row[place] for place in (0, 5)] for row in desk.fed()]
+    assert firsts == [[20, 40], [21, 41], [22, 23], [24, 25]]
+
+
+def test_a_prompt_that_waits_elsewhere_comes_along_before_its_turn():
+    desk = Desk(budget=12)
+    answers = [desk.ask([20, 21, 22], [[1, 2, 3]], "a"), desk.ask([30], [[1] * 8], "a")]
+    answers += [desk.ask([40], [[1] * 8], "b"), desk.ask([20, 21, 22], [[4, 5, 6]], "b")]
+    desk.go()
+    for answer in answers:
+        answer.result(30)
+    assert desk.fed()[0] == [20, 21, 22, 1, 2, 4, 5]
+    assert [row[0] for row in desk.fed()[1:]] == [40, 30]
+
+
+def test_a_large_request_is_spread_over_passes_and_a_small_one_need_not_wait_for_its_end():
+    desk = Desk(budget=30)
+    large = [[number] * 9 for number in range(1, 21)]
+    answer, order = desk.ask([50, 51], large, "large"), []
+    answer.add_done_callback(lambda _: order.append("large"))
+    small = desk.ask([52], [[1, 2]], "small")
+    small.add_done_callback(lambda _: order.append("small"))
+    desk.go()
+    assert close_to(answer, desk.exact([50, 51], large)) and close_to(small, desk.exact([52], [[1, 2]]))
+    assert order == ["small", "large"]
+    assert all(len(row) <= 30 for row in desk.fed())
+    assert sum(row.count(50) for row in desk.fed()) == 7  # three completions a pass
+
+
+def test_temperatures_are_not_mixed():
+    desk = Desk(budget=100)
+    warm = [desk.ask([5], [[6, 7]], "a", 2.0), desk.ask([8], [[9, 10]], "b", 2.0)]
+    cold = desk.ask([5], [[6, 7]], "c", 0.5)
+    desk.go()
+    assert close_to(warm[0], desk.exact([5], [[6, 7]], 2.0)) and close_to(warm[1], desk.exact([8], [[9, 10]], 2.0))
+    assert close_to(cold, desk.exact([5], [[6, 7]], 0.5))
+
+
+def refused(desk, prompt, completions, client) -> ProtocolError:
+    with pytest.raises(ProtocolError) as refusal:
+        desk.ask(prompt, completions, client)
+    assert (refusal.value.status, refusal.value.code) == (503, "busy")
+    return refusal.value
+
+
+def test_a_client_may_hold_as_many_tokens_as_stay_free_and_a_newcomer_finds_room():
+    desk = Desk(budget=100, queue=100)  # 2 tokens are in the held pass, another client's
+    answers = [desk.ask([5], [[6] * 48], "a")]  # 49 of its own, 49 free
+    refused(desk, [7], [[]], "a")
+    answers.append(desk.ask([7], [[8] * 23], "b"))  # 24 of its own, 25 free
+    refused(desk, [7], [[]], "b")
+    answers.append(desk.ask([9], [[1] * 11], "c"))
+    assert desk.queue.depth == 2 + 49 + 24 + 12
+    desk.go()
+    for answer in answers:
+        answer.result(30)
+    assert desk.queue.depth == 0 and desk.queue.held() == {}
+    desk.ask([5], [[6] * 49], "a").result(30)  # half of the queue when alone
+    refused(desk, [5], [[6] * 50], "a")
+
+
+def test_requests_are_shared_out_like_tokens():
+    desk = Desk(budget=100, requests=12)
+    answers = [desk.ask([5], [[6]], "a") for _ in range(5)]
+    refused(desk, [5], [[6]], "a")
+    answers += [desk.ask([5], [[6]], "b") for _ in range(3)]
+    refused(desk, [5], [[6]], "b")
+    desk.go()
+    for answer in answers:
+        answer.result(30)
+    assert desk.queue.held() == {}
+
+
+def test_the_time_to_come_back_follows_from_the_measured_speed_and_what_must_be_done_first():
+    desk = Desk(budget=1000, queue=10_000)
+    desk.queue.tokens_per_second = 50.0
+    desk.ask([5], [[6] * 3999], "a")
+    desk.ask([5], [[6] * 1999], "b")
+    # a: 4000 + 1000 against 10000 - 6002 - 1000 free: 2002 too many, and a token of its own that is done counts twice.
+    refusal = refused(desk, [5], [[6] * 999], "a")
+    assert refusal.retry_after == math.ceil(2002 / (1 + 4000 / 6002) / 50) == 25
+    assert "come back in 25 s" in refusal.message and "4000 of them yours" in refusal.message
+    # A newcomer's 2500 against 1498: nothing of it is in the queue.
+    assert refused(desk, [5], [[6] * 2499], "c").retry_after == math.ceil(1002 / 50)
+    desk.go()
+
+
+def test_the_speed_is_measured():
+    desk = Desk(budget=1000)
+    desk.go()
+    for _ in range(20):
+        desk.ask([5], [[6] * 99]).result(30)
+    spent = sum(note.seconds for note in desk.notes[-5:])
+    assert desk.queue.tokens_per_second == pytest.approx(500 / spent, rel=1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_answered_request_is_not_kept_until_the_garbage_collector_comes(deterministic):
+    """It comes rarely to what has lived for seconds, and each request holds its body."""
+    desk = Desk(budget=100, deterministic=deterministic)
+    desk.go()
+    gc.disable()
+    try:
+        request = LogprobsRequest.of([5, 6], [[7] * 9, [8]], 1.0)
+        body = weakref.ref(request.input_ids)
+        desk.queue.submit(request).result(30)
+        del request
+        desk.ask([9], [[10]]).result(30)  # until then the worker has the last pass in its hand
+        assert body() is None
+    finally:
+        gc.enable()
+
+
+def test_deterministic_answers_are_the_same_bits_whatever_else_waits():
+    asked = [([5, 6, 7], [[8] * n for n in (9, 30, 2, 17)]), ([5, 6, 7], [[9] * 12]), ([10] * 20, [[11, 12]])]
+    quiet = Desk(budget=40, deterministic=True)
+    quiet.go()
+    alone = [quiet.ask(*one).result(30) for one in asked]
+
+    busy = Desk(budget=40, deterministic=True)
+    waiting = [busy.ask([5, 6, 7], [[8] * 5, [20] * 8], f"other {n}") for n in range(5)]
+    answers = [busy.ask(*one, client=f"client {n % 2}") for n, one in enumerate(asked)]
+    waiting += [busy.ask([5, 6, 7], [[8] * 30], "client 0")]
+    busy.go()
+    for answer, expected, one in zip(answers, alone, asked, strict=True):
+        assert answer.result(30).tobytes() == expected.tobytes()
+        assert close_to(answer, busy.exact(*one))
+    for answer in waiting:
+        answer.result(30)
+    assert all(ids.numel() <= 40 for ids in busy.passes)
+    assert len(busy.fed()) == len(waiting) + len(quiet.fed())  # no pass is shared
+
+
+def test_deterministic_clients_take_turns():
+    desk = Desk(budget=20, deterministic=True)
+    greedy = [desk.ask([20 + number], [[1] * 15, [2] * 15], "greedy") for number in range(3)]  # two passes each
+    modest = desk.ask([40], [[1, 2, 3]], "modest")
+    desk.go()
+    for answer in [*greedy, modest]:
+        answer.result(30)
+    assert [row[0] for row in desk.fed()] == [20, 40, 20, 21, 21, 22, 22]
+
+
+def test_a_pass_is_noted_with_what_packing_and_sharing_saved():
+    desk = Desk(budget=100)
+    answers = [desk.ask([5, 6, 7], [[8, 9], [8, 9, 10, 11]], "a"), desk.ask([10], [[12, 13]], "b")]
+    desk.go()
+    for answer in answers:
+        answer.result(30)
+    note = desk.notes[-1]
+    # Without the last of each: 4, 6 and 2 tokens; padded to 6; the first prompt stands once.
+    assert (note.tokens, note.padded, note.fed, note.budget) == (12, 18, 9, 100)
+    assert (note.saved_by_packing, note.saved_by_sharing) == (6, 3)
+    assert note.seconds > 0
+
+
+def test_a_pass_with_empty_completions_saves_nothing_that_was_not_there():
+    desk = Desk(budget=100)
+    answer = desk.ask([1, 2, 3, 4], [[], [5]])
+    desk.go()
+    answer.result(30)
+    note = desk.notes[-1]
+    assert (note.tokens, note.padded, note.fed) == (8, 8, 4)
+    assert (note.saved_by_packing, note.saved_by_sharing) == (0, 4)
+
+
+@pytest.mark.parametrize("config", ["qwen2", "bloom, alibi"])
+def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(config, caplog):
+    desk = Desk(budget=64, config=config, fits=20)
+    asked = [([number], [[number + 1] * 8]) for number in range(10, 18)]  # 8 tokens fed each
+    answers = [desk.ask(*one, client=str(one[0])) for one in asked]
+    desk.go()
+    for answer in answers:
+        answer.result(30)
+    warnings = [record.getMessage() for record in caplog.records if record.name == "grpo.server.worker"]
+    assert warnings == [
+        f"out of memory: batches of {budget} tokens from now on (--max_batch_tokens)" for budget in (32, 16)
+    ]
+    before = len(desk.passes)
+    again = [desk.ask(*one, client=str(one[0])) for one in asked]
+    for answer, one in zip(answers + again, asked + asked, strict=True):
+        assert close_to(answer, desk.exact(*one))
+    assert all(ids.numel() <= 20 for ids in desk.passes[before:])
+    assert not desk.dead
+
+
+@pytest.mark.parametrize(
+    "full",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        MemoryError(),
+    ],
+)
+def test_a_sequence_that_does_not_fit_alone_is_its_requests_507_and_nobody_elses(full):
+    desk = Desk(budget=64, fits=20, full=full)
+    huge = desk.ask([5], [[6] * 30, [7] * 2], "huge")
+    small = desk.ask([8], [[9, 10]], "small")
+    desk.go()
+    assert close_to(small, desk.exact([8], [[9, 10]]))
+    with pytest.raises(ProtocolError, match="a sequence of 31 tokens does not fit the memory") as refusal:
+        huge.result(30)
+    assert (refusal.value.status, refusal.value.code) == (507, "out_of_memory")
+    assert close_to(desk.ask([5], [[7] * 2]), desk.exact([5], [[7] * 2]))
+    assert desk.queue.depth == 0 and not desk.dead
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, NotImplementedError])
+def test_a_request_that_fails_in_a_shared_pass_fails_alone(error):
+    """Torch's errors are RuntimeErrors of many kinds; only those that speak of memory are about memory."""
+    desk = Desk(budget=100, poison=33, error=error)
+    good, bad, other = (desk.ask([token], [[1, 2]], str(token)) for token in (5, 33, 6))
+    desk.go()
+    with pytest.raises(ProtocolError, match="token 33 hurts") as refusal:
+        bad.result(30)
+    assert refusal.value.status == 500
+    assert close_to(good, desk.exact([5], [[1, 2]])) and close_to(other, desk.exact([6], [[1, 2]]))
+    assert not desk.dead
+
+
+GONE = ProtocolError(499, "client_gone", "gone")
+
+
+def test_a_cancelled_request_that_waits_is_not_computed_and_its_room_is_free():
+    desk = Desk(budget=100, queue=100)
+    lost = desk.ask([5], [[6] * 48], "a")
+    refused(desk, [7], [[8] * 30], "b")
+    desk.queue.cancel(lost, GONE)
+    assert desk.queue.held() == {"": (2, 1)}
+    kept = desk.ask([7], [[8] * 30], "b")
+    desk.go()
+    assert close_to(kept, desk.exact([7], [[8] * 30]))
+    assert desk.fed() == [[7] + [8] * 29]
+    desk.queue.cancel(kept, GONE)  # too late: nothing happens
+    assert desk.queue.depth == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("exchange", [False, True])
+def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(deterministic, exchange):
+    queue = FairQueue(Batcher(0, longest_packed=0), 20, 1000, 100, deterministic)
+    lost = queue.submit(LogprobsRequest.of([5, 6], [[7] * 8] * 6, 1.0), "a")
+    begun = queue.take()
+    assert 0 < len(begun) < 6
+    later = []
+    if exchange:
+        queue.exchange(lambda: None, print)
+        later = [queue.submit(LogprobsRequest.of([8], [[9]], 1.0), "a")]
+    queue.cancel(lost, GONE)
+    if exchange:
+        queue.cancel(later[0], GONE)
+    assert queue.held() == {"a": (10 * len(begun), 1)}
+    queue.settle(begun)
+    assert queue.held() == {}
+    with pytest.raises(ProtocolError, match="gone"):
+        lost.result(0)
+    if exchange:
+        queue.take()
+        queue.exchanged(None)
+    queue.submit(LogprobsRequest.of([1], [[2]], 1.0), "b")
+    [(job, row)] = queue.take()
+    assert (job.client, row) == ("b", 0)
+    queue.cancel(job.future, GONE)
+    queue.settle([(job, row)])
+    queue.close()
+    assert queue.take() is None and queue.held() == {}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_it(deterministic):
+    """Both come in several passes, from the same clients."""
+    desk = Desk(budget=12, deterministic=deterministic)
+    long = [[number] * 9 for number in range(1, 5)]
+    before = [desk.ask([50, 51], long, "a"), desk.ask([52], long, "b")]
+    expected = [desk.exact([50, 51], long), desk.exact([52], long)]
+
+    @torch.no_grad()
+    def action():
+        assert all(answer.done() for answer in before)
+        for model in (desk.model, desk.plain):
+            for tensor in model.parameters():
+                tensor.mul_(1.1)
+
+    exchanged = desk.queue.exchange(action, print)
+    after = [desk.ask([50, 51], long, "a"), desk.ask([53], long, "c")]
+    assert desk.queue.held()["a"] == (2 * 44, 2)
+    desk.go()
+    exchanged.result(30)
+    for answer, exact in zip(before, expected, strict=True):
+        assert close_to(answer, exact)
+    for answer, prompt in zip(after, ([50, 51], [53]), strict=True):
+        exact = desk.exact(prompt, long)
+        assert close_to(answer, exact) and not np.allclose(exact[:9], expected[0][:9], atol=1e-3)
+    desk.queue.exchange(lambda: None, print).result(30)  # also where nothing waits, and again
+    desk.scorer.close()
+    with pytest.raises(ProtocolError, match="stopping"):
+        desk.queue.exchange(lambda: None, print)
+
+
+def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
+    desk = Desk(budget=10)
+    before = desk.ask([5], [[6] * 8])
+
+    def action():
+        raise OSError("half way")
+
+    exchanged, after = desk.queue.exchange(action, print), desk.ask([5], [[6] * 8])
+    desk.go()
+    assert close_to(before, desk.exact([5], [[6] * 8]))
+    for lost in (exchanged, after):
+        with pytest.raises(ProtocolError, match="died"):
+            lost.result(30)
+    desk.scorer.close()
+    assert [str(death) for death in desk.dead] == ["half way"]
+
+
+def test_a_worker_that_can_score_nothing_dies_and_answers_everyone():
+    desk = Desk(budget=10)
+    waiting = [desk.ask([token], [[1, 2] * 4], str(token)) for token in range(5)]
+    torch.nn.init.constant_(desk.model.get_output_embeddings().weight, float("nan"))
+    desk._go.set()
+    for answer in [desk.first, *waiting]:
+        with pytest.raises(ProtocolError, match="died|not finite"):
+            answer.result(30)
+    desk.scorer.close()
+    assert isinstance(desk.dead[0], ArithmeticError) and len(desk.dead) == 1
+    with pytest.raises(ProtocolError, match="stopping"):
+        desk.ask([1], [[2]])

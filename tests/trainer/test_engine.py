@@ -1,0 +1,140 @@
+"""DeepSpeed's file: "auto" is filled from Config, contradictions are refused."""
+
+import json
+
+import pytest
+import torch
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.fields import REPOSITORY
+from grpo.config.trainer import TrainerConfig
+from grpo.trainer.engine import engine_config
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def config(*options) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", list(options))
+
+
+def test_the_shipped_file_is_filled():
+    filled = engine_config(config(), 7, GPU)
+    assert filled["zero_optimization"]["stage"] == 2
+    assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (56 * 8, 64)
+    assert (filled["gradient_accumulation_steps"], filled["managed_gradient_accumulation"]) == (1, False)
+    assert filled["gradient_clipping"] == 1.0 and filled["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert "auto" not in json.dumps(filled)
+    assert engine_config(config(), 1, CPU)["bf16"]["enabled"] is False
+    assert engine_config(config("--dtype", "bfloat16"), 1, CPU)["bf16"]["enabled"] is True
+
+
+def test_moments_in_8_bits_are_allowed_and_not_offloaded(with_file):
+    pytest.importorskip("bitsandbytes")
+    assert "zero_allow_untested_optimizer" not in with_file({})
+    eight = "--optim", "adamw_8bit"
+    assert with_file({}, *eight)["zero_allow_untested_optimizer"] is True
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(
+        ConfigError, match="^optim='adamw_8bit': .* has zero_optimization.offload_optimizer, .* take one"
+    ):
+        with_file(offloaded, *eight)
+
+
+def test_the_shipped_file_says_no_size_and_no_rate():
+    file = json.loads((REPOSITORY / "ds_config.json").read_text())
+    assert file["train_batch_size"] == file["gradient_clipping"] == file["bf16"]["enabled"] == "auto"
+    assert "optimizer" not in file and "scheduler" not in file
+
+
+@pytest.fixture
+def with_file(tmp_path):
+    def fill(settings, *options) -> dict:
+        path = tmp_path / "ds.json"
+        path.write_text(settings if isinstance(settings, str) else json.dumps(settings))
+        return engine_config(config("--deepspeed", str(path), *options), 2, CPU)
+
+    return fill
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"train_batch_size": 8}, "train_batch_size is 8 but prompts_per_step x num_generations makes it 448"),
+        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu is 1 but .* / 2 ranks makes it 224"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4 but .* makes it 1"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but max_grad_norm makes it 1.0"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is True but dtype makes it False"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow is False but max_bad_steps makes it True"),
+        (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm is False but max_bad_steps makes it True",
+        ),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown is true, but DeepSpeed can time only"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled is true, but DeepSpeed can time only"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer is set there, but learning_rate"),
+        ({"scheduler": {}}, "scheduler is set there, but lr_scheduler_type"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3: use 2"),
+        (
+            {"zero_force_ds_cpu_optimizer": True},
+            "zero_force_ds_cpu_optimizer is True but torch's AdamW, which is not compiled .* makes it False",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device is 'nvme': use 'cpu'",
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "data_types.grad_accum_dtype is 'bf16': with dtype float32 use fp32",
+        ),
+        ("{", "not JSON"),
+        ("[]", "write a JSON object"),
+    ],
+)
+def test_contradictions_are_refused(with_file, settings, said):
+    with pytest.raises(ConfigError, match=rf"deepspeed='.*ds.json': .*{said}"):
+        with_file(settings)
+
+
+def test_what_agrees_and_what_is_not_ours_is_kept(with_file):
+    filled = with_file(
+        {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5}}, "--max_grad_norm", "0.5"
+    )
+    assert filled["gradient_clipping"] == 0.5 and filled["zero_optimization"]["reduce_bucket_size"] == 5
+
+
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    "settings, dtype, expected",
+    [
+        ({}, "bfloat16", "fp32"),
+        ({}, "float32", "fp32"),
+        ({"data_types": {"grad_accum_dtype": "auto"}}, "bfloat16", "fp32"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "bfloat16", "bf16"),
+        ({"zero_optimization": OFFLOADED}, "bfloat16", "bf16"),
+        ({"zero_optimization": OFFLOADED}, "float32", "fp32"),
+        ({"zero_optimization": OFFLOADED, "data_types": {"grad_accum_dtype": "fp32"}}, "bfloat16", "fp32"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}, "bfloat16", "fp32"),
+    ],
+)
+def test_gradients_are_summed_in_fp32_unless_they_are_offloaded(with_file, settings, dtype, expected):
+    filled = with_file(settings, "--dtype", dtype)
+    assert filled["data_types"]["grad_accum_dtype"] == expected
+    assert filled["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_one_rank_overlaps_nothing_unless_it_is_told_to(tmp_path):
+    for said, alone, together in (("auto", False, True), (True, True, True), (False, False, False)):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": said}}))
+        for ranks, expected in ((1, alone), (7, together)):
+            filled = engine_config(config("--deepspeed", str(path)), ranks, GPU)
+            assert filled["zero_optimization"]["overlap_comm"] is expected
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match="deepspeed='nowhere.json': No such file"):
+        engine_config(config("--deepspeed", "nowhere.json"), 1, CPU)

@@ -1,0 +1,144 @@
+"""pass@k, avg@k and their errors against counts by hand; and numbers that do not know how many ranks there are."""
+
+import math
+import statistics
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.generation import EvaluateConfig
+from grpo.rollouts.local import Sampler
+from grpo.rollouts.prompts import load_examples
+from grpo.trainer.evaluation import evaluate, pass_at_k
+
+
+def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one():
+    for n in range(1, 9):
+        for k in range(1, n + 1):
+            shares = []
+            for c in range(n + 1):
+                choices = list(combinations([True] * c + [False] * (n - c), k))
+                shares.append(float(Fraction(sum(map(any, choices)), len(choices))))
+            np.testing.assert_allclose(pass_at_k(np.arange(n + 1), n, k), shares, rtol=1e-12, atol=1e-15)
+
+
+def test_pass_at_k_holds_for_numbers_whose_factorials_no_float_can():
+    n, counts = 10_000, [0, 1, 3, 500, 5000, 9999, 10_000]
+    for k in (1, 2, 100, 5000, 9999, 10_000):
+        exact = [float(1 - Fraction(math.comb(n - c, k), math.comb(n, k))) for c in counts]
+        found = pass_at_k(np.array(counts), n, k)
+        np.testing.assert_allclose(found, exact, rtol=1e-9)
+        assert np.all((found >= 0) & (found <= 1))
+
+
+def test_pass_at_1_is_the_share_of_right_samples():
+    np.testing.assert_allclose(pass_at_k(np.arange(8), 7, 1), np.arange(8) / 7)
+
+
+def test_pass_at_k_of_a_few_of_many_samples_is_unbiased():
+    """Its mean over draws of n samples, each right with chance p, is 1 - (1 - p)^k."""
+    p, n, k = 0.15, 10, 4
+    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    assert pass_at_k(np.arange(n + 1), n, k) @ chances == pytest.approx(1 - (1 - p) ** k, rel=1e-12)
+
+
+@pytest.fixture
+def ask(model, tokenizer, model_folder, data_folder):
+    """`ask(rank, world size, **settings)`: metrics and completions of seven problems, with verdicts that vary."""
+
+    def run(rank=0, world_size=1, **settings):
+        fixed = {"system_prompt": "", "max_completion_length": 12, "eval_samples": 7, "sequences_per_generate": 3}
+        where = {"model": model_folder, "dataset": data_folder}
+        options = [f"--{name}={value}" for name, value in (where | fixed | settings).items()]
+        config = parse_arguments(EvaluateConfig, "", options)
+        examples = load_examples(config, "test", tokenizer, config.eval_samples, progress=False)
+        sampler = Sampler(tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
+        return evaluate(model, sampler, examples, is_correct, has_format, config, rank, world_size)
+
+    return run
+
+
+def is_correct(completion: str, answer: str) -> bool:
+    return len(completion) % 3 == int(answer) % 3
+
+
+def has_format(completion: str, prompt: str) -> bool:
+    return len(prompt + completion) % 2 == 0
+
+
+def test_the_metrics_are_those_of_the_completions(ask):
+    metrics, completions = ask(num_generations_eval=5)
+    assert len(completions) == 7 * 6
+    for one in completions:
+        assert one["correct"] == is_correct(one["completion"], one["answer"])
+        assert one["format"] == has_format(one["completion"], one["prompt"])
+    greedy = [one for one in completions if one["sample"] == 0]
+    p = statistics.mean(one["correct"] for one in greedy)
+    assert metrics["eval_n"] == 7 == len(greedy)
+    assert metrics["eval_accuracy"] == pytest.approx(p)
+    assert metrics["eval_accuracy_se"] == pytest.approx(math.sqrt(p * (1 - p) / 7))
+    assert metrics["eval_format"] == pytest.approx(statistics.mean(one["format"] for one in greedy))
+    assert metrics["eval_completions/mean_length"] == pytest.approx(statistics.mean(one["tokens"] for one in greedy))
+    clipped = statistics.mean(not one["finished"] for one in greedy)
+    assert metrics["eval_completions/clipped_ratio"] == pytest.approx(clipped)
+    assert metrics["eval_num_tokens"] == sum(one["tokens"] for one in completions)
+
+    right = {problem: [] for problem in range(7)}
+    for one in completions:
+        if one["sample"]:
+            right[one["problem"]].append(one["correct"])
+    assert all(len(verdicts) == 5 for verdicts in right.values())
+    estimates = {"avg@5": [statistics.mean(verdicts) for verdicts in right.values()]}
+    for k in (1, 2, 4, 5):
+        estimates[f"pass@{k}"] = [statistics.mean(map(any, combinations(verdicts, k))) for verdicts in right.values()]
+    assert 0 < statistics.mean(estimates["avg@5"]) < statistics.mean(estimates["pass@2"]) < 1, "verdicts that vary"
+    for name, values in estimates.items():
+        assert metrics[f"eval_{name}"] == pytest.approx(statistics.mean(values))
+        assert metrics[f"eval_{name}_se"] == pytest.approx(statistics.stdev(values) / math.sqrt(7))
+    assert {name for name in metrics if "@" in name} == {f"eval_{name}{se}" for name in estimates for se in ("", "_se")}
+
+
+def test_greedy_alone_is_the_default(ask):
+    metrics, completions = ask()
+    assert not [name for name in metrics if "@" in name]
+    assert [one["sample"] for one in completions] == [0] * 7
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 20])
+def test_ranks_share_the_work_without_changing_it(ask, world_size):
+    _, alone = ask(num_generations_eval=4)
+    shares = [ask(rank, world_size, num_generations_eval=4)[1] for rank in range(world_size)]
+    together = [one for share in shares for one in share]
+
+    def order(one):
+        return one["sample"] > 0, one["problem"], one["sample"]
+
+    assert sorted(together, key=order) == sorted(alone, key=order)
+    if world_size < 20:
+        assert max(map(len, shares)) - min(map(len, shares)) <= 6, "at most two calls"
+
+
+def test_the_seed_decides_the_samples_and_greedy_knows_none(ask):
+    def texts(seed):
+        _, completions = ask(seed=seed, num_generations_eval=3)
+        return [[one["completion"] for one in completions if (one["sample"] > 0) == drawn] for drawn in (False, True)]
+
+    one, same, other = texts(1), texts(1), texts(2)
+    assert one == same
+    assert one[0] == other[0] and one[1] != other[1]
+    assert len(set(one[1])) > 15, "samples of a problem differ"
+
+
+def test_more_samples_than_a_call_may_draw_are_drawn_in_several(ask):
+    _, completions = ask(eval_samples=2, num_generations_eval=8)
+    assert [(one["problem"], one["sample"]) for one in completions if one["sample"]] == [
+        (problem, sample) for problem in range(2) for sample in range(1, 9)
+    ]
+
+
+def test_a_single_problem_has_no_error_over_problems(ask):
+    metrics, _ = ask(eval_samples=1, num_generations_eval=2)
+    assert math.isnan(metrics["eval_avg@2_se"]) and not math.isnan(metrics["eval_avg@2"])

@@ -1,0 +1,248 @@
+"""The gradient of a step is that of the whole step's loss, whatever the number of ranks and the cut into micro-batches.
+
+Held against plain PyTorch in float64 that shares no code with ours: one unpadded sequence at a time, all logits,
+log_softmax; and the papers' formulas in Python floats (oracle.py).
+"""
+
+import json
+import random
+
+import oracle
+import pytest
+import torch
+from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, rewards, sequences
+from test_experts import balanced, mixture
+from transformers import AutoModelForCausalLM
+
+from grpo.config.loss import LossSection
+
+TEMPERATURE, LONGEST = 0.8, 32  # as step_worker.py sets them
+BETA = 0.3
+COUNT = PROMPTS * GENERATIONS
+
+LOSSES = [{"loss_type": loss_type} for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")]
+LOSSES += [{"loss_type": loss_type, "importance_sampling_level": "sequence"} for loss_type in ("grpo", "luspo")]  # GSPO
+# Every loss with every scale, the truncated completions in or out.
+PLAIN = [
+    {**loss, "scale_rewards": scale, "mask_truncated_completions": masked}
+    for loss in LOSSES
+    for scale in ("group", "batch", "none")
+    for masked in (False, True)
+]
+OPTIONS = [
+    {"beta": 0.0},
+    {"kl_estimator": "k1"},
+    {"kl_estimator": "k2"},
+    {"kl_estimator": "k3+", "loss_type": "dapo"},
+    {"delta": 1.5, "use_bias_correction_kl": True},
+    {"entropy_coef": 0.05},
+    {"entropy_coef": 0.05, "top_entropy_quantile": 0.4, "mask_truncated_completions": True},
+    {"top_entropy_quantile": 0.2, "loss_type": "dapo"},
+    {"off_policy_mask_threshold": 0.01, "loss_type": "bnpo"},
+    {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 1.3},
+    {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.8, "loss_type": "cispo"},
+    {"importance_sampling_mode": "token_truncate", "loss_type": "vespo", "vespo_k_neg": 1.0},
+    {"importance_sampling_mode": "sequence_truncate", "importance_sampling_level": "sequence"},
+    {"importance_sampling_mode": "sequence_mask", "loss_type": "dr_grpo"},
+]
+CASES = [(settings, False, False) for settings in PLAIN]
+CASES += [(settings, True, "sampl" in str(settings)) for settings in (*LOSSES, *OPTIONS)]
+# Rank 0 has the empty completions, rank 1 of 3 and of 4 nothing but a truncated one.
+UNEQUAL = {1: [36], 2: [2, 34], 3: [2, 1, 33], 4: [2, 1, 8, 25]}
+
+
+def cut(number: int, ranks: int) -> tuple[int, list[int], list[int]]:
+    """A token budget, shares and an order, other ones for each case and number of ranks."""
+    draw = random.Random(10 * number + ranks)
+    budget = draw.choice((1, 60, 60, 150, 150, 10**6))  # 1: every sequence alone
+    order = draw.sample(range(COUNT), COUNT)
+    if draw.random() < 0.5:
+        return budget, [COUNT // ranks] * ranks, order
+    first = [*EMPTY, UNFINISHED[0]]
+    return budget, UNEQUAL[ranks], first + [index for index in order if index not in first]
+
+
+def worker_case(number: int, ranks: int, **more) -> dict:
+    settings, old, sampled = CASES[number]
+    budget, shares, order = cut(number, ranks)
+    values = {"beta": BETA, "max_grad_norm": 0.0, **settings, "micro_batch_tokens": budget, **more}
+    return {
+        "options": [word for name, value in values.items() for word in (f"--{name}", str(value))],
+        "order": order,
+        "shares": shares,
+        "old": old,
+        "sampled": sampled,
+        "small_steps": [],
+    }
+
+
+class Plain:
+    """The model in float64 with every sequence's log-probs and entropies, to be differentiated again and again."""
+
+    def __init__(self, folder, weights=None):
+        # Of the ways to compute experts only this one takes float64.
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+        if weights is not None:
+            self.model.load_state_dict(weights, strict=False)  # a tied head is named once
+        self.rows = []
+        for one in sequences():
+            if not one.completion_ids:
+                self.rows.append((torch.zeros(0).double(), torch.zeros(0).double()))
+                continue
+            ids = torch.tensor([one.prompt_ids + one.completion_ids])
+            logits = self.model(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1]
+            every = torch.log_softmax(logits / TEMPERATURE, -1)
+            logp = every[range(len(one.completion_ids)), one.completion_ids]
+            self.rows.append((logp, -(every.exp() * every).sum(-1)))
+
+    def step(self, settings: LossSection, old: list | None, sampled: bool):
+        """(gradients by parameter name, metrics) of the whole step."""
+        advantages = [value for group in oracle.advantages(rewards(), settings.scale_rewards) for value in group]
+        kept, rows = [], []
+        for number, (one, advantage, row) in enumerate(zip(sequences(), advantages, self.rows, strict=True)):
+            if settings.mask_truncated_completions and not one.finished:
+                continue
+            rows.append(row)
+            kept.append(
+                oracle.Completion(
+                    advantage,
+                    row[0].tolist(),
+                    row[1].tolist(),
+                    old=old[number] if old else None,
+                    ref=one.ref_logprobs().tolist() if settings.beta else None,
+                    sampling=one.sampling_logprobs.tolist() if sampled else None,
+                )
+            )
+        if settings.top_entropy_quantile < 1:
+            kept = oracle.mark_high_entropy(kept, settings.top_entropy_quantile)
+        size = oracle.size(kept)
+        total = torch.zeros((), dtype=torch.float64)
+        for one, row in zip(kept, rows, strict=True):
+            for values, slopes in zip(row, oracle.gradient(one, size, settings, settings.beta, LONGEST), strict=True):
+                total = total + (values * torch.tensor(slopes, dtype=torch.float64)).sum()
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        slopes = torch.autograd.grad(total, parameters, retain_graph=True, materialize_grads=True)
+        entropies = [value for one in kept for value in one.entropy]
+        metrics = {"loss": oracle.loss(kept, settings, settings.beta, LONGEST), "entropy": oracle.mean(entropies)}
+        return dict(zip(names, slopes, strict=True)), metrics
+
+
+@pytest.fixture(scope="module")
+def plain(model_folder):
+    return Plain(model_folder)
+
+
+@pytest.fixture(scope="module")
+def expected(plain):
+    """`expected(number)`: gradients and metrics of a case, computed once for all numbers of ranks."""
+    known = {}
+
+    def of(number: int):
+        if number not in known:
+            values, old, sampled = CASES[number]
+            olds = [one.old_logprobs.tolist() for one in sequences()] if old else None
+            known[number] = plain.step(LossSection(**{"beta": BETA, **values}), olds, sampled)
+        return known[number]
+
+    return of
+
+
+def distance(one, other) -> float:
+    """Relative distance over all parameters together."""
+    difference = sum(((one[name].double() - other[name].double()) ** 2).sum() for name in other)
+    return (difference / sum((other[name].double() ** 2).sum() for name in other)).sqrt().item()
+
+
+def norm(gradients) -> float:
+    return sum((gradient**2).sum().item() for gradient in gradients.values()) ** 0.5
+
+
+def run(launch, ranks: int, model_folder, tmp_path, cases: list[dict]) -> list[dict]:
+    given, out = tmp_path / "cases.json", tmp_path / "results.pt"
+    given.write_text(json.dumps(cases))
+    ended = launch(ranks, "tests/step_worker.py", str(model_folder), str(given), str(out))
+    assert ended.returncode == 0, ended.stdout
+    return torch.load(out)
+
+
+def check(number: int, result: dict, gradients: dict, metrics: dict, limit: float = 0.0) -> None:
+    case = CASES[number]
+    whole = norm(gradients)
+    assert result["norm"] == pytest.approx(whole, rel=1e-4), case  # before clipping
+    if limit and limit < whole:
+        gradients = {name: gradient * limit / (whole + 1e-6) for name, gradient in gradients.items()}
+    assert distance(result["gradient"], gradients) < 1e-5, case
+    assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6), case
+    count, total = result["stats"]["entropy"]
+    assert total / count == pytest.approx(metrics["entropy"], rel=1e-5), case
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "ranks, clipping, checkpointing",
+    [(1, False, False), (2, True, False), (3, False, True), (4, False, False)],
+    ids=["1 rank", "2 ranks, gradients clipped", "3 ranks, activations recomputed", "4 ranks"],
+)
+def test_every_loss_with_every_option(launch, model_folder, tmp_path, plain, expected, ranks, clipping, checkpointing):
+    """All cases in one launch, each cut at random; then some losses with two updates on the same completions."""
+    numbers = range(len(CASES))
+    limit = sorted(norm(expected(number)[0]) for number in numbers)[len(numbers) // 2] if clipping else 0.0
+    engine = {"gradient_checkpointing": checkpointing, "max_grad_norm": limit}
+    cases = [worker_case(number, ranks, **engine) for number in numbers]
+    twice = [number for number in numbers if CASES[number][0] in PLAIN[::6]][ranks - 1 :: 4]
+    cases += [worker_case(number, ranks, num_iterations=2, **engine) | {"small_steps": [0.3]} for number in twice]
+    results = run(launch, ranks, model_folder, tmp_path, cases)
+    for number, result in zip(numbers, results, strict=False):
+        check(number, result, *expected(number), limit)
+
+    # The second update is held to the policy before the first.
+    old = [row[0].tolist() for row in plain.rows]
+    for number, result in zip(twice, results[len(numbers) :], strict=True):
+        moved = Plain(model_folder, result["before"])
+        change = torch.cat([row[0] for row in moved.rows]) - torch.cat([row[0] for row in plain.rows])
+        assert change.abs().max() > 0.2, "within the clip"
+        check(number, result, *moved.step(LossSection(beta=BETA, **CASES[number][0]), old, False), limit)
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_over_the_whole_step(launch, tmp_path):
+    """Three ranks, one with nothing but a masked completion: the loss of all tokens at once, added with its weight."""
+    experts = mixture("mixtral")
+    experts.save_pretrained(tmp_path / "experts")
+    numbers = [number for number, case in enumerate(CASES) if case == (PLAIN[1], False, False)] * 2
+    cases = [worker_case(number, 3, router_aux_loss_coef=0.5) for number in numbers]
+    for case, budget in zip(cases, ("1", "100"), strict=True):
+        case["options"][case["options"].index("--micro_batch_tokens") + 1] = budget
+    assert PLAIN[1]["mask_truncated_completions"]
+    plain = Plain(tmp_path / "experts")
+    gradients, metrics = plain.step(LossSection(beta=BETA, **PLAIN[1]), None, False)
+    kept = [(one.prompt_ids, one.completion_ids) for one in sequences() if one.finished]
+    value, slopes = balanced(plain.model, kept)
+    gradients = {name: slope + 0.5 * slopes[name] for name, slope in gradients.items()}
+    for result in run(launch, 3, tmp_path / "experts", tmp_path, cases):
+        check(numbers[0], result, gradients, metrics | {"loss": metrics["loss"] + 0.5 * value})
+        assert result["stats"]["aux_loss"][1] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_a_token_changes_nothing_and_leaves_no_trace(launch, model_folder, tmp_path, expected, ranks):
+    """As the first step of all and as a later one."""
+    numbers = [number for number, (settings, *_) in enumerate(CASES) if settings.get("mask_truncated_completions")][::9]
+    cases = [worker_case(number, ranks) | {"masked": True} for number in numbers]
+    assert len(cases) >= 2
+    for number, result in zip(numbers, run(launch, ranks, model_folder, tmp_path, cases), strict=True):
+        check(number, result, *expected(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_step_that_is_not_finite_changes_nothing_and_leaves_no_trace(launch, model_folder, tmp_path, expected, ranks):
+    """An advantage that makes the loss infinite, or NaN, and one whose gradient alone is too large for float32."""
+    numbers = [number for number, (settings, old, _) in enumerate(CASES) if settings in PLAIN[::7] and not old]
+    spoiled = [(10, float("inf")), (11, float("nan")), (12, 1e30)]
+    cases = [worker_case(number, ranks) | {"spoiled": spoiled[place % 3]} for place, number in enumerate(numbers)]
+    assert len(cases) >= 3
+    for number, result in zip(numbers, run(launch, ranks, model_folder, tmp_path, cases), strict=True):
+        check(number, result, *expected(number))

@@ -1,0 +1,260 @@
+"""The wire, both ways, and everything that can be wrong with a body."""
+
+import json
+import tracemalloc
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from grpo.wire.errors import ProtocolError
+from grpo.wire.health import ServerInfo, fingerprint
+from grpo.wire.logprobs import (
+    LogprobsAnswer,
+    LogprobsRequest,
+    decode_answer,
+    decode_request,
+    encode_answer,
+    encode_request,
+)
+
+VOCABULARY, LONGEST, MOST_SEQUENCES, MOST_TOKENS = 100, 12, 5, 40
+
+
+def decode(body: bytes) -> LogprobsRequest:
+    return decode_request(body, VOCABULARY, LONGEST, MOST_SEQUENCES, MOST_TOKENS)
+
+
+def body(metadata: dict[str, str] | None = None, **changes) -> bytes:
+    tensors = {
+        "input_ids": np.arange(9, dtype=np.int32),
+        "prompt_lengths": np.array([3, 1], np.int32),
+        "completion_lengths": np.array([5, 0], np.int32),
+    }
+    return save({name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}, metadata)
+
+
+def test_a_request_survives_the_way():
+    sent = LogprobsRequest.of([1, 2, 3], [[4, 5], [], [6]], temperature=0.7, request_id="group 12")
+    received = decode(encode_request(sent))
+    assert [(prompt.tolist(), rest.tolist()) for prompt, rest in received.sequences()] == [
+        ([1, 2, 3], [4, 5]),
+        ([1, 2, 3], []),
+        ([1, 2, 3], [6]),
+    ]
+    assert received.temperature == 0.7 and received.request_id == "group 12"
+
+
+def test_temperature_and_request_id_have_defaults():
+    received = decode(body())
+    assert received.temperature == 1.0 and received.request_id == ""
+
+
+def test_metadata_of_later_versions_is_passed_over():
+    assert decode(body({"colour": "green", "temperature": "2"})).temperature == 2.0
+
+
+def test_every_cut_of_a_request_is_malformed():
+    whole = encode_request(LogprobsRequest.of([1, 2, 3], [[4, 5], [6]], 1.0))
+    for length in range(len(whole)):
+        with pytest.raises(ProtocolError) as refused:
+            decode(whole[:length])
+        assert refused.value.status == 400
+
+
+INT32 = np.int32
+WRONG = {
+    "int64 ids": (dict(input_ids=np.arange(9, dtype=np.int64)), "dtype 'I64': send I32 or F32"),
+    "float ids": (dict(input_ids=np.arange(9, dtype=np.float32)), "float32"),
+    "float lengths": (dict(prompt_lengths=np.array([3, 1], np.float32)), "float32"),
+    "two dimensions": (dict(input_ids=np.arange(9, dtype=INT32).reshape(3, 3)), "one dimension"),
+    "a scalar": (dict(prompt_lengths=np.array(3, INT32)), "one dimension"),
+    "missing ids": (dict(input_ids=None), "'input_ids' is missing"),
+    "missing prompts": (dict(prompt_lengths=None), "'prompt_lengths' is missing"),
+    "missing completions": (dict(completion_lengths=None), "'completion_lengths' is missing"),
+    "unknown tensor": (dict(mask=np.zeros(9, INT32)), "unknown tensor 'mask'"),
+    "no sequence": (dict(prompt_lengths=np.zeros(0, INT32), completion_lengths=np.zeros(0, INT32)), "at least one"),
+    "one length missing": (dict(completion_lengths=np.array([6], INT32)), "2 prompt_lengths but 1"),
+    "empty prompt": (dict(prompt_lengths=np.array([0, 4], INT32)), "a prompt length is 0"),
+    "negative prompt": (dict(prompt_lengths=np.array([-3, 7], INT32)), "a prompt length is -3"),
+    "negative completion": (dict(completion_lengths=np.array([6, -1], INT32)), "a completion length is -1"),
+    "sums differ": (dict(completion_lengths=np.array([5, 1], INT32)), "add up to 10 but input_ids has 9"),
+    "sum overflows": (dict(completion_lengths=np.array([2**31 - 1, 2**31 - 1], INT32)), "add up to"),
+    "id too large": (dict(input_ids=np.full(9, VOCABULARY, INT32)), "vocabulary is 0 to 99"),
+    "id negative": (dict(input_ids=np.full(9, -1, INT32)), "vocabulary is 0 to 99"),
+}
+
+
+@pytest.mark.parametrize("changes, said", WRONG.values(), ids=WRONG)
+def test_a_malformed_request_is_refused_with_its_reason(changes, said):
+    with pytest.raises(ProtocolError, match=said) as refused:
+        decode(body(**changes))
+    assert (refused.value.status, refused.value.code) == (400, "malformed")
+
+
+@pytest.mark.parametrize("value", [1.0, 0.7, 2.0, 1e-6, 1.5e-5, 1e16, 1e300, 0.1 + 0.2])
+def test_a_temperature_is_read_as_python_and_json_write_it(value):
+    for text in (repr(value), json.dumps(value), f"{value:.17E}"):
+        assert decode(body({"temperature": text})).temperature == value
+
+
+WRONG_TEMPERATURES = ["0", "-1", "nan", "inf", "warm", "", "0x1", "1e-7", "1e999", "9" * 400]
+WRONG_TEMPERATURES += ["1_0", " 1", "1 ", "1\n", "\u0661", "\uff11.0", "+1", "01", "1.", ".5", "1e", "1,0"]
+
+
+@pytest.mark.parametrize("temperature", WRONG_TEMPERATURES)
+def test_a_temperature_is_a_positive_number(temperature):
+    with pytest.raises(ProtocolError, match="temperature") as refused:
+        decode(body({"temperature": temperature}))
+    assert refused.value.status == 400
+
+
+def test_a_sequence_may_be_as_long_as_the_model_allows_and_no_longer():
+    def request(length):
+        return encode_request(LogprobsRequest.of([1, 2], [[3], [4] * (length - 2)], 1.0))
+
+    assert len(decode(request(LONGEST)).input_ids) == 3 + LONGEST
+    with pytest.raises(ProtocolError, match="sequence 1 has 13 tokens: this model takes at most 12") as refused:
+        decode(request(LONGEST + 1))
+    assert refused.value.status == 422
+
+
+def test_a_request_may_be_as_large_as_its_limits_and_no_larger():
+    for completions, size in (([[2] * 7] * 4, (4, 32)), ([[2] * 7] * 4 + [[2] * 6], (5, 39)), ([[2] * 7] * 5, (5, 40))):
+        received = decode(encode_request(LogprobsRequest.of([1], completions, 1.0)))
+        assert (len(received.prompt_lengths), len(received.input_ids)) == size
+    for completions, said in (([[2]] * 6, "6 sequences.* is 5"), ([[2] * 7] * 4 + [[2] * 8], "41 tokens.* is 40")):
+        with pytest.raises(ProtocolError, match=said) as refused:
+            decode(encode_request(LogprobsRequest.of([1], completions, 1.0)))
+        assert refused.value.status == 413 and refused.value.code.startswith("too_many_")
+
+
+@pytest.mark.parametrize("name", ["request_id", "client"])
+def test_names_have_a_longest(name):
+    for length in (127, 128):
+        assert len(getattr(decode(body({name: "é" * length})), name)) == length
+    with pytest.raises(ProtocolError, match=f"{name} has 129 characters: use 128 at most"):
+        decode(body({name: "x" * 129}))
+
+
+VALID = encode_request(LogprobsRequest.of([1, 2, 3], [[4, 5], [], [6]], 1.0, "x"))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=5))
+def test_damage_is_refused_or_still_a_request(damage):
+    damaged = bytearray(VALID)
+    for place, value in damage:
+        damaged[place] = value
+    try:
+        request = decode(bytes(damaged))
+    except ProtocolError as error:
+        assert error.status in (400, 413, 422)
+    else:
+        assert sum(len(prompt) + len(rest) for prompt, rest in request.sequences()) == len(request.input_ids)
+        for name, tensor in load(bytes(damaged)).items():  # safetensors' own reader takes it too, and reads the same
+            assert getattr(request, name).tolist() == tensor.tolist()
+
+
+def with_header(text: bytes, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+TENSOR = b'"input_ids":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}'
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (b"{" + TENSOR + b"," + TENSOR + b"}", "a name twice"),
+        (b'{"__metadata__":{"client":"a","client":"b"},' + TENSOR + b"}", "a name twice"),
+        (b'{"__metadata__":{"client":1},' + TENSOR + b"}", "is not of texts"),
+        (b'{"__metadata__":[],' + TENSOR + b"}", "is not of texts"),
+        (b'{"__metadata__":["client"],' + TENSOR + b"}", "is not of texts"),
+        (b'{"__metadata__":{"client":"\\ud800"},' + TENSOR + b"}", "not JSON"),
+        (b"{" + TENSOR[:-1] + b',"more":[[[]]]}}', "and nothing else"),
+        (b"\xef\xbb\xbf{" + TENSOR + b"}", "not JSON"),
+        (("{" + TENSOR.decode() + "}").encode("utf-16"), "not JSON"),
+        (b"{" + TENSOR + b"} {}", "not JSON"),
+        (b"{" + TENSOR.replace(b"[0,4]", b"[4,8]") + b"}", "do not fill its"),
+    ],
+)
+def test_a_header_that_two_readers_could_take_in_two_ways_is_refused(text, said):
+    with pytest.raises(ProtocolError, match=said) as refused:
+        decode(with_header(text, bytes(4)))
+    assert (refused.value.status, refused.value.code) == (400, "malformed")
+
+
+def test_a_header_above_64_kib_is_refused_before_it_is_read():
+    """To read one of a million tensors took seconds in which the process did nothing else, and 41 times its size."""
+
+    def request(header_bytes):
+        text = VALID[8 : 8 + int.from_bytes(VALID[:8], "little")]
+        return with_header(text.ljust(header_bytes), VALID[8 + len(text) :])
+
+    assert decode(request(64 << 10)).request_id == "x"
+    for decoder in (decode, partial(decode_answer, tokens=3)):
+        with pytest.raises(ProtocolError, match="a header of 65537 bytes; 65536 are the most") as refused:
+            decoder(request((64 << 10) + 1))
+        assert refused.value.status == 400
+        tensors = b",".join(b'"%x":{"dtype":"I32","shape":[0],"data_offsets":[0,0]}' % n for n in range(50_000))
+        large = with_header(b"{" + tensors + b"}")
+        tracemalloc.start()
+        with pytest.raises(ProtocolError, match="65536 are the most"):
+            decoder(large)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+        tracemalloc.stop()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_noise_is_malformed(noise):
+    with pytest.raises(ProtocolError) as refused:
+        decode(noise)
+    assert refused.value.status == 400
+
+
+def test_an_answer_survives_the_way():
+    sent = LogprobsAnswer(np.array([-0.5, -2.0, -1e-8], np.float32), "abc", "group 3")
+    received = decode_answer(encode_answer(sent), tokens=3)
+    assert received.logprobs.tolist() == sent.logprobs.tolist()
+    assert (received.model_fingerprint, received.request_id) == ("abc", "group 3")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        save({"logprobs": np.zeros(2, np.float32)}),
+        save({"logprobs": np.zeros(3, np.int32)}),
+        save({"logprobs": np.zeros((3, 1), np.float32)}),
+        save({"logprobs": np.array([0, np.nan, 0], np.float32)}),
+        save({"logprobs": np.array([0, -np.inf, 0], np.float32)}),
+        save({"other": np.zeros(3, np.float32)}),
+        b"<html>bad gateway</html>",
+    ],
+)
+def test_an_answer_that_is_not_three_logprobs_is_refused(answer):
+    with pytest.raises(ProtocolError):
+        decode_answer(answer, tokens=3)
+
+
+def test_health_survives_the_way_and_later_fields_are_passed_over():
+    health = ServerInfo("ready", "m", "f", "t", 10, 20, "float32", "cpu", 5)
+    assert ServerInfo.from_json(health.to_json()) == health
+    more = json.dumps(json.loads(health.to_json()) | {"colour": "green"}).encode()
+    assert ServerInfo.from_json(more) == health
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"version": 2}', b"hello"])
+def test_another_service_is_no_reference_server(answer):
+    with pytest.raises(ValueError):
+        ServerInfo.from_json(answer)
+
+
+def test_fingerprints_tell_parts_apart():
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint("ab", "c") != fingerprint("a", "bc")
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
