@@ -407,7 +407,7 @@ MOMENTS = {
     "grpo.trainer.publish_weights:WeightPublisher._announce:before:2": 2,
     "grpo.trainer.publish_weights:WeightPublisher._announce:after:2": 2,
     "grpo.run.checkpoints:write_model:before:2": 4,
-    "grpo.run.metrics:Recorder.metrics:after:2": 4,
+    "grpo.run.recorder:Recorder.metrics:after:2": 4,
     "grpo.run.checkpoints:write_model:after:2": 6,
     "grpo.trainer.publish_weights:write_weights:before:1": 6,
     "grpo.run.checkpoints:put_in_place:before:1": 6,
@@ -443,7 +443,7 @@ def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_don
         finish(1, setting(straight, "full", ref_servers=server.url, **changes))
     with reference(model_folder, tmp_path / "second") as server:
         words = setting(run, "full", ref_servers=server.url, **changes)
-        with training(1, words, "tests/killed_at.py", "grpo.run.metrics:Recorder.metrics:after:3", "0") as process:
+        with training(1, words, "tests/killed_at.py", "grpo.run.recorder:Recorder.metrics:after:3", "0") as process:
             process.communicate(timeout=120)
         assert sorted(path.name for path in run.glob("reference-*")) == ["reference-0", "reference-2"]
         finish(1, words)
