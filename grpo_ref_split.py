@@ -99,7 +99,7 @@ def train(
     check_adapter(config)
     examples = load_examples(config, config.dataset_train_split, tokenizer, progress=rank == 0)
     check_reward_columns(config, examples)
-    stream = PromptStream(len(examples), config.prompts_per_step, config.seed)
+    stream = PromptStream(examples, config.prompts_per_step, config.seed)
     held_out = []
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=rank == 0)
@@ -145,9 +145,7 @@ def train(
     if config.ref_update_steps:
         ref_updates = WeightPublisher(config, client, model, tokenizer, own, folder if rank == 0 else None)
     engine, schedule = start_engine(config, ds_config, model)
-    collector = Rounds(
-        config, engine.module, sampler, batcher, examples, stream, reward_funcs, client, own_reference, rank, world_size
-    )
+    collector = Rounds(config, engine.module, sampler, batcher, stream, reward_funcs, client, own_reference)
 
     asked = reference.model_fingerprint if client is not None else ""
     checkpoints = Checkpoints(config, folder, tokenizer, own.model_fingerprint, asked, examples, rank, world_size)
@@ -216,7 +214,7 @@ def train(
             # Update; what the reference said is collected on the way, when the policy's own forward pass is done.
             with clock("update"):
                 learning_rate = schedule.get_last_lr()[0]
-                stats = update(engine, part.sequences, config, batcher, clock, beta, entropy_coef)
+                stats = update(engine, part.samples, config, batcher, clock, beta, entropy_coef, collector.requests)
         except ServersLost as lost:
             raise ServerError(f"{lost}; {checkpoints.leave(engine, progress)}") from lost
         except (RuntimeError, MemoryError) as error:
@@ -246,7 +244,7 @@ def train(
                 "length": [len(rollout.completion_ids) for rollout in rollouts],
                 "terminated_length": [len(rollout.completion_ids) for rollout in rollouts if rollout.finished],
                 "clipped_ratio": [not rollout.finished for rollout in rollouts],
-                "tokens": [len(one.prompt_ids) + len(one.completion_ids) for one in part.sequences],
+                "tokens": [len(one.prompt_ids) + len(one.completion_ids) for one in part.samples],
                 "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
                 **clock.seconds,
                 **clock.memory,
@@ -294,14 +292,14 @@ def train(
             progress.accuracy = evaluated["eval_accuracy"]
         if recorder:
             recorder.metrics(step, numbers)
-            recorder.completions(step, "train", part.samples(1))
+            recorder.completions(step, "train", part.to_lines(1))
             bar.set_postfix_str(
                 f"reward {numbers['reward']:.2f}, accuracy {evaluated.get('eval_accuracy', '-'):.4}, "
                 f"kl {numbers.get('kl', 0.0):.3f}, {numbers['tokens_per_second']:.0f} tokens/s, "
                 f"reference {numbers.get('time/wait_ref', 0.0):.2f} s",
                 refresh=False,
             )
-        bad = [] if good else list(chain.from_iterable(gather(part.samples())))
+        bad = [] if good else list(chain.from_iterable(gather(part.to_lines())))
         if recorder and bad:
             recorder.bad_step(step, bad)
             kept = f"its {len(bad)} completions are in {folder / BAD_STEPS}"

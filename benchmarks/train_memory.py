@@ -262,7 +262,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
             for _ in range(config.num_generations)
         ]
         forget_peak()
-        update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0)
+        update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0, {})
         peaks["backward"], peaks["AdamW's step"] = watched.before_step - start, peak_above(start)
     return peaks
 

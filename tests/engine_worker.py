@@ -76,13 +76,12 @@ def completions(prompts: int, seed: int) -> list[Sample]:
         prompt = [draw.randrange(3, 60) for _ in range(draw.randrange(5, 20))]
         for _ in range(4):
             ids = [draw.randrange(3, 60) for _ in range(draw.randrange(1, 24))]
-            reference = np.full(len(ids), -4.0, np.float32)
-            made.append(Sample(prompt, ids, True, draw.gauss(0, 1), partial(np.copy, reference)))
+            made.append(Sample(prompt, ids, True, draw.gauss(0, 1), np.full(len(ids), -4.0, np.float32)))
     return made
 
 
 def update(engine, batcher, sequences: list[Sample], config: TrainerConfig):
-    return grpo.trainer.step.update(engine, sequences, config, batcher, PhaseClock(), config.beta, 0.0)
+    return grpo.trainer.step.update(engine, sequences, config, batcher, PhaseClock(), config.beta, 0.0, {})
 
 
 def steps_with_every_file(make, folder: Path) -> dict:
@@ -162,11 +161,9 @@ def ratios(make, dataset: str) -> dict:
             )
             engine, batcher, reference = engine_of(config)
             rewards = start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
-            stream = PromptStream(len(examples), config.prompts_per_step, config.seed)
+            stream = PromptStream(examples, config.prompts_per_step, config.seed)
             sampler = make_sampler(engine.module, tokenizer, config.max_completion_length)
-            collector = Rounds(
-                config, engine.module, sampler, batcher, examples, stream, rewards, None, reference, 0, 1
-            )
+            rounds = Rounds(config, engine.module, sampler, batcher, stream, rewards, None, reference)
             apart, from_reference = [], []
 
             def watched(tokens, *arguments, apart=apart, from_reference=from_reference, **named):
@@ -183,11 +180,11 @@ def ratios(make, dataset: str) -> dict:
                 return token_logprobs(model, batch, *arguments, **named)
 
             grpo.trainer.step.token_logprobs, grpo.trainer.step.grpo_loss = noted, watched
-            parts, _ = collector.collect(0, 0, config.beta, PhaseClock())
+            parts, _ = rounds.collect(0, 0, config.beta, PhaseClock())
             scored = {*batches}
             for part in parts * config.num_iterations:
                 begin = len(batches)
-                update(engine, batcher, part.sequences, config)
+                update(engine, batcher, part.samples, config)
                 if part is not parts[0]:
                     assert {*batches[begin:]} <= scored, (dtype, kind)
             grpo.trainer.step.token_logprobs, grpo.trainer.step.grpo_loss = token_logprobs, grpo_loss

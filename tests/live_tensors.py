@@ -134,7 +134,7 @@ def run(case: dict, folder: str) -> dict:
             sampler.sample(engine.module, examples, 8, 1.0, seed=turn)
             peaks["sampling"] = live.forget()
             sequences = [Sample(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
-            update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0)
+            update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0, {})
         peaks |= {**watched.peaks, "standing": live.now}
     policy = Policy.of(on_meta(shape, dtype).eval(), PROMPT + COMPLETION)
     here = memory(policy, Load.of(config, ds_config, ranks, PROMPT, 0), "cpu")

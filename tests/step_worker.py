@@ -14,7 +14,6 @@ import json
 import random
 import sys
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def sequences() -> list[Sample]:
                 prompt_ids=prompts[number // GENERATIONS],
                 completion_ids=completion,
                 advantage=0.0,
-                ref_logprobs=partial(np.copy, reference),
+                ref_logprobs=reference,
                 finished=number not in UNFINISHED,
                 old_logprobs=old,
                 sampling_logprobs=said,
@@ -106,7 +105,7 @@ def check_skipped(engine, case: dict, config: TrainerConfig, batcher, rank: int)
     if number in mine:
         own[mine.index(number)].advantage = advantage
     before, skipped = weights_of(engine.module), engine.skipped_steps
-    stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef))
+    stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {}))
     assert not engine.was_step_applied() and engine.skipped_steps == skipped + 1
     assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
     assert isfinite(stats["loss"].total) == isfinite(np.float32(advantage))
@@ -115,7 +114,7 @@ def check_skipped(engine, case: dict, config: TrainerConfig, batcher, rank: int)
 def check_masked(engine, case: dict, config: TrainerConfig, batcher, rank: int) -> None:
     own = [replace(one, finished=False) for one in own_share(case, config, rank)]
     before, steps = weights_of(engine.module), engine.global_steps
-    assert update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef) == {}
+    assert update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {}) == {}
     assert engine.global_steps == steps
     assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
 
@@ -150,7 +149,9 @@ def main(model, cases_file, out) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             before = weights_of(policy)
-            stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef))
+            stats = gather_stats(
+                update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {})
+            )
         results.append(
             {
                 "before": before,

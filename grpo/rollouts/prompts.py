@@ -127,37 +127,40 @@ def gold_answer(answer: Any) -> str:
 
 
 class PromptStream:
-    """Which examples a rank trains on at a step: a seeded shuffle of the data, epoch after epoch.
+    """The order in which ranks train on examples: a seeded shuffle of the data, epoch after epoch.
 
     Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares,
     so ranks never overlap. An epoch's last examples that do not fill a step wait for the next shuffle. The step number
     is the whole state: resuming is starting at it.
     """
 
-    def __init__(self, size: int, prompts_per_step: int, seed: int):
-        if size < prompts_per_step:
+    def __init__(self, examples: Sequence[Example], prompts_per_step: int, seed: int):
+        if (size := len(examples)) < prompts_per_step:
             raise ConfigError(
                 f"prompts_per_step={prompts_per_step}: the dataset has only {size} usable prompts: use {size}"
             )
-        self._size, self._per_step, self._seed = size, prompts_per_step, seed
+        self._examples, self._size, self._per_step, self._seed = examples, size, prompts_per_step, seed
 
-    def indices(self, step: int, rank: int = 0, world_size: int = 1) -> list[int]:
-        """Places in the list of examples, [prompts_per_step / world_size], for this rank at this step (from 0)."""
+    def examples_of(self, step: int, rank: int = 0, world_size: int = 1) -> list[Example]:
+        """Return this rank's [prompts_per_step / world_size] examples of a step (from 0)."""
+        share = self._per_step // world_size
+        return [self._examples[index] for index in self._indices(step)[rank * share : (rank + 1) * share]]
+
+    def replacements(self, first_step: int, steps: int, attempt: int, places: Sequence[int]) -> list[Example]:
+        """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`.
+
+        None of them is in the round already, as far as the data has others. They do not depend on the number of ranks.
+        """
+        in_round = [index for step in range(first_step, first_step + steps) for index in self._indices(step)]
+        order = np.random.default_rng((self._seed, first_step, attempt)).permutation(self._size)
+        order = order[~np.isin(order, in_round)] if len(in_round) < self._size else order
+        return [self._examples[order[place % len(order)]] for place in places]
+
+    def _indices(self, step: int) -> np.ndarray:
+        """Return the places of all ranks' examples in the dataset: int64 [prompts_per_step]."""
         epoch, place = divmod(step, self._size // self._per_step)
         order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
-        share = self._per_step // world_size
-        start = place * self._per_step + rank * share
-        return order[start : start + share].tolist()
-
-    def others(self, step: int, steps: int, attempt: int, places: Sequence[int]) -> list[int]:
-        """Other examples for these places (from 0 over all ranks) of the batch of `steps` steps that begins at `step`.
-
-        None of the batch's own, as far as the data has others. The same whatever the number of ranks.
-        """
-        own = [index for one in range(step, step + steps) for index in self.indices(one)]
-        order = np.random.default_rng((self._seed, step, attempt)).permutation(self._size)
-        order = order[~np.isin(order, own)] if len(own) < self._size else order
-        return [int(order[place % len(order)]) for place in places]
+        return order[place * self._per_step : (place + 1) * self._per_step]
 
 
 def _check_columns(config: AnsweringConfig, names: list[str]) -> None:

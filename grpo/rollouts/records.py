@@ -1,9 +1,7 @@
-"""The typed records that pass between the stages of a step."""
+"""The records that go from the sampler to the loss. They are plain data: no callables, no futures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,7 @@ class Example:
     """One problem of a dataset, ready to be sampled from."""
 
     index: int
-    """row in the dataset as loaded"""
+    """the row in the dataset as loaded"""
     prompt: str
     """the text that was tokenised, chat template applied"""
     prompt_ids: list[int]
@@ -33,15 +31,15 @@ class Rollout:
     """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
 
     completion_ids: list[int]
-    """what the sampler drew, its eos included"""
+    """the tokens that the sampler drew, its eos included"""
     finished: bool
-    """the sampler drew an eos (False: it was cut at max_completion_length)"""
+    """True where the sampler drew an eos; False where it was cut at max_completion_length"""
     text: str
-    """without special tokens"""
+    """the completion without special tokens"""
     sampling_logprobs: list[float]
-    """of each of the ids, as the sampler knew them; NaN where it did not"""
+    """the log-prob of each id in the distribution that it was drawn from; NaN where the sampler does not know it"""
     policy_version: int
-    """updates that the policy had had when it drew this"""
+    """the number of updates that the policy had had when it drew this"""
 
 
 @dataclass(frozen=True)
@@ -49,28 +47,31 @@ class Group:
     """The completions of one prompt, which are compared with each other."""
 
     id: int
-    """its place in the run: (step - 1) x prompts_per_step + place in the step"""
+    """the group's place in the run: (step - 1) x prompts_per_step + its place in the step"""
     example: Example
     rollouts: list[Rollout]
-    reference: Future[list[np.ndarray]] | None
-    """will hold the reference's float32 log-probs of each rollout; None where nobody is asked"""
 
 
 @dataclass
 class Sample:
-    """One completion with all the loss needs."""
+    """One completion with all that the loss needs."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     finished: bool
-    """False: cut at max_completion_length"""
+    """False where the completion was cut at max_completion_length"""
     advantage: float = 0.0
-    ref_logprobs: Callable[[], np.ndarray] | None = None
-    """waits for the reference's float32 [len(completion_ids)]; None where the loss has no KL term"""
+    ref_logprobs: np.ndarray | None = None
+    """the reference's float32 [len(completion_ids)]; None until it has answered, or where the loss has no KL term"""
     sampling_logprobs: np.ndarray | None = None
     """float32 [len(completion_ids)], NaN where unknown"""
     old_logprobs: np.ndarray | None = None
-    """float32 [len(completion_ids)] of the policy before the first update on this; None: it is the policy of now"""
+    """float32 [len(completion_ids)] of the policy before the first update on this sample; None means that the policy
+    has not been updated since it drew the completion"""
+    group_id: int = -1
+    """the id of its group; -1 where it has none"""
+    place: int = -1
+    """its place among the group's completions, from 0"""
 
 
 @dataclass(frozen=True)
@@ -81,25 +82,25 @@ class StepBatch:
     by_function: torch.Tensor
     """float64 [functions, groups, num_generations], NaN where a function does not apply"""
     rewards: torch.Tensor
-    """float64 [groups, num_generations], their weighted sum"""
+    """float64 [groups, num_generations], the weighted sum over functions"""
     signal: torch.Tensor
-    """bool [groups]"""
-    sequences: list[Sample]
-    """groups x num_generations"""
+    """bool [groups], True where the group's completions teach something"""
+    samples: list[Sample]
+    """groups x num_generations samples, group after group"""
 
     def cut(self, start: int, end: int) -> StepBatch:
-        """Only these of its groups."""
-        copies = len(self.sequences) // len(self.groups)
+        """Return the batch of the groups from `start` up to `end`."""
+        copies = len(self.samples) // len(self.groups)
         return StepBatch(
             self.groups[start:end],
             self.by_function[:, start:end],
             self.rewards[start:end],
             self.signal[start:end],
-            self.sequences[start * copies : end * copies],
+            self.samples[start * copies : end * copies],
         )
 
-    def samples(self, most: int | None = None) -> list[dict[str, Any]]:
-        """The completions of all groups, or of the first so many, with what they earned: to be recorded."""
+    def to_lines(self, count: int | None = None) -> list[dict[str, Any]]:
+        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all."""
         copies = self.rewards.shape[1]
         return [
             {
@@ -107,8 +108,8 @@ class StepBatch:
                 "completion": rollout.text,
                 "answer": group.example.columns["answer"],
                 "reward": self.rewards[row, column].item(),
-                "advantage": self.sequences[row * copies + column].advantage,
+                "advantage": self.samples[row * copies + column].advantage,
             }
-            for row, group in enumerate(self.groups[:most])
+            for row, group in enumerate(self.groups[:count])
             for column, rollout in enumerate(group.rollouts)
         ]

@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -147,7 +147,7 @@ class Checkpoints:
 
         def save_own() -> None:
             with open(unfinished / f"rank-{self._rank}.pickle", "wb") as file:
-                pickle.dump({"random": _random_states(), "parts": _settled(self._due(progress))}, file)
+                pickle.dump({"random": _random_states(), "parts": self._due(progress)}, file)
             names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
             sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self._rank]))
 
@@ -307,25 +307,6 @@ def _writer(name: str) -> int:
 def _unpickled(checkpoint: Path, rank: int) -> dict[str, Any]:
     with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
         return pickle.load(file)
-
-
-def _settled(parts: list[StepBatch]) -> list[StepBatch]:
-    """The parts without what is on its way: answers of the reference that are here, the others to be asked again."""
-
-    def plain(part: StepBatch) -> StepBatch:
-        sequences = []
-        copies = len(part.sequences) // max(1, len(part.groups))
-        for place, one in enumerate(part.sequences):
-            asked = part.groups[place // copies].reference
-            if asked is not None:
-                here = asked.done() and not asked.cancelled() and asked.exception() is None
-                known = partial(np.asarray, asked.result()[place % copies]) if here else None
-                one = replace(one, ref_logprobs=known)
-            sequences.append(one)
-        groups = [replace(group, reference=None) for group in part.groups]
-        return replace(part, groups=groups, sequences=sequences)
-
-    return [plain(part) for part in parts]
 
 
 def _random_states() -> dict[str, Any]:

@@ -49,7 +49,7 @@ def shared_anew(by_rank: Sequence[list[StepBatch]], rank: int, world_size: int) 
             torch.cat([piece.by_function for piece in pieces], dim=1),
             torch.cat([piece.rewards for piece in pieces]),
             torch.cat([piece.signal for piece in pieces]),
-            [sequence for piece in pieces for sequence in piece.sequences],
+            [sample for piece in pieces for sample in piece.samples],
         )
         share = len(whole.groups) // world_size
         parts.append(whole.cut(rank * share, (rank + 1) * share))

@@ -53,7 +53,7 @@ def dry_run(config: TrainerConfig) -> None:
     check_adapter(config)
     examples = load_examples(config, config.dataset_train_split, tokenizer)
     check_reward_columns(config, examples)
-    PromptStream(len(examples), config.prompts_per_step, config.seed)
+    PromptStream(examples, config.prompts_per_step, config.seed)
     held_out = []
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from grpo.algorithm.loss import StepSize, Tokens, balance_loss, experts_chosen, grpo_loss
 from grpo.client.errors import ServerError, ServersLost
+from grpo.config.loss import LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.model.logprobs import router_logits, token_logprobs, with_router_logits
 from grpo.model.packing import Batcher
@@ -22,79 +24,86 @@ from grpo.run.phase_clock import PhaseClock
 
 
 class NothingLearned(Exception):
-    """Too many steps in a row from which the policy learned nothing."""
+    """An end of the run: too many steps in a row taught the policy nothing."""
+
+
+ReferenceRequests = Mapping[int, Future[list[np.ndarray]]]
+"""The requests to the reference servers, by group id. An answer has the float32 log-probs of each completion."""
 
 
 def update(
     engine,
-    sequences: Sequence[Sample],
+    samples: Sequence[Sample],
     config: TrainerConfig,
     batcher: Batcher,
     clock: PhaseClock,
     beta: float,
     entropy_coef: float,
+    requests: ReferenceRequests,
 ) -> dict[str, Stats]:
-    """One optimizer step from this rank's sequences; all ranks call it together. Returns this rank's stats by name.
+    """Do one optimizer step on this rank's samples and return this rank's stats by name. All ranks call it together.
 
     The gradient is that of the loss over the whole step: a token's weight is fixed by the step's size, and ZeRO's mean
-    over ranks is undone by the factor world_size. Where sequences are to be trained on again, their `old_logprobs` are
-    set to what the policy says of them here, before this step. A step whose loss or gradient is not finite changes
-    nothing on any rank; `engine.was_step_applied()` says so. Nor does one without a token to train on, where every
-    completion of every rank is masked: the engine does not hear of it, and the stats have no "loss".
+    over ranks is undone by the factor world_size. The log-probs that the samples still lack are taken from the
+    reference's answers to `requests`. Where samples are trained on again, their `old_logprobs` become the policy's
+    log-probs before this step. A step whose loss or gradient is not finite changes nothing on any rank;
+    `engine.was_step_applied()` tells. Nor does a step without a token to train on, where every completion of every rank
+    is masked: then the engine is not called at all, and the stats have no "loss".
 
-    Raises ServersLost, on every rank and with the weights as they were, where one gets no answer of the reference.
+    Raises ServersLost on every rank, with the weights unchanged, where the reference has not answered one of them.
     """
     device = engine.module.device
-    sequences, _ = sort_out(sequences, config)
+    samples, _ = split_masked(samples, config)
     high_entropy = None
     if config.top_entropy_quantile < 1:
         with clock("old_logprobs"):
-            _, entropies = policy_logprobs(engine.module, sequences, config, batcher, with_entropy=True)
+            _, entropies = policy_logprobs(engine.module, samples, config, batcher, with_entropy=True)
         high_entropy = _highest(entropies, config.top_entropy_quantile)
-    micro_batches = _cut(sequences, config, batcher)
-    size, most = _whole_step(sequences, high_entropy, len(micro_batches), device)
+    micro_batches = _cut(samples, config, batcher)
+    size, micro_batch_count = _whole_step(samples, high_entropy, len(micro_batches), device)
 
     if size.tokens == 0:
         return {}  # zero gradients would still let AdamW's momentum and weight decay move the weights
     chosen = None
     if config.router_aux_loss_coef > 0:
         with clock("routers"):
-            chosen = _experts_chosen(engine.module, sequences, micro_batches, batcher)
+            chosen = _experts_chosen(engine.module, samples, micro_batches, batcher)
     lost: ServerError | None = None
     # They stay on the device until the step is done: to fetch one is to wait for all that was asked of the device.
     values: dict[str, list[torch.Tensor]] = defaultdict(list)
     sums: dict[str, list[torch.Tensor]] = defaultdict(list)
-    again: list[Sample] = []
+    first_samples: list[Sample] = []
     first_logprobs: list[torch.Tensor] = []
     # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
-    # completions in one, goes through the same motions with one token of weight 0: every parameter must take part.
-    filler = Sample([0], [0], True, ref_logprobs=lambda: np.zeros(1, np.float32))
-    for indices in micro_batches + [[]] * (most - len(micro_batches)):
-        rows = [sequences[index] for index in indices]
-        real = any(one.completion_ids for one in rows)
+    # completions in one, computes one token of weight 0 instead: every parameter must take part.
+    filler = Sample([0], [0], True, ref_logprobs=np.zeros(1, np.float32))
+    for indices in micro_batches + [[]] * (micro_batch_count - len(micro_batches)):
+        rows = [samples[index] for index in indices]
+        real = any(sample.completion_ids for sample in rows)
         rows = rows if real else [filler]
-        batch = batcher.make([(one.prompt_ids, one.completion_ids) for one in rows], device)
-        lengths = torch.tensor([len(one.completion_ids) for one in rows], device=device)
+        batch = batcher.make([(sample.prompt_ids, sample.completion_ids) for sample in rows], device)
+        lengths = torch.tensor([len(sample.completion_ids) for sample in rows], device=device)
         if chosen is None:
             logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
         else:
             logprobs, entropy, routers = with_router_logits(engine.module, batch, config.temperature, with_entropy=True)
-        reference = None
+        ref_logprobs = None
         if config.beta > 0:
             with clock("wait_ref"):
                 try:
-                    reference = [one.ref_logprobs() for one in rows]
+                    wait_for_reference(rows, requests)
+                    ref_logprobs = [sample.ref_logprobs for sample in rows]
                 except ServerError as error:
-                    # The others are in this step's collectives: it goes through its motions, to no effect.
-                    lost, reference = error, [np.zeros(len(one.completion_ids), np.float32) for one in rows]
+                    # The other ranks are in this step's collectives: this one goes on with zeros, and all raise below.
+                    lost, ref_logprobs = error, [np.zeros(len(sample.completion_ids), np.float32) for sample in rows]
         tokens = Tokens(
             lengths,
-            torch.tensor([one.advantage for one in rows], device=device),
+            torch.tensor([sample.advantage for sample in rows], device=device),
             logprobs,
             entropy,
-            _joined([one.old_logprobs for one in rows], device),
-            _joined(reference, device),
-            _joined([one.sampling_logprobs for one in rows], device),
+            _joined([sample.old_logprobs for sample in rows], device),
+            _joined(ref_logprobs, device),
+            _joined([sample.sampling_logprobs for sample in rows], device),
             _joined([high_entropy[index] for index in indices] if high_entropy and real else None, device),
         )
         loss, metrics = grpo_loss(
@@ -108,7 +117,7 @@ def update(
         if chosen is not None:
             imbalance = balance_loss(routers, chosen, size)
             loss = loss + config.router_aux_loss_coef * imbalance
-        # DeepSpeed leaves out, on all ranks, a step whose gradient is not finite: so it is where the loss is not.
+        # DeepSpeed skips, on all ranks, a step whose gradient is not finite: a loss that is not finite becomes such.
         finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
         engine.backward(loss * finite * real * dist.get_world_size(), scale_wrt_gas=False)
         if not real:
@@ -119,99 +128,110 @@ def update(
         if chosen is not None:
             sums["aux_loss"].append(imbalance.detach())
         if config.num_iterations > 1 and tokens.old_logprobs is None:
-            again += rows
+            first_samples += rows
             first_logprobs.append(logprobs.detach())
     raise_together(lost, ServersLost, device)
     with clock("optimizer"):
         engine.step()
     if not engine.was_step_applied():
         engine.optimizer.averaged_gradients.clear()  # with offload DeepSpeed would add the next step's gradient to this
-    if again:
-        of_each = torch.cat(first_logprobs).cpu().split([len(one.completion_ids) for one in again])
-        for sequence, its in zip(again, of_each, strict=True):
-            sequence.old_logprobs = its.numpy()
+    if first_samples:
+        by_sample = torch.cat(first_logprobs).cpu().split([len(sample.completion_ids) for sample in first_samples])
+        for sample, old_logprobs in zip(first_samples, by_sample, strict=True):
+            sample.old_logprobs = old_logprobs.numpy()
     stats: dict[str, Stats] = {}
     add_stats(stats, {name: torch.cat(parts) for name, parts in values.items()})
     return stats | {name: Stats(len(parts), sum(torch.stack(parts).tolist())) for name, parts in sums.items()}
 
 
-def sort_out(sequences: Sequence[Sample], config: TrainerConfig) -> tuple[list[Sample], list[Sample]]:
-    """Those that an update trains on, and those that it leaves out."""
-    trained = [one for one in sequences if one.finished or not config.mask_truncated_completions]
-    return trained, [one for one in sequences if config.mask_truncated_completions and not one.finished]
+def wait_for_reference(samples: Sequence[Sample], requests: ReferenceRequests) -> None:
+    """Fill in the reference's log-probs of the samples that lack them, as soon as they are answered.
+
+    Raises ServerError where a request failed; its samples stay as they are.
+    """
+    for sample in samples:
+        if sample.ref_logprobs is None:
+            sample.ref_logprobs = requests[sample.group_id].result()[sample.place]
+
+
+def split_masked(samples: Sequence[Sample], config: LossSection) -> tuple[list[Sample], list[Sample]]:
+    """Split the samples into those that an update trains on and those that mask_truncated_completions leaves out."""
+    trained = [sample for sample in samples if sample.finished or not config.mask_truncated_completions]
+    return trained, [sample for sample in samples if config.mask_truncated_completions and not sample.finished]
 
 
 @torch.no_grad()
 def policy_logprobs(
     model: PreTrainedModel,
-    sequences: Sequence[Sample],
+    samples: Sequence[Sample],
     config: TrainerConfig,
     batcher: Batcher,
     with_entropy: bool = False,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What the model says now of each sequence: log-probs, and on request entropies. float32 [len(completion_ids)].
+    """Return the model's log-probs of each sample, and its entropies on request: float32 [len(completion_ids)].
 
-    They are bit for bit those of an update on the same sequences, which cuts them into the same micro-batches: in
-    bfloat16 another micro-batch rounds otherwise.
+    They are bit for bit those of an update on the same samples, which cuts them into the same micro-batches: in
+    bfloat16 another micro-batch rounds differently.
     """
-    logprobs = [np.zeros(0, np.float32)] * len(sequences)
+    logprobs = [np.zeros(0, np.float32)] * len(samples)
     entropies = list(logprobs)
-    for indices in _cut(sequences, config, batcher):
-        rows = [sequences[index] for index in indices]
-        if not any(one.completion_ids for one in rows):
+    for indices in _cut(samples, config, batcher):
+        rows = [samples[index] for index in indices]
+        if not any(sample.completion_ids for sample in rows):
             continue
-        batch = batcher.make([(one.prompt_ids, one.completion_ids) for one in rows], model.device)
-        lengths = [len(one.completion_ids) for one in rows]
-        both = token_logprobs(model, batch, config.temperature, with_entropy)
-        for every, values in zip((logprobs, entropies), both, strict=True):
+        batch = batcher.make([(sample.prompt_ids, sample.completion_ids) for sample in rows], model.device)
+        lengths = [len(sample.completion_ids) for sample in rows]
+        computed = token_logprobs(model, batch, config.temperature, with_entropy)
+        for result, values in zip((logprobs, entropies), computed, strict=True):
             if values is not None:
-                for index, own in zip(indices, values.cpu().split(lengths), strict=True):
-                    every[index] = own.numpy()
+                for index, sample_values in zip(indices, values.cpu().split(lengths), strict=True):
+                    result[index] = sample_values.numpy()
     return logprobs, entropies
 
 
 @torch.no_grad()
 def _experts_chosen(
-    model: PreTrainedModel, sequences: Sequence[Sample], micro_batches: list[list[int]], batcher: Batcher
+    model: PreTrainedModel, samples: Sequence[Sample], micro_batches: list[list[int]], batcher: Batcher
 ) -> torch.Tensor:
-    """How many of the step's tokens, on all ranks, chose each expert. float64 [experts]."""
+    """Count how many of the step's tokens, on all ranks, chose each expert: float64 [experts]."""
     per_token = model.config.get_text_config().num_experts_per_tok
     total = torch.zeros(1, dtype=torch.float64, device=model.device)
     for indices in micro_batches:
-        rows = [sequences[index] for index in indices]
-        if any(row.completion_ids for row in rows):
-            batch = batcher.make([(row.prompt_ids, row.completion_ids) for row in rows], model.device)
+        rows = [samples[index] for index in indices]
+        if any(sample.completion_ids for sample in rows):
+            batch = batcher.make([(sample.prompt_ids, sample.completion_ids) for sample in rows], model.device)
             total = total + experts_chosen(router_logits(model, batch), per_token)
     return sum(gather(total.cpu()))  # a rank without tokens adds a 0
 
 
-def _cut(sequences: Sequence[Sample], config: TrainerConfig, batcher: Batcher) -> list[list[int]]:
-    return batcher.cut([(one.prompt_ids, one.completion_ids) for one in sequences], config.micro_batch_tokens)
+def _cut(samples: Sequence[Sample], config: TrainerConfig, batcher: Batcher) -> list[list[int]]:
+    """Cut the samples into micro-batches: the indices of each."""
+    return batcher.cut([(sample.prompt_ids, sample.completion_ids) for sample in samples], config.micro_batch_tokens)
 
 
 def _joined(parts: list[np.ndarray | None] | None, device: torch.device) -> torch.Tensor | None:
-    """One after the other; None where there are none. Of a batch's sequences all have some, or none has."""
+    """Join the parts to one tensor. Of a batch's samples all have a part or none has: then return None."""
     return None if parts is None or parts[0] is None else torch.from_numpy(np.concatenate(parts)).to(device)
 
 
 def _highest(entropies: list[np.ndarray], share: float) -> list[np.ndarray]:
-    """bool, as long as each: the tokens whose entropy is within the highest `share` of the step's, over all ranks.
+    """Mark the tokens whose entropy is within the highest `share` of the step's, over all ranks: bool, shaped as given.
 
     Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939, equation 6. The quantile is interpolated, as TRL does.
     """
-    every = np.concatenate(gather(np.concatenate([np.zeros(0, np.float32), *entropies])))
-    threshold = np.quantile(every, 1 - share) if len(every) else 0.0
-    return [own >= threshold for own in entropies]
+    all_entropies = np.concatenate(gather(np.concatenate([np.zeros(0, np.float32), *entropies])))
+    threshold = np.quantile(all_entropies, 1 - share) if len(all_entropies) else 0.0
+    return [values >= threshold for values in entropies]
 
 
 def _whole_step(
-    sequences: Sequence[Sample], high_entropy: list[np.ndarray] | None, micro_batches: int, device: torch.device
+    samples: Sequence[Sample], high_entropy: list[np.ndarray] | None, micro_batches: int, device: torch.device
 ) -> tuple[StepSize, int]:
-    """The step's size over all ranks, and the most micro-batches that a rank has."""
-    tokens = sum(len(one.completion_ids) for one in sequences)
-    high = tokens if high_entropy is None else sum(int(own.sum()) for own in high_entropy)
-    sums = torch.tensor([len(sequences), tokens, high], device=device)
-    most = torch.tensor(micro_batches, device=device)
+    """Return the step's size over all ranks, and how many micro-batches the rank with the most of them has."""
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    high = tokens if high_entropy is None else sum(int(marks.sum()) for marks in high_entropy)
+    sums = torch.tensor([len(samples), tokens, high], device=device)
+    largest = torch.tensor(micro_batches, device=device)
     dist.all_reduce(sums)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return StepSize(*sums.tolist()), int(most)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return StepSize(*sums.tolist()), int(largest)

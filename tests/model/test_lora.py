@@ -232,7 +232,7 @@ def test_the_step_of_two_ranks_is_that_of_plain_autograd(launch, model_folder, a
     logprobs = exact(plain, temperature=0.8).split([len(one.completion_ids) for one in every])
     for one, logp in zip(every, logprobs, strict=True):
         if one.completion_ids:
-            difference = torch.from_numpy(one.ref_logprobs()).double() - logp
+            difference = torch.from_numpy(one.ref_logprobs).double() - logp
             terms = -(logp - logp.detach()).exp() * one.advantage + 0.3 * (difference.exp() - difference - 1)
             (terms.mean() / len(every)).backward(retain_graph=True)
     expected = {name.removeprefix("base_model.model."): weight.grad for name, weight in trained(plain).items()}

@@ -28,8 +28,8 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
     (tmp_path / "own.py").write_text(REWARD)
     words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
     answers = [line["answer"].rsplit("#### ")[-1] for line in lines(data_folder / "train.jsonl")]
-    stream = PromptStream(len(answers), 4, TrainerConfig().seed)
-    drawn = {step: {answers[index] for index in stream.indices(step - 1, 0, 1)} for step in range(1, 7)}
+    stream = PromptStream(answers, 4, TrainerConfig().seed)
+    drawn = {step: {*stream.examples_of(step - 1)} for step in range(1, 7)}
     spoiled = {next(iter(drawn[step] - drawn[1] - drawn[3] - drawn[6])) for step in (2, 4, 5)}
     (tmp_path / "spoiled").write_text("\n".join(spoiled))
 

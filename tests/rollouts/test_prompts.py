@@ -322,45 +322,45 @@ def test_the_template_reads_chat_template_kwargs(tmp_path, tokenizer, monkeypatc
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_share_each_step_equally_and_without_overlap(world_size):
-    stream = PromptStream(size=50, prompts_per_step=8, seed=3)
+    stream = PromptStream(range(50), prompts_per_step=8, seed=3)
     for step in range(20):
-        shares = [stream.indices(step, rank, world_size) for rank in range(world_size)]
+        shares = [stream.examples_of(step, rank, world_size) for rank in range(world_size)]
         assert {len(share) for share in shares} == {8 // world_size}
         whole = [index for share in shares for index in share]
         assert len(set(whole)) == 8
-        assert whole == stream.indices(step)  # the same examples whatever the number of ranks
+        assert whole == stream.examples_of(step)  # the same examples whatever the number of ranks
 
 
 def test_an_epoch_shows_no_example_twice_and_the_next_is_shuffled_anew():
-    stream = PromptStream(size=24, prompts_per_step=8, seed=0)
-    epochs = [[index for step in range(start, start + 3) for index in stream.indices(step)] for start in (0, 3)]
+    stream = PromptStream(range(24), prompts_per_step=8, seed=0)
+    epochs = [[index for step in range(start, start + 3) for index in stream.examples_of(step)] for start in (0, 3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(24))] * 2
     assert epochs[0] != epochs[1]
 
 
 def test_the_order_is_the_seeds_and_the_step_is_the_whole_state():
-    one, same, other = (PromptStream(100, 10, seed) for seed in (1, 1, 2))
-    assert [one.indices(step) for step in range(30)] == [same.indices(step) for step in range(30)]
-    assert same.indices(17) == one.indices(17)  # asked out of order: as after a restart
-    assert one.indices(0) != other.indices(0)
+    one, same, other = (PromptStream(range(100), 10, seed) for seed in (1, 1, 2))
+    assert [one.examples_of(step) for step in range(30)] == [same.examples_of(step) for step in range(30)]
+    assert same.examples_of(17) == one.examples_of(17)  # asked out of order: as after a restart
+    assert one.examples_of(0) != other.examples_of(0)
 
 
 def test_other_prompts_are_none_of_the_batch_and_fixed_by_the_seed():
-    stream, same = PromptStream(size=40, prompts_per_step=8, seed=0), PromptStream(40, 8, 0)
-    batch = stream.indices(2) + stream.indices(3)
-    first = stream.others(2, 2, attempt=1, places=[0, 3, 15])
+    stream, same = PromptStream(range(40), prompts_per_step=8, seed=0), PromptStream(range(40), 8, 0)
+    batch = stream.examples_of(2) + stream.examples_of(3)
+    first = stream.replacements(2, 2, attempt=1, places=[0, 3, 15])
     assert not set(first) & set(batch) and len(set(first)) == 3
-    assert first == same.others(2, 2, 1, [0, 3, 15])
+    assert first == same.replacements(2, 2, 1, [0, 3, 15])
     # A place's prompt does not depend on which other places ask, so neither on the number of ranks.
-    assert first[1:] == stream.others(2, 2, 1, [3]) + stream.others(2, 2, 1, [15])
-    assert first != stream.others(2, 2, 2, [0, 3, 15]) and first != stream.others(4, 2, 1, [0, 3, 15])
+    assert first[1:] == stream.replacements(2, 2, 1, [3]) + stream.replacements(2, 2, 1, [15])
+    assert first != stream.replacements(2, 2, 2, [0, 3, 15]) and first != stream.replacements(4, 2, 1, [0, 3, 15])
 
 
 def test_where_the_batch_is_all_the_data_any_other_prompt_does():
-    stream = PromptStream(size=8, prompts_per_step=8, seed=0)
-    assert set(stream.others(0, 1, 1, range(8))) == set(range(8))
+    stream = PromptStream(range(8), prompts_per_step=8, seed=0)
+    assert set(stream.replacements(0, 1, 1, range(8))) == set(range(8))
 
 
 def test_too_small_a_dataset_is_refused():
     with pytest.raises(ConfigError, match="prompts_per_step=8: the dataset has only 7 usable prompts"):
-        PromptStream(7, 8, 0)
+        PromptStream(range(7), 8, 0)

@@ -55,15 +55,15 @@ def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
         for step in range(2):
             groups = [100 * step + rank * share + place for place in range(share)]
             rewards = torch.tensor([[2.0 * one, 2.0 * one + 1] for one in groups])
-            sequences = [2 * one + column for one in groups for column in range(2)]
-            parts.append(StepBatch(groups, torch.stack([rewards, -rewards]), rewards, rewards[:, 0] > 3, sequences))
+            samples = [2 * group + column for group in groups for column in range(2)]
+            parts.append(StepBatch(groups, torch.stack([rewards, -rewards]), rewards, rewards[:, 0] > 3, samples))
         return parts
 
     for before in (1, 2, 3, 6):
         by_rank = [own(rank, before) for rank in range(before)]
         for rank in range(ranks):
             for here, expected in zip(shared_anew(by_rank, rank, ranks), own(rank, ranks), strict=True):
-                assert here.groups == expected.groups and here.sequences == expected.sequences
+                assert here.groups == expected.groups and here.samples == expected.samples
                 for name in ("by_function", "rewards", "signal"):
                     assert torch.equal(getattr(here, name), getattr(expected, name))
     assert shared_anew([[], []], 0, 3) == []

@@ -6,7 +6,10 @@ log_softmax; and the papers' formulas in Python floats (oracle.py).
 
 import json
 import random
+import threading
+from concurrent.futures import Future
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -14,7 +17,10 @@ from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, rewards, sequen
 from test_experts import balanced, mixture
 from transformers import AutoModelForCausalLM
 
+from grpo.client.errors import ServerError
 from grpo.config.loss import LossSection
+from grpo.rollouts.records import Sample
+from grpo.trainer.step import wait_for_reference
 
 TEMPERATURE, LONGEST = 0.8, 32  # as step_worker.py sets them
 BETA = 0.3
@@ -109,7 +115,7 @@ class Plain:
                     row[0].tolist(),
                     row[1].tolist(),
                     old=old[number] if old else None,
-                    ref=one.ref_logprobs().tolist() if settings.beta else None,
+                    ref=one.ref_logprobs.tolist() if settings.beta else None,
                     sampling=one.sampling_logprobs.tolist() if sampled else None,
                 )
             )
@@ -246,3 +252,24 @@ def test_a_step_that_is_not_finite_changes_nothing_and_leaves_no_trace(launch, m
     assert len(cases) >= 3
     for number, result in zip(numbers, run(launch, ranks, model_folder, tmp_path, cases), strict=True):
         check(number, result, *expected(number))
+
+
+def test_waiting_for_the_reference_fills_the_samples_that_lack_its_logprobs():
+    def logprobs(value: float) -> np.ndarray:
+        return np.full(2, value, np.float32)
+
+    samples = [Sample([1], [2, 3], True, group_id=group, place=place) for group in (4, 7) for place in (0, 1)]
+    samples[0].ref_logprobs = known = logprobs(-9.0)
+    requests = {4: Future(), 7: Future()}
+    requests[4].set_result([logprobs(-1.0), logprobs(-2.0)])
+    requests[7].set_exception(ServerError("no answer"))
+    with pytest.raises(ServerError, match="no answer"):
+        wait_for_reference([samples[1], samples[0], samples[3], samples[2]], requests)
+    assert samples[0].ref_logprobs is known
+    assert samples[1].ref_logprobs.tolist() == [-2.0, -2.0]
+    assert samples[2].ref_logprobs is samples[3].ref_logprobs is None  # what a resumed run asks for again
+
+    requests[7] = Future()
+    threading.Timer(0.2, lambda: requests[7].set_result([logprobs(-3.0), logprobs(-4.0)])).start()
+    wait_for_reference(samples, requests)
+    assert [sample.ref_logprobs[0] for sample in samples] == [-9.0, -2.0, -3.0, -4.0]
