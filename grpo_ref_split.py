@@ -167,8 +167,8 @@ def train(
 
     def evaluation(step: int) -> dict[str, float]:
         try:
+            sampler.update_weights(step)
             numbers, completions = evaluate(
-                engine.module,
                 sampler,
                 held_out,
                 reward_module.is_correct,

@@ -38,7 +38,7 @@ from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, reference_ser
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids, load_model, load_tokenizer
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.prompts import load_examples
 from grpo.trainer.evaluation import evaluate
 
@@ -187,9 +187,9 @@ def accuracy(folder: Path, seed: int, model_folder: Path) -> float:
     config.model_name_or_path = str(model_folder)
     tokenizer, model = load_tokenizer(config), load_model(config, torch.device("cpu"))
     held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=False)
-    sampler = Sampler(tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
+    sampler = LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
     judges = reward.is_correct, reward.has_format
-    numbers, _ = evaluate(model, sampler, held_out, *judges, config, rank=0, world_size=1)
+    numbers, _ = evaluate(sampler, held_out, *judges, config, rank=0, world_size=1)
     return numbers["eval_accuracy"]
 
 

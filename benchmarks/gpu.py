@@ -45,7 +45,7 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.tree_attention import VARIANTS, switch_off, switch_on, variants_for
 from grpo.model.trial import make_batcher
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 
 PAD = 0
@@ -244,7 +244,7 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
             return
         model = build(shape, tiny)
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-        sampler = Sampler(build_tokenizer(seed=0), [model.config.vocab_size], new)
+        sampler = LocalSampler(model, build_tokenizer(seed=0), [model.config.vocab_size], new)
         draw = random.Random(0)
         for prompts in (1, 8, 32):
             if clock.over(f"{shape}, {8 * prompts} rows"):
@@ -254,7 +254,7 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
                 Example(place, "", [draw.randrange(3, 1000) for _ in range(length)], {}, [])
                 for place, length in enumerate(lengths)
             ]
-            seconds = clock_of_sampling(model, sampler, examples, clock)
+            seconds = clock_of_sampling(sampler, examples, clock)
             tables.row(
                 shape,
                 8 * prompts,
@@ -265,8 +265,8 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
         free(model)
 
 
-def clock_of_sampling(model: PreTrainedModel, sampler: Sampler, examples: list, clock: Clock) -> list[float]:
-    draw = partial(sampler.sample, model, examples, 8, 1.0, seed=0, on_group=lambda place, rollouts: None)
+def clock_of_sampling(sampler: LocalSampler, examples: list, clock: Clock) -> list[float]:
+    draw = partial(sampler.sample, examples, 8, 1.0, seed=0, on_group=lambda place, rollouts: None)
     draw()
     return clock.times(draw, most=3)
 

@@ -41,7 +41,7 @@ from grpo.model.lora import train_adapter
 from grpo.model.memory import MIB
 from grpo.model.train_estimate import Load, Memory, Policy, memory
 from grpo.model.trial import make_batcher
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config
@@ -239,7 +239,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    sampler = Sampler(tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
+    sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
     engine, _ = trainer.start_engine(config, ds_config, model)
     watched = Watched(engine)
     draw = random.Random(rank)
@@ -254,7 +254,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
         examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:at_once])]
         if turn == 1:
             forget_peak()
-            sampler.sample(engine.module, examples, config.num_generations, 1.0, seed=turn)
+            sampler.sample(examples, config.num_generations, 1.0, seed=turn)
             peaks["sampling"] = peak_above(start)
         sequences = [
             Sample(prompt, ids(config.max_completion_length), True, advantage=draw.gauss(0, 1))

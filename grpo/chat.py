@@ -28,7 +28,7 @@ def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
     from grpo.model.load import NO_LIMIT, eos_token_ids, length_limits, load_model, load_tokenizer
     from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
-    from grpo.rollouts.local import Sampler
+    from grpo.rollouts.local import LocalSampler
     from grpo.rollouts.records import Example
     from grpo.run.collective import own_place
 
@@ -57,11 +57,11 @@ def talk(config: ChatConfig, interactive: bool) -> None:
             print(f"({too_long}: {NEW} begins a new one)")
             messages.pop()
             continue
-        sampler = Sampler(tokenizer, ends, min(config.max_completion_length, room))
+        sampler = LocalSampler(model, tokenizer, ends, min(config.max_completion_length, room))
         with stopped_by_ctrl_c(interactive) as stopped:
             shown, example = Shown(tokenizer.decode, stopped), Example(turn, prompt, prompt_ids, {})
             # Another seed for each question, or one asked twice would be answered alike.
-            rollout = sampler.stream(model, example, config.temperature, config.seed + turn, shown)
+            rollout = sampler.stream(example, config.temperature, config.seed + turn, shown)
         shown.end()
         if interactive and not (rollout.finished or stopped):
             print(f"(cut off after {len(rollout.completion_ids)} tokens)")

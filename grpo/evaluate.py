@@ -49,7 +49,7 @@ def run(config: EvaluateConfig) -> None:
     sampler = make_sampler(model, tokenizer, config.max_completion_length)
 
     start = time.perf_counter()
-    metrics, own = evaluate(model, sampler, examples, reward.is_correct, reward.has_format, config, rank, world_size)
+    metrics, own = evaluate(sampler, examples, reward.is_correct, reward.has_format, config, rank, world_size)
     metrics["eval_runtime"] = time.perf_counter() - start
     completions = [one for share in gather(own) for one in share] if config.output else []
     if world_size > 1:

@@ -27,7 +27,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations
 from grpo.model.train_estimate import Load, Policy, memory
 from grpo.model.trial import make_batcher
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config
@@ -126,12 +126,13 @@ def run(case: dict, folder: str) -> dict:
             checkpoint_activations(model)
         batcher = make_batcher(model, 0)
         engine, _ = trainer.start_engine(config, ds_config, model)
-        sampler, watched, peaks = Sampler(Tokenizer(), [2], COMPLETION), Watched(engine, live), {}
+        sampler = LocalSampler(engine.module, Tokenizer(), [2], COMPLETION)
+        watched, peaks = Watched(engine, live), {}
         for turn in range(2):
             prompts = [ids(PROMPT) for _ in range(4)]
             live.forget()
             examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:2])]
-            sampler.sample(engine.module, examples, 8, 1.0, seed=turn)
+            sampler.sample(examples, 8, 1.0, seed=turn)
             peaks["sampling"] = live.forget()
             sequences = [Sample(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
             update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0, {})

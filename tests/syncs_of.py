@@ -7,14 +7,14 @@ import sys
 
 from killed_at import run_trainer
 
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 
 
 def count_waits() -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = type(get_accelerator())
-    synchronize, sample = accelerator.synchronize, Sampler.sample
+    synchronize, sample = accelerator.synchronize, LocalSampler.sample
     waits = 0
 
     def counted(*arguments, **options):
@@ -29,7 +29,7 @@ def count_waits() -> None:
         print(f"WAITS tokens={tokens} device={waits - before}", flush=True)
         return groups
 
-    accelerator.synchronize, Sampler.sample = counted, shown
+    accelerator.synchronize, LocalSampler.sample = counted, shown
 
 
 if __name__ == "__main__":

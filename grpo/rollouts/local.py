@@ -1,4 +1,4 @@
-"""Prompts -> sampled completions, by transformers' own `generate`. Left padding exists in here only."""
+"""The sampler of the trainer's own process: transformers' `generate` with the policy. Left padding is in here only."""
 
 from __future__ import annotations
 
@@ -21,64 +21,63 @@ from transformers import (
 from grpo.model.logprobs import Head
 from grpo.model.lora import frozen_norms
 from grpo.rollouts.records import Example, Rollout
+from grpo.rollouts.sampler import Sampler
 
 LOOK_EVERY = 16  # tokens
 HALF = (torch.bfloat16, torch.float16)
 
 
-class Sampler:
-    """Draws completions from a model exactly as the loss assumes: softmax(logits / temperature), nothing cut off."""
+class LocalSampler(Sampler):
+    """The sampler that holds the policy itself, in this process, and calls transformers' own `generate`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int], max_completion_length: int):
-        self._tokenizer, self._eos, self._max_new_tokens = tokenizer, eos_token_ids, max_completion_length
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: list[int],
+        max_completion_length: int,
+    ):
+        self._model, self._tokenizer, self._eos = model, tokenizer, eos_token_ids
+        self._max_new_tokens, self._policy_version = max_completion_length, 0
 
     def sample(
         self,
-        model: PreTrainedModel,
         examples: Sequence[Example],
         copies: int,
         temperature: float,
         seed: int,
-        policy_version: int = 0,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
     ) -> list[list[Rollout]]:
-        """`copies` completions of each example, in order. The seed decides what is drawn, whatever was drawn before.
-
-        `on_group(place, rollouts)` is called once for each example, less than LOOK_EVERY tokens after its last
-        completion ends, while the others are still being drawn.
-        """
+        """As Sampler.sample; `on_group` is called less than LOOK_EVERY tokens after a group's last completion ends."""
         torch.manual_seed(seed)
-        return self._generate(model, examples, copies, temperature, policy_version, on_group)
+        return self._generate(examples, copies, temperature, on_group)
 
-    def greedy(self, model: PreTrainedModel, examples: Sequence[Example]) -> list[Rollout]:
-        """The most likely completion of each example, token by token."""
-        return [one for (one,) in self._generate(model, examples, 1, temperature=0)]
+    def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
+        """As Sampler.greedy."""
+        return [rollout for (rollout,) in self._generate(examples, 1, temperature=0)]
 
-    def stream(
-        self,
-        model: PreTrainedModel,
-        example: Example,
-        temperature: float,
-        seed: int,
-        on_token: Callable[[list[int]], bool],
-    ) -> Rollout:
-        """One completion; a temperature of 0 is greedy. After each token `on_token(ids so far)` may stop it: True."""
+    def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
+        """As Sampler.stream."""
         torch.manual_seed(seed)
-        watch = [_EachToken(len(example.prompt_ids), on_token)]
-        return self._generate(model, [example], 1, temperature, watch=watch)[0][0]
+        criteria = [_TokenStream(len(example.prompt_ids), on_token)]
+        return self._generate([example], 1, temperature, criteria=criteria)[0][0]
+
+    def update_weights(self, version: int) -> None:
+        """Note the version. The model is the very one that the updates change, so it is there already."""
+        self._policy_version = version
 
     def _generate(
         self,
-        model: PreTrainedModel,
         examples: Sequence[Example],
         copies: int,
         temperature: float,
-        policy_version: int = 0,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
-        watch: Sequence[StoppingCriteria] = (),
+        criteria: Sequence[StoppingCriteria] = (),
     ) -> list[list[Rollout]]:
+        """Draw `copies` completions of each example; a temperature of 0 is greedy."""
+        model = self._model
         settings = GenerationConfig(do_sample=False)
-        if temperature:  # it is applied where the log-probs are taken (`_DrawnWith`)
+        if temperature:  # it is applied where the log-probs are taken (`_KeptLogprobs`)
             settings = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
         settings.max_new_tokens = self._max_new_tokens
         settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
@@ -90,48 +89,49 @@ class Sampler:
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
         groups: dict[int, list[Rollout]] = {}
-        drawn_with = _DrawnWith(temperature or 1.0)
+        kept_logprobs = _KeptLogprobs(temperature or 1.0)
 
-        def hand_over(places: Iterable[int], ids: torch.Tensor) -> None:
-            if not (places := [place for place in places if place not in groups]):
+        def finish_groups(finished: Iterable[int], ids: torch.Tensor) -> None:
+            """Make the rollouts of these examples, where that is not done yet, and hand them over."""
+            if not (new := [index for index in finished if index not in groups]):
                 return
-            drawn, logprobs = ids[:, width:].tolist(), drawn_with.logprobs(ids).tolist()
-            for place in places:
-                rows = slice(place * copies, (place + 1) * copies)
-                pairs = zip(drawn[rows], logprobs[rows], strict=True)
-                groups[place] = [self._rollout(*pair, policy_version) for pair in pairs]
+            drawn, logprobs = ids[:, width:].tolist(), kept_logprobs.upto(ids).tolist()
+            for index in new:
+                rows = slice(index * copies, (index + 1) * copies)
+                groups[index] = [self._rollout(*pair) for pair in zip(drawn[rows], logprobs[rows], strict=True)]
                 if on_group is not None:
-                    on_group(place, groups[place])
+                    on_group(index, groups[index])
 
         # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty),
         # which would draw from another distribution than the loss scores. So it has none while we draw.
-        own, model.generation_config = model.generation_config, settings
+        models_config, model.generation_config = model.generation_config, settings
         model.eval()  # layers that recompute their activations would switch the KV cache off
         try:
             with _without_gradients(model), frozen_norms(model), _exact_head(model):
                 if on_group is not None:
-                    ends = torch.tensor(self._eos, device=model.device)
-                    watch = [*watch, _GroupsEnd(len(prompts), copies, width, ends, hand_over)]
-                drawn = model.generate(
+                    eos = torch.tensor(self._eos, device=model.device)
+                    criteria = [*criteria, _FinishedGroups(len(prompts), copies, width, eos, finish_groups)]
+                ids = model.generate(
                     input_ids=input_ids.to(model.device),
                     attention_mask=attention_mask.to(model.device),
                     generation_config=settings,
-                    logits_processor=LogitsProcessorList([drawn_with]),
-                    stopping_criteria=StoppingCriteriaList([*watch]),
+                    logits_processor=LogitsProcessorList([kept_logprobs]),
+                    stopping_criteria=StoppingCriteriaList([*criteria]),
                 )
-                hand_over(range(len(examples)), drawn)
+                finish_groups(range(len(examples)), ids)
         finally:
-            model.generation_config = own
-        return [groups[place] for place in range(len(examples))]
+            model.generation_config = models_config
+        return [groups[index] for index in range(len(examples))]
 
-    def _rollout(self, ids: list[int], logprobs: list[float], policy_version: int) -> Rollout:
+    def _rollout(self, ids: list[int], logprobs: list[float]) -> Rollout:
+        """Make the rollout of a row of drawn ids: cut it after its first eos."""
         end = next((place for place, token in enumerate(ids) if token in self._eos), None)
         kept = ids if end is None else ids[: end + 1]
         text = self._tokenizer.decode(kept, skip_special_tokens=True)
-        return Rollout(kept, end is not None, text, logprobs[: len(kept)], policy_version)
+        return Rollout(kept, end is not None, text, logprobs[: len(kept)], self._policy_version)
 
 
-class _DrawnWith(LogitsProcessor):
+class _KeptLogprobs(LogitsProcessor):
     """Divides the logits by the temperature and keeps each token's log-prob in the distribution that this makes."""
 
     def __init__(self, temperature: float):
@@ -140,25 +140,25 @@ class _DrawnWith(LogitsProcessor):
         self._columns: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._take(input_ids)
+        self._keep_last(input_ids)
         if self._temperature != 1:
             scores = scores / self._temperature
         self._distribution = torch.log_softmax(scores, dim=-1)
         return scores
 
-    def logprobs(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, tokens drawn so far], the last column of input_ids being the last of them."""
-        self._take(input_ids)
+    def upto(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return float32 [rows, tokens drawn so far]; the last column of input_ids is the last of these tokens."""
+        self._keep_last(input_ids)
         return torch.cat(self._columns, dim=1)
 
-    def _take(self, input_ids: torch.Tensor) -> None:
+    def _keep_last(self, input_ids: torch.Tensor) -> None:
         if self._distribution is not None:
             self._columns.append(self._distribution.gather(1, input_ids[:, -1:]))
             self._distribution = None
 
 
-class _EachToken(StoppingCriteria):
-    """Shows the ids of a single completion as they come, and stops where it is told to."""
+class _TokenStream(StoppingCriteria):
+    """Shows the ids of a single completion after each token, and stops where `on_token` returns True."""
 
     def __init__(self, prompt_length: int, on_token: Callable[[list[int]], bool]):
         self._prompt_length, self._on_token = prompt_length, on_token
@@ -168,8 +168,8 @@ class _EachToken(StoppingCriteria):
         return torch.tensor([stop], device=input_ids.device)
 
 
-class _GroupsEnd(StoppingCriteria):
-    """Looks at every LOOK_EVERY-th token and names the groups whose rows have all ended. Stops nothing.
+class _FinishedGroups(StoppingCriteria):
+    """Finds, at every LOOK_EVERY-th token, the groups whose rows have all ended. Stops nothing.
 
     To look, the host waits for the device, which then idles until it is given the next token to compute.
     """
@@ -180,25 +180,25 @@ class _GroupsEnd(StoppingCriteria):
         copies: int,
         width: int,
         eos_token_ids: torch.Tensor,
-        hand_over: Callable[[Iterable[int], torch.Tensor], None],
+        finish_groups: Callable[[Iterable[int], torch.Tensor], None],
     ):
-        self._copies, self._width, self._eos, self._hand_over = copies, width, eos_token_ids, hand_over
+        self._copies, self._width, self._eos, self._finish_groups = copies, width, eos_token_ids, finish_groups
         self._stops = torch.zeros(rows, dtype=torch.bool, device=eos_token_ids.device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options) -> torch.Tensor:
         drawn = input_ids[:, self._width :]
         if drawn.shape[1] % LOOK_EVERY == 0:
             ended = torch.isin(drawn, self._eos).any(dim=1).view(-1, self._copies).all(dim=1).tolist()
-            self._hand_over(compress(count(), ended), input_ids)
+            self._finish_groups(compress(count(), ended), input_ids)
         return self._stops
 
 
 @contextmanager
 def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
-    """torch.inference_mode, less work for the host than no_grad, for a model that learns afterwards.
+    """Switch torch.inference_mode on, less work for the host than no_grad, for a model that learns afterwards.
 
-    Autograd takes no tensor that was made within. A model may keep such tensors (positions by a dynamic RoPE): they
-    become ordinary ones.
+    Autograd takes no tensor that was made within. A model may keep such tensors (positions by a dynamic RoPE): at the
+    end they become ordinary ones.
     """
     try:
         with torch.inference_mode():
@@ -213,10 +213,10 @@ def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _exact_head(model: PreTrainedModel) -> Iterator[None]:
-    """Within, a head of 16 bits gives the last position's logits in fp32, as the loss computes them, and no others.
+    """Let a head of 16 bits give the last position's logits in fp32, as the loss computes them, and no others.
 
-    Its own are rounded to 16 bits: another distribution. In fp32 nothing changes. A head that is more than nn.Linear
-    (quantised, adapted, spread over devices) stays as it is.
+    The head's own logits are rounded to 16 bits: another distribution. In fp32 nothing changes. A head that is more
+    than nn.Linear (quantised, adapted, spread over devices) stays as it is.
     """
     linear = model.get_output_embeddings()
     plain = getattr(getattr(linear, "forward", None), "__func__", None) is nn.Linear.forward
@@ -225,7 +225,7 @@ def _exact_head(model: PreTrainedModel) -> Iterator[None]:
         return
 
     def exact(hidden: torch.Tensor) -> torch.Tensor:
-        # What the model does to its logits after the head, it does to these.
+        # Whatever the model does to its logits after the head, it does to these too.
         head = Head(linear.weight, linear.bias, scale=1.0, softcap=None, temperature=1.0)
         return head.all_logits(hidden[:, -1]).unsqueeze(1)
 

@@ -1,4 +1,4 @@
-"""The sampler's trial on a model: does it draw from what is scored?"""
+"""The trial of a local sampler at the start: does it draw from the distribution that the loss scores?"""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.trial import _apart, _refusal, _sequences
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 
 
-def check_sampling(model: PreTrainedModel, sampler: Sampler, pad_token_id: int) -> None:
-    """Try two completions of a prompt that is drawn for beside a longer one, so that it is padded on the left.
+def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int) -> None:
+    """Draw two completions of a prompt beside a longer prompt, so that it is padded on the left.
 
-    Raises ConfigError where the model cannot draw them, or the log-probs that they are drawn with are not those that
-    the loss gives them.
+    Raises ConfigError where the model cannot draw them, or where the log-probs that they are drawn with are not those
+    that the loss gives them.
     """
     *_, (longer, rest), (prompt, _) = _sequences(model)
     examples = [Example(0, "", [*ids], {}) for ids in (prompt, [*longer, *rest])]
     try:
-        drawn, _ = sampler.sample(model, examples, 2, 1.0, seed=0)
+        drawn, _ = sampler.sample(examples, 2, 1.0, seed=0)
     except torch.OutOfMemoryError:  # says nothing about the model
         raise
     # generate() runs the model's own code, which may fail in any way.
@@ -49,8 +49,10 @@ def check_sampling(model: PreTrainedModel, sampler: Sampler, pad_token_id: int) 
         )
 
 
-def make_sampler(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int) -> Sampler:
-    """Raises ConfigError where the model draws from another distribution than the loss scores."""
+def make_sampler(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int
+) -> LocalSampler:
+    """Return the trainer's sampler. Raises ConfigError where it would draw from another distribution than is scored."""
     never = model.get_input_embeddings().weight.shape[0]  # an id that is not in the vocabulary: no early end
-    check_sampling(model, Sampler(tokenizer, [never], 4), tokenizer.pad_token_id)
-    return Sampler(tokenizer, eos_token_ids(model, tokenizer), max_completion_length)
+    check_sampling(model, LocalSampler(model, tokenizer, [never], 4), tokenizer.pad_token_id)
+    return LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length)

@@ -24,9 +24,9 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import OwnReference
 from grpo.model.packing import Batcher
 from grpo.rewards.compute import compute_rewards
-from grpo.rollouts.local import Sampler
 from grpo.rollouts.prompts import PromptStream
 from grpo.rollouts.records import Example, Group, Rollout, Sample, StepBatch
+from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather, raise_together
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.step import policy_logprobs, split_masked, wait_for_reference
@@ -48,12 +48,8 @@ class Rounds:
     ):
         """`client` is None where no server is asked, `own_reference` unless the policy itself is the reference."""
         self._config, self._model, self._sampler, self._batcher = config, model, sampler, batcher
-        self._stream, self._reward_funcs, self._client, self._own_reference = (
-            stream,
-            reward_funcs,
-            client,
-            own_reference,
-        )
+        self._stream, self._reward_funcs = stream, reward_funcs
+        self._client, self._own_reference = client, own_reference
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.requests: dict[int, Future[list[np.ndarray]]] = {}
         """the requests to the reference about this round's groups, by group id"""
@@ -73,12 +69,13 @@ class Rounds:
         start = self._rank * share
         ids = [step * config.prompts_per_step + start + place for step in steps for place in range(share)]
         self.requests.clear()
+        self._sampler.update_weights(updates)
         with clock("generate"):
             shares = [self._stream.examples_of(step, self._rank, self._world_size) for step in steps]
-            groups = self._draw(list(chain(*shares)), ids, updates, attempt=0)
+            groups = self._draw(list(chain(*shares)), ids, attempt=0)
         with clock("reward"):
             by_function = self._reward(groups)
-        replaced = self._replace(groups, by_function, first, updates, clock)
+        replaced = self._replace(groups, by_function, first, clock)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
@@ -117,16 +114,16 @@ class Rounds:
         completions = [rollout.completion_ids for rollout in group.rollouts]
         self.requests[group.id] = self._client.submit(group.example.prompt_ids, completions, f"group {group.id}")
 
-    def _draw(self, examples: list[Example], ids: list[int], updates: int, attempt: int) -> list[Group]:
+    def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
         """Draw a group for each example, as many at once as `sequences_per_generate` allows."""
         groups = []
         at_once = max(1, self._config.sequences_per_generate // self._config.num_generations)
         for start in range(0, len(ids), at_once):
             places = slice(start, start + at_once)
-            groups += self._draw_at_once(examples[places], ids[places], updates, attempt)
+            groups += self._draw_at_once(examples[places], ids[places], attempt)
         return groups
 
-    def _draw_at_once(self, examples: list[Example], ids: list[int], updates: int, attempt: int) -> list[Group]:
+    def _draw_at_once(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
         """Draw a group for each example. Each goes to the reference soon after its last completion ends."""
         config = self._config
 
@@ -134,13 +131,11 @@ class Rounds:
             self._ask(Group(ids[place], examples[place], rollouts))
 
         sampled = self._sampler.sample(
-            self._model,
             examples,
             config.num_generations,
             config.temperature,
             # The first group's id is in no other call's seed of this attempt, on no rank and in no round.
             seed=config.seed * 1_000_003 + ids[0] + (attempt << 52),
-            policy_version=updates,
             on_group=ask if self._client is not None else None,
         )
         return list(map(Group, ids, examples, sampled))
@@ -165,9 +160,7 @@ class Rounds:
             by_function = torch.cat([by_function, punishment.unsqueeze(0)])
         return by_function.view(len(by_function), len(groups), -1)
 
-    def _replace(
-        self, groups: list[Group], by_function: torch.Tensor, first: int, updates: int, clock: PhaseClock
-    ) -> int:
+    def _replace(self, groups: list[Group], by_function: torch.Tensor, first: int, clock: PhaseClock) -> int:
         """Put groups of other prompts in the place of those without signal, in `groups` and `by_function`, up to
         max_resample times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
         config, replaced = self._config, 0
@@ -186,7 +179,7 @@ class Rounds:
             with clock("generate"):
                 places = [group_id - first * config.prompts_per_step for group_id in ids]
                 examples = self._stream.replacements(first, config.steps_per_generation, attempt, places)
-                new_groups = self._draw(examples, ids, updates, attempt)
+                new_groups = self._draw(examples, ids, attempt)
             with clock("reward"):
                 by_function[:, rows] = self._reward(new_groups)
             for row, group in zip(rows, new_groups, strict=True):

@@ -26,7 +26,7 @@ from grpo.model.load import checkpoint_activations, load_model, load_reference, 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import OwnReference, check_adapter, train_adapter
 from grpo.model.trial import make_batcher
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 from grpo.run.folder import save_model
 from grpo.trainer.step import policy_logprobs
@@ -284,20 +284,21 @@ def test_an_error_leaves_the_adapter_on(model_folder):
 
 def test_sampling_with_dora_computes_norms_once_and_keeps_none(model_folder, adapters, tokenizer, monkeypatch):
     examples = [Example(place, "", prompt, {}) for place, (prompt, _) in enumerate(PAIRS[::4])]
-    sampler = Sampler(tokenizer, [tokenizer.eos_token_id], 12)
     model, _ = policy(model=adapters["DoRA"])
-    by_tokens = sampler.greedy(by_hand(model_folder, adapters["DoRA"], torch.float32), examples)
+    plain = by_hand(model_folder, adapters["DoRA"], torch.float32)
+    by_tokens = LocalSampler(plain, tokenizer, [tokenizer.eos_token_id], 12).greedy(examples)
+    sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 12)
     norms, counted = [], peft.tuners.lora.dora.DoraLinearLayer.get_weight_norm
     monkeypatch.setattr(
         peft.tuners.lora.dora.DoraLinearLayer,
         "get_weight_norm",
         lambda *args, **options: norms.append(1) or counted(*args, **options),
     )
-    assert [one.completion_ids for one in sampler.greedy(model, examples)] == [one.completion_ids for one in by_tokens]
+    assert [one.completion_ids for one in sampler.greedy(examples)] == [one.completion_ids for one in by_tokens]
     assert len(norms) == len(TARGETS) * model.config.num_hidden_layers
     move(model)
     moved = scores(model)
-    sampler.greedy(model, examples)
+    sampler.greedy(examples)
     assert torch.equal(scores(model), moved)
     monkeypatch.undo()
     fresh = load_model(SharedConfig(model_name_or_path=str(adapters["DoRA"])), CPU)

@@ -25,7 +25,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.generation import ChatConfig
 from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 
 SYSTEM = "Answer in one word."
@@ -323,8 +323,8 @@ def test_without_a_temperature_answers_are_samples_as_in_training(model_folder, 
     assert ended.returncode == 0, ended.stderr
     prompt = render_prompt(tokenizer, "What?", SYSTEM)
     example = Example(0, prompt, tokenize_prompt(tokenizer, prompt), {})
-    sampler = Sampler(tokenizer, [tokenizer.eos_token_id], 24)
-    answers = [sampler.sample(model, [example], 1, 1.0, seed)[0][0].text for seed in (7, 8)]
+    sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 24)
+    answers = [sampler.sample([example], 1, 1.0, seed)[0][0].text for seed in (7, 8)]
     assert answers[0] != answers[1] and ended.stdout.decode() == "".join(f"{answer}\n" for answer in answers)
 
 

@@ -21,7 +21,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.prompts import load_examples
 
 
@@ -200,7 +200,8 @@ def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tok
         TrainerConfig, "", [*options(model_folder, data_folder, "x", temperature=0.9), "--ref_servers", server.url]
     )
     examples = load_examples(config, "train", tokenizer, limit=8, progress=False)
-    groups = Sampler(tokenizer, [tokenizer.eos_token_id], 24).sample(model, examples, 4, config.temperature, seed=1)
+    sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 24)
+    groups = sampler.sample(examples, 4, config.temperature, seed=1)
     client = ReferenceClient(config)
     futures = [
         client.submit(example.prompt_ids, [rollout.completion_ids for rollout in group], "g")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.rollouts.local import LOOK_EVERY, Sampler
+from grpo.rollouts.local import LOOK_EVERY, LocalSampler
 from grpo.rollouts.records import Example
 
 
@@ -25,19 +25,19 @@ def examples(tokenizer) -> list[Example]:
     return [example(tokenizer(text)["input_ids"]) for text in ("Tom has 3", "A bus carries 8 people and", "7")]
 
 
-def sampler(tokenizer, eos=None, length=12) -> Sampler:
-    return Sampler(tokenizer, [tokenizer.eos_token_id] if eos is None else eos, length)
+def sampler(model, tokenizer, eos=None, length=12) -> LocalSampler:
+    return LocalSampler(model, tokenizer, [tokenizer.eos_token_id] if eos is None else eos, length)
 
 
 def test_the_same_seed_draws_the_same_and_another_seed_does_not(model, tokenizer, examples):
-    draw = sampler(tokenizer).sample
-    one, same, other = (draw(model, examples, 4, 1.0, seed) for seed in (1, 1, 2))
+    draw = sampler(model, tokenizer).sample
+    one, same, other = (draw(examples, 4, 1.0, seed) for seed in (1, 1, 2))
     assert one == same != other
     assert [len(group) for group in one] == [4, 4, 4]
 
 
 def test_greedy_is_the_most_likely_token_each_time(model, tokenizer, examples):
-    for one, rollout in zip(examples, sampler(tokenizer).greedy(model, examples), strict=True):
+    for one, rollout in zip(examples, sampler(model, tokenizer).greedy(examples), strict=True):
         ids = list(one.prompt_ids)
         for token in rollout.completion_ids:
             assert token == model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()
@@ -48,7 +48,7 @@ def test_greedy_is_the_most_likely_token_each_time(model, tokenizer, examples):
 def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, temperature):
     """The first token of 4,000 samples against softmax(logits / temperature), by a chi-square over the likeliest."""
     one, count = example(tokenizer("Tom has 3")["input_ids"]), 4000
-    groups = sampler(tokenizer, length=1).sample(model, [one], count, temperature, seed=0)
+    groups = sampler(model, tokenizer, length=1).sample([one], count, temperature, seed=0)
     drawn = torch.tensor([rollout.completion_ids[0] for rollout in groups[0]])
     vocabulary = model.config.vocab_size
     with torch.no_grad():
@@ -64,8 +64,9 @@ def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, te
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, examples, temperature):
-    draw = sampler(tokenizer, eos=list(range(100)), length=20).sample  # many ends, so that lengths differ
-    groups = draw(model, examples, 4, temperature, seed=2, policy_version=7)
+    drawn_by = sampler(model, tokenizer, eos=list(range(100)), length=20)  # many ends, so that lengths differ
+    drawn_by.update_weights(7)
+    groups = drawn_by.sample(examples, 4, temperature, seed=2)
     sequences = [
         (one.prompt_ids, rollout.completion_ids)
         for one, rollouts in zip(examples, groups, strict=True)
@@ -83,9 +84,8 @@ def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, 
 def test_a_seed_draws_what_transformers_draws_with_it(model, tokenizer, examples, temperature):
     """In fp32, with its own head, its own temperature and no_grad."""
     eos, copies = list(range(20)), 3
-    groups = sampler(tokenizer, eos, length=20).sample(
-        model, examples, copies, temperature, seed=6, on_group=lambda *_: None
-    )
+    draw = sampler(model, tokenizer, eos, length=20).sample
+    groups = draw(examples, copies, temperature, seed=6, on_group=lambda *_: None)
     texts = ["Tom has 3", "A bus carries 8 people and", "7"]
     inputs = tokenizer([text for text in texts for _ in range(copies)], padding=True, padding_side="left")
     torch.manual_seed(6)
@@ -111,7 +111,7 @@ def test_in_16_bits_too_a_rollout_brings_the_logprobs_that_the_loss_gives_it(nam
         model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
     model.to(torch.bfloat16)
     examples, copies = [example([5, 6, 7]), example([9, 10, 11, 12, 13, 14])], 8
-    groups = sampler(tokenizer, eos=[10**6], length=20).sample(model, examples, copies, 0.8, seed=2)
+    groups = sampler(model, tokenizer, eos=[10**6], length=20).sample(examples, copies, 0.8, seed=2)
     rollouts = [rollout for group in groups for rollout in group]
     prompts = [one.prompt_ids for one in examples for _ in range(copies)]
     sequences = [(prompt, rollout.completion_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
@@ -132,12 +132,12 @@ def test_a_head_is_the_models_own_again_after_a_failure(tokenizer):
         raise LookupError
 
     with pytest.raises(LookupError):
-        sampler(tokenizer).stream(model, example([5, 6]), 1.0, 0, fails)
+        sampler(model, tokenizer).stream(example([5, 6]), 1.0, 0, fails)
     assert "forward" not in vars(model.get_output_embeddings())
 
 
 def test_the_models_own_generation_config_changes_nothing(model, tokenizer, examples, monkeypatch):
-    plain = sampler(tokenizer).sample(model, examples, 4, 1.0, seed=5)
+    plain = sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5)
     own = GenerationConfig(
         top_k=1,
         top_p=0.1,
@@ -149,24 +149,24 @@ def test_the_models_own_generation_config_changes_nothing(model, tokenizer, exam
         do_sample=True,
     )
     monkeypatch.setattr(model, "generation_config", own)
-    assert sampler(tokenizer).sample(model, examples, 4, 1.0, seed=5) == plain
+    assert sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5) == plain
     assert model.generation_config is own  # and it is there again, to be saved with the model
 
 
 def first_tokens(model, tokenizer, examples) -> list[int]:
-    return [rollout.completion_ids[0] for rollout in sampler(tokenizer).greedy(model, examples)]
+    return [rollout.completion_ids[0] for rollout in sampler(model, tokenizer).greedy(examples)]
 
 
 def test_an_eos_that_comes_first_is_the_whole_completion(model, tokenizer, examples):
     eos = first_tokens(model, tokenizer, examples)
-    for rollout, token in zip(sampler(tokenizer, eos).greedy(model, examples), eos, strict=True):
+    for rollout, token in zip(sampler(model, tokenizer, eos).greedy(examples), eos, strict=True):
         assert rollout.completion_ids == [token] and rollout.finished
 
 
 def drawn(model, tokenizer, examples) -> list[list[int]]:
     """Sampled completions that never end, to choose an eos from."""
     return [
-        group[0].completion_ids for group in sampler(tokenizer, eos=[10**6]).sample(model, examples, 1, 2.0, seed=3)
+        group[0].completion_ids for group in sampler(model, tokenizer, eos=[10**6]).sample(examples, 1, 2.0, seed=3)
     ]
 
 
@@ -175,37 +175,37 @@ def test_an_eos_that_is_also_the_pad_is_kept_once(model, model_folder, examples)
     ends = [ids[place] for place, ids in enumerate(drawn(model, tokenizer, examples), start=2)]
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
     assert tokenizer.pad_token_id == ends[0]
-    for (rollout,) in sampler(tokenizer, ends).sample(model, examples, 1, 2.0, seed=3):
+    for (rollout,) in sampler(model, tokenizer, ends).sample(examples, 1, 2.0, seed=3):
         assert rollout.finished and rollout.completion_ids[-1] in ends
         assert not set(rollout.completion_ids[:-1]) & set(ends)
 
 
 def test_a_completion_without_eos_is_truncated_and_says_so(model, tokenizer, examples):
-    for rollout in sampler(tokenizer, eos=[10**6], length=5).greedy(model, examples):
+    for rollout in sampler(model, tokenizer, eos=[10**6], length=5).greedy(examples):
         assert len(rollout.completion_ids) == 5 and not rollout.finished
 
 
 def test_an_eos_at_the_last_place_is_finished(model, tokenizer, examples):
     ids = drawn(model, tokenizer, examples[:1])[0]
     assert ids[3] not in ids[:3]
-    ((rollout,),) = sampler(tokenizer, [ids[3]], length=4).sample(model, examples[:1], 1, 2.0, seed=3)
+    ((rollout,),) = sampler(model, tokenizer, [ids[3]], length=4).sample(examples[:1], 1, 2.0, seed=3)
     assert rollout.completion_ids == ids[:4] and rollout.finished
 
 
 def test_the_text_has_no_special_tokens_and_keeps_the_tags(model, tokenizer):
     tags = "<think>1</think><answer>2</answer>"
     ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
-    assert Sampler(tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids, [-1.0] * len(ids), 0).text == tags
+    assert LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids, [-1.0] * len(ids)).text == tags
 
 
 def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, tokenizer, examples):
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    plain = sampler(tokenizer).greedy(model, examples)
+    plain = sampler(model, tokenizer).greedy(examples)
     checkpoint_activations(model)
     token_logprobs(model, Batcher(0, 0).make([([1], [2])], "cpu"), 1.0)[0].sum().backward()
     widths = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
-    assert sampler(tokenizer).greedy(model, examples) == plain
+    assert sampler(model, tokenizer).greedy(examples) == plain
     assert widths == [max(len(one.prompt_ids) for one in examples)] + [1] * (len(widths) - 1)
 
 
@@ -243,7 +243,7 @@ def test_a_model_learns_after_sampling_as_if_there_had_been_none(kind, checkpoin
 
     model, modes = make(), set()
     model.lm_head.register_forward_pre_hook(lambda *_: modes.add(torch.is_inference_mode_enabled()))
-    sampler(tokenizer, eos=[10**6], length=40).sample(model, [example([5, 6])], 2, 1.0, seed=0)
+    sampler(model, tokenizer, eos=[10**6], length=40).sample([example([5, 6])], 2, 1.0, seed=0)
     assert modes == {True}
     assert all(map(torch.equal, gradients(model), gradients(make())))
     kept = [value for part in model.modules() for value in (*vars(part).values(), *part.buffers(recurse=False))]
@@ -274,8 +274,8 @@ class HostWaits(TorchFunctionMode):
 def test_no_token_makes_the_host_wait_for_the_sake_of_ours(model, tokenizer, examples):
     def waits(length: int) -> Counter:
         with HostWaits() as counted:
-            draw = sampler(tokenizer, eos=[10**6], length=length).sample
-            draw(model, examples, 2, 0.9, seed=1, on_group=lambda *_: None)
+            draw = sampler(model, tokenizer, eos=[10**6], length=length).sample
+            draw(examples, 2, 0.9, seed=1, on_group=lambda *_: None)
         return counted.counts
 
     tokens = 2 * LOOK_EVERY
@@ -287,13 +287,12 @@ def test_no_token_makes_the_host_wait_for_the_sake_of_ours(model, tokenizer, exa
 
 
 def test_each_group_is_handed_over_once_soon_after_its_last_completion_ends(model, tokenizer, examples):
-    draw = sampler(tokenizer, eos=list(range(30)), length=100).sample  # so many ends that lengths differ
-    plain = draw(model, examples * 2, 4, 1.0, seed=5)
+    draw = sampler(model, tokenizer, eos=list(range(30)), length=100).sample  # so many ends that lengths differ
+    plain = draw(examples * 2, 4, 1.0, seed=5)
     passes, handed = [], []
     hook = model.register_forward_hook(lambda *_: passes.append(1))
     try:
         watched = draw(
-            model,
             examples * 2,
             4,
             1.0,
@@ -318,16 +317,16 @@ def streamed(model, tokenizer, one, temperature, seed, stop_after=100, eos=10**6
         shown.append(ids)
         return len(ids) == stop_after
 
-    return sampler(tokenizer, eos=[eos]).stream(model, one, temperature, seed, on_token), shown
+    return sampler(model, tokenizer, eos=[eos]).stream(one, temperature, seed, on_token), shown
 
 
 def test_a_stream_shows_each_token_and_ends_as_its_rollout(model, tokenizer, examples):
     for one in examples:
-        (greedy,) = sampler(tokenizer, eos=[10**6]).greedy(model, [one])
+        (greedy,) = sampler(model, tokenizer, eos=[10**6]).greedy([one])
         rollout, shown = streamed(model, tokenizer, one, temperature=0, seed=1)
         assert rollout == greedy
         assert shown == [greedy.completion_ids[:count] for count in range(1, 13)]
-        ((drawn,),) = sampler(tokenizer, eos=[10**6]).sample(model, [one], 1, 2.0, seed=1)
+        ((drawn,),) = sampler(model, tokenizer, eos=[10**6]).sample([one], 1, 2.0, seed=1)
         assert streamed(model, tokenizer, one, temperature=2.0, seed=1)[0] == drawn
 
 

@@ -10,8 +10,10 @@ import pytest
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.generation import EvaluateConfig
-from grpo.rollouts.local import Sampler
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.prompts import load_examples
+from grpo.rollouts.records import Example, Rollout
+from grpo.rollouts.sampler import Sampler
 from grpo.trainer.evaluation import evaluate, pass_at_k
 
 
@@ -55,8 +57,8 @@ def ask(model, tokenizer, model_folder, data_folder):
         options = [f"--{name}={value}" for name, value in (where | fixed | settings).items()]
         config = parse_arguments(EvaluateConfig, "", options)
         examples = load_examples(config, "test", tokenizer, config.eval_samples, progress=False)
-        sampler = Sampler(tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
-        return evaluate(model, sampler, examples, is_correct, has_format, config, rank, world_size)
+        sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
+        return evaluate(sampler, examples, is_correct, has_format, config, rank, world_size)
 
     return run
 
@@ -99,6 +101,32 @@ def test_the_metrics_are_those_of_the_completions(ask):
         assert metrics[f"eval_{name}"] == pytest.approx(statistics.mean(values))
         assert metrics[f"eval_{name}_se"] == pytest.approx(statistics.stdev(values) / math.sqrt(7))
     assert {name for name in metrics if "@" in name} == {f"eval_{name}{se}" for name in estimates for se in ("", "_se")}
+
+
+class ScriptedSampler(Sampler):
+    """A sampler without a model: it answers greedily with the gold answer, and sample by sample in turn."""
+
+    def rollout(self, text: str) -> Rollout:
+        return Rollout(list(text.encode()), True, text, [-1.0] * len(text), policy_version=3)
+
+    def greedy(self, examples):
+        return [self.rollout(example.columns["answer"]) for example in examples]
+
+    def sample(self, examples, copies, temperature, seed, on_group=None):
+        return [[self.rollout(str(seed % 2)) for _ in range(copies)] for _ in examples]
+
+
+def test_any_sampler_can_be_evaluated():
+    options = ["--model=none", "--dataset=none", "--num_generations_eval=2", "--sequences_per_generate=1", "--seed=0"]
+    config = parse_arguments(EvaluateConfig, "", options)
+    examples = [Example(index, "?", [1], {"answer": str(index % 2)}) for index in range(4)]
+
+    def is_right(completion: str, answer: str) -> bool:
+        return completion == answer
+
+    metrics, completions = evaluate(ScriptedSampler(), examples, is_right, lambda *_: True, config, 0, 1)
+    assert (metrics["eval_accuracy"], metrics["eval_avg@2"], metrics["eval_pass@2"]) == (1.0, 0.5, 1.0)
+    assert [one["completion"] for one in completions] == [*"0101", *"10" * 4]
 
 
 def test_greedy_alone_is_the_default(ask):

@@ -1,0 +1,55 @@
+"""The interface of every sampler: what the trainer, the evaluation and the chat ask for completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from grpo.rollouts.records import Example, Rollout
+
+
+class Sampler(Protocol):
+    """Anything that draws completions from the policy, wherever the policy's weights are.
+
+    A completion is drawn token by token from softmax(logits / temperature) over the whole vocabulary: no top-k or
+    top-p, no penalty, no minimum length. This is the distribution that the loss scores. It ends with its first eos, or
+    without one at the sampler's largest length. A `Rollout` has the ids that were drawn, never ids of re-tokenised
+    text, and the log-prob that each id had when it was drawn (NaN where the sampler does not know it).
+
+    `Rounds` (grpo/trainer/round.py) calls `update_weights` and `sample` in every round, `evaluate`
+    (grpo/trainer/evaluation.py) calls `greedy` and `sample`, and `python -m grpo.chat` calls `stream`. Under several
+    ranks each rank has a sampler and calls it alone, with examples of its own.
+    """
+
+    def sample(
+        self,
+        examples: Sequence[Example],
+        copies: int,
+        temperature: float,
+        seed: int,
+        on_group: Callable[[int, list[Rollout]], None] | None = None,
+    ) -> list[list[Rollout]]:
+        """Draw `copies` completions of each example; return them in the order of the examples.
+
+        The arguments and the weights decide what is drawn: earlier calls change nothing. `on_group(index, rollouts)` is
+        called once for each example, soon after its last completion ends and while the others are still being drawn.
+        """
+        ...
+
+    def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
+        """Return the completion of each example whose every token is the most likely one."""
+        ...
+
+    def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
+        """Draw one completion; a temperature of 0 is greedy. Call `on_token(ids so far)` after each token.
+
+        Where `on_token` returns True the completion stops there, unfinished.
+        """
+        ...
+
+    def update_weights(self, version: int) -> None:
+        """Draw from now on with the policy as it is after `version` updates, which each `Rollout` then carries.
+
+        Returns at once where the sampler has that version already.
+        """
+        ...
