@@ -156,7 +156,7 @@ def train(
         ref_updates.go_on(progress.ref_step, progress.reference)
     elif ref_updates:
         ref_updates.begin(reference)
-    collector.ask_again(progress.parts)
+    collector.ask_again(progress.batches)
     stop = StopSignals(launcher)
     recorder = Recorder(config, folder, after=progress.step if goes_on else -1) if rank == 0 else None
     log.info(
@@ -207,9 +207,9 @@ def train(
         try:
             # Sample, reward while the reference is at work, and compare within each group.
             if progress.round != number:
-                progress.parts, progress.resampled = collector.collect(number, step - 1, beta, clock)
+                progress.batches, progress.resampled = collector.collect(number, step - 1, beta, clock)
                 progress.round = number
-            part = progress.parts[place]
+            part = progress.batches[place]
 
             # Update; what the reference said is collected on the way, when the policy's own forward pass is done.
             with clock("update"):

@@ -5,7 +5,7 @@
 
 A line is a question. The model is asked as in training, with the system prompt in its chat template, and answers from
 the distribution that it was trained on: --temperature 1, nothing cut off, no penalties; --temperature 0 is greedy.
-Lines see those before them. /new begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends.
+The model sees the earlier lines too. /new begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def talk(config: ChatConfig, interactive: bool) -> None:
 
     _, _, device = own_place()
     tokenizer, model = load_tokenizer(config), load_model(config, device)
-    # An answer is a batch by itself: the limits that are there for the sake of others in a batch do not hold.
+    # An answer is a batch by itself, so that the limits that exist for batches of several do not hold.
     longest = length_limits(model.config).get("max_position_embeddings", NO_LIMIT)
     ends = eos_token_ids(model, tokenizer)
     if interactive:
@@ -59,17 +59,17 @@ def talk(config: ChatConfig, interactive: bool) -> None:
             continue
         sampler = LocalSampler(model, tokenizer, ends, min(config.max_completion_length, room))
         with stopped_by_ctrl_c(interactive) as stopped:
-            shown, example = Shown(tokenizer.decode, stopped), Example(turn, prompt, prompt_ids, {})
-            # Another seed for each question, or one asked twice would be answered alike.
-            rollout = sampler.stream(example, config.temperature, config.seed + turn, shown)
-        shown.end()
+            printer, example = AnswerPrinter(tokenizer.decode, stopped), Example(turn, prompt, prompt_ids, {})
+            # Another seed for each question, or the same question would get the same answer.
+            rollout = sampler.stream(example, config.temperature, config.seed + turn, printer)
+        printer.finish()
         if interactive and not (rollout.finished or stopped):
             print(f"(cut off after {len(rollout.completion_ids)} tokens)")
         messages.append({"role": "assistant", "content": rollout.text})
 
 
 def questions(interactive: bool) -> Iterator[str]:
-    """The lines of stdin that are not empty. At a terminal Ctrl-C only abandons the line."""
+    """Yield the lines of stdin that are not empty. At a terminal Ctrl-C only abandons the line."""
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() then edits lines and remembers them
@@ -89,25 +89,26 @@ def questions(interactive: bool) -> Iterator[str]:
             yield line
 
 
-class Shown:
-    """Prints an answer while it grows. A character of several tokens is held back until it is whole."""
+class AnswerPrinter:
+    """The printer of an answer while it grows. A character of several tokens is held back until it is whole."""
 
     def __init__(self, decode: Callable[..., str], stopped: list[int]):
         self._decode, self._stopped, self._ids = decode, stopped, []
-        # What was printed last is decoded with the new tokens: their text may depend on it.
+        # The tokens that were printed last are decoded with the new ones, whose text may depend on them.
         self._from = self._printed = 0
 
     def __call__(self, ids: list[int]) -> bool:
-        """All ids so far -> whether to stop."""
+        """Print the text of the new ids, given all ids so far. Return whether the answer is to stop."""
         self._ids = ids
-        if (new := self._new()) and not new.endswith("\ufffd"):
+        if (new := self._new_text()) and not new.endswith("\ufffd"):
             self._print(new)
         return bool(self._stopped)
 
-    def end(self) -> None:
-        self._print(self._new() + "\n")
+    def finish(self) -> None:
+        """Print the rest, and end the line."""
+        self._print(self._new_text() + "\n")
 
-    def _new(self) -> str:
+    def _new_text(self) -> str:
         before = self._decode(self._ids[self._from : self._printed], skip_special_tokens=True)
         return self._decode(self._ids[self._from :], skip_special_tokens=True)[len(before) :]
 
@@ -118,7 +119,7 @@ class Shown:
 
 @contextlib.contextmanager
 def stopped_by_ctrl_c(interactive: bool) -> Iterator[list[int]]:
-    """At a terminal the first Ctrl-C within only puts something into the list; a second one ends the program."""
+    """At a terminal, let the first Ctrl-C only add its number to the list; a second Ctrl-C ends the program."""
     stopped: list[int] = []
     if not interactive:
         yield stopped
@@ -144,7 +145,7 @@ def main() -> int:
     except ConfigError as error:
         say_once(str(error))
         return 2
-    except BrokenPipeError:  # whoever read the answers has gone
+    except BrokenPipeError:  # the reader of the answers has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         return 1
     except KeyboardInterrupt:

@@ -1,13 +1,13 @@
-"""How many of a dataset's problems a saved model solves: greedily, and with samples (avg@k, pass@k).
+"""Counts the problems of a dataset that a saved model solves: greedily, and with samples (avg@k, pass@k).
 
     python -m grpo.evaluate --model runs/DATE-TIME/model --dataset openai/gsm8k
     python -m grpo.evaluate --config runs/DATE-TIME/config.yaml --model runs/DATE-TIME/model --num_generations_eval 8
     deepspeed --num_gpus 2 --module grpo.evaluate --model runs/DATE-TIME/model
 
-The second one asks the problems as that run did; the third shares them among two processes. The model is a folder or a
-hub id, the data what the trainer takes (of a folder or a hub id the split `test`; a single file is taken whole). What
-is correct says `is_correct` in reward.py, as in training. The numbers do not depend on how many processes there are;
-the samples follow from seed, temperature and sequences_per_generate.
+The second command asks the problems as that run did; the third shares them among two processes. The model is a folder
+or a hub id. The data is whatever the trainer takes (of a folder or a hub id the split `test`, of a single file all).
+`is_correct` in reward.py judges the answers, as in training. The numbers do not depend on the number of processes; the
+samples follow from seed, temperature and sequences_per_generate.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import importlib
 import sys
 import time
 from datetime import timedelta
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,9 @@ def run(config: EvaluateConfig) -> None:
     sampler = make_sampler(model, tokenizer, config.max_completion_length)
 
     start = time.perf_counter()
-    metrics, own = evaluate(sampler, examples, reward.is_correct, reward.has_format, config, rank, world_size)
+    metrics, completions = evaluate(sampler, examples, reward.is_correct, reward.has_format, config, rank, world_size)
     metrics["eval_runtime"] = time.perf_counter() - start
-    completions = [one for share in gather(own) for one in share] if config.output else []
+    completions = list(chain.from_iterable(gather(completions))) if config.output else []
     if world_size > 1:
         dist.destroy_process_group()
     if rank == 0:
@@ -61,7 +63,7 @@ def run(config: EvaluateConfig) -> None:
 
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
-    """The metrics for people."""
+    """Format the metrics for people."""
 
     def percent(name: str) -> str:
         value, error = 100 * metrics[name], metrics.get(f"{name}_se")
@@ -90,17 +92,17 @@ def _is_file(config: EvaluateConfig) -> bool:
 
 
 def _split(config: EvaluateConfig) -> str:
-    """A single file has no splits: it is loaded as the trainer loads its training data, whole."""
+    """Return the split to load. A single file has none: it is loaded as the trainer loads its training data, whole."""
     return config.dataset_train_split if _is_file(config) else config.dataset_test_split
 
 
 def _write(folder: Path, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
-    """metrics.json; completions.jsonl, a line each, by problem."""
+    """Write metrics.json, and completions.jsonl in the order of the problems."""
     from grpo.run.json_lines import to_json
 
     with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
-        for one in sorted(completions, key=lambda one: (one["problem"], one["sample"])):
-            file.write(to_json(one))
+        for completion in sorted(completions, key=itemgetter("problem", "sample")):
+            file.write(to_json(completion))
     (folder / "metrics.json").write_text(to_json(metrics, indent=2), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""A prompt, text or a chat -> the text and the token ids that the model continues."""
+"""Renders a prompt, text or a chat, to the text and the token ids that the model continues."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from grpo.wire.rewards import Message
 
 
 def chat_messages(prompt: str | list[Message], system_prompt: str) -> list[Message]:
+    """Return the prompt as a chat that begins with a system message, its own or `system_prompt` (none where empty)."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -24,11 +25,11 @@ def render_prompt(
     template_kwargs: dict[str, Any] | None = None,
     place: str = "the conversation",
 ) -> str:
-    """A prompt (text, or chat messages) -> the text the model continues. Without a chat template: plain text.
+    """Render a prompt (text, or chat messages) to the text the model continues; plain text without a chat template.
 
     A last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
-    The template can read `template_kwargs`. `place` says in an error where the prompt is. Raises ConfigError where the
-    template does not take it.
+    The template can read `template_kwargs`. `place` tells in an error where the prompt is. Raises ConfigError where the
+    template does not take the prompt.
     """
     messages = chat_messages(prompt, system_prompt)
     continued = messages[-1]["role"] == "assistant"
@@ -51,8 +52,8 @@ def render_prompt(
         # A template for content in parts goes through a text character by character, and writes nothing.
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
         if last is not None and messages[last]["content"].strip() not in rendered:
-            other = messages[last] | {"content": "?"}
-            left_out = render([*messages[:last], other, *messages[last + 1 :]]) == rendered
+            changed = messages[last] | {"content": "?"}
+            left_out = render([*messages[:last], changed, *messages[last + 1 :]]) == rendered
     except Exception as error:  # a template is a program that comes with the model: it may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if system_prompt and messages[0]["content"] == system_prompt:
@@ -72,6 +73,6 @@ def render_prompt(
 
 
 def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The ids of what `render_prompt` returned."""
-    # A chat template has written every special token that belongs there.
+    """Return the ids of the text that `render_prompt` returned."""
+    # A chat template has written every special token already.
     return tokenizer(prompt, add_special_tokens=tokenizer.chat_template is None)["input_ids"]

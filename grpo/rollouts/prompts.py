@@ -1,4 +1,4 @@
-"""Datasets -> examples with tokenised prompts, and the order in which ranks train on them."""
+"""Loads datasets as examples with tokenised prompts, and fixes the order in which ranks train on them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 _FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
-# What a reward function is given beside the columns: here, or by TRL.
+# The arguments of a reward function beside the columns, in this program or in TRL.
 _GIVEN_TO_REWARDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
 def load_examples(
     config: AnsweringConfig, split: str, tokenizer: PreTrainedTokenizerBase, limit: int = 0, progress: bool = True
 ) -> list[Example]:
-    """The split's problems, the first `limit` of them unless 0.
+    """Load the split's problems, only the first `limit` of them unless that is 0.
 
     Rows without a prompt, without a gold answer or with too long a prompt are dropped and counted. Raises ConfigError
     where the dataset cannot be loaded, lacks a column, has a value of another type, or keeps no example.
@@ -93,9 +93,9 @@ def check_reward_columns(config: AnsweringConfig, examples: Sequence[Example]) -
 def make_example(
     config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, index: int, row: Mapping[str, Any]
 ) -> Example:
-    """One dataset row -> Example; its `answer` column holds the gold answer whatever the dataset calls it.
+    """Make an Example of a dataset row; its `answer` column holds the gold answer whatever the dataset calls it.
 
-    Raises ConfigError, naming the row, where prompt or answer are of a type that they cannot be.
+    Raises ConfigError, naming the row, where the prompt or the answer has a wrong type.
     """
     columns = {name: value for name, value in row.items() if name != config.dataset_prompt_column}
     answer, prompt = columns.pop(config.dataset_answer_column), row[config.dataset_prompt_column]
@@ -117,9 +117,9 @@ def make_example(
 
 
 def gold_answer(answer: Any) -> str:
-    """GSM8K writes the solution, '####', and the answer; elsewhere the column is the answer.
+    """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column.
 
-    Empty where there is none: null, white space, or the NaN that pandas writes for null.
+    It is empty where there is no answer: null, white space, or the NaN that pandas writes for null.
     """
     if answer is None or answer != answer:
         return ""
@@ -179,7 +179,7 @@ def _check_columns(config: AnsweringConfig, names: list[str]) -> None:
 
 
 def _is_prompt(prompt: Any) -> bool:
-    """Whether it is a text, or a list of at least one message."""
+    """Tell whether it is a text, or a list of at least one message."""
     return isinstance(prompt, str) or (
         isinstance(prompt, list)
         and len(prompt) > 0
@@ -210,7 +210,7 @@ def _load(config: AnsweringConfig, split: str):
 
 
 def _decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The rows. That a text is not UTF-8 shows only when it is read."""
+    """Yield the rows. Raises ConfigError where a text is not UTF-8, which shows only when it is read."""
     try:
         yield from rows
     except UnicodeDecodeError as error:
@@ -226,7 +226,7 @@ def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> C
 
 
 def _broken_line(files: list[Path]) -> str:
-    """The first line of the JSON Lines files that is no JSON object, and why; empty where all are."""
+    """Return the first line of the JSON Lines files that is no JSON object, and why; empty where all are."""
     for file in files:
         with open(file, "rb") as lines:
             for number, line in enumerate(lines if file.suffix == ".jsonl" else (), 1):
@@ -242,11 +242,11 @@ def _broken_line(files: list[Path]) -> str:
 
 
 def _files(config: AnsweringConfig, split: str) -> list[Path]:
-    """The files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type.
+    """Return the files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type.
 
-    None where the dataset is no local path.
+    The list is empty where the dataset is no local path. Raises ConfigError where the split has no such files.
 
-    Not left to `datasets`, which takes every file for the test split if only the folder's path has "test" in it.
+    This is not left to `datasets`, which takes every file for the test split where the folder's path has "test" in it.
     """
     path = Path(config.dataset_name).expanduser()
     if not path.exists():
@@ -261,8 +261,8 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
     else:
         files = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
     if not files or len({file.suffix for file in files}) > 1 or files[0].suffix not in _FILE_TYPES:
-        found = ", ".join(file.name for file in files) or "none"
+        names = ", ".join(file.name for file in files) or "none"
         raise ConfigError(
-            f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}; found {found}"
+            f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}; found {names}"
         )
     return files

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
-from grpo.chat import Shown, stopped_by_ctrl_c, talk
+from grpo.chat import AnswerPrinter, stopped_by_ctrl_c, talk
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.generation import ChatConfig
@@ -80,10 +80,10 @@ def test_a_pipe_gets_the_answers_and_nothing_else(model_folder, model, tokenizer
 def printed(tokenizer, ids: list[int]) -> str:
     """What appears when the ids come one by one."""
     with contextlib.redirect_stdout(io.StringIO()) as screen:
-        shown = Shown(tokenizer.decode, [])
+        printer = AnswerPrinter(tokenizer.decode, [])
         for count in range(1, len(ids) + 1):
-            assert shown(ids[:count]) is False
-        shown.end()
+            assert printer(ids[:count]) is False
+        printer.finish()
     return screen.getvalue()
 
 
@@ -99,19 +99,19 @@ def test_characters_of_several_tokens_are_shown_whole(tokenizer):
     assert printed(tokenizer, ids) == text + "\n"
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
-        shown = Shown(tokenizer.decode, [])
+        printer = AnswerPrinter(tokenizer.decode, [])
         for count in range(1, len(ids) + 1):
-            shown(ids[:count])
+            printer(ids[:count])
             assert text.startswith(screen.getvalue())
     assert screen.getvalue() == text, "nothing waits for the end"
 
 
 def test_an_answer_that_is_to_stop_says_so(tokenizer):
     stopped = []
-    shown = Shown(tokenizer.decode, stopped)
-    assert shown([]) is False
+    printer = AnswerPrinter(tokenizer.decode, stopped)
+    assert printer([]) is False
     stopped.append(signal.SIGINT)
-    assert shown([]) is True
+    assert printer([]) is True
 
 
 def test_the_first_ctrl_c_stops_an_answer_and_the_second_the_program():

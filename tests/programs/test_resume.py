@@ -478,7 +478,7 @@ def whole(tmp_path):
     def make(step: int, accuracy: float | None = None, **said) -> Path:
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        about = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)._about
+        about = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)._run_info
         write_progress(folder, about | {"reference": "r", "accuracy": accuracy, "files": {}, **said})
         return folder
 

@@ -7,7 +7,7 @@ import torch
 from test_resume import finish, letters, lines, reference, setting, timeless, training, weights, went_on  # noqa: F401
 
 from grpo.rollouts.records import StepBatch
-from grpo.run.rearrange import shared_anew
+from grpo.run.rearrange import share_anew
 
 # A group's completions are drawn in a call of their own, so that the draw does not depend on who draws what.
 ALONE = {"sequences_per_generate": 4}
@@ -47,7 +47,7 @@ def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_fo
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
+def test_a_round_is_share_anew_in_the_order_of_its_groups(ranks):
     """Two steps of six groups of two completions, told apart by numbers."""
 
     def own(rank: int, of: int) -> list[StepBatch]:
@@ -62,8 +62,8 @@ def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
     for before in (1, 2, 3, 6):
         by_rank = [own(rank, before) for rank in range(before)]
         for rank in range(ranks):
-            for here, expected in zip(shared_anew(by_rank, rank, ranks), own(rank, ranks), strict=True):
+            for here, expected in zip(share_anew(by_rank, rank, ranks), own(rank, ranks), strict=True):
                 assert here.groups == expected.groups and here.samples == expected.samples
                 for name in ("by_function", "rewards", "signal"):
                     assert torch.equal(getattr(here, name), getattr(expected, name))
-    assert shared_anew([[], []], 0, 3) == []
+    assert share_anew([[], []], 0, 3) == []
