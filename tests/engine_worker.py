@@ -1,4 +1,4 @@
-"""One rank with an engine as the trainer starts it, in many settings one after the other: what test_engine.py asks.
+"""Run by test_engine.py: one rank with an engine as the trainer starts it, in many settings one after the other.
 
 python tests/engine_worker.py MODEL DATASET OUT
 """
@@ -35,7 +35,7 @@ from grpo.trainer.round import Rounds
 
 SHIPPED = "ds_config.json", "configs/ds_offload.json"
 DTYPES = "float32", "bfloat16"
-# What makes Python wait for a GPU.
+# The functions that make Python wait for a GPU.
 FETCHES = {"item", "tolist", "cpu", "nonzero", "bincount", "__bool__", "__int__", "__float__", "__index__"}
 
 
@@ -69,8 +69,8 @@ def engine_of(config: TrainerConfig):
     return engine, batcher, reference
 
 
-def completions(prompts: int, seed: int) -> list[Sample]:
-    """Four of each prompt, with old log-probs that keep ratios within the clip, and a reference's."""
+def make_samples(prompts: int, seed: int) -> list[Sample]:
+    """Make four samples of each prompt, with the reference's log-probs."""
     draw, made = random.Random(seed), []
     for _ in range(prompts):
         prompt = [draw.randrange(3, 60) for _ in range(draw.randrange(5, 20))]
@@ -80,13 +80,13 @@ def completions(prompts: int, seed: int) -> list[Sample]:
     return made
 
 
-def update(engine, batcher, sequences: list[Sample], config: TrainerConfig):
-    return grpo.trainer.step.update(engine, sequences, config, batcher, PhaseClock(), config.beta, 0.0, {})
+def update(engine, batcher, samples: list[Sample], config: TrainerConfig):
+    return grpo.trainer.step.update(engine, samples, config, batcher, PhaseClock(), config.beta, 0.0, {})
 
 
 def steps_with_every_file(make, folder: Path) -> dict:
-    """Four steps, the second not finite, with each shipped file and one more in each dtype."""
-    found, mixed = {}, folder / "mixed.json"
+    """Do four steps, the second not finite, with each shipped file and one more in each dtype."""
+    results, mixed = {}, folder / "mixed.json"
     mixed.write_text(Path(SHIPPED[1]).read_text().replace('"grad_accum_dtype": "auto"', '"grad_accum_dtype": "fp32"'))
     for file in (*SHIPPED, mixed):
         for dtype in DTYPES:
@@ -94,13 +94,13 @@ def steps_with_every_file(make, folder: Path) -> dict:
             engine, batcher, _ = engine_of(config)
             applied, losses = [], []
             for step in range(4):
-                sequences = completions(config.prompts_per_step, step)
+                samples = make_samples(config.prompts_per_step, step)
                 if step == 1:
-                    sequences[3].advantage = float("nan")
-                losses.append(update(engine, batcher, sequences, config)["loss"].total)
+                    samples[3].advantage = float("nan")
+                losses.append(update(engine, batcher, samples, config)["loss"].total)
                 applied.append(engine.was_step_applied())
             groups = trainer.dist.distributed_c10d._world.pg_map
-            found[Path(file).name, dtype] = {
+            results[Path(file).name, dtype] = {
                 "applied": applied,
                 "losses": losses,
                 "weights": [weight.detach().clone() for weight in engine.module.parameters()],
@@ -113,28 +113,28 @@ def steps_with_every_file(make, folder: Path) -> dict:
                 "time-outs": [group._get_backend(torch.device("cpu")).options._timeout for group in groups],
             }
             engine.destroy()
-    return found
+    return results
 
 
 def gradients(make, folder: Path) -> dict:
-    """The gradient of one step by AdamW's first moment, in micro-batches of one completion or in one of all."""
-    found = {}
+    """Read a step's gradient from AdamW's first moment, in micro-batches of one completion or in one of all."""
+    results = {}
     for kind, dtype in (("exact", "float32"), ("bf16", "bfloat16"), ("fp32", "bfloat16")):
         file = folder / f"{kind}.json"
         file.write_text(f'{{"data_types": {{"grad_accum_dtype": "{kind if dtype == "bfloat16" else "auto"}"}}}}')
         for budget in (1, 10**6):
             config = make(dtype=dtype, deepspeed=file, prompts_per_step=22, micro_batch_tokens=budget, adam_beta1=0.0)
             engine, batcher, _ = engine_of(config)
-            update(engine, batcher, completions(22, 0), config)
+            update(engine, batcher, make_samples(22, 0), config)
             states = engine.basic_optimizer.state.values()
-            found[kind, budget] = torch.cat([state["exp_avg"].double() for state in states])
+            results[kind, budget] = torch.cat([state["exp_avg"].double() for state in states])
             engine.destroy()
-    return found
+    return results
 
 
 def ratios(make, dataset: str) -> dict:
-    """The largest |log ratio| of policy and old log-probs, and |log-probs - reference's|, while no weight moves."""
-    found = {}
+    """Find the largest |log ratio| of policy and old log-probs, and |log-probs - reference|, where no weight moves."""
+    results = {}
     kinds = {
         "plain": {},
         "activations kept": {"gradient_checkpointing": False},
@@ -180,21 +180,21 @@ def ratios(make, dataset: str) -> dict:
                 return token_logprobs(model, batch, *arguments, **named)
 
             grpo.trainer.step.token_logprobs, grpo.trainer.step.grpo_loss = noted, watched
-            parts, _ = rounds.collect(0, 0, config.beta, PhaseClock())
+            step_batches, _ = rounds.collect(0, 0, config.beta, PhaseClock())
             scored = {*batches}
-            for part in parts * config.num_iterations:
+            for step_batch in step_batches * config.num_iterations:
                 begin = len(batches)
-                update(engine, batcher, part.samples, config)
-                if part is not parts[0]:
+                update(engine, batcher, step_batch.samples, config)
+                if step_batch is not step_batches[0]:
                     assert {*batches[begin:]} <= scored, (dtype, kind)
             grpo.trainer.step.token_logprobs, grpo.trainer.step.grpo_loss = token_logprobs, grpo_loss
-            found[dtype, kind] = {
+            results[dtype, kind] = {
                 "micro-batches": len(apart),
                 "apart": max(apart),
                 "from reference": max(from_reference, default=0.0),
             }
             engine.destroy()
-    return found
+    return results
 
 
 class Fetches(TorchFunctionMode):
@@ -208,18 +208,18 @@ class Fetches(TorchFunctionMode):
 
 
 def fetches(make) -> dict:
-    """How often a step of so many micro-batches asks a tensor for its numbers."""
-    found = {}
+    """Count how often a step of so many micro-batches asks a tensor for its numbers."""
+    results = {}
     for kind, changes in {"plain": {}, "GSPO": {"importance_sampling_level": "sequence"}}.items():
         for prompts in (2, 16):
             config = make(prompts_per_step=prompts, micro_batch_tokens=1, num_iterations=2, beta=0.04, **changes)
             engine, batcher, _ = engine_of(config)
-            update(engine, batcher, completions(prompts, 0), config)
+            update(engine, batcher, make_samples(prompts, 0), config)
             with Fetches() as mode:
-                update(engine, batcher, completions(prompts, 1), config)
-            found[kind, prompts] = mode.count
+                update(engine, batcher, make_samples(prompts, 1), config)
+            results[kind, prompts] = mode.count
             engine.destroy()
-    return found
+    return results
 
 
 def main(model: str, dataset: str, out: str) -> None:

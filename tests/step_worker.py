@@ -1,4 +1,4 @@
-"""Run under the launcher by test_update.py: `update` on this rank's share of fixed sequences, case after case from the
+"""Run under the launcher by test_step.py: `update` on this rank's share of fixed sequences, case after case from the
 same weights, with plain SGD, so that the change of the weights is the gradient. Rank 0 writes what came out.
 
     step_worker.py MODEL CASES OUT
@@ -42,7 +42,7 @@ UNFINISHED = (3, 4, 5, 8, 20, 29, 35)
 
 
 def rewards() -> list[list[float]]:
-    """One group of equals, one with a reward that does not apply, one with nothing else."""
+    """Return rewards with a group of equals, a group with a reward that does not apply, and a group of only such."""
     draw = random.Random(6)
     groups = [[draw.gauss(0, 1) for _ in range(GENERATIONS)] for _ in range(PROMPTS)]
     groups[4], groups[7][1], groups[9] = [0.1] * GENERATIONS, float("nan"), [float("nan")] * GENERATIONS
@@ -50,7 +50,7 @@ def rewards() -> list[list[float]]:
 
 
 def sequences() -> list[Sample]:
-    """Ragged; among them empty and one-token completions, truncated ones, and such as hold the pad token."""
+    """Make ragged samples: among them empty and one-token completions, truncated ones, and some with the pad token."""
     draw = random.Random(5)
     prompts = [[draw.randint(5, 200) for _ in range(length)] for length in (1, 20, 7, 3, 12, 9, 2, 5, 30, 4, 8, 16)]
     made = []
@@ -58,10 +58,10 @@ def sequences() -> list[Sample]:
         length = 0 if number in EMPTY else {1: 1, 2: 30}.get(number, draw.randint(1, 16))
         completion = [draw.randint(0, 200) for _ in range(length)]
         # The tiny model's log-probs lie about -6.2.
-        old, reference, said = (
+        old, reference, sampling = (
             np.asarray([-draw.uniform(low, 7) for _ in completion], np.float32) for low in (5.6, 3, 5.6)
         )
-        said[[draw.random() < 0.2 for _ in completion]] = np.nan
+        sampling[[draw.random() < 0.2 for _ in completion]] = np.nan
         made.append(
             Sample(
                 prompt_ids=prompts[number // GENERATIONS],
@@ -70,7 +70,7 @@ def sequences() -> list[Sample]:
                 ref_logprobs=reference,
                 finished=number not in UNFINISHED,
                 old_logprobs=old,
-                sampling_logprobs=said,
+                sampling_logprobs=sampling,
             )
         )
     return made
@@ -78,13 +78,13 @@ def sequences() -> list[Sample]:
 
 def own_share(case: dict, config: TrainerConfig, rank: int) -> list[Sample]:
     advantages = group_advantages(torch.tensor(rewards(), dtype=torch.float64), config.scale_rewards)
-    every = sequences()
-    for one, advantage in zip(every, advantages.flatten().tolist(), strict=True):
-        one.advantage = advantage
-        one.old_logprobs = one.old_logprobs if case["old"] else None
-        one.sampling_logprobs = one.sampling_logprobs if case["sampled"] else None
+    samples = sequences()
+    for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
+        sample.advantage = advantage
+        sample.old_logprobs = sample.old_logprobs if case["old"] else None
+        sample.sampling_logprobs = sample.sampling_logprobs if case["sampled"] else None
     end = sum(case["shares"][: rank + 1])
-    return [every[index] for index in case["order"][end - case["shares"][rank] : end]]
+    return [samples[index] for index in case["order"][end - case["shares"][rank] : end]]
 
 
 def read_config(case: dict) -> TrainerConfig:
@@ -94,27 +94,27 @@ def read_config(case: dict) -> TrainerConfig:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What is trained."""
+    """Copy the trained weights."""
     return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def check_skipped(engine, case: dict, config: TrainerConfig, batcher, rank: int) -> None:
     number, advantage = case["spoiled"]
     end = sum(case["shares"][: rank + 1])
-    own, mine = own_share(case, config, rank), case["order"][end - case["shares"][rank] : end]
-    if number in mine:
-        own[mine.index(number)].advantage = advantage
+    samples, numbers = own_share(case, config, rank), case["order"][end - case["shares"][rank] : end]
+    if number in numbers:
+        samples[numbers.index(number)].advantage = advantage
     before, skipped = weights_of(engine.module), engine.skipped_steps
-    stats = gather_stats(update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {}))
+    stats = gather_stats(update(engine, samples, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {}))
     assert not engine.was_step_applied() and engine.skipped_steps == skipped + 1
     assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
     assert isfinite(stats["loss"].total) == isfinite(np.float32(advantage))
 
 
 def check_masked(engine, case: dict, config: TrainerConfig, batcher, rank: int) -> None:
-    own = [replace(one, finished=False) for one in own_share(case, config, rank)]
+    samples = [replace(sample, finished=False) for sample in own_share(case, config, rank)]
     before, steps = weights_of(engine.module), engine.global_steps
-    assert update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {}) == {}
+    assert update(engine, samples, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {}) == {}
     assert engine.global_steps == steps
     assert all(torch.equal(before[name], now) for name, now in weights_of(engine.module).items())
 
@@ -139,7 +139,7 @@ def main(model, cases_file, out) -> None:
                 if name in first:
                     weight.copy_(first[name])
         engine.optimizer.refresh_fp32_params()
-        own = own_share(case, config, rank)
+        samples = own_share(case, config, rank)
         if "spoiled" in case:
             check_skipped(engine, case, config, batcher, rank)
         if "masked" in case:
@@ -150,14 +150,14 @@ def main(model, cases_file, out) -> None:
                 group["lr"] = rate
             before = weights_of(policy)
             stats = gather_stats(
-                update(engine, own, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {})
+                update(engine, samples, config, batcher, PhaseClock(), config.beta, config.entropy_coef, {})
             )
         results.append(
             {
                 "before": before,
                 "gradient": {name: (before[name] - now) / LEARNING_RATE for name, now in weights_of(policy).items()},
                 "norm": float(engine.get_global_grad_norm()),
-                "stats": {name: (one.count, one.total) for name, one in stats.items()},
+                "stats": {name: (values.count, values.total) for name, values in stats.items()},
             }
         )
     if rank == 0:

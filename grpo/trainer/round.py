@@ -59,7 +59,7 @@ class Rounds:
         self._weights = torch.tensor(weights, dtype=torch.float64)
 
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
-        """Draw round `number` (from 0), after so many updates. All ranks call it together.
+        """Draw round `number` (from 0) with the policy as it is after so many updates. All ranks call it together.
 
         Returns the batch of each of its steps, and how many groups were replaced on all ranks. Raises ServersLost.
         """
@@ -68,26 +68,26 @@ class Rounds:
         steps = range(first, first + config.steps_per_generation)
         start = self._rank * share
         ids = [step * config.prompts_per_step + start + place for step in steps for place in range(share)]
+        examples_by_step = [self._stream.examples_of(step, self._rank, self._world_size) for step in steps]
         self.requests.clear()
-        self._sampler.update_weights(updates)
         with clock("generate"):
-            shares = [self._stream.examples_of(step, self._rank, self._world_size) for step in steps]
-            groups = self._draw(list(chain(*shares)), ids, attempt=0)
+            self._sampler.update_weights(updates)
+            groups = self._draw(list(chain(*examples_by_step)), ids, attempt=0)
         with clock("reward"):
             by_function = self._reward(groups)
         replaced = self._replace(groups, by_function, first, clock)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
-        by_step = [samples[begin : begin + size] for begin in range(0, len(samples), size)]
+        samples_by_step = [samples[begin : begin + size] for begin in range(0, len(samples), size)]
         # The first step gets its old log-probs from its own forward pass: only the others are computed here.
-        if scored := by_step if config.kl_in_reward else by_step[1:]:
+        if scored := samples_by_step if config.kl_in_reward else samples_by_step[1:]:
             with clock("old_logprobs"):
                 for sample, logprobs in self._score(scored):
                     sample.old_logprobs = logprobs
         if self._own_reference is not None:
             with clock("ref_logprobs"), self._own_reference.in_place():
-                for sample, logprobs in self._score(by_step):
+                for sample, logprobs in self._score(samples_by_step):
                     sample.ref_logprobs = logprobs
 
         penalty = self._kl_penalty(samples, beta, clock).view(len(groups), -1)
