@@ -100,7 +100,7 @@ def training(ranks: int, words: list[str], *program: str):
 
 
 def finish(ranks: int, words: list[str], *program: str) -> str:
-    """Run to a good end; what it said."""
+    """Run to a good end; return the output."""
     with training(ranks, words, *program) as process:
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
@@ -136,8 +136,10 @@ def check_same(run: Path, undisturbed: Path) -> None:
     assert timeless(run) == timeless(undisturbed)
     assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
     for folder in ("model", "checkpoint-10"):
-        here, there = weights(run / folder), weights(undisturbed / folder)
-        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in there)
+        resumed, straight = weights(run / folder), weights(undisturbed / folder)
+        assert resumed.keys() == straight.keys() and all(
+            torch.equal(resumed[name], straight[name]) for name in straight
+        )
     left = {path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith("reference-")}
     assert sorted(left - {"tensorboard"}) == ["checkpoint-10", "checkpoint-8", "model"]
 
@@ -179,14 +181,14 @@ def reach(process: subprocess.Popen, run: Path, step: int) -> None:
 
 
 def processes_below(process: subprocess.Popen) -> list[int]:
-    return [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """Process ids of the ranks."""
     below = psutil.Process(process.pid).children(recursive=True)
-    found = [one.pid for one in below if any("--local_rank" in word for word in one.cmdline())]
-    return [pid for pid in found if psutil.Process(pid).ppid() not in found]
+    ranks = [child.pid for child in below if any("--local_rank" in word for word in child.cmdline())]
+    return [pid for pid in ranks if psutil.Process(pid).ppid() not in ranks]
 
 
 @pytest.mark.slow
@@ -231,10 +233,10 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
         limited = ["-c", f"trap '' XFSZ; ulimit -f 400; exec {' '.join(command_of(2, words))}"]
         ended = subprocess.run(["bash", *limited], cwd=REPOSITORY, env=ENVIRONMENT, text=True, capture_output=True)
         assert ended.returncode != 0
-        said = [line for line in (ended.stdout + ended.stderr).splitlines() if "could not be saved" in line]
-        assert len(said) == 1 and said[0].startswith("grpo_ref_split.py: error: ")
-        assert "checkpoint-4 could not be saved: " in said[0] and "MiB: make room" in said[0]
-        assert said[0].endswith("--resume_from_checkpoint last goes on from checkpoint-2")
+        errors = [line for line in (ended.stdout + ended.stderr).splitlines() if "could not be saved" in line]
+        assert len(errors) == 1 and errors[0].startswith("grpo_ref_split.py: error: ")
+        assert "checkpoint-4 could not be saved: " in errors[0] and "MiB: make room" in errors[0]
+        assert errors[0].endswith("--resume_from_checkpoint last goes on from checkpoint-2")
         assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
         assert went_on(finish(2, words)) == 2
     check_same(run, undisturbed(2, "full"))
@@ -249,7 +251,7 @@ def test_saving_holds_no_second_copy_of_the_weights(setting, model_folder, tmp_p
     shape.num_attention_heads = shape.num_key_value_heads = 8
     shape.layer_types = ["full_attention"] * shape.num_hidden_layers
     made = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    weigh = sum(one.nbytes for one in made.parameters()) >> 20
+    weigh = sum(item.nbytes for item in made.parameters()) >> 20
     assert weigh > 150
     made.save_pretrained(large)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(large)
@@ -259,7 +261,7 @@ def test_saving_holds_no_second_copy_of_the_weights(setting, model_folder, tmp_p
     words = [word for word in words if not word.startswith(("--kl_", "--steps_per", "--num_iter"))]
     ended = finish(1, ["grpo.run.checkpoints:Checkpoints.save", *words], "tests/peak_of.py")
     (above,) = re.findall(r"MEMORY above=(\d+)", ended)
-    size = sum(one.stat().st_size for one in (tmp_path / "run/checkpoint-1").rglob("*") if one.is_file()) >> 20
+    size = sum(item.stat().st_size for item in (tmp_path / "run/checkpoint-1").rglob("*") if item.is_file()) >> 20
     print(f"weights {weigh}, checkpoint {size}, above {above} MiB")
     assert size > 4.5 * weigh
     assert int(above) < weigh / 2
@@ -282,22 +284,22 @@ def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_
     run, kept = tmp_path / "run", 0
     with reference(model_folder, tmp_path / "server") as server:
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last", max_steps=3 * STEPS)
-        for whom, number in few(SIGNALS, 3):
+        for receiver, number in few(SIGNALS, 3):
             with training(2, words) as process:
                 reach(process, run, kept + 1)
                 alive = ranks_of(process)
                 below = processes_below(process)
-                if whom == "all":
+                if receiver == "all":
                     os.killpg(process.pid, number)
                 else:
-                    os.kill(process.pid if whom == "the launcher" else alive[1], number)
+                    os.kill(process.pid if receiver == "the launcher" else alive[1], number)
                 output, _ = process.communicate(timeout=60)  # until nobody has it open any more
-            assert process.returncode != 0 and len(alive) == 2, (whom, output)
-            assert not left_of(below), whom
+            assert process.returncode != 0 and len(alive) == 2, (receiver, output)
+            assert not left_of(below), receiver
             socket.create_server(("127.0.0.1", int(process.args[process.args.index("--master_port") + 1]))).close()
-            said = re.findall(r"error: stopped by signal \d+; .*last --output_dir .* goes on after step (\d+)", output)
-            assert len(said) == 1 and int(said[0]) > kept, (whom, output)
-            kept = int(said[0])
+            steps = re.findall(r"error: stopped by signal \d+; .*last --output_dir .* goes on after step (\d+)", output)
+            assert len(steps) == 1 and int(steps[0]) > kept, (receiver, output)
+            kept = int(steps[0])
             assert (run / f"checkpoint-{kept}").is_dir()
         assert went_on(finish(2, words)) == kept
     rows = timeless(run)
@@ -345,8 +347,8 @@ def test_a_mistake_on_one_rank_ends_all_and_is_the_last_to_be_seen(setting, tmp_
         assert time.monotonic() - began < 10  # 2 on a machine that has nothing else to do
     assert process.returncode != 0 and not left_of(below)
     others = ("grpo:", "grpo_ref_split.py: another rank has ended")
-    said = [line for line in output.splitlines() if line.strip() and not line.startswith(others)]
-    assert "launch.py" in said[-1] and said[-2] == "[rank1]: LookupError: a mistake of ours", output
+    printed = [line for line in output.splitlines() if line.strip() and not line.startswith(others)]
+    assert "launch.py" in printed[-1] and printed[-2] == "[rank1]: LookupError: a mistake of ours", output
 
 
 @pytest.mark.slow
@@ -359,14 +361,14 @@ def test_a_reference_that_is_lost_costs_no_step(setting, undisturbed, model_fold
             server.end(signal.SIGKILL)
             output, _ = process.communicate(timeout=90)
         assert process.returncode != 0
-        said = re.findall(r"error: no log-probs for .*ref_deadline .*; .* goes on after step (\d+)", output)
-        assert len(said) == 1, output
+        steps = re.findall(r"error: no log-probs for .*ref_deadline .*; .* goes on after step (\d+)", output)
+        assert len(steps) == 1, output
     with running_server(model_folder, tmp_path, "--deterministic", "true") as server:
         server.wait_ready()
         words = setting(run, "full", ref_servers=server.url, resume_from_checkpoint="last")
-        assert went_on(finish(2, words)) == int(said[0])
+        assert went_on(finish(2, words)) == int(steps[0])
     assert timeless(run) == timeless(undisturbed(2, "full"))
-    assert torch.equal(*(next(iter(weights(one / "model").values())) for one in (run, undisturbed(2, "full"))))
+    assert torch.equal(*(next(iter(weights(folder / "model").values())) for folder in (run, undisturbed(2, "full"))))
 
 
 @pytest.mark.slow
@@ -391,8 +393,8 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(setting, undisturbed, m
         content[len(content) // 2] ^= 4
         moments.write_bytes(content)
         output = finish(2, words)
-    said = f"{run}/checkpoint-6 is damaged: engine/{moments.name} is not as it was written. It is called "
-    assert output.count(said + "checkpoint-6.damaged now, and the run goes on from checkpoint-4") == 1
+    warning = f"{run}/checkpoint-6 is damaged: engine/{moments.name} is not as it was written. It is called "
+    assert output.count(warning + "checkpoint-6.damaged now, and the run goes on from checkpoint-4") == 1
     assert went_on(output) == 4
     assert (run / "checkpoint-6.damaged" / moments.relative_to(newest)).read_bytes() == content
     shutil.rmtree(run / "checkpoint-6.damaged")
@@ -430,7 +432,7 @@ def test_killed_in_the_middle_of_all_that_is_written(setting, undisturbed, model
             kept = step
         assert went_on(finish(1, words)) == kept
     events = EventAccumulator(str(run / "tensorboard")).Reload()
-    assert [one.step for one in events.Scalars("reward")] == list(range(1, STEPS + 1))
+    assert [event.step for event in events.Scalars("reward")] == list(range(1, STEPS + 1))
     check_same(run, expected)
 
 
@@ -467,46 +469,46 @@ def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_don
 
 
 def went_on(output: str) -> int:
-    said = re.findall(r"goes on after step (\d+)", output)
-    return int(said[0]) if said else 0
+    steps = re.findall(r"goes on after step (\d+)", output)
+    return int(steps[0]) if steps else 0
 
 
 @pytest.fixture
 def whole(tmp_path):
-    """`whole(step, accuracy, **said)`: a folder that is a checkpoint by its name and progress."""
+    """`whole(step, accuracy, **changes)`: a folder that is a checkpoint by its name and progress."""
 
-    def make(step: int, accuracy: float | None = None, **said) -> Path:
+    def make(step: int, accuracy: float | None = None, **changes) -> Path:
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         about = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)._run_info
-        write_progress(folder, about | {"reference": "r", "accuracy": accuracy, "files": {}, **said})
+        write_progress(folder, about | {"reference": "r", "accuracy": accuracy, "files": {}, **changes})
         return folder
 
     return make
 
 
-def found(tmp_path, asked: str, output_dir: str | None = None) -> Path | None:
-    return next(iter(find_checkpoints(TrainerConfig(resume_from_checkpoint=asked, output_dir=output_dir))), None)
+def checkpoint_of(tmp_path, name: str, output_dir: str | None = None) -> Path | None:
+    return next(iter(find_checkpoints(TrainerConfig(resume_from_checkpoint=name, output_dir=output_dir))), None)
 
 
 def test_the_last_one_is_the_newest_that_is_whole(whole, tmp_path):
     run = str(tmp_path / "run")
-    assert found(tmp_path, "last", run) is None
+    assert checkpoint_of(tmp_path, "last", run) is None
     whole(9), whole(10)
     for name in ("checkpoint-30", "checkpoint-40.unfinished", "checkpoint-x"):
         (tmp_path / "run" / name).mkdir()
     (tmp_path / "run/checkpoint-40.unfinished/progress.json").touch()
-    assert found(tmp_path, "last", run) == tmp_path / "run/checkpoint-10"
-    assert found(tmp_path, run + "/checkpoint-10") == tmp_path / "run/checkpoint-10"
-    for asked, output_dir, said in [
+    assert checkpoint_of(tmp_path, "last", run) == tmp_path / "run/checkpoint-10"
+    assert checkpoint_of(tmp_path, run + "/checkpoint-10") == tmp_path / "run/checkpoint-10"
+    for name, output_dir, reason in [
         ("last", None, "of which run"),
         (run, None, "there is no progress.json in it"),
         (run + "/checkpoint-30", None, "there is no progress.json in it"),
         (run + "/checkpoint-10", str(tmp_path), "leave output_dir out"),
         (run + "/checkpoint-9", None, "the run has checkpoint-10 too"),
     ]:
-        with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*{said}"):
-            found(tmp_path, asked, output_dir)
+        with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*{reason}"):
+            checkpoint_of(tmp_path, name, output_dir)
 
 
 def test_the_newest_and_the_best_are_kept(whole, tmp_path):
@@ -515,7 +517,7 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
     run = tmp_path / "run"
     for limit, kept in ((0, [2, 4, 6, 8, 10, 12]), (5, [4, 6, 8, 10, 12]), (2, [6, 10, 12]), (1, [6, 12])):
         Checkpoints(TrainerConfig(save_total_limit=limit), run, None, "m", "r", [], 0, 1)._delete_old()
-        assert [step_of(one) for one in checkpoints(run)] == kept
+        assert [step_of(path) for path in checkpoints(run)] == kept
         assert len([*run.iterdir()]) == len(kept)
 
 
@@ -535,31 +537,33 @@ def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
     whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert len(whole) == 5
 
-    def check(path: Path, *said: str) -> None:
-        found = damage(folder)
-        assert found in [f"{path.relative_to(folder)} {one}" for one in said], (path, found)
+    def check(path: Path, *reasons: str) -> None:
+        reported = damage(folder)
+        assert reported in [f"{path.relative_to(folder)} {reason}" for reason in reasons], (path, reported)
         # Of several parts one sees it, or each.
-        assert sum(damage(folder, share, 3) == found for share in range(3)) == (
+        assert sum(damage(folder, share, 3) == reported for share in range(3)) == (
             3 if path.name == "progress.json" else 1
         )
 
     for path, content in whole.items():
-        other = "is not as it was written"
-        sizes = (other,) if path.name == "progress.json" else (f"has {len(content) // 2} bytes and had {len(content)}",)
+        changed = "is not as it was written"
+        sizes = (
+            (changed,) if path.name == "progress.json" else (f"has {len(content) // 2} bytes and had {len(content)}",)
+        )
         for damaged in (content[: len(content) // 2], bytes(len(content)), content + b"x"):
             path.write_bytes(damaged)
             if damaged != content:
-                check(path, other, *sizes, f"has {len(content) + 1} bytes and had {len(content)}")
+                check(path, changed, *sizes, f"has {len(content) + 1} bytes and had {len(content)}")
         for place in chance.sample(range(len(content)), min(len(content), 60 if path.name == "progress.json" else 3)):
             flipped = bytes([content[place] ^ 1 << chance.randrange(8)])
             path.write_bytes(content[:place] + flipped + content[place + 1 :])
             if path.name != "progress.json" or json_of(path) != json_of(content):
-                check(path, other)
+                check(path, changed)
         path.unlink()
         check(path, "cannot be read (No such file or directory)")
         path.write_bytes(content)
-    for other in ("", "[]", "{}", "[" * 10_000, '{"format": 4, "files": {}}', '{"format": true, "sha256": 1}'):
-        (folder / "progress.json").write_text(other)
+    for changed in ("", "[]", "{}", "[" * 10_000, '{"format": 4, "files": {}}', '{"format": true, "sha256": 1}'):
+        (folder / "progress.json").write_text(changed)
         check(folder / "progress.json", "is not as it was written")
     (folder / "progress.json").write_text('{"format": 2, "step": 5}')
     with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 2 there and 4 here: use"):
@@ -579,14 +583,14 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
         whole(step, accuracy, ref_step=step)
     for step, content in ((2, ""), (6, "{}")):
         (tmp_path / f"run/checkpoint-{step}/progress.json").write_text(content)
-    own = Checkpoints(TrainerConfig(save_total_limit=2), tmp_path / "run", None, "m", "r", [], 0, 1)
-    assert own.references() == {4, 8}
-    own._delete_old()
-    assert [step_of(one) for one in checkpoints(tmp_path / "run")] == [4, 8]
+    run_checkpoints = Checkpoints(TrainerConfig(save_total_limit=2), tmp_path / "run", None, "m", "r", [], 0, 1)
+    assert run_checkpoints.references() == {4, 8}
+    run_checkpoints._delete_old()
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [4, 8]
 
 
 @pytest.mark.parametrize(
-    "said, changes, words",
+    "saved, changes, words",
     [
         ({"model": "x"}, {}, "the model's fingerprint is 'x' there and 'm' here: set model_name_or_path"),
         ({"reference": "x"}, {}, "the reference's fingerprint is 'x' there and 'r' here: start the reference server"),
@@ -601,10 +605,10 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
         ({}, {"max_steps": 7, "lr_scheduler_type": "linear"}, "lr_scheduler_type is 'constant_with_warmup' there"),
     ],
 )
-def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp_path, said, changes, words):
-    own = Checkpoints(TrainerConfig(**changes), tmp_path, None, "m", "r", [], 0, 1)
+def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp_path, saved, changes, words):
+    run_checkpoints = Checkpoints(TrainerConfig(**changes), tmp_path, None, "m", "r", [], 0, 1)
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
-        own.load(whole(5, **said), None)
+        run_checkpoints.load(whole(5, **saved), None)
 
 
 def test_a_damaged_line_costs_itself_alone(tmp_path, caplog):

@@ -31,14 +31,14 @@ def sampler(model, tokenizer, eos=None, length=12) -> LocalSampler:
 
 def test_the_same_seed_draws_the_same_and_another_seed_does_not(model, tokenizer, examples):
     draw = sampler(model, tokenizer).sample
-    one, same, other = (draw(examples, 4, 1.0, seed) for seed in (1, 1, 2))
-    assert one == same != other
-    assert [len(group) for group in one] == [4, 4, 4]
+    first, again, different = (draw(examples, 4, 1.0, seed) for seed in (1, 1, 2))
+    assert first == again != different
+    assert [len(group) for group in first] == [4, 4, 4]
 
 
 def test_greedy_is_the_most_likely_token_each_time(model, tokenizer, examples):
-    for one, rollout in zip(examples, sampler(model, tokenizer).greedy(examples), strict=True):
-        ids = list(one.prompt_ids)
+    for prompt, rollout in zip(examples, sampler(model, tokenizer).greedy(examples), strict=True):
+        ids = list(prompt.prompt_ids)
         for token in rollout.completion_ids:
             assert token == model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()
             ids.append(token)
@@ -47,13 +47,13 @@ def test_greedy_is_the_most_likely_token_each_time(model, tokenizer, examples):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, temperature):
     """The first token of 4,000 samples against softmax(logits / temperature), by a chi-square over the likeliest."""
-    one, count = example(tokenizer("Tom has 3")["input_ids"]), 4000
-    groups = sampler(model, tokenizer, length=1).sample([one], count, temperature, seed=0)
+    prompt, count = example(tokenizer("Tom has 3")["input_ids"]), 4000
+    groups = sampler(model, tokenizer, length=1).sample([prompt], count, temperature, seed=0)
     drawn = torch.tensor([rollout.completion_ids[0] for rollout in groups[0]])
     vocabulary = model.config.vocab_size
     with torch.no_grad():
-        every = Batcher(0, 0).make([(one.prompt_ids, [token]) for token in range(vocabulary)], "cpu")
-        probabilities = token_logprobs(model, every, temperature)[0].exp().double()
+        batch = Batcher(0, 0).make([(prompt.prompt_ids, [token]) for token in range(vocabulary)], "cpu")
+        probabilities = token_logprobs(model, batch, temperature)[0].exp().double()
     assert probabilities.sum().item() == pytest.approx(1.0, abs=1e-4)
     top = probabilities.topk(30).indices
     expected = torch.cat([probabilities[top], 1 - probabilities[top].sum(0, keepdim=True)]) * count
@@ -68,14 +68,14 @@ def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, 
     drawn_by.update_weights(7)
     groups = drawn_by.sample(examples, 4, temperature, seed=2)
     sequences = [
-        (one.prompt_ids, rollout.completion_ids)
-        for one, rollouts in zip(examples, groups, strict=True)
+        (prompt.prompt_ids, rollout.completion_ids)
+        for prompt, rollouts in zip(examples, groups, strict=True)
         for rollout in rollouts
     ]
     with torch.no_grad():
         scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)
-    said = [logprob for rollouts in groups for rollout in rollouts for logprob in rollout.sampling_logprobs]
-    torch.testing.assert_close(torch.tensor(said), scored, atol=1e-4, rtol=0)
+    drawn_with = [logprob for rollouts in groups for rollout in rollouts for logprob in rollout.sampling_logprobs]
+    torch.testing.assert_close(torch.tensor(drawn_with), scored, atol=1e-4, rtol=0)
     assert len({len(completion) for _, completion in sequences}) > 2
     assert {rollout.policy_version for rollouts in groups for rollout in rollouts} == {7}
 
@@ -113,16 +113,16 @@ def test_in_16_bits_too_a_rollout_brings_the_logprobs_that_the_loss_gives_it(nam
     examples, copies = [example([5, 6, 7]), example([9, 10, 11, 12, 13, 14])], 8
     groups = sampler(model, tokenizer, eos=[10**6], length=20).sample(examples, copies, 0.8, seed=2)
     rollouts = [rollout for group in groups for rollout in group]
-    prompts = [one.prompt_ids for one in examples for _ in range(copies)]
+    prompts = [item.prompt_ids for item in examples for _ in range(copies)]
     sequences = [(prompt, rollout.completion_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
     with torch.no_grad():
         scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), 0.8)
-        own = model(input_ids=torch.tensor([prompts[0]])).logits
-    difference = (torch.tensor([value for one in rollouts for value in one.sampling_logprobs]) - scored).abs()
+        logits = model(input_ids=torch.tensor([prompts[0]])).logits
+    difference = (torch.tensor([value for item in rollouts for value in item.sampling_logprobs]) - scored).abs()
     assert len(difference) == 320 and (difference > 0.01).float().mean() < 0.01
     # And the head is the model's own again.
     assert "forward" not in vars(model.get_output_embeddings())
-    assert own.shape[1] == 3 and torch.equal(own, own.bfloat16().to(own.dtype))
+    assert logits.shape[1] == 3 and torch.equal(logits, logits.bfloat16().to(logits.dtype))
 
 
 def test_a_head_is_the_models_own_again_after_a_failure(tokenizer):
@@ -138,7 +138,7 @@ def test_a_head_is_the_models_own_again_after_a_failure(tokenizer):
 
 def test_the_models_own_generation_config_changes_nothing(model, tokenizer, examples, monkeypatch):
     plain = sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5)
-    own = GenerationConfig(
+    settings = GenerationConfig(
         top_k=1,
         top_p=0.1,
         temperature=0.1,
@@ -148,9 +148,9 @@ def test_the_models_own_generation_config_changes_nothing(model, tokenizer, exam
         min_new_tokens=9,
         do_sample=True,
     )
-    monkeypatch.setattr(model, "generation_config", own)
+    monkeypatch.setattr(model, "generation_config", settings)
     assert sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5) == plain
-    assert model.generation_config is own  # and it is there again, to be saved with the model
+    assert model.generation_config is settings  # and it is there again, to be saved with the model
 
 
 def first_tokens(model, tokenizer, examples) -> list[int]:
@@ -206,7 +206,7 @@ def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, t
     widths = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
     assert sampler(model, tokenizer).greedy(examples) == plain
-    assert widths == [max(len(one.prompt_ids) for one in examples)] + [1] * (len(widths) - 1)
+    assert widths == [max(len(prompt.prompt_ids) for prompt in examples)] + [1] * (len(widths) - 1)
 
 
 def gradients(model) -> list[torch.Tensor]:
@@ -310,24 +310,24 @@ def test_each_group_is_handed_over_once_soon_after_its_last_completion_ends(mode
     assert [after for *_, after in handed] == looks == sorted(looks) and len({*looks}) > 2
 
 
-def streamed(model, tokenizer, one, temperature, seed, stop_after=100, eos=10**6):
+def streamed(model, tokenizer, prompt, temperature, seed, stop_after=100, eos=10**6):
     shown = []
 
     def on_token(ids) -> bool:
         shown.append(ids)
         return len(ids) == stop_after
 
-    return sampler(model, tokenizer, eos=[eos]).stream(one, temperature, seed, on_token), shown
+    return sampler(model, tokenizer, eos=[eos]).stream(prompt, temperature, seed, on_token), shown
 
 
 def test_a_stream_shows_each_token_and_ends_as_its_rollout(model, tokenizer, examples):
-    for one in examples:
-        (greedy,) = sampler(model, tokenizer, eos=[10**6]).greedy([one])
-        rollout, shown = streamed(model, tokenizer, one, temperature=0, seed=1)
+    for prompt in examples:
+        (greedy,) = sampler(model, tokenizer, eos=[10**6]).greedy([prompt])
+        rollout, shown = streamed(model, tokenizer, prompt, temperature=0, seed=1)
         assert rollout == greedy
         assert shown == [greedy.completion_ids[:count] for count in range(1, 13)]
-        ((drawn,),) = sampler(model, tokenizer, eos=[10**6]).sample([one], 1, 2.0, seed=1)
-        assert streamed(model, tokenizer, one, temperature=2.0, seed=1)[0] == drawn
+        ((drawn,),) = sampler(model, tokenizer, eos=[10**6]).sample([prompt], 1, 2.0, seed=1)
+        assert streamed(model, tokenizer, prompt, temperature=2.0, seed=1)[0] == drawn
 
 
 def test_a_stream_shows_each_token_once_up_to_its_eos(model, tokenizer, examples):

@@ -157,7 +157,7 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, reason",
     [
         ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
         ("rows.csv", "needs files of one type, .json, .jsonl, .parquet; found rows.csv"),
@@ -175,7 +175,7 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
         ("mixed-folder", "found train-0.jsonl, train-1.parquet"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, said):
+def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, reason):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("question,answer\n")
@@ -195,7 +195,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog
     (tmp_path / "mixed-folder").mkdir()
     write(tmp_path / "mixed-folder" / "train-0.jsonl")
     write(tmp_path / "mixed-folder" / "train-1.parquet")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reason):
         load_examples(config(name), "train", tokenizer, progress=False)
     assert "Failed to" not in caplog.text, "that one sentence says it"
 
@@ -339,10 +339,10 @@ def test_an_epoch_shows_no_example_twice_and_the_next_is_shuffled_anew():
 
 
 def test_the_order_is_the_seeds_and_the_step_is_the_whole_state():
-    one, same, other = (PromptStream(range(100), 10, seed) for seed in (1, 1, 2))
-    assert [one.examples_of(step) for step in range(30)] == [same.examples_of(step) for step in range(30)]
-    assert same.examples_of(17) == one.examples_of(17)  # asked out of order: as after a restart
-    assert one.examples_of(0) != other.examples_of(0)
+    first, again, different = (PromptStream(range(100), 10, seed) for seed in (1, 1, 2))
+    assert [first.examples_of(step) for step in range(30)] == [again.examples_of(step) for step in range(30)]
+    assert again.examples_of(17) == first.examples_of(17)  # asked out of order: as after a restart
+    assert first.examples_of(0) != different.examples_of(0)
 
 
 def test_other_prompts_are_none_of_the_batch_and_fixed_by_the_seed():

@@ -30,40 +30,40 @@ def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_fo
         assert json.loads((run / "checkpoint-6/progress.json").read_text())["ranks"] == 4
         output = finish(1, words)
         assert went_on(output) == 6 and "checkpoint-6 is of 4 ranks: DeepSpeed rearranges it for 1" in output
-    assert not [one.name for one in run.iterdir() if "universal" in one.name]
+    assert not [path.name for path in run.iterdir() if "universal" in path.name]
 
     for read in (timeless, lambda folder: lines(folder / "completions.jsonl")):
-        for here, there in zip(read(run), read(tmp_path / "straight"), strict=True):
-            assert here.keys() == there.keys()
-            for name, value in there.items():
+        for resumed, straight in zip(read(run), read(tmp_path / "straight"), strict=True):
+            assert resumed.keys() == straight.keys()
+            for name, value in straight.items():
                 expected = pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
-                assert here[name] == expected, (name, here)
+                assert resumed[name] == expected, (name, resumed)
     for folder in ("model", "checkpoint-10"):
-        here, there = weights(run / folder), weights(tmp_path / "straight" / folder)
-        assert here.keys() == there.keys()
-        apart = max((here[name] - there[name]).abs().max().item() for name in there)
+        resumed, straight = weights(run / folder), weights(tmp_path / "straight" / folder)
+        assert resumed.keys() == straight.keys()
+        apart = max((resumed[name] - straight[name]).abs().max().item() for name in straight)
         print(folder, "apart", apart)
         assert apart < 1e-6
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_a_round_is_share_anew_in_the_order_of_its_groups(ranks):
+def test_a_round_is_shared_anew_in_the_order_of_its_groups(ranks):
     """Two steps of six groups of two completions, told apart by numbers."""
 
-    def own(rank: int, of: int) -> list[StepBatch]:
-        share, parts = 6 // of, []
+    def share_of(rank: int, of: int) -> list[StepBatch]:
+        share, batches = 6 // of, []
         for step in range(2):
             groups = [100 * step + rank * share + place for place in range(share)]
-            rewards = torch.tensor([[2.0 * one, 2.0 * one + 1] for one in groups])
+            rewards = torch.tensor([[2.0 * group, 2.0 * group + 1] for group in groups])
             samples = [2 * group + column for group in groups for column in range(2)]
-            parts.append(StepBatch(groups, torch.stack([rewards, -rewards]), rewards, rewards[:, 0] > 3, samples))
-        return parts
+            batches.append(StepBatch(groups, torch.stack([rewards, -rewards]), rewards, rewards[:, 0] > 3, samples))
+        return batches
 
     for before in (1, 2, 3, 6):
-        by_rank = [own(rank, before) for rank in range(before)]
+        by_rank = [share_of(rank, before) for rank in range(before)]
         for rank in range(ranks):
-            for here, expected in zip(share_anew(by_rank, rank, ranks), own(rank, ranks), strict=True):
-                assert here.groups == expected.groups and here.samples == expected.samples
+            for batch, expected in zip(share_anew(by_rank, rank, ranks), share_of(rank, ranks), strict=True):
+                assert batch.groups == expected.groups and batch.samples == expected.samples
                 for name in ("by_function", "rewards", "signal"):
-                    assert torch.equal(getattr(here, name), getattr(expected, name))
+                    assert torch.equal(getattr(batch, name), getattr(expected, name))
     assert share_anew([[], []], 0, 3) == []

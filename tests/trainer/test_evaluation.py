@@ -31,9 +31,9 @@ def test_pass_at_k_holds_for_numbers_whose_factorials_no_float_can():
     n, counts = 10_000, [0, 1, 3, 500, 5000, 9999, 10_000]
     for k in (1, 2, 100, 5000, 9999, 10_000):
         exact = [float(1 - Fraction(math.comb(n - c, k), math.comb(n, k))) for c in counts]
-        found = pass_at_k(np.array(counts), n, k)
-        np.testing.assert_allclose(found, exact, rtol=1e-9)
-        assert np.all((found >= 0) & (found <= 1))
+        estimates = pass_at_k(np.array(counts), n, k)
+        np.testing.assert_allclose(estimates, exact, rtol=1e-9)
+        assert np.all((estimates >= 0) & (estimates <= 1))
 
 
 def test_pass_at_1_is_the_share_of_right_samples():
@@ -74,24 +74,26 @@ def has_format(completion: str, prompt: str) -> bool:
 def test_the_metrics_are_those_of_the_completions(ask):
     metrics, completions = ask(num_generations_eval=5)
     assert len(completions) == 7 * 6
-    for one in completions:
-        assert one["correct"] == is_correct(one["completion"], one["answer"])
-        assert one["format"] == has_format(one["completion"], one["prompt"])
-    greedy = [one for one in completions if one["sample"] == 0]
-    p = statistics.mean(one["correct"] for one in greedy)
+    for completion in completions:
+        assert completion["correct"] == is_correct(completion["completion"], completion["answer"])
+        assert completion["format"] == has_format(completion["completion"], completion["prompt"])
+    greedy = [completion for completion in completions if completion["sample"] == 0]
+    p = statistics.mean(completion["correct"] for completion in greedy)
     assert metrics["eval_n"] == 7 == len(greedy)
     assert metrics["eval_accuracy"] == pytest.approx(p)
     assert metrics["eval_accuracy_se"] == pytest.approx(math.sqrt(p * (1 - p) / 7))
-    assert metrics["eval_format"] == pytest.approx(statistics.mean(one["format"] for one in greedy))
-    assert metrics["eval_completions/mean_length"] == pytest.approx(statistics.mean(one["tokens"] for one in greedy))
-    clipped = statistics.mean(not one["finished"] for one in greedy)
+    assert metrics["eval_format"] == pytest.approx(statistics.mean(completion["format"] for completion in greedy))
+    assert metrics["eval_completions/mean_length"] == pytest.approx(
+        statistics.mean(completion["tokens"] for completion in greedy)
+    )
+    clipped = statistics.mean(not completion["finished"] for completion in greedy)
     assert metrics["eval_completions/clipped_ratio"] == pytest.approx(clipped)
-    assert metrics["eval_num_tokens"] == sum(one["tokens"] for one in completions)
+    assert metrics["eval_num_tokens"] == sum(completion["tokens"] for completion in completions)
 
     right = {problem: [] for problem in range(7)}
-    for one in completions:
-        if one["sample"]:
-            right[one["problem"]].append(one["correct"])
+    for completion in completions:
+        if completion["sample"]:
+            right[completion["problem"]].append(completion["correct"])
     assert all(len(verdicts) == 5 for verdicts in right.values())
     estimates = {"avg@5": [statistics.mean(verdicts) for verdicts in right.values()]}
     for k in (1, 2, 4, 5):
@@ -126,23 +128,23 @@ def test_any_sampler_can_be_evaluated():
 
     metrics, completions = evaluate(ScriptedSampler(), examples, is_right, lambda *_: True, config, 0, 1)
     assert (metrics["eval_accuracy"], metrics["eval_avg@2"], metrics["eval_pass@2"]) == (1.0, 0.5, 1.0)
-    assert [one["completion"] for one in completions] == [*"0101", *"10" * 4]
+    assert [completion["completion"] for completion in completions] == [*"0101", *"10" * 4]
 
 
 def test_greedy_alone_is_the_default(ask):
     metrics, completions = ask()
     assert not [name for name in metrics if "@" in name]
-    assert [one["sample"] for one in completions] == [0] * 7
+    assert [completion["sample"] for completion in completions] == [0] * 7
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 20])
 def test_ranks_share_the_work_without_changing_it(ask, world_size):
     _, alone = ask(num_generations_eval=4)
     shares = [ask(rank, world_size, num_generations_eval=4)[1] for rank in range(world_size)]
-    together = [one for share in shares for one in share]
+    together = [completion for share in shares for completion in share]
 
-    def order(one):
-        return one["sample"] > 0, one["problem"], one["sample"]
+    def order(completion):
+        return completion["sample"] > 0, completion["problem"], completion["sample"]
 
     assert sorted(together, key=order) == sorted(alone, key=order)
     if world_size < 20:
@@ -152,17 +154,20 @@ def test_ranks_share_the_work_without_changing_it(ask, world_size):
 def test_the_seed_decides_the_samples_and_greedy_knows_none(ask):
     def texts(seed):
         _, completions = ask(seed=seed, num_generations_eval=3)
-        return [[one["completion"] for one in completions if (one["sample"] > 0) == drawn] for drawn in (False, True)]
+        return [
+            [completion["completion"] for completion in completions if (completion["sample"] > 0) == drawn]
+            for drawn in (False, True)
+        ]
 
-    one, same, other = texts(1), texts(1), texts(2)
-    assert one == same
-    assert one[0] == other[0] and one[1] != other[1]
-    assert len(set(one[1])) > 15, "samples of a problem differ"
+    first, again, different = texts(1), texts(1), texts(2)
+    assert first == again
+    assert first[0] == different[0] and first[1] != different[1]
+    assert len(set(first[1])) > 15, "samples of a problem differ"
 
 
 def test_more_samples_than_a_call_may_draw_are_drawn_in_several(ask):
     _, completions = ask(eval_samples=2, num_generations_eval=8)
-    assert [(one["problem"], one["sample"]) for one in completions if one["sample"]] == [
+    assert [(completion["problem"], completion["sample"]) for completion in completions if completion["sample"]] == [
         (problem, sample) for problem in range(2) for sample in range(1, 9)
     ]
 

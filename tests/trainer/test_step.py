@@ -91,22 +91,22 @@ class Plain:
         if weights is not None:
             self.model.load_state_dict(weights, strict=False)  # a tied head is named once
         self.rows = []
-        for one in sequences():
-            if not one.completion_ids:
+        for sample in sequences():
+            if not sample.completion_ids:
                 self.rows.append((torch.zeros(0).double(), torch.zeros(0).double()))
                 continue
-            ids = torch.tensor([one.prompt_ids + one.completion_ids])
-            logits = self.model(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1]
-            every = torch.log_softmax(logits / TEMPERATURE, -1)
-            logp = every[range(len(one.completion_ids)), one.completion_ids]
-            self.rows.append((logp, -(every.exp() * every).sum(-1)))
+            ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+            logits = self.model(input_ids=ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+            logprobs = torch.log_softmax(logits / TEMPERATURE, -1)
+            chosen = logprobs[range(len(sample.completion_ids)), sample.completion_ids]
+            self.rows.append((chosen, -(logprobs.exp() * logprobs).sum(-1)))
 
     def step(self, settings: LossSection, old: list | None, sampled: bool):
         """(gradients by parameter name, metrics) of the whole step."""
         advantages = [value for group in oracle.advantages(rewards(), settings.scale_rewards) for value in group]
         kept, rows = [], []
-        for number, (one, advantage, row) in enumerate(zip(sequences(), advantages, self.rows, strict=True)):
-            if settings.mask_truncated_completions and not one.finished:
+        for number, (sample, advantage, row) in enumerate(zip(sequences(), advantages, self.rows, strict=True)):
+            if settings.mask_truncated_completions and not sample.finished:
                 continue
             rows.append(row)
             kept.append(
@@ -115,20 +115,22 @@ class Plain:
                     row[0].tolist(),
                     row[1].tolist(),
                     old=old[number] if old else None,
-                    ref=one.ref_logprobs.tolist() if settings.beta else None,
-                    sampling=one.sampling_logprobs.tolist() if sampled else None,
+                    ref=sample.ref_logprobs.tolist() if settings.beta else None,
+                    sampling=sample.sampling_logprobs.tolist() if sampled else None,
                 )
             )
         if settings.top_entropy_quantile < 1:
             kept = oracle.mark_high_entropy(kept, settings.top_entropy_quantile)
         size = oracle.size(kept)
         total = torch.zeros((), dtype=torch.float64)
-        for one, row in zip(kept, rows, strict=True):
-            for values, slopes in zip(row, oracle.gradient(one, size, settings, settings.beta, LONGEST), strict=True):
+        for sample, row in zip(kept, rows, strict=True):
+            for values, slopes in zip(
+                row, oracle.gradient(sample, size, settings, settings.beta, LONGEST), strict=True
+            ):
                 total = total + (values * torch.tensor(slopes, dtype=torch.float64)).sum()
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         slopes = torch.autograd.grad(total, parameters, retain_graph=True, materialize_grads=True)
-        entropies = [value for one in kept for value in one.entropy]
+        entropies = [value for sample in kept for value in sample.entropy]
         metrics = {"loss": oracle.loss(kept, settings, settings.beta, LONGEST), "entropy": oracle.mean(entropies)}
         return dict(zip(names, slopes, strict=True)), metrics
 
@@ -146,17 +148,17 @@ def expected(plain):
     def of(number: int):
         if number not in known:
             values, old, sampled = CASES[number]
-            olds = [one.old_logprobs.tolist() for one in sequences()] if old else None
+            olds = [sample.old_logprobs.tolist() for sample in sequences()] if old else None
             known[number] = plain.step(LossSection(**{"beta": BETA, **values}), olds, sampled)
         return known[number]
 
     return of
 
 
-def distance(one, other) -> float:
+def distance(gradient, exact) -> float:
     """Relative distance over all parameters together."""
-    difference = sum(((one[name].double() - other[name].double()) ** 2).sum() for name in other)
-    return (difference / sum((other[name].double() ** 2).sum() for name in other)).sqrt().item()
+    difference = sum(((gradient[name].double() - exact[name].double()) ** 2).sum() for name in exact)
+    return (difference / sum((exact[name].double() ** 2).sum() for name in exact)).sqrt().item()
 
 
 def norm(gradients) -> float:
@@ -223,7 +225,7 @@ def test_experts_are_balanced_over_the_whole_step(launch, tmp_path):
     assert PLAIN[1]["mask_truncated_completions"]
     plain = Plain(tmp_path / "experts")
     gradients, metrics = plain.step(LossSection(beta=BETA, **PLAIN[1]), None, False)
-    kept = [(one.prompt_ids, one.completion_ids) for one in sequences() if one.finished]
+    kept = [(sample.prompt_ids, sample.completion_ids) for sample in sequences() if sample.finished]
     value, slopes = balanced(plain.model, kept)
     gradients = {name: slope + 0.5 * slopes[name] for name, slope in gradients.items()}
     for result in run(launch, 3, tmp_path / "experts", tmp_path, cases):
