@@ -227,10 +227,10 @@ def save_random(config: PretrainedConfig, folder: str, on_card: bool) -> None:
 
 def measure(case: Case, folder: str) -> dict[str, int]:
     """Bytes of this rank: of the process before there was a model, and in each phase above that."""
-    import grpo_ref_split as trainer
+    from grpo.trainer.engine import join_ranks, start_engine
 
     config = case.trainer(model_name_or_path=str(Path(folder).resolve()))
-    rank, world_size, device, _ = trainer.join_ranks(config)
+    rank, world_size, device, _ = join_ranks(config)
     ds_config = engine_config(config, world_size, device)
     start = forget_peak()
     tokenizer, model = load_tokenizer(config), load_model(config, device)
@@ -240,7 +240,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
     sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
-    engine, _ = trainer.start_engine(config, ds_config, model)
+    engine, _ = start_engine(config, ds_config, model)
     watched = Watched(engine)
     draw = random.Random(rank)
 

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 import grpo.trainer.step
-import grpo_ref_split as trainer
 from grpo.algorithm.loss import grpo_loss
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
@@ -30,7 +30,7 @@ from grpo.rollouts.prompts import PromptStream, load_examples
 from grpo.rollouts.records import Sample
 from grpo.rollouts.trial import make_sampler
 from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.engine import engine_config
+from grpo.trainer.engine import engine_config, join_ranks, start_engine
 from grpo.trainer.round import Rounds
 
 SHIPPED = "ds_config.json", "configs/ds_offload.json"
@@ -65,7 +65,7 @@ def engine_of(config: TrainerConfig):
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     batcher = make_batcher(model, 0)
-    engine, _ = trainer.start_engine(config, engine_config(config, 1, device), model)
+    engine, _ = start_engine(config, engine_config(config, 1, device), model)
     return engine, batcher, reference
 
 
@@ -99,7 +99,7 @@ def steps_with_every_file(make, folder: Path) -> dict:
                     samples[3].advantage = float("nan")
                 losses.append(update(engine, batcher, samples, config)["loss"].total)
                 applied.append(engine.was_step_applied())
-            groups = trainer.dist.distributed_c10d._world.pg_map
+            groups = dist.distributed_c10d._world.pg_map
             results[Path(file).name, dtype] = {
                 "applied": applied,
                 "losses": losses,
@@ -224,7 +224,7 @@ def fetches(make) -> dict:
 
 def main(model: str, dataset: str, out: str) -> None:
     make, folder = partial(settings, model, dataset), Path(out).parent
-    trainer.join_ranks(make())
+    join_ranks(make())
     results = {
         "steps": steps_with_every_file(make, folder),
         "gradients": gradients(make, folder),
@@ -232,7 +232,7 @@ def main(model: str, dataset: str, out: str) -> None:
         "fetches": fetches(make),
     }
     torch.save(results, out)
-    trainer.dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

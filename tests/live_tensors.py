@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import grpo_ref_split as trainer
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from grpo.config.trainer import TrainerConfig
@@ -30,7 +29,7 @@ from grpo.model.trial import make_batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.engine import engine_config
+from grpo.trainer.engine import engine_config, join_ranks, start_engine
 from grpo.trainer.step import update
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -110,7 +109,7 @@ def run(case: dict, folder: str) -> dict:
         deepspeed=str(path),
         **case,
     )
-    _, ranks, device, _ = trainer.join_ranks(config)
+    _, ranks, device, _ = join_ranks(config)
     ds_config = engine_config(config, ranks, device)
     shape, dtype, draw = qwen(4, 512, **SHAPE), getattr(torch, config.dtype), random.Random(0)
 
@@ -125,7 +124,7 @@ def run(case: dict, folder: str) -> dict:
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         batcher = make_batcher(model, 0)
-        engine, _ = trainer.start_engine(config, ds_config, model)
+        engine, _ = start_engine(config, ds_config, model)
         sampler = LocalSampler(engine.module, Tokenizer(), [2], COMPLETION)
         watched, peaks = Watched(engine, live), {}
         for turn in range(2):

@@ -22,7 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import grpo_ref_split as trainer
+import torch.distributed as dist
+
 from grpo.algorithm.advantages import group_advantages
 from grpo.config.command_line import parse_arguments
 from grpo.config.model import SharedConfig
@@ -32,7 +33,7 @@ from grpo.model.trial import make_batcher
 from grpo.rollouts.records import Sample
 from grpo.run.metrics import gather_stats
 from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.engine import engine_config
+from grpo.trainer.engine import deepspeed, engine_config, join_ranks
 from grpo.trainer.step import update
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight
@@ -122,7 +123,7 @@ def check_masked(engine, case: dict, config: TrainerConfig, batcher, rank: int) 
 def main(model, cases_file, out) -> None:
     cases = json.loads(Path(cases_file).read_text())
     configs = [read_config(case) for case in cases]
-    rank, world_size, device, _ = trainer.join_ranks(configs[0])
+    rank, world_size, device, _ = join_ranks(configs[0])
     policy = load_model(SharedConfig(model_name_or_path=model), device)
     if configs[0].gradient_checkpointing:
         checkpoint_activations(policy)
@@ -130,7 +131,7 @@ def main(model, cases_file, out) -> None:
     first = weights_of(policy)
     settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD([w for w in policy.parameters() if w.requires_grad], lr=LEARNING_RATE)
-    engine, *_ = trainer.deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)
 
     results = []
     for case, config in zip(cases, configs, strict=True):
@@ -162,8 +163,8 @@ def main(model, cases_file, out) -> None:
         )
     if rank == 0:
         torch.save(results, out)
-    trainer.dist.barrier()
-    trainer.dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ from grpo.config.errors import ConfigError, first_here, program_name, say_once
 _GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
 
 
-class Stopped(Exception):
-    """A signal has ended the work, on all ranks at the same place. The message says what is left and how to go on."""
+class EndRun(Exception):
+    """The end of a run before its last step, on every rank after the same step. The message says why."""
 
-    def __init__(self, message: str, number: int):
+    def __init__(self, message: str, code: int = 1):
+        """`code` is the program's exit code: 1 for a failure, 128 + its number for a signal."""
         super().__init__(message)
-        self.number = number
+        self.code = code
 
 
 def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
@@ -33,10 +34,10 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
     except ConfigError as error:
         say_once(str(error))
         return 2
-    except Stopped as error:
-        if first_here():
-            say_once(str(error))
-        return 128 + error.number
+    except EndRun as end:
+        if end.code == 1 or first_here():
+            say_once(str(end))
+        return end.code
     except failures as error:
         say_once(str(error))
         return 1

@@ -1,22 +1,105 @@
-"""ds_config.json holds DeepSpeed's engine knobs; sizes and rates come from Config and must not be said twice."""
+"""All of DeepSpeed: ranks meet, ds_config.json is completed with the run's sizes and rates, the engine starts."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
+import warnings
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
 from grpo.config.trainer import TrainerConfig
+from grpo.model.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
 from grpo.model.load import resolve_dtype
 from grpo.model.lora import need
+from grpo.model.optimizer import make_optimizer, make_schedule
+from grpo.run.collective import gather, own_place
+from grpo.run.watchdog import TIME_OUT, Watchdog
+from grpo.trainer.out_of_memory import START, explain_shortage
+
+if not wants_card():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
+# DeepSpeed's own calls, one line a rank. The barrier's, on GPUs, means the device that join_ranks has set.
+warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
+warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
+import deepspeed
+from deepspeed.accelerator import cuda_accelerator
+
+# With NVIDIA's library it reads CUDA_VISIBLE_DEVICES as numbers, where GPU-... and MIG-... may stand.
+cuda_accelerator.pynvml = None
 
 log = logging.getLogger(__name__)
+
+
+class Ranks(NamedTuple):
+    """This rank among the launched processes."""
+
+    rank: int
+    size: int
+    """number of ranks"""
+    device: torch.device
+    watchdog: Watchdog
+
+
+def join_ranks(config: TrainerConfig) -> Ranks:
+    """Meet the other ranks.
+
+    Raises ConfigError if the step cannot be shared, or a card cannot be used.
+    """
+    rank, world_size, device = own_place()
+    config.check_ranks(world_size)
+    if "RANK" not in os.environ:  # plain python instead of the deepspeed launcher: one rank
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    if device.type == "cpu":
+        # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    held = memory_of_others(device)
+    watchdog = Watchdog(rank, world_size, hint=prepare_nccl() if device.type == "cuda" else "")
+    deepspeed.init_distributed(verbose=False, timeout=_longest_collective(config))
+    shared_cards = describe_shared_cards(gather(held))
+    watchdog.met = True
+    if shared_cards:
+        log.warning("%s", shared_cards)
+    return Ranks(rank, world_size, device, watchdog)
+
+
+def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
+    """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps."""
+    keep_gradients_apart(ds_config["zero_optimization"], model)
+    optimizer = make_optimizer(model, config)
+    schedule = make_schedule(optimizer, config)
+    with explain_shortage(START, START, config, lambda: "nothing is lost: no step was done"):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
+    # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so what it times is each
+    # sampled token, and from the third step on its timer waits for the device before each.
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
+    dist.distributed_c10d._set_pg_timeout(_longest_collective(config), engine.seq_data_parallel_group)
+    return engine, schedule
+
+
+def _longest_collective(config: TrainerConfig) -> timedelta:
+    """Return how long a collective may take: a rank may wait for the reference while the others wait for that rank."""
+    return timedelta(seconds=TIME_OUT + config.ref_deadline)
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:

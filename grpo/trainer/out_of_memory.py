@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -28,6 +30,16 @@ def raise_if_short(error: BaseException, where: str, phase: str, config: Trainer
         raise OutOfMemory(
             f"out of memory in {where}{_sizes(error)}: {_remedy(error, phase, config)}; {way_on}"
         ) from None
+
+
+@contextmanager
+def explain_shortage(where: str, phase: str, config: TrainerConfig, way_on: Callable[[], str]) -> Iterator[None]:
+    """Raise OutOfMemory, as raise_if_short, where that is what an error in the block means."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise_if_short(error, where, phase, config, way_on())
+        raise
 
 
 def _sizes(error: BaseException) -> str:

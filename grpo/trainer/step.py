@@ -22,11 +22,6 @@ from grpo.run.collective import gather, raise_together
 from grpo.run.metrics import Stats, add_stats
 from grpo.run.phase_clock import PhaseClock
 
-
-class NothingLearned(Exception):
-    """An end of the run: too many steps in a row taught the policy nothing."""
-
-
 ReferenceRequests = Mapping[int, Future[list[np.ndarray]]]
 """The requests to the reference servers, by group id. An answer has the float32 log-probs of each completion."""
 

@@ -1,0 +1,107 @@
+"""What a step came to: its metrics over all ranks, and what the next step takes from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo.algorithm.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
+from grpo.rollouts.records import StepBatch
+from grpo.run.metrics import Stats, add_stats, gather_stats, step_metrics
+from grpo.run.phase_clock import PhaseClock
+from grpo.trainer.setup import Run
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What a step is computed with. It may differ from step to step."""
+
+    beta: float
+    entropy_coef: float
+    learning_rate: float
+    ref_step: int
+    """step after which the policy became the reference; 0 for none"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, the same on every rank."""
+
+    metrics: dict[str, float]
+    """by TRL's names"""
+    completions: int
+    masked: bool
+    """True if every completion was masked: there was no token to train on"""
+    applied: bool
+    """False if the loss or gradient was not finite: DeepSpeed left the weights as they were"""
+    rewarded: bool
+    """False if each reward function returned None for every completion"""
+    signal: int
+    """number of the signal that a rank received; 0 for none"""
+
+
+def coefficients(run: Run) -> Coefficients:
+    """Return what the next step is computed with."""
+    config, progress = run.config, run.progress
+    entropy_coef = applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
+    return Coefficients(progress.beta, entropy_coef, run.schedule.get_last_lr()[0], progress.ref_step)
+
+
+def step_result(
+    run: Run, step: int, batch: StepBatch, stats: dict[str, Stats], applied: Coefficients, clock: PhaseClock
+) -> StepResult:
+    """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together."""
+    config, progress = run.config, run.progress
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    by_function = zip(run.rounds.reward_names, batch.by_function, strict=True)
+    add_stats(
+        stats,
+        {
+            "reward": batch.rewards,
+            "reward_std_within_groups": [Stats.of(group).std for group in batch.rewards],
+            "frac_reward_zero_std": ~batch.signal,
+            **{f"rewards/{name}": rewards for name, rewards in by_function},
+            "length": [len(rollout.completion_ids) for rollout in rollouts],
+            "terminated_length": [len(rollout.completion_ids) for rollout in rollouts if rollout.finished],
+            "clipped_ratio": [not rollout.finished for rollout in rollouts],
+            "tokens": [len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples],
+            "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
+            **clock.seconds,
+            **clock.memory,
+            "step_time": clock.total(),
+            "signal": [run.stop.asked],
+        },
+    )
+    everyone = gather_stats(stats)
+    tokens = everyone["tokens"].total
+    if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
+        progress.num_tokens += int(tokens)
+    masked = "loss" not in everyone
+    progress.masked_steps += masked
+    is_applied = masked or run.engine.was_step_applied()
+    rewarded = any(everyone[f"rewards/{name}"].count for name in run.reward_names or run.rounds.reward_names)
+    progress.bad_steps = [] if is_applied and rewarded and not masked else [*progress.bad_steps, step]
+
+    metrics = step_metrics(everyone, run.rounds.reward_names) | {
+        "grad_norm": 0.0 if masked else float(run.engine.get_global_grad_norm()),
+        "learning_rate": applied.learning_rate,
+        "skipped_steps": run.engine.skipped_steps,
+        "num_tokens": progress.num_tokens,
+        **({"ref_step": applied.ref_step} if run.publisher else {}),
+        "tokens_per_second": tokens / everyone["step_time"].mean,
+    }
+    if config.max_resample:
+        metrics["resampled_groups"] = progress.resampled
+    if config.mask_truncated_completions:
+        metrics["masked_steps"] = progress.masked_steps
+    completions = everyone["length"].count
+    if config.kl_target is not None and "kl" in everyone:
+        metrics["beta"] = applied.beta
+        if is_applied:
+            kl = everyone["kl"].mean
+            progress.beta = adapt_beta(applied.beta, kl, completions, config.kl_target, config.kl_horizon)
+    if config.use_adaptive_entropy and is_applied and not masked:
+        progress.entropy = everyone["entropy_acted_on"].mean
+        progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
+    if config.use_adaptive_entropy or config.entropy_coef:
+        metrics["entropy_coef"] = progress.entropy_coef  # the next step's, as TRL has it
+    return StepResult(metrics, completions, masked, is_applied, rewarded, int(everyone["signal"].high))

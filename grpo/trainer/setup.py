@@ -1,0 +1,188 @@
+"""Everything before the training loop: data, servers, model, engine, checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from grpo.client.reference import ReferenceClient, check_reference
+from grpo.config.trainer import TrainerConfig
+from grpo.model.fingerprint import describe
+from grpo.model.load import check_lengths, checkpoint_activations, load_model, load_tokenizer
+from grpo.model.logprobs import check_router
+from grpo.model.lora import OwnReference, check_adapter, train_adapter
+from grpo.model.packing import Batcher
+from grpo.model.trial import make_batcher
+from grpo.rewards.compute import load_reward_funcs, start_rewards
+from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
+from grpo.rollouts.records import Example
+from grpo.rollouts.sampler import Sampler
+from grpo.rollouts.trial import make_sampler
+from grpo.run.checkpoint_files import read_progress
+from grpo.run.checkpoints import Checkpoints, Progress
+from grpo.run.preflight import check_alike
+from grpo.run.rearrange import LOAD_UNIVERSAL
+from grpo.run.recorder import Recorder, check_report_to
+from grpo.run.signals import Launcher, StopSignals
+from grpo.run.watchdog import Watchdog
+from grpo.trainer.engine import Ranks, engine_config, start_engine
+from grpo.trainer.publish_weights import WeightPublisher, has_begun
+from grpo.trainer.round import Rounds
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads before it loads a model."""
+
+    reward_funcs: dict[str, Callable | str]
+    """functions, or names of reward models, by name"""
+    ds_config: dict[str, Any]
+    """ds_config.json, completed"""
+    tokenizer: PreTrainedTokenizerBase
+    examples: list[Example]
+    stream: PromptStream
+    held_out: list[Example]
+    """examples of each evaluation; empty if the run has none"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is set up: what the training loop works with."""
+
+    config: TrainerConfig
+    rank: int
+    world_size: int
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    held_out: list[Example]
+    engine: Any
+    """DeepSpeedEngine around the policy"""
+    schedule: LRScheduler
+    batcher: Batcher
+    sampler: Sampler
+    rounds: Rounds
+    client: ReferenceClient | None
+    """None where no reference server is asked"""
+    publisher: WeightPublisher | None
+    """None where the reference stays as it is"""
+    reward_names: list[str]
+    """the user's reward functions, without the overlong punishment"""
+    checkpoints: Checkpoints
+    progress: Progress
+    recorder: Recorder | None
+    """on rank 0 only"""
+    stop: StopSignals
+    watchdog: Watchdog
+
+
+def read_inputs(config: TrainerConfig, ranks: Ranks) -> Inputs:
+    """Read settings files, reward functions and data. Raises ConfigError for a mistake in any of them."""
+    check_report_to(config)
+    reward_funcs = load_reward_funcs(config.reward_funcs)
+    ds_config = engine_config(config, ranks.size, ranks.device)
+    tokenizer = load_tokenizer(config)
+    check_adapter(config)
+    progress = ranks.rank == 0
+    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=progress)
+    check_reward_columns(config, examples)
+    stream = PromptStream(examples, config.prompts_per_step, config.seed)
+    held_out = []
+    if config.eval_steps:
+        held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=progress)
+    return Inputs(reward_funcs, ds_config, tokenizer, examples, stream, held_out)
+
+
+def set_up(
+    config: TrainerConfig, ranks: Ranks, inputs: Inputs, folder: Path, checkpoint: Path | None, launcher: Launcher
+) -> Run:
+    """Reach the servers, load the policy, start its engine, and continue from the checkpoint if there is one.
+
+    Raises ConfigError for a model, server or checkpoint that does not fit.
+    """
+    rank, world_size, device, watchdog = ranks
+    tokenizer, resumed = inputs.tokenizer, checkpoint is not None
+    if resumed and read_progress(checkpoint)["ranks"] != world_size:
+        inputs.ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
+
+    client = ReferenceClient(config) if config.beta > 0 and config.ref == "server" else None
+    if config.beta == 0:
+        log.info("beta is 0: no KL term, no reference server")
+    elif client is None:
+        log.info("ref is adapter_off: no reference server")
+    else:
+        # Every rank asks: each keeps the fingerprint that all later answers must bear.
+        reference = client.wait_ready(any_version=config.ref_update_steps > 0 and (resumed or has_begun(folder)))
+    reward_funcs = start_rewards(inputs.reward_funcs, config, device)
+
+    model = load_model(config, device)
+    policy_info = describe(model, tokenizer, config.model_name_or_path)
+    check_lengths(config, model.config)
+    if config.router_aux_loss_coef > 0:
+        check_router(model, config.router_aux_loss_coef)
+    check_alike({"the model's fingerprint": policy_info.model_fingerprint})
+    if client is not None:
+        check_reference(config, policy_info, reference)
+    adapter_off = None
+    if config.use_peft:
+        began_with_adapter = train_adapter(model, config)
+        if config.beta > 0 and config.ref == "adapter_off":
+            adapter_off = OwnReference(model, began_with_adapter)
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
+    batcher = make_batcher(model, tokenizer.pad_token_id)
+    sampler = make_sampler(model, tokenizer, config.max_completion_length)
+    publisher = None
+    if config.ref_update_steps:
+        publisher = WeightPublisher(config, client, model, tokenizer, policy_info, folder if rank == 0 else None)
+    engine, schedule = start_engine(config, inputs.ds_config, model)
+    rounds = Rounds(config, engine.module, sampler, batcher, inputs.stream, reward_funcs, client, adapter_off)
+
+    reference_model = reference.model_fingerprint if client is not None else ""
+    checkpoints = Checkpoints(
+        config, folder, tokenizer, policy_info.model_fingerprint, reference_model, inputs.examples, rank, world_size
+    )
+    if resumed:
+        progress = checkpoints.load(checkpoint, engine)
+    else:
+        progress = Progress(config.beta, config.entropy_coef, reference=reference_model)
+    if publisher and resumed:
+        publisher.go_on(progress.ref_step, progress.reference)
+    elif publisher:
+        publisher.begin(reference)
+    rounds.ask_again(progress.batches)
+    stop = StopSignals(launcher)
+    recorder = Recorder(config, folder, after=progress.step if resumed else -1) if rank == 0 else None
+    log.info(
+        "%d prompts, %d held out; %d x %s; run folder %s%s",
+        *(len(inputs.examples), len(inputs.held_out), world_size, device, folder),
+        f"; goes on after step {progress.step}" if resumed else "",
+    )
+    return Run(
+        config=config,
+        rank=rank,
+        world_size=world_size,
+        folder=folder,
+        tokenizer=tokenizer,
+        held_out=inputs.held_out,
+        engine=engine,
+        schedule=schedule,
+        batcher=batcher,
+        sampler=sampler,
+        rounds=rounds,
+        client=client,
+        publisher=publisher,
+        reward_names=[*reward_funcs],
+        checkpoints=checkpoints,
+        progress=progress,
+        recorder=recorder,
+        stop=stop,
+        watchdog=watchdog,
+    )
