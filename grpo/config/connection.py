@@ -55,6 +55,8 @@ def _read_token(path: str) -> str:
 
 @dataclass
 class ReferenceSection:
+    """Where the reference's log-probs come from, and how long to wait for them."""
+
     _argument_group_name = "the reference"
 
     ref: Literal["server", "adapter_off"] = option(
@@ -80,3 +82,14 @@ class ReferenceSection:
     ref_mixup_alpha: float = option(
         1.0, "share of the policy in the new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)"
     )
+
+
+@dataclass
+class ReferenceConfig(ReferenceSection, ConnectionSection):
+    """All that a client of the reference servers or of a reward server reads."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ref_servers is None:
+            self.ref_servers = [f"http://127.0.0.1:{self.port}"]
+        self.ref_servers = [url.rstrip("/") for url in self.ref_servers]

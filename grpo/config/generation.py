@@ -8,7 +8,7 @@ from typing import ClassVar, Optional
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.fields import option, require_finite
-from grpo.config.model import SharedConfig
+from grpo.config.model import AdapterSection, SharedConfig
 
 # What apply_chat_template itself takes, beside `tools` and `documents`, which it hands to the template.
 _NOT_THE_TEMPLATES = (
@@ -82,16 +82,6 @@ class GenerationSection:
     )
     pass_at_k: Optional[list[int]] = option(None, "the k of pass@k; unset is 1, 2, 4, ... and num_generations_eval")
 
-
-@dataclass
-class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfig):
-    """What it takes to have a dataset's problems answered, in training and after it."""
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with the longest completion that there may be."""
-        return self.max_prompt_length + self.max_completion_length
-
     @property
     def ks(self) -> list[int]:
         """Every k of pass@k, ascending; none where nothing is sampled."""
@@ -105,6 +95,33 @@ class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfi
         for k in self.pass_at_k or []:
             require(k > 0, "pass_at_k", k, "use 1 or more")
             require(k <= most, "pass_at_k", k, f"num_generations_eval={most} is too few for it: use {k} or more")
+
+
+@dataclass
+class RolloutSection:
+    """How many completions a step samples."""
+
+    _argument_group_name = "rollouts"
+
+    num_generations: int = option(8, "completions per prompt, the group whose rewards are compared")
+    max_resample: int = option(
+        0, "times that prompts whose groups are without signal are replaced by others before an update (DAPO); 0: never"
+    )
+
+
+@dataclass
+class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfig):
+    """What it takes to have a dataset's problems answered, in training and after it."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest completion that there may be."""
+        return self.max_prompt_length + self.max_completion_length
+
+
+@dataclass
+class PolicyConfig(AdapterSection, AnswerSection, SharedConfig):
+    """The model that is trained: its weights, its adapter, and how it answers."""
 
 
 @dataclass

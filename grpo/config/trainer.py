@@ -4,102 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
 
-from grpo.config.connection import ConnectionSection, ReferenceSection
+from grpo.config.connection import ReferenceConfig
 from grpo.config.errors import require
-from grpo.config.fields import option, require_finite
-from grpo.config.generation import AnsweringConfig
+from grpo.config.fields import require_finite
+from grpo.config.generation import AnsweringConfig, PolicyConfig, RolloutSection
 from grpo.config.loss import LossSection
-from grpo.config.model import AdapterSection
-
-
-@dataclass
-class RolloutSection:
-    _argument_group_name = "rollouts and rewards"
-
-    num_generations: int = option(8, "completions per prompt, the group whose rewards are compared")
-    max_resample: int = option(
-        0, "times that prompts whose groups are without signal are replaced by others before an update (DAPO); 0: never"
-    )
-    reward_funcs: list[str] = option(
-        ["correctness_reward", "format_reward"],
-        "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
-        "servers with --task reward",
-    )
-    reward_weights: Optional[list[float]] = option(None, "one weight a reward function; unset weighs each 1")
-    soft_punish_cache: int = option(
-        0, "tokens before max_completion_length over which a reward falls from 0 to -1 (DAPO's overlong punishment)"
-    )
-    reward_timeout: Optional[float] = option(
-        None,
-        "seconds a reward function may take for a completion: it is called in other processes, on one completion at a "
-        "time, and killed if it hangs; unset calls it in the trainer",
-    )
-    reward_fallback: float = option(0.0, "reward of a completion on which a function hangs or ends its process")
-
-
-@dataclass
-class TrainingSection:
-    _argument_group_name = "training"
-
-    max_steps: int = option(500, "optimizer updates")
-    prompts_per_step: int = option(56, "prompts per update over all ranks; times num_generations completions")
-    steps_per_generation: int = option(1, "updates that one round of generation feeds, each with prompts of its own")
-    num_iterations: int = option(1, "times that each round's completions are trained on")
-    micro_batch_tokens: int = option(
-        16384, "tokens in one forward and backward, a shared prompt counted once: lower it if memory runs out"
-    )
-    learning_rate: float = option(1e-6, "AdamW's peak learning rate")
-    lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
-        "constant_with_warmup", "what follows the linear warm-up"
-    )
-    warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0")
-    optim: Literal["adamw_torch", "adamw_8bit"] = option(
-        "adamw_torch", "AdamW; with adamw_8bit its moments are in 8 bits, by bitsandbytes: a quarter of their memory"
-    )
-    adam_beta1: float = option(0.9, "AdamW")
-    adam_beta2: float = option(0.99, "AdamW")
-    adam_epsilon: float = option(1e-8, "AdamW")
-    weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms")
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off")
-    max_bad_steps: int = option(
-        5,
-        "the run ends after so many steps in a row that teach nothing: loss or gradient not finite (the step is "
-        "skipped), every reward None, or every completion masked",
-    )
-    gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
-    deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")
-
-
-@dataclass
-class RecordSection:
-    _argument_group_name = "evaluation and records"
-
-    eval_steps: int = option(50, "evaluate every so many updates, and before the first and after the last; 0 is never")
-    eval_samples: int = option(256, "held-out problems, the first of the test split; 0 is all")
-    save_steps: int = option(100, "save a checkpoint every so many updates, to use or continue from; 0 is never")
-    save_total_limit: int = option(2, "newest checkpoints to keep, beside the best by evaluation; 0 keeps all")
-    resume_from_checkpoint: Optional[str] = option(
-        None, "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any"
-    )
-    output_dir: Optional[str] = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME")
-    report_to: list[str] = option(
-        ["tensorboard"], "any of tensorboard, wandb, or none; tensorboard is skipped where it is not installed"
-    )
-    dry_run: bool = option(
-        False, "check every setting, print a step's shape and the memory that it needs, load no weights, and end"
-    )
+from grpo.config.records import RecordSection
+from grpo.config.rewards import RewardSection
+from grpo.config.training import TrainingSection
 
 
 @dataclass
 class TrainerConfig(
     RecordSection,
-    ReferenceSection,
-    AdapterSection,
-    ConnectionSection,
+    ReferenceConfig,
+    PolicyConfig,
     TrainingSection,
     LossSection,
+    RewardSection,
     RolloutSection,
     AnsweringConfig,
 ):
@@ -109,9 +32,6 @@ class TrainerConfig(
         super().__post_init__()
         if self.reward_weights is None:
             self.reward_weights = [1.0] * len(self.reward_funcs)
-        if self.ref_servers is None:
-            self.ref_servers = [f"http://127.0.0.1:{self.port}"]
-        self.ref_servers = [url.rstrip("/") for url in self.ref_servers]
         self._check()
 
     def _check(self) -> None:
@@ -280,20 +200,4 @@ class TrainerConfig(
             "lora_dropout",
             self.lora_dropout,
             "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
-        )
-
-    @property
-    def updates_per_round(self) -> int:
-        """That one round of generation feeds."""
-        return self.steps_per_generation * self.num_iterations
-
-    def check_ranks(self, world_size: int) -> None:
-        """Refuse a global batch that cannot be shared equally. Raises ConfigError."""
-        rest = self.prompts_per_step % world_size
-        lower, upper = self.prompts_per_step - rest, self.prompts_per_step - rest + world_size
-        require(
-            rest == 0,
-            "prompts_per_step",
-            self.prompts_per_step,
-            f"{world_size} ranks cannot share it equally: use {f'{lower} or ' if lower else ''}{upper}",
         )

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from grpo.config.errors import ConfigError
-from grpo.config.trainer import TrainerConfig
+from grpo.config.generation import PolicyConfig
 from grpo.model.quantization import is_packed, is_quantized, unpacked
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def base_of(name: str) -> str | None:
     return base
 
 
-def check_adapter(config: TrainerConfig) -> None:
+def check_adapter(config: PolicyConfig) -> None:
     """Refuse what can be known before a model is loaded. Raises ConfigError."""
     if config.quantization != "none":
         need("quantization", config.quantization, *QUANTIZERS)
@@ -134,7 +134,7 @@ def _refused(name: str, reason: str) -> ConfigError:
     return ConfigError(f"model_name_or_path={name!r}: {reason}: merge it into its base and start from that")
 
 
-def train_adapter(model: PreTrainedModel, config: TrainerConfig) -> bool:
+def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     """Give the model an adapter, drawn from the run's seed, or go on with the one that it came with; freeze the rest.
 
     Returns whether it came with one. A new one changes nothing yet: its second matrix is 0. Raises ConfigError where

@@ -1,0 +1,30 @@
+"""Settings of a run's folder: what is saved and evaluated, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from grpo.config.fields import option
+
+
+@dataclass
+class RecordSection:
+    """What a run evaluates, saves and logs."""
+
+    _argument_group_name = "evaluation and records"
+
+    eval_steps: int = option(50, "evaluate every so many updates, and before the first and after the last; 0 is never")
+    eval_samples: int = option(256, "held-out problems, the first of the test split; 0 is all")
+    save_steps: int = option(100, "save a checkpoint every so many updates, to use or continue from; 0 is never")
+    save_total_limit: int = option(2, "newest checkpoints to keep, beside the best by evaluation; 0 keeps all")
+    resume_from_checkpoint: Optional[str] = option(
+        None, "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any"
+    )
+    output_dir: Optional[str] = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME")
+    report_to: list[str] = option(
+        ["tensorboard"], "any of tensorboard, wandb, or none; tensorboard is skipped where it is not installed"
+    )
+    dry_run: bool = option(
+        False, "check every setting, print a step's shape and the memory that it needs, load no weights, and end"
+    )

@@ -1,0 +1,31 @@
+"""Settings of the rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from grpo.config.fields import option
+
+
+@dataclass
+class RewardSection:
+    """What a completion is worth."""
+
+    _argument_group_name = "rewards"
+
+    reward_funcs: list[str] = option(
+        ["correctness_reward", "format_reward"],
+        "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
+        "servers with --task reward",
+    )
+    reward_weights: Optional[list[float]] = option(None, "one weight a reward function; unset weighs each 1")
+    soft_punish_cache: int = option(
+        0, "tokens before max_completion_length over which a reward falls from 0 to -1 (DAPO's overlong punishment)"
+    )
+    reward_timeout: Optional[float] = option(
+        None,
+        "seconds a reward function may take for a completion: it is called in other processes, on one completion at a "
+        "time, and killed if it hangs; unset calls it in the trainer",
+    )
+    reward_fallback: float = option(0.0, "reward of a completion on which a function hangs or ends its process")

@@ -1,0 +1,60 @@
+"""Settings of the optimizer steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo.config.errors import require
+from grpo.config.fields import option
+
+
+@dataclass
+class TrainingSection:
+    """How the policy is updated."""
+
+    _argument_group_name = "training"
+
+    max_steps: int = option(500, "optimizer updates")
+    prompts_per_step: int = option(56, "prompts per update over all ranks; times num_generations completions")
+    steps_per_generation: int = option(1, "updates that one round of generation feeds, each with prompts of its own")
+    num_iterations: int = option(1, "times that each round's completions are trained on")
+    micro_batch_tokens: int = option(
+        16384, "tokens in one forward and backward, a shared prompt counted once: lower it if memory runs out"
+    )
+    learning_rate: float = option(1e-6, "AdamW's peak learning rate")
+    lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
+        "constant_with_warmup", "what follows the linear warm-up"
+    )
+    warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0")
+    optim: Literal["adamw_torch", "adamw_8bit"] = option(
+        "adamw_torch", "AdamW; with adamw_8bit its moments are in 8 bits, by bitsandbytes: a quarter of their memory"
+    )
+    adam_beta1: float = option(0.9, "AdamW")
+    adam_beta2: float = option(0.99, "AdamW")
+    adam_epsilon: float = option(1e-8, "AdamW")
+    weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms")
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off")
+    max_bad_steps: int = option(
+        5,
+        "the run ends after so many steps in a row that teach nothing: loss or gradient not finite (the step is "
+        "skipped), every reward None, or every completion masked",
+    )
+    gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
+    deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")
+
+    @property
+    def updates_per_round(self) -> int:
+        """Return the number of updates that one round of generation feeds."""
+        return self.steps_per_generation * self.num_iterations
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse a global batch that cannot be shared equally. Raises ConfigError."""
+        rest = self.prompts_per_step % world_size
+        lower, upper = self.prompts_per_step - rest, self.prompts_per_step - rest + world_size
+        require(
+            rest == 0,
+            "prompts_per_step",
+            self.prompts_per_step,
+            f"{world_size} ranks cannot share it equally: use {f'{lower} or ' if lower else ''}{upper}",
+        )
