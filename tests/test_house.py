@@ -102,6 +102,11 @@ def test_an_entry_leads_to_nothing_it_should_not_need(entry):
     assert not everything & ENTRIES[entry]
 
 
+def test_the_server_does_not_know_the_trainers_settings():
+    trainers = {f"grpo/config/{name}.py" for name in ("trainer", "training", "rewards", "records", "loss")}
+    assert not reached(REPOSITORY / "ref_server.py") & trainers
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("grpo/wire/")])
 def test_the_wire_knows_no_http_library_and_no_torch(file):
     assert not outside(REPOSITORY / file) & {"bottle", "waitress", "requests", "torch"}

@@ -6,61 +6,53 @@ others'. A key that belongs to none is refused.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import json
 import os
+import pkgutil
 import sys
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from types import UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
 from grpo.config.connection import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError, program_name, say_once
-from grpo.config.generation import ChatConfig, EvaluateConfig
-from grpo.config.model import SharedConfig
-from grpo.config.report import ReportConfig
-from grpo.config.server import ServerConfig
-from grpo.config.trainer import TrainerConfig
 
-_ConfigT = TypeVar("_ConfigT", ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig, ReportConfig)
-_ALL = (ServerConfig, TrainerConfig, EvaluateConfig, ChatConfig, ReportConfig)
+_PROGRAMS = (
+    "grpo.config.server:ServerConfig",
+    "grpo.config.trainer:TrainerConfig",
+    "grpo.config.generation:EvaluateConfig",
+    "grpo.config.generation:ChatConfig",
+    "grpo.config.report:ReportConfig",
+)
+"""whose settings a file may hold; they are imported only where it has one that is not the program's own"""
+
+_TRUTH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
+
+_ConfigT = TypeVar("_ConfigT")
 
 
 def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[str] | None = None) -> _ConfigT:
     """Read `argv` (unset: the command line). On a bad setting print one sentence and exit with 2."""
-    sections = [base for base in reversed(config_class.__mro__) if "_argument_group_name" in vars(base)]
-    alone = getattr(config_class, "POSITIONAL", None)
-    parser = _Parser(
-        sections,
-        prog=program_name(),
-        usage=f"%(prog)s {'RUN [RUN ...] ' if alone else ''}[--config FILE.yaml] [--field value ...]",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=_HelpFormatter,
-    )
-    parser.add_argument("--config", metavar="FILE.yaml", help="settings, one 'field: value' a line; for all programs")
-    for short, name in getattr(config_class, "SHORT", {}).items():
-        parser.add_argument(f"--{short}", dest=name, default=SUPPRESS, help=f"short for --{name}")
-    if alone:
-        parser.add_argument(alone, nargs="*", default=SUPPRESS, help=SUPPRESS)
-    parser.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it
+    parser = _parser(config_class, description)
     arguments = sys.argv[1:] if argv is None else argv
     try:
         file = parser.parse_known_args(arguments)[0].config
         # The file's settings go before the command line's, so that argparse lets the latter win.
         from_file = _yaml_arguments(Path(file), config_class) if file else []
-        *parsed, _, unknown = parser.parse_args_into_dataclasses(
-            from_file + arguments, return_remaining_strings=True, look_for_args_file=False
-        )
+        parsed, unknown = parser.parse_known_args(from_file + arguments)
         if unknown:
             name = unknown[0]
-            raise ConfigError(f"{name}: no such option{_did_you_mean(name.lstrip('-'), config_class)}; see --help")
-        config = config_class(**{name: value for section in parsed for name, value in vars(section).items()})
+            hint = _did_you_mean(name.lstrip("-"), [field.name for field in fields(config_class)])
+            raise ConfigError(f"{name}: no such option{hint}; see --help")
+        config = config_class(**{field.name: getattr(parsed, field.name) for field in fields(config_class)})
     except ConfigError as error:
         parser.error(str(error))
     if any(word.split("=")[0] == "--token" for word in arguments) and os.environ.get("RANK", "0") == "0":
@@ -72,13 +64,64 @@ def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[s
     return config
 
 
-class _HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    def _format_action_invocation(self, action: Action) -> str:
+def _parser(config_class: type, description: str) -> ArgumentParser:
+    positional = getattr(config_class, "POSITIONAL", None)
+    parser = _Parser(
+        prog=program_name(),
+        usage=f"%(prog)s {'RUN [RUN ...] ' if positional else ''}[--config FILE.yaml] [--field value ...]",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings, one 'field: value' a line; for all programs")
+    for short, name in getattr(config_class, "SHORT", {}).items():
+        parser.add_argument(f"--{short}", dest=name, default=SUPPRESS, help=f"short for --{name}")
+    if positional:
+        parser.add_argument(positional, nargs="*", default=SUPPRESS, help=SUPPRESS)
+    parser.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it
+    for section in reversed(config_class.__mro__):
+        if "HEADING" in vars(section):
+            group = parser.add_argument_group(section.HEADING)
+            hints = get_type_hints(section)
+            for field in fields(section):
+                _add_option(group, field, hints[field.name])
+    return parser
+
+
+def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field, kind: Any) -> None:
+    """Add `--field_name`, and `--field-name`; for a switch that is on also `--no_field_name`."""
+    names = [f"--{field.name}"] + ([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    options: dict[str, Any] = {"default": default, "help": field.metadata["help"]}
+    if get_origin(kind) in (Union, UnionType):
+        kind = str if str in get_args(kind) else get_args(kind)[0]
+    if kind is bool:
+        group.add_argument(*names, type=_read_truth, nargs="?", const=True, **options)
+        if default:
+            off = [f"--no{separator}{field.name.replace('_', separator)}" for separator in "_-"]
+            same = f"the same as {names[0]} false"
+            group.add_argument(*off, action="store_false", dest=field.name, default=SUPPRESS, help=same)
+    elif get_origin(kind) is Literal:
+        group.add_argument(*names, choices=get_args(kind), **options)
+    elif get_origin(kind) is list:
+        group.add_argument(*names, type=get_args(kind)[0], nargs="+", **options)
+    else:
+        group.add_argument(*names, type=kind, **options)
+
+
+def _read_truth(word: str) -> bool:
+    if word.lower() not in _TRUTH:
+        raise argparse.ArgumentTypeError(f"{word!r}: use true or false")
+    return _TRUTH[word.lower()]
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    def _format_action_invocation(self, action: argparse.Action) -> str:
         choices = f" {{{','.join(map(str, action.choices))}}}" if action.choices else ""
         return action.option_strings[0] + choices
 
 
-class _Parser(HfArgumentParser):
+class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         say_once(message)
         raise SystemExit(2)
@@ -95,39 +138,37 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         return []
     if not isinstance(settings, dict):
         raise ConfigError(f"config='{path}': write one 'field: value' a line")
-    # Not the fields' own types, which HfArgumentParser has changed by now.
-    hints = {name: str(hint) for program in _ALL for name, hint in get_type_hints(program).items()}
-    known = {field.name: hints[field.name] for program in _ALL for field in fields(program)}
-    own = {field.name for field in fields(config_class)}
+    own = known = {field.name: field for field in fields(config_class)}
+    if settings.keys() - own.keys():
+        known = {field.name: field for program in _PROGRAMS for field in fields(pkgutil.resolve_name(program))} | own
     arguments: list[str] = []
     for name, value in settings.items():
         if name not in known:
-            raise ConfigError(f"{path}: {name}={value!r}: no such field{_did_you_mean(str(name), *_ALL)}; see --help")
+            raise ConfigError(f"{path}: {name}={value!r}: no such field{_did_you_mean(str(name), known)}; see --help")
         for kind in (dict, list):
-            if isinstance(value, kind) and kind.__name__ not in known[name]:
+            if isinstance(value, kind) and kind.__name__ not in known[name].type:
                 raise ConfigError(f"{path}: {name}={value!r}: give a single value")
         if name not in own or value is None:
             continue
         if isinstance(value, list):
-            arguments += [f"--{name}", *map(_word, value)]
+            arguments += [f"--{name}", *map(_as_word, value)]
         else:
-            arguments.append(f"--{name}={_word(value)}")
+            arguments.append(f"--{name}={_as_word(value)}")
     return arguments
 
 
-def _word(value: Any) -> str:
+def _as_word(value: Any) -> str:
     if isinstance(value, dict):
         return json.dumps({str(name): inner for name, inner in value.items()}, default=str)  # YAML has dates too
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _did_you_mean(name: str, *config_classes: type) -> str:
-    names = [field.name for one in config_classes for field in fields(one)]
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.split("=")[0], names, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def write_config(config: SharedConfig, path: Path) -> None:
+def write_config(config: Any, path: Path) -> None:
     """Write the resolved settings as YAML that `--config` reads again. The token is left out."""
     settings = {
         name: value for name, value in dataclasses.asdict(config).items() if name != "token" and value is not None

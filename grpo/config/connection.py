@@ -17,7 +17,7 @@ TOKEN_VARIABLE = "GRPO_REF_TOKEN"
 class ConnectionSection:
     """How the server and the trainer find and trust each other."""
 
-    _argument_group_name = "connection (server and trainer)"
+    HEADING = "connection (server and trainer)"
 
     port: int = option(
         59875, "the reference server's TCP port (0 lets the system choose one, and the server says which)"
@@ -57,7 +57,7 @@ def _read_token(path: str) -> str:
 class ReferenceSection:
     """Where the reference's log-probs come from, and how long to wait for them."""
 
-    _argument_group_name = "the reference"
+    HEADING = "the reference"
 
     ref: Literal["server", "adapter_off"] = option(
         "server",

@@ -20,7 +20,7 @@ _NOT_THE_TEMPLATES = (
 
 @dataclass
 class DataSection:
-    _argument_group_name = "data"
+    HEADING = "data"
 
     dataset_name: str = option("openai/gsm8k", "hub id, or a local .json/.jsonl/.parquet file, or a folder of them")
     dataset_config: Optional[str] = option(
@@ -37,7 +37,7 @@ class DataSection:
 
 @dataclass
 class AnswerSection:
-    _argument_group_name = "answers"
+    HEADING = "answers"
 
     system_prompt: str = option(
         "You are a helpful assistant. First think about the problem step by step, then give the final answer. Write "
@@ -74,7 +74,7 @@ class AnswerSection:
 
 @dataclass
 class GenerationSection:
-    _argument_group_name = "generation and evaluation"
+    HEADING = "generation and evaluation"
 
     sequences_per_generate: int = option(64, "completions that one rank generates at a time")
     num_generations_eval: int = option(
@@ -101,7 +101,7 @@ class GenerationSection:
 class RolloutSection:
     """How many completions a step samples."""
 
-    _argument_group_name = "rollouts"
+    HEADING = "rollouts"
 
     num_generations: int = option(8, "completions per prompt, the group whose rewards are compared")
     max_resample: int = option(
@@ -126,7 +126,7 @@ class PolicyConfig(AdapterSection, AnswerSection, SharedConfig):
 
 @dataclass
 class EvaluateSection:
-    _argument_group_name = "extent and output"
+    HEADING = "extent and output"
 
     eval_samples: int = option(0, "problems, the first of the split; 0 is all")
     output: Optional[str] = option(
@@ -152,7 +152,7 @@ class EvaluateConfig(EvaluateSection, AnsweringConfig):
 
 @dataclass
 class ChatSection:
-    _argument_group_name = "conversation"
+    HEADING = "conversation"
 
     keep_history: bool = option(True, "an answer sees all questions and answers before it")
 

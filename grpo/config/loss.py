@@ -13,7 +13,7 @@ from grpo.config.fields import option
 class LossSection:
     """grpo/algorithm/loss.py has the formulas and their papers."""
 
-    _argument_group_name = "loss"
+    HEADING = "loss"
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = option(
         "grpo",

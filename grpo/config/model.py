@@ -12,7 +12,7 @@ from grpo.config.fields import option
 class SharedConfig:
     """Which model, for every program."""
 
-    _argument_group_name = "model"
+    HEADING = "model"
 
     model_name_or_path: str = option(
         "Qwen/Qwen2.5-1.5B-Instruct",
@@ -32,7 +32,7 @@ class SharedConfig:
 
 @dataclass
 class AdapterSection:
-    _argument_group_name = "LoRA (needs peft)"
+    HEADING = "LoRA (needs peft)"
 
     use_peft: bool = option(
         False, "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names"

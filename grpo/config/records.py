@@ -12,7 +12,7 @@ from grpo.config.fields import option
 class RecordSection:
     """What a run evaluates, saves and logs."""
 
-    _argument_group_name = "evaluation and records"
+    HEADING = "evaluation and records"
 
     eval_steps: int = option(50, "evaluate every so many updates, and before the first and after the last; 0 is never")
     eval_samples: int = option(256, "held-out problems, the first of the test split; 0 is all")

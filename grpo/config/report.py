@@ -16,7 +16,7 @@ MOST_RUNS = 10
 class ReportConfig:
     """All that `python -m grpo.report` reads."""
 
-    _argument_group_name = "report"
+    HEADING = "report"
 
     runs: list[str] = option(
         [], "folders of runs to show over each other; their names may also stand alone, without --runs"

@@ -12,7 +12,7 @@ from grpo.config.fields import option
 class RewardSection:
     """What a completion is worth."""
 
-    _argument_group_name = "rewards"
+    HEADING = "rewards"
 
     reward_funcs: list[str] = option(
         ["correctness_reward", "format_reward"],

@@ -14,7 +14,7 @@ from grpo.config.model import SharedConfig
 
 @dataclass
 class ServingSection:
-    _argument_group_name = "reference server"
+    HEADING = "reference server"
 
     task: Literal["logprobs", "reward"] = option(
         "logprobs", "log-probs of a reference model, or scores of a reward model (sequence classification, one output)"

@@ -13,7 +13,7 @@ from grpo.config.fields import option
 class TrainingSection:
     """How the policy is updated."""
 
-    _argument_group_name = "training"
+    HEADING = "training"
 
     max_steps: int = option(500, "optimizer updates")
     prompts_per_step: int = option(56, "prompts per update over all ranks; times num_generations completions")
