@@ -92,7 +92,11 @@ def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field, kind: 
     """Add `--field_name`, and `--field-name`; for a switch that is on also `--no_field_name`."""
     names = [f"--{field.name}"] + ([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    options: dict[str, Any] = {"default": default, "help": field.metadata["help"]}
+    help, limits = field.metadata["help"], field.metadata["limits"]
+    options: dict[str, Any] = {
+        "default": default,
+        "help": f"{help} ({limits}; default: %(default)s)" if limits else help,
+    }
     if get_origin(kind) in (Union, UnionType):
         kind = str if str in get_args(kind) else get_args(kind)[0]
     if kind is bool:

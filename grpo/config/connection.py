@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from grpo.config.errors import ConfigError, require
-from grpo.config.fields import option
+from grpo.config.fields import Section, option
 
 TOKEN_VARIABLE = "GRPO_REF_TOKEN"
 
 
 @dataclass
-class ConnectionSection:
+class ConnectionSection(Section):
     """How the server and the trainer find and trust each other."""
 
     HEADING = "connection (server and trainer)"
 
     port: int = option(
-        59875, "the reference server's TCP port (0 lets the system choose one, and the server says which)"
+        59875,
+        "the reference server's TCP port (0 lets the system choose one, and the server says which)",
+        at_least=0,
+        at_most=65535,
     )
     token: Optional[str] = option(
         None,
@@ -30,12 +33,12 @@ class ConnectionSection:
     token_file: Optional[str] = option(None, "file that holds the token, and nothing else")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.token_file is not None:
             token = _read_token(self.token_file)
             require(self.token in (None, token), "token_file", self.token_file, "token says another one")
             self.token = token
         self.token = self.token or os.environ.get(TOKEN_VARIABLE) or None
-        require(0 <= self.port < 65536, "port", self.port, "use a number from 0 to 65535")
         require(
             self.token is None or (self.token.isascii() and self.token.isprintable() and " " not in self.token),
             "token",
@@ -54,7 +57,7 @@ def _read_token(path: str) -> str:
 
 
 @dataclass
-class ReferenceSection:
+class ReferenceSection(Section):
     """Where the reference's log-probs come from, and how long to wait for them."""
 
     HEADING = "the reference"
@@ -72,16 +75,38 @@ class ReferenceSection:
         None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
     )
     ref_startup_timeout: float = option(
-        300.0, "seconds to wait at the start for a server that does not answer; one that is loading has six hours"
+        300.0,
+        "seconds to wait at the start for a server that does not answer; one that is loading has six hours",
+        at_least=0,
     )
-    ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again")
-    ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run")
+    ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again", above=0)
+    ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run", above=0)
     ref_update_steps: int = option(
-        0, "the policy becomes the reference every so many updates, on servers with update_folder; 0 is never"
+        0,
+        "the policy becomes the reference every so many updates, on servers with update_folder; 0 is never",
+        at_least=0,
     )
     ref_mixup_alpha: float = option(
-        1.0, "share of the policy in the new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)"
+        1.0,
+        "share of the policy in the new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)",
+        above=0,
+        at_most=1,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ref_servers is not None:
+            self.ref_servers = [url.rstrip("/") for url in self.ref_servers]
+            for url in self.ref_servers:
+                require(url.startswith(("http://", "https://")), "ref_servers", url, "write it as http://HOST:PORT")
+            twice = len(set(self.ref_servers)) < len(self.ref_servers)
+            require(not twice, "ref_servers", self.ref_servers, "name each once")
+        require(
+            self.ref_ca_file is None or Path(self.ref_ca_file).is_file(),
+            "ref_ca_file",
+            self.ref_ca_file,
+            "there is no such file: name the PEM file of the authority that signed the server's certificate",
+        )
 
 
 @dataclass
@@ -92,4 +117,3 @@ class ReferenceConfig(ReferenceSection, ConnectionSection):
         super().__post_init__()
         if self.ref_servers is None:
             self.ref_servers = [f"http://127.0.0.1:{self.port}"]
-        self.ref_servers = [url.rstrip("/") for url in self.ref_servers]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Optional
 
 from grpo.config.errors import ConfigError, require
-from grpo.config.fields import option, require_finite
+from grpo.config.fields import Section, option
 from grpo.config.model import AdapterSection, SharedConfig
 
 # What apply_chat_template itself takes, beside `tools` and `documents`, which it hands to the template.
@@ -19,7 +19,7 @@ _NOT_THE_TEMPLATES = (
 
 
 @dataclass
-class DataSection:
+class DataSection(Section):
     HEADING = "data"
 
     dataset_name: str = option("openai/gsm8k", "hub id, or a local .json/.jsonl/.parquet file, or a folder of them")
@@ -32,11 +32,13 @@ class DataSection:
     dataset_answer_column: str = option(
         "answer", "column with the gold answer; what follows '####' in it, if anything does"
     )
-    max_prompt_length: int = option(512, "longer prompts, in tokens, are dropped when the data is loaded, and counted")
+    max_prompt_length: int = option(
+        512, "longer prompts, in tokens, are dropped when the data is loaded, and counted", above=0
+    )
 
 
 @dataclass
-class AnswerSection:
+class AnswerSection(Section):
     HEADING = "answers"
 
     system_prompt: str = option(
@@ -47,12 +49,18 @@ class AnswerSection:
     chat_template_kwargs: Optional[dict | str] = option(
         None, "what the model's chat template can be told, as a JSON object, such as '{\"enable_thinking\": false}'"
     )
-    max_completion_length: int = option(512, "new tokens at most")
-    temperature: float = option(1.0, "of the sampler, and of every log-prob")
-    seed: int = option(42, "of the prompt order and of sampling")
+    max_completion_length: int = option(512, "new tokens at most", above=0)
+    temperature: float = option(
+        1.0, "of the sampler, and of every log-prob; 0, which is greedy, is for the chat alone", at_least=0
+    )
+    seed: int = option(42, "of the prompt order and of sampling", at_least=0, below=2**31)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._read_template_kwargs()
 
     def _read_template_kwargs(self) -> None:
-        """JSON text, as on the command line, becomes the dict that it is of."""
+        """Replace JSON text, as on the command line, with the dict that it is of. Raises ConfigError."""
         given = self.chat_template_kwargs
         if isinstance(given, str):
             try:
@@ -73,14 +81,18 @@ class AnswerSection:
 
 
 @dataclass
-class GenerationSection:
+class GenerationSection(Section):
     HEADING = "generation and evaluation"
 
-    sequences_per_generate: int = option(64, "completions that one rank generates at a time")
+    sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0)
     num_generations_eval: int = option(
-        0, "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 is greedy only"
+        0,
+        "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 is greedy only",
+        at_least=0,
     )
-    pass_at_k: Optional[list[int]] = option(None, "the k of pass@k; unset is 1, 2, 4, ... and num_generations_eval")
+    pass_at_k: Optional[list[int]] = option(
+        None, "the k of pass@k; unset is 1, 2, 4, ... and num_generations_eval", at_least=1
+    )
 
     @property
     def ks(self) -> list[int]:
@@ -89,23 +101,24 @@ class GenerationSection:
         powers = [1 << power for power in range(most.bit_length())]
         return sorted(set(self.pass_at_k or [*powers, most]) - {0})
 
-    def _check_samples(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         most = self.num_generations_eval
-        require(most >= 0, "num_generations_eval", most, "use 0 or more")
         for k in self.pass_at_k or []:
-            require(k > 0, "pass_at_k", k, "use 1 or more")
             require(k <= most, "pass_at_k", k, f"num_generations_eval={most} is too few for it: use {k} or more")
 
 
 @dataclass
-class RolloutSection:
+class RolloutSection(Section):
     """How many completions a step samples."""
 
     HEADING = "rollouts"
 
-    num_generations: int = option(8, "completions per prompt, the group whose rewards are compared")
+    num_generations: int = option(8, "completions per prompt, the group whose rewards are compared", at_least=2)
     max_resample: int = option(
-        0, "times that prompts whose groups are without signal are replaced by others before an update (DAPO); 0: never"
+        0,
+        "times that prompts whose groups are without signal are replaced by others before an update (DAPO); 0: never",
+        at_least=0,
     )
 
 
@@ -123,12 +136,27 @@ class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfi
 class PolicyConfig(AdapterSection, AnswerSection, SharedConfig):
     """The model that is trained: its weights, its adapter, and how it answers."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.quantization != "8bit",
+            "quantization",
+            self.quantization,
+            "activations go in 8 bits too, so that a log-prob would depend on the rest of its batch: use 4bit",
+        )
+        require(
+            self.quantization == "none" or self.use_peft,
+            "quantization",
+            self.quantization,
+            "weights in 4 bits cannot be trained: add use_peft, which trains an adapter on them, or use none",
+        )
+
 
 @dataclass
-class EvaluateSection:
+class EvaluateSection(Section):
     HEADING = "extent and output"
 
-    eval_samples: int = option(0, "problems, the first of the split; 0 is all")
+    eval_samples: int = option(0, "problems, the first of the split; 0 is all", at_least=0)
     output: Optional[str] = option(
         None, "folder to make: every completion with its verdict, the metrics, and the settings they come from"
     )
@@ -141,17 +169,12 @@ class EvaluateConfig(EvaluateSection, AnsweringConfig):
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
 
     def __post_init__(self) -> None:
-        require_finite(self)
-        self._read_template_kwargs()
-        self._check_samples()
-        for name in ("max_prompt_length", "max_completion_length", "sequences_per_generate", "temperature"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "use a number above 0")
-        require(self.eval_samples >= 0, "eval_samples", self.eval_samples, "use 0 or more")
-        require(0 <= self.seed < 2**31, "seed", self.seed, "use a number from 0 to below 2147483648")
+        super().__post_init__()
+        require(self.temperature > 0, "temperature", self.temperature, "use a number above 0")
 
 
 @dataclass
-class ChatSection:
+class ChatSection(Section):
     HEADING = "conversation"
 
     keep_history: bool = option(True, "an answer sees all questions and answers before it")
@@ -162,10 +185,3 @@ class ChatConfig(ChatSection, AnswerSection, SharedConfig):
     """All that `python -m grpo.chat` reads. A temperature of 0 is greedy."""
 
     SHORT: ClassVar = {"model": "model_name_or_path"}
-
-    def __post_init__(self) -> None:
-        require_finite(self)
-        self._read_template_kwargs()
-        require(self.max_completion_length > 0, "max_completion_length", self.max_completion_length, "use 1 or more")
-        require(self.temperature >= 0, "temperature", self.temperature, "use 0 or more")
-        require(0 <= self.seed < 2**31, "seed", self.seed, "use a number from 0 to below 2147483648")

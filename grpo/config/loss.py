@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from grpo.config.errors import require
-from grpo.config.fields import option
+from grpo.config.fields import Section, option
 
 
 @dataclass
-class LossSection:
+class LossSection(Section):
     """grpo/algorithm/loss.py has the formulas and their papers."""
 
     HEADING = "loss"
@@ -24,19 +24,23 @@ class LossSection:
     importance_sampling_level: Literal["token", "sequence"] = option(
         "token", "the probability ratio of each token, or one of each sequence (GSPO)"
     )
-    epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon")
+    epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
     epsilon_high: Optional[float] = option(
-        None, "... and above at 1 + epsilon_high; unset is epsilon. For cispo the ratio's bound itself; unset is 5.0"
+        None,
+        "... and above at 1 + epsilon_high; unset is epsilon. For cispo the ratio's bound itself; unset is 5.0",
+        at_least=0,
     )
     delta: Optional[float] = option(
         None, "two-sided (dual) clip: where the advantage is negative, the ratio is bounded by this; above 1 + epsilon"
     )
-    sapo_temperature_pos: float = option(1.0, "sapo's gate where the advantage is positive")
-    sapo_temperature_neg: float = option(1.05, "... and where it is not")
-    vespo_k_pos: float = option(2.0, "vespo: power of the sequence's ratio where the advantage is not negative")
-    vespo_lambda_pos: float = option(3.0, "... and the rate at which a ratio above 1 loses weight")
-    vespo_k_neg: float = option(3.0, "vespo: the same power where the advantage is negative")
-    vespo_lambda_neg: float = option(2.0, "... and the same rate")
+    sapo_temperature_pos: float = option(1.0, "sapo's gate where the advantage is positive", above=0)
+    sapo_temperature_neg: float = option(1.05, "... and where it is not", above=0)
+    vespo_k_pos: float = option(
+        2.0, "vespo: power of the sequence's ratio where the advantage is not negative", at_least=0
+    )
+    vespo_lambda_pos: float = option(3.0, "... and the rate at which a ratio above 1 loses weight", above=0)
+    vespo_k_neg: float = option(3.0, "vespo: the same power where the advantage is negative", at_least=0)
+    vespo_lambda_neg: float = option(2.0, "... and the same rate", above=0)
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group", "advantages are divided by the std of their group, of the whole batch, or not"
     )
@@ -44,9 +48,11 @@ class LossSection:
         "sum_then_normalize", "several rewards are added and then compared within the group, or the reverse (GDPO)"
     )
     reward_tolerance: float = option(
-        0.0, "a group whose rewards differ by no more than this is without signal: its advantages are exactly 0"
+        0.0,
+        "a group whose rewards differ by no more than this is without signal: its advantages are exactly 0",
+        at_least=0,
     )
-    beta: float = option(0.04, "weight of the KL to the reference; 0 needs no reference server")
+    beta: float = option(0.04, "weight of the KL to the reference; 0 needs no reference server", at_least=0)
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
         "k3", "of the KL from single tokens; k3+ has the value of k3 and the gradient of k2"
     )
@@ -54,25 +60,32 @@ class LossSection:
         False, "take beta times a completion's summed KL off its reward, instead of adding a KL term to the loss"
     )
     kl_target: Optional[float] = option(
-        None, "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is"
+        None, "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is", above=0
     )
-    kl_horizon: float = option(10_000.0, "completions over which an adaptive beta follows")
+    kl_horizon: float = option(10_000.0, "completions over which an adaptive beta follows", above=0)
     use_bias_correction_kl: bool = option(False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)")
     entropy_coef: float = option(
-        0.0, "weight of a bonus for the mean entropy of the tokens; with use_adaptive_entropy the first one"
+        0.0, "weight of a bonus for the mean entropy of the tokens; with use_adaptive_entropy the first one", at_least=0
     )
     use_adaptive_entropy: bool = option(
         False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
     )
-    entropy_coef_min: float = option(0.0, "lower bound of an adaptive entropy_coef")
-    entropy_coef_max: float = option(1.0, "upper bound of it")
-    entropy_coef_delta: float = option(0.005, "what it grows by after a step with entropy_target or less, else shrinks")
-    entropy_target: float = option(0.2, "mean entropy, in nats, of the tokens that the bonus acts on")
+    entropy_coef_min: float = option(0.0, "lower bound of an adaptive entropy_coef", at_least=0)
+    entropy_coef_max: float = option(1.0, "upper bound of it", at_least=0)
+    entropy_coef_delta: float = option(
+        0.005, "what it grows by after a step with entropy_target or less, else shrinks", at_least=0
+    )
+    entropy_target: float = option(0.2, "mean entropy, in nats, of the tokens that the bonus acts on", at_least=0)
     router_aux_loss_coef: float = option(
-        0.0, "weight of the loss that balances the experts of a mixture (TRL's default is the model's own weight)"
+        0.0,
+        "weight of the loss that balances the experts of a mixture (TRL's default is the model's own weight)",
+        at_least=0,
     )
     top_entropy_quantile: float = option(
-        1.0, "only this share of the step's tokens, those of highest entropy, is in the policy term; 1 is all"
+        1.0,
+        "only this share of the step's tokens, those of highest entropy, is in the policy term; 1 is all",
+        above=0,
+        at_most=1,
     )
     mask_truncated_completions: bool = option(
         False, "leave completions cut at max_completion_length out of the loss, and out of what it is divided by"
@@ -83,10 +96,12 @@ class LossSection:
             "weigh by policy / sampler, of tokens or sequences, truncated at the bounds or 0 beyond (TRL: vllm_...)",
         )
     )
-    importance_sampling_clip_max: Optional[float] = option(3.0, "upper bound of that weight")
-    importance_sampling_clip_min: Optional[float] = option(None, "lower bound of that weight")
+    importance_sampling_clip_max: Optional[float] = option(3.0, "upper bound of that weight", above=0)
+    importance_sampling_clip_min: Optional[float] = option(None, "lower bound of that weight", at_least=0)
     off_policy_mask_threshold: Optional[float] = option(
-        None, "drop sequences of negative advantage from which the policy moved further than this (nats a token)"
+        None,
+        "drop sequences of negative advantage from which the policy moved further than this (nats a token)",
+        above=0,
     )
 
     @property
@@ -96,7 +111,8 @@ class LossSection:
             return self.epsilon_high
         return 5.0 if self.loss_type == "cispo" else self.epsilon
 
-    def _check_loss(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.delta is None or self.delta > 1 + self.upper_clip,
             "delta",
@@ -108,12 +124,6 @@ class LossSection:
             "delta",
             self.delta,
             f"{self.loss_type} has no clip to bound: leave it out",
-        )
-        require(
-            self.top_entropy_quantile <= 1 and self.top_entropy_quantile > 0,
-            "top_entropy_quantile",
-            self.top_entropy_quantile,
-            "use a share above 0 and up to 1, such as 0.2",
         )
         require(
             self.loss_type != "luspo" or self.importance_sampling_level == "sequence",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from grpo.config.fields import option
+from grpo.config.errors import require
+from grpo.config.fields import Section, option
 
 
 @dataclass
-class SharedConfig:
+class SharedConfig(Section):
     """Which model, for every program."""
 
     HEADING = "model"
@@ -31,14 +32,14 @@ class SharedConfig:
 
 
 @dataclass
-class AdapterSection:
+class AdapterSection(Section):
     HEADING = "LoRA (needs peft)"
 
     use_peft: bool = option(
         False, "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names"
     )
-    lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings")
-    lora_alpha: int = option(32, "its product is scaled by lora_alpha / lora_r")
+    lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", above=0)
+    lora_alpha: int = option(32, "its product is scaled by lora_alpha / lora_r", above=0)
     lora_dropout: float = option(
         0.0, "only 0: with dropout, log-probs would be those of another distribution than was sampled from"
     )
@@ -48,3 +49,25 @@ class AdapterSection:
     use_rslora: bool = option(False, "scale by lora_alpha / sqrt(lora_r) instead")
     use_dora: bool = option(False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction")
     merge_on_save: bool = option(False, "save whole models, the adapter merged into the base, instead of adapters")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.lora_dropout == 0,
+            "lora_dropout",
+            self.lora_dropout,
+            "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
+        )
+        for name, unused in (
+            ("merge_on_save", False),
+            ("use_rslora", False),
+            ("use_dora", False),
+            ("lora_target_modules", None),
+        ):
+            value = getattr(self, name)
+            require(
+                self.use_peft or value == unused,
+                name,
+                value,
+                "there is no adapter without use_peft: add it, or leave this out",
+            )

@@ -5,19 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from grpo.config.fields import option
+from grpo.config.errors import require
+from grpo.config.fields import Section, option
 
 
 @dataclass
-class RecordSection:
+class RecordSection(Section):
     """What a run evaluates, saves and logs."""
 
     HEADING = "evaluation and records"
 
-    eval_steps: int = option(50, "evaluate every so many updates, and before the first and after the last; 0 is never")
-    eval_samples: int = option(256, "held-out problems, the first of the test split; 0 is all")
-    save_steps: int = option(100, "save a checkpoint every so many updates, to use or continue from; 0 is never")
-    save_total_limit: int = option(2, "newest checkpoints to keep, beside the best by evaluation; 0 keeps all")
+    eval_steps: int = option(
+        50, "evaluate every so many updates, and before the first and after the last; 0 is never", at_least=0
+    )
+    eval_samples: int = option(256, "held-out problems, the first of the test split; 0 is all", at_least=0)
+    save_steps: int = option(
+        100, "save a checkpoint every so many updates, to use or continue from; 0 is never", at_least=0
+    )
+    save_total_limit: int = option(
+        2, "newest checkpoints to keep, beside the best by evaluation; 0 keeps all", at_least=0
+    )
     resume_from_checkpoint: Optional[str] = option(
         None, "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any"
     )
@@ -28,3 +35,8 @@ class RecordSection:
     dry_run: bool = option(
         False, "check every setting, print a step's shape and the memory that it needs, load no weights, and end"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.report_to:
+            require(name in ("tensorboard", "wandb", "none"), "report_to", name, "use tensorboard, wandb or none")

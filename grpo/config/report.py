@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Optional
 
 from grpo.config.errors import require
-from grpo.config.fields import option
+from grpo.config.fields import Section, option
 
 MOST_RUNS = 10
 """as many as have a colour of their own"""
 
 
 @dataclass
-class ReportConfig:
+class ReportConfig(Section):
     """All that `python -m grpo.report` reads."""
 
     HEADING = "report"
@@ -23,12 +23,12 @@ class ReportConfig:
     )
     output: Optional[str] = option(None, "folder to make; unset is the first run's folder, and in it 'report'")
     smoothing: int = option(
-        0, "steps of the centred moving average; 1 is none, 0 a twentieth of the longest run and at least 5"
+        0, "steps of the centred moving average; 1 is none, 0 a twentieth of the longest run and at least 5", at_least=0
     )
 
     POSITIONAL: ClassVar = "runs"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(len(self.runs) > 0, "runs", self.runs, "name the folder of a run")
         require(len(self.runs) <= MOST_RUNS, "runs", self.runs, f"only {MOST_RUNS} can be told apart: name fewer")
-        require(self.smoothing >= 0, "smoothing", self.smoothing, "use 0 or more")

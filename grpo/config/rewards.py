@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from grpo.config.fields import option
+from grpo.config.errors import require
+from grpo.config.fields import Section, option
 
 
 @dataclass
-class RewardSection:
+class RewardSection(Section):
     """What a completion is worth."""
 
     HEADING = "rewards"
@@ -21,11 +22,25 @@ class RewardSection:
     )
     reward_weights: Optional[list[float]] = option(None, "one weight a reward function; unset weighs each 1")
     soft_punish_cache: int = option(
-        0, "tokens before max_completion_length over which a reward falls from 0 to -1 (DAPO's overlong punishment)"
+        0,
+        "tokens before max_completion_length over which a reward falls from 0 to -1 (DAPO's overlong punishment)",
+        at_least=0,
     )
     reward_timeout: Optional[float] = option(
         None,
         "seconds a reward function may take for a completion: it is called in other processes, on one completion at a "
         "time, and killed if it hangs; unset calls it in the trainer",
+        above=0,
     )
     reward_fallback: float = option(0.0, "reward of a completion on which a function hangs or ends its process")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward_weights is None:
+            self.reward_weights = [1.0] * len(self.reward_funcs)
+        require(
+            len(self.reward_weights) == len(self.reward_funcs),
+            "reward_weights",
+            self.reward_weights,
+            f"give {len(self.reward_funcs)} weights, one for each of {' '.join(self.reward_funcs)}",
+        )

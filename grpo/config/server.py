@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, Optional
 
 from grpo.config.connection import TOKEN_VARIABLE, ConnectionSection
 from grpo.config.errors import require
-from grpo.config.fields import option
+from grpo.config.fields import Section, option
 from grpo.config.model import SharedConfig
 
 
 @dataclass
-class ServingSection:
+class ServingSection(Section):
     HEADING = "reference server"
 
     task: Literal["logprobs", "reward"] = option(
@@ -21,10 +20,12 @@ class ServingSection:
     )
     host: str = option("127.0.0.1", "address to listen on; anything but loopback needs a token")
     max_length: Optional[int] = option(
-        None, "longest prompt plus completion, in tokens; unset is the model's own maximum"
+        None, "longest prompt plus completion, in tokens; unset is the model's own maximum", above=0
     )
     max_batch_tokens: Optional[int] = option(
-        None, "tokens in one forward pass, a shared prompt counted once; unset is 16384 on a GPU, 4096 on a CPU"
+        None,
+        "tokens in one forward pass, a shared prompt counted once; unset is 16384 on a GPU, 4096 on a CPU",
+        above=0,
     )
     device_map: Optional[str] = option(
         None, "auto spreads the model over all visible GPUs, for one too big for a single card (needs accelerate)"
@@ -38,20 +39,24 @@ class ServingSection:
         "beside those that are served, so its disk needs room for two models; unset refuses them",
     )
     max_queue_tokens: int = option(
-        4_000_000, "tokens that may wait, one client's at most as many as are left free; beyond it 503 with Retry-After"
+        4_000_000,
+        "tokens that may wait, one client's at most as many as are left free; beyond it 503 with Retry-After",
+        at_least=2,
     )
     max_request_tokens: Optional[int] = option(
-        None, "tokens in one request; unset is half of max_queue_tokens, the most one client may have waiting"
+        None, "tokens in one request; unset is half of max_queue_tokens, the most one client may have waiting", above=0
     )
-    max_request_sequences: int = option(4096, "sequences in one request")
-    max_request_mb: int = option(64, "largest request body, in MiB")
-    max_header_kb: int = option(16, "largest request line with all headers, in KiB")
-    header_timeout: float = option(10.0, "seconds a client may take to send a request's headers")
-    body_timeout: float = option(120.0, "seconds a client may take to send a request's body")
+    max_request_sequences: int = option(4096, "sequences in one request", above=0)
+    max_request_mb: int = option(64, "largest request body, in MiB", above=0)
+    max_header_kb: int = option(16, "largest request line with all headers, in KiB", above=0)
+    header_timeout: float = option(10.0, "seconds a client may take to send a request's headers", above=0)
+    body_timeout: float = option(120.0, "seconds a client may take to send a request's body", above=0)
     max_connections: int = option(
-        1000, "open connections; one more takes the place of one that asks nothing, or is told 503"
+        1000, "open connections; one more takes the place of one that asks nothing, or is told 503", above=0
     )
-    drain_timeout: float = option(60.0, "seconds that SIGTERM gives to what is in hand; then the server ends with 1")
+    drain_timeout: float = option(
+        60.0, "seconds that SIGTERM gives to what is in hand; then the server ends with 1", above=0
+    )
     log_level: Literal["debug", "info", "warning"] = option(
         "info", "debug is a line a request, info a summary each minute, warning only trouble"
     )
@@ -59,28 +64,8 @@ class ServingSection:
         False, "print the memory that this model, these lengths and this dtype need, load no weights, and end"
     )
 
-
-@dataclass
-class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
-    """All that `ref_server.py` reads."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (
-            "max_length",
-            "max_batch_tokens",
-            "max_request_tokens",
-            "max_request_sequences",
-            "max_request_mb",
-            "max_header_kb",
-            "max_connections",
-            "header_timeout",
-            "body_timeout",
-            "drain_timeout",
-        ):
-            value = getattr(self, name)
-            require(value is None or (math.isfinite(value) and value > 0), name, value, "use a number above 0")
-        require(self.max_queue_tokens >= 2, "max_queue_tokens", self.max_queue_tokens, "use 2 or more")
         if self.max_request_tokens is None:
             self.max_request_tokens = self.max_queue_tokens // 2
         require(
@@ -89,10 +74,22 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
             self.max_request_tokens,
             f"one client may have half of max_queue_tokens waiting: use {self.max_queue_tokens // 2} or less",
         )
+        require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
+
+    def batch_tokens(self, device_type: str) -> int:
+        """Tokens of a forward pass on such a device ("cuda" or "cpu")."""
+        return self.max_batch_tokens or (16384 if device_type == "cuda" else 4096)
+
+
+@dataclass
+class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
+    """All that `ref_server.py` reads."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name, off in (("device_map", None), ("quantization", "none"), ("estimate", False), ("update_folder", None)):
             value = getattr(self, name)
             require(self.task == "logprobs" or value == off, name, value, "not for task reward: leave it out")
-        require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
         require(
             self.update_folder is None or self.quantization == "none",
             "update_folder",
@@ -106,7 +103,3 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
             f"others could reach it there: set the environment variable {TOKEN_VARIABLE} (here and for the trainer), "
             "or listen on 127.0.0.1",
         )
-
-    def batch_tokens(self, device_type: str) -> int:
-        """Tokens of a forward pass on such a device ("cuda" or "cpu")."""
-        return self.max_batch_tokens or (16384 if device_type == "cuda" else 4096)

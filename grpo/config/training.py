@@ -6,39 +6,42 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo.config.errors import require
-from grpo.config.fields import option
+from grpo.config.fields import Section, option
 
 
 @dataclass
-class TrainingSection:
+class TrainingSection(Section):
     """How the policy is updated."""
 
     HEADING = "training"
 
-    max_steps: int = option(500, "optimizer updates")
-    prompts_per_step: int = option(56, "prompts per update over all ranks; times num_generations completions")
-    steps_per_generation: int = option(1, "updates that one round of generation feeds, each with prompts of its own")
-    num_iterations: int = option(1, "times that each round's completions are trained on")
-    micro_batch_tokens: int = option(
-        16384, "tokens in one forward and backward, a shared prompt counted once: lower it if memory runs out"
+    max_steps: int = option(500, "optimizer updates", above=0)
+    prompts_per_step: int = option(56, "prompts per update over all ranks; times num_generations completions", above=0)
+    steps_per_generation: int = option(
+        1, "updates that one round of generation feeds, each with prompts of its own", above=0
     )
-    learning_rate: float = option(1e-6, "AdamW's peak learning rate")
+    num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
+    micro_batch_tokens: int = option(
+        16384, "tokens in one forward and backward, a shared prompt counted once: lower it if memory runs out", above=0
+    )
+    learning_rate: float = option(1e-6, "AdamW's peak learning rate", above=0)
     lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
         "constant_with_warmup", "what follows the linear warm-up"
     )
-    warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0")
+    warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0", at_least=0)
     optim: Literal["adamw_torch", "adamw_8bit"] = option(
         "adamw_torch", "AdamW; with adamw_8bit its moments are in 8 bits, by bitsandbytes: a quarter of their memory"
     )
-    adam_beta1: float = option(0.9, "AdamW")
-    adam_beta2: float = option(0.99, "AdamW")
-    adam_epsilon: float = option(1e-8, "AdamW")
-    weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms")
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off")
+    adam_beta1: float = option(0.9, "AdamW", at_least=0, below=1)
+    adam_beta2: float = option(0.99, "AdamW", at_least=0, below=1)
+    adam_epsilon: float = option(1e-8, "AdamW", above=0)
+    weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms", at_least=0)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off", at_least=0)
     max_bad_steps: int = option(
         5,
         "the run ends after so many steps in a row that teach nothing: loss or gradient not finite (the step is "
         "skipped), every reward None, or every completion masked",
+        above=0,
     )
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
     deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")

@@ -1,0 +1,123 @@
+"""The limits of single settings: declared in the field, and held by every section, alone and in a program's whole."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.connection import ConnectionSection, ReferenceConfig, ReferenceSection
+from grpo.config.errors import ConfigError
+from grpo.config.fields import Limits
+from grpo.config.generation import (
+    AnswerSection,
+    ChatSection,
+    DataSection,
+    EvaluateSection,
+    GenerationSection,
+    PolicyConfig,
+    RolloutSection,
+)
+from grpo.config.loss import LossSection
+from grpo.config.model import AdapterSection, SharedConfig
+from grpo.config.records import RecordSection
+from grpo.config.report import ReportConfig
+from grpo.config.rewards import RewardSection
+from grpo.config.server import ServerConfig, ServingSection
+from grpo.config.trainer import TrainerConfig
+from grpo.config.training import TrainingSection
+
+SECTIONS = (
+    *(SharedConfig, DataSection, AnswerSection, GenerationSection, RolloutSection, EvaluateSection, ChatSection),
+    *(RewardSection, LossSection, TrainingSection, AdapterSection, ConnectionSection, ReferenceSection, RecordSection),
+    *(ServingSection, ReportConfig),
+)
+NUMBERS = [
+    (section, field)
+    for section in SECTIONS
+    for field in dataclasses.fields(section)
+    if re.search(r"\b(int|float)\b", field.type)
+]
+ANY_NUMBER = {"reward_weights", "reward_fallback", "lora_dropout"}
+BY_OTHERS = {"delta"}  # its limit is another setting
+
+
+def settings_with(section, field, number) -> dict:
+    """Return arguments of the section that are right but for this number."""
+    needed = {"runs": ["folder"]} if section is ReportConfig else {}
+    return needed | {field.name: [number] if "list" in field.type else number}
+
+
+def test_the_sections_are_all_there_are():
+    programs = (TrainerConfig, ServerConfig, ReportConfig)
+    assert {base for program in programs for base in program.__mro__ if "HEADING" in vars(base)} <= {*SECTIONS}
+
+
+def test_every_number_has_limits():
+    without = {field.name for _, field in NUMBERS if not field.metadata["limits"]}
+    assert without == ANY_NUMBER | BY_OTHERS
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), NUMBERS, ids=[f"{section.__name__}-{field.name}" for section, field in NUMBERS]
+)
+def test_a_section_alone_refuses_a_number_outside_its_limits(section, field):
+    limits = field.metadata["limits"] or Limits()
+    outside = [limits.at_least - 1, limits.above, limits.at_most + 1, limits.below]
+    if "float" in field.type:
+        outside.append(math.nan)
+    for number in outside:
+        if "int" in field.type and math.isinf(number):
+            continue  # no bound there
+        with pytest.raises(ConfigError, match=rf"^{field.name}=\[?{number}\]?: use "):
+            section(**settings_with(section, field, number))
+
+
+@pytest.mark.parametrize(
+    ("limits", "inside", "outside", "words"),
+    [
+        (Limits(above=0), (1e-9, 10**400), (0, -1), "a number above 0"),
+        (Limits(at_least=2), (2, 3), (1, 1.99), "2 or more"),
+        (Limits(above=0, at_most=1), (0.1, 1), (0, 1.01), "a number above 0, and 1 at most"),
+        (Limits(at_least=0, below=1), (0, 0.99), (-0.1, 1), "a number from 0 to below 1"),
+        (Limits(at_least=0, at_most=65535), (0, 65535), (-1, 65536), "a number from 0 to 65535"),
+    ],
+)
+def test_limits_hold_and_say_their_bounds(limits, inside, outside, words):
+    assert all(number in limits for number in inside) and not any(number in limits for number in outside)
+    assert str(limits) == words
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "begin"),
+    [
+        (LossSection, {"loss_type": "luspo"}, "importance_sampling_level='token': "),
+        (LossSection, {"kl_target": 0.1, "beta": 0}, "kl_target=0.1: "),
+        (RewardSection, {"reward_weights": [1.0]}, "reward_weights=[1.0]: "),
+        (AdapterSection, {"use_dora": True}, "use_dora=True: "),
+        (PolicyConfig, {"quantization": "4bit"}, "quantization='4bit': "),
+        (ReferenceSection, {"ref_servers": ["host:1"]}, "ref_servers='host:1': "),
+        (RecordSection, {"report_to": ["paper"]}, "report_to='paper': "),
+        (AnswerSection, {"chat_template_kwargs": "[1]"}, "chat_template_kwargs=[1]: "),
+        (GenerationSection, {"pass_at_k": [3]}, "pass_at_k=3: "),
+        (ServingSection, {"device_map": "cuda"}, "device_map='cuda': "),
+    ],
+)
+def test_a_section_alone_refuses_settings_that_contradict_each_other(section, settings, begin):
+    with pytest.raises(ConfigError) as refused:
+        section(**settings)
+    assert str(refused.value).startswith(begin)
+
+
+def test_a_client_needs_no_more_than_its_own_settings():
+    assert ReferenceConfig(port=7).ref_servers == ["http://127.0.0.1:7"]
+    assert ReferenceConfig(ref_servers=["http://a:1/"]).ref_servers == ["http://a:1"]
+
+
+def test_help_shows_the_limits(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(TrainerConfig, "", ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for end in ("compared (2 or more; default: 8)", "learning rate (a number above 0; default: 1e-06)"):
+        assert end in shown
