@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 
 from grpo.config.connection import TOKEN_VARIABLE
-from grpo.config.errors import ConfigError, program_name, say_once
+from grpo.config.errors import ConfigError, program_name, require, say_once
 
 _PROGRAMS = (
     "grpo.config.server:ServerConfig",
@@ -147,6 +147,14 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         known = {field.name: field for program in _PROGRAMS for field in fields(pkgutil.resolve_name(program))} | own
     arguments: list[str] = []
     for name, value in settings.items():
+        if name == "lora_dropout":  # in files for TRL, and in those of older runs
+            require(
+                value == 0,
+                "lora_dropout",
+                value,
+                "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
+            )
+            continue
         if name not in known:
             raise ConfigError(f"{path}: {name}={value!r}: no such field{_did_you_mean(str(name), known)}; see --help")
         for kind in (dict, list):

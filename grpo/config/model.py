@@ -40,9 +40,6 @@ class AdapterSection(Section):
     )
     lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", above=0)
     lora_alpha: int = option(32, "its product is scaled by lora_alpha / lora_r", above=0)
-    lora_dropout: float = option(
-        0.0, "only 0: with dropout, log-probs would be those of another distribution than was sampled from"
-    )
     lora_target_modules: Optional[list[str]] = option(
         None, "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model"
     )
@@ -52,12 +49,6 @@ class AdapterSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.lora_dropout == 0,
-            "lora_dropout",
-            self.lora_dropout,
-            "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
-        )
         for name, unused in (
             ("merge_on_save", False),
             ("use_rslora", False),

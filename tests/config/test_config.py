@@ -135,7 +135,7 @@ IMPOSSIBLE = [
     (["--merge_on_save"], "merge_on_save=True: ", "without use_peft: add it"),
     (["--use_dora"], "use_dora=True: ", "without use_peft: add it"),
     (["--lora_target_modules", "q_proj"], "lora_target_modules=['q_proj']: ", "without use_peft: add it"),
-    (["--use_peft", "--lora_dropout", "0.05"], "lora_dropout=0.05: ", "use 0"),
+    (["--use_peft", "--lora_dropout", "0.05"], "--lora_dropout: no such option", "see --help"),
     (["--use_peft", "--lora_r", "0"], "lora_r=0: ", "above 0"),
     (["--quantization", "4bit"], "quantization='4bit': ", "add use_peft"),
     (["--quantization", "8bit", "--use_peft"], "quantization='8bit': ", "use 4bit"),
@@ -266,7 +266,10 @@ def test_the_file_beats_the_defaults_and_the_command_line_beats_the_file(file):
 
 
 def test_one_file_serves_both(file):
-    path = file("port: 4711\nmax_batch_tokens: 99\nnum_generations: 4\nreward_weights: [1, -2.5]\nmax_length: null\n")
+    path = file(
+        "port: 4711\nmax_batch_tokens: 99\nnum_generations: 4\nreward_weights: [1, -2.5]\nmax_length: null\n"
+        "lora_dropout: 0.0\n"
+    )
     assert parse_arguments(ServerConfig, "", ["--config", path]).max_batch_tokens == 99
     config = trainer("--config", path)
     assert config.ref_servers == ["http://127.0.0.1:4711"]
@@ -284,6 +287,7 @@ def test_one_file_serves_both(file):
         ("- beta", "write one 'field: value' a line"),
         ("beta: [1", "not YAML"),
         ("temperature: 0", "temperature=0.0: "),
+        ("lora_dropout: 0.05", "lora_dropout=0.05: log-probs would be those of another distribution"),
     ],
 )
 def test_a_file_is_checked_like_the_command_line(refused, file, text, said):

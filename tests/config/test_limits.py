@@ -39,7 +39,7 @@ NUMBERS = [
     for field in dataclasses.fields(section)
     if re.search(r"\b(int|float)\b", field.type)
 ]
-ANY_NUMBER = {"reward_weights", "reward_fallback", "lora_dropout"}
+ANY_NUMBER = {"reward_weights", "reward_fallback"}
 BY_OTHERS = {"delta"}  # its limit is another setting
 
 
