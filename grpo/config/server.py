@@ -48,8 +48,6 @@ class ServingSection(Section):
     )
     max_request_sequences: int = option(4096, "sequences in one request", above=0)
     max_request_mb: int = option(64, "largest request body, in MiB", above=0)
-    max_header_kb: int = option(16, "largest request line with all headers, in KiB", above=0)
-    header_timeout: float = option(10.0, "seconds a client may take to send a request's headers", above=0)
     body_timeout: float = option(120.0, "seconds a client may take to send a request's body", above=0)
     max_connections: int = option(
         1000, "open connections; one more takes the place of one that asks nothing, or is told 503", above=0

@@ -25,6 +25,8 @@ from grpo.wire.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
+HEADER_BYTES = 16 << 10  # a request line with all headers; those of a trainer are below 1 KiB
+HEADER_SECONDS = 10.0  # headers fit into a few packets, so that only a stalled client takes longer
 _IDLE_SECONDS = 120  # after it a connection without a request, or whose client reads no answer, is closed
 
 
@@ -108,7 +110,7 @@ class _ErrorTask(ErrorTask):
         code = refused.reason.lower().replace(" ", "_")
         sentence = {
             413: f"the body is larger than {config.max_request_mb} MiB (--max_request_mb)",
-            431: f"the headers are larger than {config.max_header_kb} KiB (--max_header_kb)",
+            431: f"the headers are larger than {HEADER_BYTES >> 10} KiB",
         }.get(refused.code, " ".join(refused.body.split())[:300])
         return ProtocolError(refused.code, code, sentence)
 
@@ -233,20 +235,20 @@ class Channel(HTTPChannel):
             if self.requests:
                 return
             if partial is None or self.will_close or self.close_when_flushed:
-                since, limit = self.opened, config.header_timeout
+                since, limit = self.opened, HEADER_SECONDS
                 if self.asked_before:
                     since, limit = self.last_activity, _IDLE_SECONDS
                 if now - since > limit:
                     self.handle_close()  # nothing to say: it has asked nothing, or does not read
                 return
             if partial.body_began is None:
-                part, option = "headers", "header_timeout"
+                part, limit = "headers", HEADER_SECONDS
                 since = partial.began if self.asked_before else self.opened  # empty lines before them ask nothing
             else:
-                part, option, since = "body", "body_timeout", partial.body_began
-            if now - since <= getattr(config, option):
+                part, limit, since = "body", config.body_timeout, partial.body_began
+            if now - since <= limit:
                 return
-            message = f"the {part} did not come within {getattr(config, option):g} s (--{option})"
+            message = f"the {part} did not come within {limit:g} s" + (" (--body_timeout)" if part == "body" else "")
             self._refuse_partial(ProtocolError(408, "request_timeout", message))
 
 

@@ -20,7 +20,7 @@ from waitress.server import TcpWSGIServer
 
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
-from grpo.server.channel import Channel
+from grpo.server.channel import HEADER_BYTES, Channel
 from grpo.wire.errors import ProtocolError
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class HttpServer(TcpWSGIServer):
         _allow_files(config.max_connections + _OTHER_FILES)
         adjustments = Adjustments(
             threads=THREADS,
-            max_request_header_size=(config.max_header_kb << 10) + 1,  # waitress refuses the very limit
+            max_request_header_size=HEADER_BYTES + 1,  # waitress refuses the very limit
             max_request_body_size=(config.max_request_mb << 20) + 1,
             asyncore_use_poll=True,  # select() ends at 1,024 open files
             ident=None,

@@ -197,7 +197,7 @@ def test_short_names_are_the_long_ones_of_the_programs_that_have_them(refused, f
         (["--host", "0.0.0.0"], "host='0.0.0.0': "),
         (["--max_batch_tokens", "0"], "max_batch_tokens=0: "),
         (["--max_length", "-5"], "max_length=-5: "),
-        (["--header_timeout", "nan"], "header_timeout=nan: "),
+        (["--body_timeout", "nan"], "body_timeout=nan: "),
         (["--max_queue_tokens", "1"], "max_queue_tokens=1: "),
         (["--max_queue_tokens", "100", "--max_request_tokens", "51"], "max_request_tokens=51: one client may"),
         (["--update_folder", "x", "--quantization", "4bit"], "update_folder='x': weights in 4bit cannot be replaced"),
