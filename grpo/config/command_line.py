@@ -1,7 +1,7 @@
-"""Command line and YAML file -> configuration: defaults, overridden by `--config FILE.yaml`, overridden by options.
+"""Reads the command line and a YAML file: defaults, overridden by `--config FILE.yaml`, overridden by options.
 
-One flat YAML file serves all programs, so that they cannot disagree: each reads its own fields and passes over the
-others'. A key that belongs to none is refused.
+One flat YAML file serves all programs, so that they cannot disagree: each reads its own fields and passes over those of
+the others. A key that no program knows is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROGRAMS = (
     "grpo.config.generation:ChatConfig",
     "grpo.config.report:ReportConfig",
 )
-"""whose settings a file may hold; they are imported only where it has one that is not the program's own"""
+"""the programs whose settings a file may hold; imported only for a file with a name that is not the program's own"""
 
 _TRUTH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
 
@@ -142,9 +142,10 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         return []
     if not isinstance(settings, dict):
         raise ConfigError(f"config='{path}': write one 'field: value' a line")
-    own = known = {field.name: field for field in fields(config_class)}
-    if settings.keys() - own.keys():
-        known = {field.name: field for program in _PROGRAMS for field in fields(pkgutil.resolve_name(program))} | own
+    program_fields = known = {field.name: field for field in fields(config_class)}
+    if settings.keys() - program_fields.keys():
+        classes = map(pkgutil.resolve_name, _PROGRAMS)
+        known = {field.name: field for config in classes for field in fields(config)} | program_fields
     arguments: list[str] = []
     for name, value in settings.items():
         if name == "lora_dropout":  # in files for TRL, and in those of older runs
@@ -160,7 +161,7 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         for kind in (dict, list):
             if isinstance(value, kind) and kind.__name__ not in known[name].type:
                 raise ConfigError(f"{path}: {name}={value!r}: give a single value")
-        if name not in own or value is None:
+        if name not in program_fields or value is None:
             continue
         if isinstance(value, list):
             arguments += [f"--{name}", *map(_as_word, value)]

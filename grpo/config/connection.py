@@ -15,7 +15,7 @@ TOKEN_VARIABLE = "GRPO_REF_TOKEN"
 
 @dataclass
 class ConnectionSection(Section):
-    """How the server and the trainer find and trust each other."""
+    """The settings by which server and trainer find and trust each other."""
 
     HEADING = "connection (server and trainer)"
 
@@ -58,7 +58,7 @@ def _read_token(path: str) -> str:
 
 @dataclass
 class ReferenceSection(Section):
-    """Where the reference's log-probs come from, and how long to wait for them."""
+    """The settings of the reference: who computes its log-probs, and how long to wait for them."""
 
     HEADING = "the reference"
 
@@ -111,7 +111,7 @@ class ReferenceSection(Section):
 
 @dataclass
 class ReferenceConfig(ReferenceSection, ConnectionSection):
-    """All that a client of the reference servers or of a reward server reads."""
+    """The settings of a client of reference or reward servers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""What a setting that cannot be used ends with, said once a machine."""
+"""ConfigError, the end of a program whose setting cannot be used, and how a machine prints an error once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConfigError(ValueError):
 
 
 def require(ok: bool, field: str, value: Any, remedy: str) -> None:
-    """Raises ConfigError unless `ok`."""
+    """Raise ConfigError unless `ok`."""
     if not ok:
         raise ConfigError(f"{field}={value!r}: {remedy}")
 
@@ -22,8 +22,8 @@ def require(ok: bool, field: str, value: Any, remedy: str) -> None:
 def say_once(message: str) -> None:
     """Print an error that several ranks may have met at the same time, once on each machine.
 
-    The machine's first rank says it at once; its end is the end of the others there, who wait for that. Whoever is
-    still there after five seconds was alone with it, and says it.
+    The machine's first rank prints it at once and ends, which ends the machine's other ranks. They wait for that: a
+    rank that still runs after five seconds is alone with its error, and prints it.
     """
     line = f"{program_name()}: error: "
     if not first_here():
@@ -33,7 +33,7 @@ def say_once(message: str) -> None:
 
 
 def first_here() -> bool:
-    """Whether this is the first rank of its machine."""
+    """Tell whether this is the first rank of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

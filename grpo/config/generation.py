@@ -1,4 +1,4 @@
-"""What it takes to have problems answered, and every setting of the programs that do no more than that."""
+"""Settings of data, sampling and evaluation, and the wholes of grpo.evaluate and grpo.chat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo.config.errors import ConfigError, require
 from grpo.config.fields import Section, option
 from grpo.config.model import AdapterSection, SharedConfig
 
-# What apply_chat_template itself takes, beside `tools` and `documents`, which it hands to the template.
+# Arguments of apply_chat_template itself, beside `tools` and `documents`, which it hands to the template.
 _NOT_THE_TEMPLATES = (
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -20,6 +20,8 @@ _NOT_THE_TEMPLATES = (
 
 @dataclass
 class DataSection(Section):
+    """The settings of the dataset and its prompts."""
+
     HEADING = "data"
 
     dataset_name: str = option("openai/gsm8k", "hub id, or a local .json/.jsonl/.parquet file, or a folder of them")
@@ -39,6 +41,8 @@ class DataSection(Section):
 
 @dataclass
 class AnswerSection(Section):
+    """The settings of a model's answer to a prompt."""
+
     HEADING = "answers"
 
     system_prompt: str = option(
@@ -61,27 +65,28 @@ class AnswerSection(Section):
 
     def _read_template_kwargs(self) -> None:
         """Replace JSON text, as on the command line, with the dict that it is of. Raises ConfigError."""
-        given = self.chat_template_kwargs
-        if isinstance(given, str):
+        if isinstance(text := self.chat_template_kwargs, str):
             try:
-                self.chat_template_kwargs = json.loads(given)
+                self.chat_template_kwargs = json.loads(text)
             except json.JSONDecodeError as error:
                 raise ConfigError(
-                    f"chat_template_kwargs={given!r}: not JSON ({error}): write it as '{{\"enable_thinking\": false}}'"
+                    f"chat_template_kwargs={text!r}: not JSON ({error}): write it as '{{\"enable_thinking\": false}}'"
                 ) from error
-        given = self.chat_template_kwargs
-        require(given is None or isinstance(given, dict), "chat_template_kwargs", given, "write a JSON object")
+        kwargs = self.chat_template_kwargs
+        require(kwargs is None or isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "write a JSON object")
         for name in _NOT_THE_TEMPLATES:
             require(
-                name not in (given or {}),
+                name not in (kwargs or {}),
                 "chat_template_kwargs",
-                given,
+                kwargs,
                 f"the template never sees {name}: leave it out",
             )
 
 
 @dataclass
 class GenerationSection(Section):
+    """The settings of generation in batches, and of held-out samples."""
+
     HEADING = "generation and evaluation"
 
     sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0)
@@ -96,21 +101,21 @@ class GenerationSection(Section):
 
     @property
     def ks(self) -> list[int]:
-        """Every k of pass@k, ascending; none where nothing is sampled."""
-        most = self.num_generations_eval
-        powers = [1 << power for power in range(most.bit_length())]
-        return sorted(set(self.pass_at_k or [*powers, most]) - {0})
+        """Return every k of pass@k, ascending; none if nothing is sampled."""
+        samples = self.num_generations_eval
+        powers = [1 << power for power in range(samples.bit_length())]
+        return sorted(set(self.pass_at_k or [*powers, samples]) - {0})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = self.num_generations_eval
+        samples = self.num_generations_eval
         for k in self.pass_at_k or []:
-            require(k <= most, "pass_at_k", k, f"num_generations_eval={most} is too few for it: use {k} or more")
+            require(k <= samples, "pass_at_k", k, f"num_generations_eval={samples} is too few for it: use {k} or more")
 
 
 @dataclass
 class RolloutSection(Section):
-    """How many completions a step samples."""
+    """The settings of a step's samples."""
 
     HEADING = "rollouts"
 
@@ -124,17 +129,17 @@ class RolloutSection(Section):
 
 @dataclass
 class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfig):
-    """What it takes to have a dataset's problems answered, in training and after it."""
+    """The settings by which a dataset's problems are answered, in training and after it."""
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with the longest completion that there may be."""
+        """Return the tokens of the longest prompt with the longest completion."""
         return self.max_prompt_length + self.max_completion_length
 
 
 @dataclass
 class PolicyConfig(AdapterSection, AnswerSection, SharedConfig):
-    """The model that is trained: its weights, its adapter, and how it answers."""
+    """The settings of the model that is trained: its weights, its adapter, and how it answers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,6 +159,8 @@ class PolicyConfig(AdapterSection, AnswerSection, SharedConfig):
 
 @dataclass
 class EvaluateSection(Section):
+    """The settings of grpo.evaluate alone."""
+
     HEADING = "extent and output"
 
     eval_samples: int = option(0, "problems, the first of the split; 0 is all", at_least=0)
@@ -164,7 +171,7 @@ class EvaluateSection(Section):
 
 @dataclass
 class EvaluateConfig(EvaluateSection, AnsweringConfig):
-    """All that `python -m grpo.evaluate` reads."""
+    """Every setting of `python -m grpo.evaluate`."""
 
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
 
@@ -175,6 +182,8 @@ class EvaluateConfig(EvaluateSection, AnsweringConfig):
 
 @dataclass
 class ChatSection(Section):
+    """The settings of grpo.chat alone."""
+
     HEADING = "conversation"
 
     keep_history: bool = option(True, "an answer sees all questions and answers before it")
@@ -182,6 +191,6 @@ class ChatSection(Section):
 
 @dataclass
 class ChatConfig(ChatSection, AnswerSection, SharedConfig):
-    """All that `python -m grpo.chat` reads. A temperature of 0 is greedy."""
+    """Every setting of `python -m grpo.chat`."""
 
     SHORT: ClassVar = {"model": "model_name_or_path"}

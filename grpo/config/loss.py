@@ -11,7 +11,7 @@ from grpo.config.fields import Section, option
 
 @dataclass
 class LossSection(Section):
-    """grpo/algorithm/loss.py has the formulas and their papers."""
+    """The settings of the objective; grpo/algorithm has the formulas and their papers."""
 
     HEADING = "loss"
 
@@ -106,7 +106,7 @@ class LossSection(Section):
 
     @property
     def upper_clip(self) -> float:
-        """What `epsilon_high` is where it was not given."""
+        """Return epsilon_high, or its default for this loss type where it is unset."""
         if self.epsilon_high is not None:
             return self.epsilon_high
         return 5.0 if self.loss_type == "cispo" else self.epsilon

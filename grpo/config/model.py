@@ -11,7 +11,7 @@ from grpo.config.fields import Section, option
 
 @dataclass
 class SharedConfig(Section):
-    """Which model, for every program."""
+    """The settings of the model, for every program."""
 
     HEADING = "model"
 
@@ -33,6 +33,8 @@ class SharedConfig(Section):
 
 @dataclass
 class AdapterSection(Section):
+    """The settings of a LoRA adapter."""
+
     HEADING = "LoRA (needs peft)"
 
     use_peft: bool = option(

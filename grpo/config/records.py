@@ -11,7 +11,7 @@ from grpo.config.fields import Section, option
 
 @dataclass
 class RecordSection(Section):
-    """What a run evaluates, saves and logs."""
+    """The settings of what a run evaluates, saves and logs."""
 
     HEADING = "evaluation and records"
 

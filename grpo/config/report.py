@@ -9,12 +9,12 @@ from grpo.config.errors import require
 from grpo.config.fields import Section, option
 
 MOST_RUNS = 10
-"""as many as have a colour of their own"""
+"""the number of colours by which a page tells runs apart"""
 
 
 @dataclass
 class ReportConfig(Section):
-    """All that `python -m grpo.report` reads."""
+    """Every setting of `python -m grpo.report`."""
 
     HEADING = "report"
 

@@ -11,7 +11,7 @@ from grpo.config.fields import Section, option
 
 @dataclass
 class RewardSection(Section):
-    """What a completion is worth."""
+    """The settings by which a completion gets its reward."""
 
     HEADING = "rewards"
 

@@ -13,6 +13,8 @@ from grpo.config.model import SharedConfig
 
 @dataclass
 class ServingSection(Section):
+    """The settings of the server alone."""
+
     HEADING = "reference server"
 
     task: Literal["logprobs", "reward"] = option(
@@ -75,13 +77,13 @@ class ServingSection(Section):
         require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
 
     def batch_tokens(self, device_type: str) -> int:
-        """Tokens of a forward pass on such a device ("cuda" or "cpu")."""
+        """Return the tokens of a forward pass on a device of this type ("cuda" or "cpu")."""
         return self.max_batch_tokens or (16384 if device_type == "cuda" else 4096)
 
 
 @dataclass
 class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
-    """All that `ref_server.py` reads."""
+    """Every setting of `ref_server.py`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Every setting of `grpo_ref_split.py`."""
+"""The configuration of `grpo_ref_split.py`, and the checks that relate its sections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrainerConfig(
     RolloutSection,
     AnsweringConfig,
 ):
-    """All that `grpo_ref_split.py` reads."""
+    """Every setting of `grpo_ref_split.py`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ from grpo.config.fields import Section, option
 
 @dataclass
 class TrainingSection(Section):
-    """How the policy is updated."""
+    """The settings of the policy's updates."""
 
     HEADING = "training"
 

@@ -1,4 +1,4 @@
-"""What a rank says whose memory was too small: in which phase, what it asked for, and which setting to lower."""
+"""Turns a rank's lack of memory into one sentence: the phase, the size of the request, and the setting to lower."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import is_out_of_memory
 
 START, EVALUATION = "the start", "evaluation"
-"""where memory may be too small outside of a step's phases"""
+"""the places outside of a step's phases where memory may be too small"""
 
 _GIB = 2**30
 _ASKED = re.compile(r"ried to allocate ([\d.]+ \w+)")
@@ -24,8 +24,10 @@ class OutOfMemory(Exception):
 
 
 def raise_if_short(error: BaseException, where: str, phase: str, config: TrainerConfig, way_on: str) -> None:
-    """Raises OutOfMemory if that is what the error means; else returns. `where`, such as "update of step 7", is of the
-    kind `phase`; `way_on` says how to go on."""
+    """Raise OutOfMemory if that is what the error means; otherwise return.
+
+    `where` is the place, such as "update of step 7"; `phase` is its kind; `way_on` says how to continue the run.
+    """
     if is_out_of_memory(error):
         raise OutOfMemory(
             f"out of memory in {where}{_sizes(error)}: {_remedy(error, phase, config)}; {way_on}"
