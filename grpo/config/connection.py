@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.fields import Section, option
@@ -25,12 +25,12 @@ class ConnectionSection(Section):
         at_least=0,
         at_most=65535,
     )
-    token: Optional[str] = option(
+    token: str | None = option(
         None,
         "shared secret of server and trainer. Others see it in ps: rather use token_file or the environment variable "
         f"{TOKEN_VARIABLE}",
     )
-    token_file: Optional[str] = option(None, "file that holds the token, and nothing else")
+    token_file: str | None = option(None, "file that holds the token, and nothing else")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,10 +68,10 @@ class ReferenceSection(Section):
         "began with an adapter, with that one)",
     )
 
-    ref_servers: Optional[list[str]] = option(
+    ref_servers: list[str] | None = option(
         None, "base URLs, all of the same model: work goes to each by its speed; unset is http://127.0.0.1:PORT"
     )
-    ref_ca_file: Optional[str] = option(
+    ref_ca_file: str | None = option(
         None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
     )
     ref_startup_timeout: float = option(

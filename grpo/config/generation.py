@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import ClassVar, Optional
+from typing import ClassVar
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.fields import Section, option
@@ -25,9 +25,7 @@ class DataSection(Section):
     HEADING = "data"
 
     dataset_name: str = option("openai/gsm8k", "hub id, or a local .json/.jsonl/.parquet file, or a folder of them")
-    dataset_config: Optional[str] = option(
-        None, "the hub dataset's configuration name; unset is 'main' for openai/gsm8k"
-    )
+    dataset_config: str | None = option(None, "the hub dataset's configuration name; unset is 'main' for openai/gsm8k")
     dataset_train_split: str = option("train", "split to train on")
     dataset_test_split: str = option("test", "split to evaluate on")
     dataset_prompt_column: str = option("question", "column with the prompt: text, or a list of chat messages")
@@ -50,7 +48,7 @@ class AnswerSection(Section):
         "reasoning and answer within tags, like this: <think>reasoning here</think><answer>answer here</answer>",
         "system message put before every prompt; empty for none",
     )
-    chat_template_kwargs: Optional[dict | str] = option(
+    chat_template_kwargs: dict | str | None = option(
         None, "what the model's chat template can be told, as a JSON object, such as '{\"enable_thinking\": false}'"
     )
     max_completion_length: int = option(512, "new tokens at most", above=0)
@@ -95,7 +93,7 @@ class GenerationSection(Section):
         "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 is greedy only",
         at_least=0,
     )
-    pass_at_k: Optional[list[int]] = option(
+    pass_at_k: list[int] | None = option(
         None, "the k of pass@k; unset is 1, 2, 4, ... and num_generations_eval", at_least=1
     )
 
@@ -164,7 +162,7 @@ class EvaluateSection(Section):
     HEADING = "extent and output"
 
     eval_samples: int = option(0, "problems, the first of the split; 0 is all", at_least=0)
-    output: Optional[str] = option(
+    output: str | None = option(
         None, "folder to make: every completion with its verdict, the metrics, and the settings they come from"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
@@ -25,12 +25,12 @@ class LossSection(Section):
         "token", "the probability ratio of each token, or one of each sequence (GSPO)"
     )
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
-    epsilon_high: Optional[float] = option(
+    epsilon_high: float | None = option(
         None,
         "... and above at 1 + epsilon_high; unset is epsilon. For cispo the ratio's bound itself; unset is 5.0",
         at_least=0,
     )
-    delta: Optional[float] = option(
+    delta: float | None = option(
         None, "two-sided (dual) clip: where the advantage is negative, the ratio is bounded by this; above 1 + epsilon"
     )
     sapo_temperature_pos: float = option(1.0, "sapo's gate where the advantage is positive", above=0)
@@ -59,7 +59,7 @@ class LossSection(Section):
     kl_in_reward: bool = option(
         False, "take beta times a completion's summed KL off its reward, instead of adding a KL term to the loss"
     )
-    kl_target: Optional[float] = option(
+    kl_target: float | None = option(
         None, "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is", above=0
     )
     kl_horizon: float = option(10_000.0, "completions over which an adaptive beta follows", above=0)
@@ -96,9 +96,9 @@ class LossSection(Section):
             "weigh by policy / sampler, of tokens or sequences, truncated at the bounds or 0 beyond (TRL: vllm_...)",
         )
     )
-    importance_sampling_clip_max: Optional[float] = option(3.0, "upper bound of that weight", above=0)
-    importance_sampling_clip_min: Optional[float] = option(None, "lower bound of that weight", at_least=0)
-    off_policy_mask_threshold: Optional[float] = option(
+    importance_sampling_clip_max: float | None = option(3.0, "upper bound of that weight", above=0)
+    importance_sampling_clip_min: float | None = option(None, "lower bound of that weight", at_least=0)
+    off_policy_mask_threshold: float | None = option(
         None,
         "drop sequences of negative advantage from which the policy moved further than this (nats a token)",
         above=0,

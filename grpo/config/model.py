@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
@@ -42,7 +42,7 @@ class AdapterSection(Section):
     )
     lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", above=0)
     lora_alpha: int = option(32, "its product is scaled by lora_alpha / lora_r", above=0)
-    lora_target_modules: Optional[list[str]] = option(
+    lora_target_modules: list[str] | None = option(
         None, "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model"
     )
     use_rslora: bool = option(False, "scale by lora_alpha / sqrt(lora_r) instead")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
@@ -25,10 +24,10 @@ class RecordSection(Section):
     save_total_limit: int = option(
         2, "newest checkpoints to keep, beside the best by evaluation; 0 keeps all", at_least=0
     )
-    resume_from_checkpoint: Optional[str] = option(
+    resume_from_checkpoint: str | None = option(
         None, "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any"
     )
-    output_dir: Optional[str] = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME")
+    output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME")
     report_to: list[str] = option(
         ["tensorboard"], "any of tensorboard, wandb, or none; tensorboard is skipped where it is not installed"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Optional
+from typing import ClassVar
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
@@ -21,7 +21,7 @@ class ReportConfig(Section):
     runs: list[str] = option(
         [], "folders of runs to show over each other; their names may also stand alone, without --runs"
     )
-    output: Optional[str] = option(None, "folder to make; unset is the first run's folder, and in it 'report'")
+    output: str | None = option(None, "folder to make; unset is the first run's folder, and in it 'report'")
     smoothing: int = option(
         0, "steps of the centred moving average; 1 is none, 0 a twentieth of the longest run and at least 5", at_least=0
     )

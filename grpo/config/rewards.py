@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
@@ -20,13 +19,13 @@ class RewardSection(Section):
         "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
         "servers with --task reward",
     )
-    reward_weights: Optional[list[float]] = option(None, "one weight a reward function; unset weighs each 1")
+    reward_weights: list[float] | None = option(None, "one weight a reward function; unset weighs each 1")
     soft_punish_cache: int = option(
         0,
         "tokens before max_completion_length over which a reward falls from 0 to -1 (DAPO's overlong punishment)",
         at_least=0,
     )
-    reward_timeout: Optional[float] = option(
+    reward_timeout: float | None = option(
         None,
         "seconds a reward function may take for a completion: it is called in other processes, on one completion at a "
         "time, and killed if it hangs; unset calls it in the trainer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 from grpo.config.connection import TOKEN_VARIABLE, ConnectionSection
 from grpo.config.errors import require
@@ -21,21 +21,21 @@ class ServingSection(Section):
         "logprobs", "log-probs of a reference model, or scores of a reward model (sequence classification, one output)"
     )
     host: str = option("127.0.0.1", "address to listen on; anything but loopback needs a token")
-    max_length: Optional[int] = option(
+    max_length: int | None = option(
         None, "longest prompt plus completion, in tokens; unset is the model's own maximum", above=0
     )
-    max_batch_tokens: Optional[int] = option(
+    max_batch_tokens: int | None = option(
         None,
         "tokens in one forward pass, a shared prompt counted once; unset is 16384 on a GPU, 4096 on a CPU",
         above=0,
     )
-    device_map: Optional[str] = option(
+    device_map: str | None = option(
         None, "auto spreads the model over all visible GPUs, for one too big for a single card (needs accelerate)"
     )
     deterministic: bool = option(
         False, "compute each request by itself: bitwise the same answer whatever else waits, before and after a restart"
     )
-    update_folder: Optional[str] = option(
+    update_folder: str | None = option(
         None,
         "let trainers replace the weights (their ref_update_steps): new ones lie in this folder until they are whole, "
         "beside those that are served, so its disk needs room for two models; unset refuses them",
@@ -45,7 +45,7 @@ class ServingSection(Section):
         "tokens that may wait, one client's at most as many as are left free; beyond it 503 with Retry-After",
         at_least=2,
     )
-    max_request_tokens: Optional[int] = option(
+    max_request_tokens: int | None = option(
         None, "tokens in one request; unset is half of max_queue_tokens, the most one client may have waiting", above=0
     )
     max_request_sequences: int = option(4096, "sequences in one request", above=0)

@@ -142,6 +142,7 @@ IMPOSSIBLE = [
     (["--quantization", "4bit", "--use_peft", "--ref_update_steps", "4"], "ref_update_steps=4: ", "cannot be replaced"),
     (["--ref", "nobody"], "argument --ref", "'nobody'"),
     (["--max_steps", "many"], "argument --max_steps", "invalid int value: 'many'"),
+    (["--use_peft", "perhaps"], "argument --use_peft", "use true or false"),
     (["--dtype", "float16"], "argument --dtype", "'float16'"),
     (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
     (["--learn", "1"], "--learn: no such option", "see --help"),
@@ -227,6 +228,23 @@ def test_a_token_on_the_command_line_is_warned_of(capsys):
     assert "--token shows the token" in warning and "--token_file" in warning and "secret" not in warning
     trainer("--port", "1")
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, on",
+    [
+        ([], True),
+        (["--gradient_checkpointing", "false"], False),
+        (["--gradient-checkpointing=No"], False),
+        (["--no_gradient_checkpointing"], False),
+        (["--no-gradient-checkpointing"], False),
+        (["--no_gradient_checkpointing", "--gradient_checkpointing"], True),
+        (["--gradient_checkpointing", "1", "--use-peft"], True),
+    ],
+)
+def test_the_ways_to_write_a_switch(options, on):
+    config = trainer(*options)
+    assert (config.gradient_checkpointing, config.use_peft) == (on, "--use-peft" in options)
 
 
 def test_without_a_server_its_port_does_not_matter():
