@@ -215,8 +215,8 @@ def run(config: ServerConfig) -> int:
     url = f"http://{config.host}:{server.effective_port}"
     log.info("loading %s; listening on %s", config.model_name_or_path, url)
     service.load()
-    health = service.health
-    log.info("ready: %s, %s on %s, up to %d tokens a sequence", url, health.dtype, health.device, health.max_length)
+    model = service.health.model
+    log.info("ready: %s, %s on %s, up to %d tokens a sequence", url, model.dtype, model.device, model.max_length)
     while not service.stop.wait(SUMMARY_SECONDS):
         if said := service.monitor.summary(service.held()):
             log.info(said)

@@ -19,7 +19,7 @@ import torch
 import waitress
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo.wire.health import ServerInfo
+from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
 from grpo.wire.paths import CONTENT_TYPE, HEALTH_PATH, LOGPROBS_PATH
 
@@ -50,7 +50,7 @@ def main(folder: str, port: int) -> None:
 
     @app.get(HEALTH_PATH)
     def health():
-        return ServerInfo("ready", folder).to_json()
+        return ServerInfo("ready", ModelInfo(folder)).to_json()
 
     @app.post(LOGPROBS_PATH)
     def logprobs():

@@ -140,7 +140,7 @@ class Connection:
         if answer.status_code != 200:
             with suppress(ValueError):  # then it is something else that answers, such as a proxy
                 if (health := ServerInfo.from_json(answer.content)).status == "loading":
-                    raise Loading(f"is loading {health.model}", _retry_after(answer))
+                    raise Loading(f"is loading {health.model.name}", _retry_after(answer))
             raise Failure(f"said {answer.status_code}: {answer.text[:200]}", _retry_after(answer))
         try:
             health = ServerInfo.from_json(answer.content)
@@ -148,11 +148,11 @@ class Connection:
             raise ServerError(f"{url} is something else ({error}): set {_FIELDS[self._task]} to the server") from error
         if health.task != self._task:
             raise ServerError(
-                f"{url} serves {health.model} for the task {health.task}, and {_FIELDS[self._task]} needs a server of "
-                f"the task {self._task}: start one with --task {self._task}, or name this one in "
+                f"{url} serves {health.model.name} for the task {health.task}, and {_FIELDS[self._task]} needs a "
+                f"server of the task {self._task}: start one with --task {self._task}, or name this one in "
                 f"{_FIELDS.get(health.task, 'another field')}"
             )
-        self._check_model(health.model_fingerprint)
+        self._check_model(health.model.fingerprint)
         return health
 
     def _check_model(self, fingerprint: str) -> None:

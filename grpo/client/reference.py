@@ -19,7 +19,7 @@ from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, each
 from grpo.client.connection import Connection, WeightsToSend
 from grpo.client.errors import Failure, Loading, ServerError, ServersUnavailable
 from grpo.config.trainer import TrainerConfig
-from grpo.wire.health import ServerInfo
+from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 from grpo.wire.rewards import Message, RewardAnswer, RewardRequest
 
@@ -29,7 +29,7 @@ LONGEST_LOADING = 6 * 3600.0
 """seconds: 140 GB at 10 MB/s take four hours; a server that hangs while it loads holds the trainer's cards so long"""
 
 
-def check_reference(config: TrainerConfig, policy: ServerInfo, reference: ServerInfo) -> None:
+def check_reference(config: TrainerConfig, policy: ModelInfo, reference: ModelInfo) -> None:
     """Refuse a reference whose token ids mean something else than the policy's, or that takes shorter sequences.
 
     Raises ServerError. Other weights are allowed (training may go on from a fine-tuned model), and said.
@@ -37,10 +37,10 @@ def check_reference(config: TrainerConfig, policy: ServerInfo, reference: Server
     urls = " ".join(config.ref_servers)
     restart = f"restart it with --model_name_or_path {config.model_name_or_path}"
     if reference.tokenizer_fingerprint != policy.tokenizer_fingerprint:
-        raise ServerError(f"{urls} serves {reference.model}, whose tokenizer is not that of {policy.model}: {restart}")
+        raise ServerError(f"{urls} serves {reference.name}, whose tokenizer is not that of {policy.name}: {restart}")
     if reference.vocab_size != policy.vocab_size:
         raise ServerError(
-            f"{urls} serves {reference.model} with a vocabulary of {reference.vocab_size}, and {policy.model} has "
+            f"{urls} serves {reference.name} with a vocabulary of {reference.vocab_size}, and {policy.name} has "
             f"{policy.vocab_size}: {restart}"
         )
     if config.longest_sequence > reference.max_length:
@@ -51,20 +51,20 @@ def check_reference(config: TrainerConfig, policy: ServerInfo, reference: Server
         )
     if config.ref_update_steps and reference.config_fingerprint != policy.config_fingerprint:
         raise ServerError(
-            f"{urls} serves {reference.model}, whose configuration is not that of {policy.model}, so it cannot take "
+            f"{urls} serves {reference.name}, whose configuration is not that of {policy.name}, so it cannot take "
             f"these weights: {restart}, or set ref_update_steps to 0"
         )
     if config.quantization not in ("none", reference.quantization):
         raise ServerError(
-            f"{urls} serves {reference.model} with quantization {reference.quantization}, and that of the policy is "
+            f"{urls} serves {reference.name} with quantization {reference.quantization}, and that of the policy is "
             f"{config.quantization}, so the KL would not begin at 0: restart it with --quantization "
             f"{config.quantization}, or use ref adapter_off"
         )
-    if reference.model_fingerprint != policy.model_fingerprint:
+    if reference.fingerprint != policy.fingerprint:
         log.warning(
             "the reference (%s) is another model than the policy starts from (%s): the KL will not begin at 0",
-            reference.model,
-            policy.model,
+            reference.name,
+            policy.name,
         )
 
 
@@ -84,8 +84,8 @@ class ReferenceClient:
         # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
         self._threads = ThreadPoolExecutor(IN_FLIGHT * len(urls), thread_name_prefix="reference")
 
-    def wait_ready(self, any_version: bool = False) -> ServerInfo:
-        """Wait until every server is ready and check that all serve the same model; return what they say of it.
+    def wait_ready(self, any_version: bool = False) -> ModelInfo:
+        """Wait until every server is ready and check that all serve the same model; return it.
 
         With `any_version` each may have another of this run's references: `publish` or `expect` says which it is.
 
@@ -132,20 +132,20 @@ class ReferenceClient:
                 next_word = passed + min(60.0, max(15.0, passed))
             time.sleep(min(0.5, max(0.0, min(deadlines[server].left() for server in waiting))))
         first_url = self._servers.all[0].url
-        first = healths[first_url]
+        first = healths[first_url].model
         for url, other in healths.items():
-            if other.model_fingerprint != first.model_fingerprint and not any_version:
+            if other.model.fingerprint != first.fingerprint and not any_version:
                 raise ServerError(
-                    f"{first_url} serves {first.model} ({first.model_fingerprint}) but {url} serves "
-                    f"{other.model} ({other.model_fingerprint}): start every server with the same model"
+                    f"{first_url} serves {first.name} ({first.fingerprint}) but {url} serves "
+                    f"{other.model.name} ({other.model.fingerprint}): start every server with the same model"
                 )
             if self._config.ref_update_steps and not self._reward_url and not other.takes_updates:
                 raise ServerError(
                     f"{url} takes no new weights: restart it with --update_folder PATH, or set ref_update_steps to 0"
                 )
-        self._wire.fingerprint = first.model_fingerprint
+        self._wire.fingerprint = first.fingerprint
         if any_version:
-            self._wire.outdated.update(one.model_fingerprint for one in healths.values())
+            self._wire.outdated.update(one.model.fingerprint for one in healths.values())
         return first
 
     def expect(self, fingerprint: str) -> None:

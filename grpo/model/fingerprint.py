@@ -16,24 +16,23 @@ from grpo.model.load import NO_LIMIT, longest_sequence
 from grpo.model.lora import scalings
 from grpo.model.quantization import quantization_of, unpacked
 from grpo.model.weights_file import WeightsFile, sample
-from grpo.wire.health import ServerInfo, fingerprint
+from grpo.wire.health import ModelInfo, fingerprint
 
 
-def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ServerInfo:
-    """What identifies a model, on either side of the wire."""
-    said = describe_without_weights(model, tokenizer, name)
+def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
+    """Return what identifies a model on both sides of the wire."""
+    info = describe_without_weights(model, tokenizer, name)
     weights = (unpacked(parameter).flatten() for parameter in model.parameters())
     samples = (values[sample(len(values))] for values in weights)
     digest = getattr(model.config, "weights_sha256", "")
-    return replace(said, model_fingerprint=_fingerprint(model, said.tokenizer_fingerprint, samples, digest))
+    return replace(info, fingerprint=_fingerprint(model, info.tokenizer_fingerprint, samples, digest))
 
 
-def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ServerInfo:
-    """As `describe`, of a model that may be on device meta: all but `model_fingerprint`."""
+def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
+    """Do as `describe` does for a model that may be on device meta: leave out `fingerprint`."""
     placed = getattr(model, "hf_device_map", None)
-    return ServerInfo(
-        status="ready",
-        model=name,
+    return ModelInfo(
+        name=name,
         tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
         config_fingerprint=fingerprint(_settings(model)),
         vocab_size=model.get_input_embeddings().weight.shape[0],

@@ -28,7 +28,7 @@ from grpo.model.fingerprint import describe
 from grpo.model.load import resolve_dtype
 from grpo.model.packing import Batcher
 from grpo.wire.errors import ProtocolError, check_number, malformed
-from grpo.wire.health import ServerInfo
+from grpo.wire.health import ModelInfo
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.rewards import Input, Message, RewardRequest
 
@@ -69,10 +69,11 @@ def load_reward_model(
     return model.eval().requires_grad_(False).to(device), tokenizer
 
 
-def describe_reward(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ServerInfo:
-    health = describe(model, tokenizer, name)
+def describe_reward(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
+    """Return what identifies a reward model."""
+    info = describe(model, tokenizer, name)
     # The tokenizer knows it better: RoBERTa has two positions more than it takes tokens.
-    return replace(health, max_length=min(health.max_length, tokenizer.model_max_length), task="reward")
+    return replace(info, max_length=min(info.max_length, tokenizer.model_max_length))
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, inputs: Iterable[Input], max_length: int) -> Iterator[np.ndarray]:

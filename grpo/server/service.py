@@ -16,7 +16,7 @@ from grpo.config.server import ServerConfig
 from grpo.server.http import THREADS
 from grpo.server.monitor import Monitor
 from grpo.wire.errors import ProtocolError
-from grpo.wire.health import ServerInfo
+from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
 from grpo.wire.paths import COMMIT_PATH, HEALTH_PATH, PAGE_PATH, WEIGHTS_PATH
 from grpo.wire.rewards import RewardAnswer
@@ -36,7 +36,7 @@ class Service:
 
     def __init__(self, config: ServerConfig):
         self.config = config
-        self.health = ServerInfo(status="loading", model=config.model_name_or_path, task=config.task)
+        self.health = ServerInfo("loading", ModelInfo(config.model_name_or_path), task=config.task)
         self.monitor = Monitor()
         self.queue = self.scorer = self.updates = None
         self.death: Exception | None = None
@@ -71,11 +71,11 @@ class Service:
 
             name = config.model_name_or_path
             model, tokenizer = load_reward_model(config, "model_name_or_path", name, device)
-            health, batcher, compute = describe_reward(model, tokenizer, name), PADDED, scores_for_queue
+            info, batcher, compute = describe_reward(model, tokenizer, name), PADDED, scores_for_queue
             self.read_texts = partial(read_request, tokenizer)
         else:
             tokenizer, model = load_tokenizer(config), load_reference(config, device)
-            health = describe(model, tokenizer, config.model_name_or_path)
+            info = describe(model, tokenizer, config.model_name_or_path)
             batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
         if cards := cards_of(model):
             for card in cards:
@@ -93,9 +93,13 @@ class Service:
         )
         # A piece may be on its way for body_timeout.
         patience = 2 * config.body_timeout
-        self.updates = WeightSwap(self.queue, model, health, config.update_folder, patience, on_swap=self._swapped)
-        longest = min(config.max_length or health.max_length, health.max_length)
-        self.health = replace(health, max_length=longest, takes_updates=config.update_folder is not None)
+        self.updates = WeightSwap(self.queue, model, info, config.update_folder, patience, on_swap=self._swapped)
+        longest = min(config.max_length or info.max_length, info.max_length)
+        self.change_health(
+            status="ready",
+            model=replace(info, max_length=longest),
+            takes_updates=config.update_folder is not None,
+        )
 
     def change_health(self, **changes) -> None:
         with self._changing:
@@ -103,7 +107,7 @@ class Service:
 
     def _swapped(self, fingerprint: str, sha256: str) -> None:
         name = f"{self.config.model_name_or_path}, updated to {sha256[:12]}"
-        self.change_health(model=name, model_fingerprint=fingerprint)
+        self.change_health(model=replace(self.health.model, name=name, fingerprint=fingerprint))
 
     def _worker_died(self, death: Exception) -> None:
         self.death = death
@@ -150,12 +154,12 @@ class Service:
     def read(self, body: Callable[[], bytes]) -> LogprobsRequest:
         """Raises ProtocolError: for a request that cannot be answered, or a server that cannot answer now."""
         self.check_ready()
-        config, health = self.config, self.health
-        limits = health.max_length, config.max_request_sequences, config.max_request_tokens
+        config, model = self.config, self.health.model
+        limits = model.max_length, config.max_request_sequences, config.max_request_tokens
         if config.task == "reward":
             with self.reading:
                 return self.read_texts(body(), *limits)
-        return decode_request(body(), health.vocab_size, *limits)
+        return decode_request(body(), model.vocab_size, *limits)
 
     def check_ready(self) -> None:
         """Raises ProtocolError while the model cannot be asked anything."""
@@ -197,7 +201,7 @@ class Service:
         config, held = self.config, self.held()
         tokens, requests = (sum(one[place] for one in held.values()) for place in (0, 1))
         return {
-            "health": vars(self.current_health()),
+            "health": self.current_health().to_dict(),
             "deterministic": config.deterministic,
             "max_batch_tokens": self.queue.budget if self.queue else 0,
             "queue": {

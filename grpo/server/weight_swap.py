@@ -30,7 +30,7 @@ from grpo.model.fingerprint import fingerprint_with
 from grpo.model.weights_file import WeightsFile, blocks, named_weights, write_weights
 from grpo.server.fair_queue import FairQueue
 from grpo.wire.errors import ProtocolError, malformed
-from grpo.wire.health import ServerInfo
+from grpo.wire.health import ModelInfo
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.tensor_header import LONGEST_HEADER, HeaderError, data_begins
 from grpo.wire.weights import Commit, Piece
@@ -72,18 +72,18 @@ class WeightSwap:
         self,
         queue: FairQueue,
         model: PreTrainedModel,
-        health: ServerInfo,
+        info: ModelInfo,
         folder: str | None,
         patience: float,
         on_swap: Callable[[str, str], None],
     ):
-        """`health` describes `model`. `folder` keeps what comes in; None is where nothing does. `on_swap` is told the
+        """`info` describes `model`. `folder` keeps what comes in; None is where nothing does. `on_swap` is told the
         new fingerprint and the SHA-256 of the weights' file.
 
         Raises ConfigError for a folder that cannot be written, or a model of which parts are not in memory.
         """
-        self._queue, self._model, self._tokens = queue, model, health.tokenizer_fingerprint
-        self._model_served, self._folder, self._patience = Served(health.model_fingerprint), folder, patience
+        self._queue, self._model, self._tokens = queue, model, info.tokenizer_fingerprint
+        self._model_served, self._folder, self._patience = Served(info.fingerprint), folder, patience
         self._on_swap = on_swap
         self._weights: dict[str, torch.Tensor] = {}
         self._upload: _Upload | None = None

@@ -35,7 +35,7 @@ from grpo.run.collective import own_place
 from grpo.run.folder import check_unused
 from grpo.run.recorder import check_report_to
 from grpo.trainer.engine import engine_config
-from grpo.wire.health import ServerInfo
+from grpo.wire.health import ModelInfo
 
 
 def dry_run(config: TrainerConfig) -> None:
@@ -99,7 +99,7 @@ def _found(
     examples: list[Example],
     held_out: list[Example],
     model: PreTrainedModel,
-    own: ServerInfo,
+    own: ModelInfo,
 ) -> list[str]:
     named = [f"{name} x {weight:g}" for name, weight in zip(rewards, config.reward_weights, strict=True)]
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -107,7 +107,7 @@ def _found(
     lengths = [len(one.prompt_ids) for one in examples]
     lines = [
         "Dry run: no weights were loaded, nothing was started or written.",
-        f"  model      {own.model}: {count:,} parameters, {trained:,} of them trained",
+        f"  model      {own.name}: {count:,} parameters, {trained:,} of them trained",
         f"  tokenizer  {own.vocab_size:,} tokens in the model's vocabulary, {own.max_length:,} in its longest sequence",
         f"  dataset    {config.dataset_name}: {len(examples):,} prompts to train on, of {min(lengths)} to "
         f"{max(lengths)} tokens (mean {sum(lengths) / len(lengths):.0f}), {len(held_out):,} held out",
@@ -126,17 +126,17 @@ def _found(
     return lines
 
 
-def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, own: ServerInfo | None = None) -> str:
+def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, own: ModelInfo | None = None) -> str:
     """Once, what a server says of itself, as the rest of a sentence. That it does not fit ends a run, not this one."""
     try:
-        said = wire.health(url)
+        said = wire.health(url).model
         if config is not None and own is not None:
-            check_reference(config, replace(own, model_fingerprint=said.model_fingerprint), said)
+            check_reference(config, replace(own, fingerprint=said.fingerprint), said)
     except Failure as failure:
         return f"{failure}: a run would wait for it"
     except ServerError as error:
         return f"cannot serve this run: {str(error).removeprefix(f'{url} ')}"
-    return f"is ready: {said.model}, {said.dtype} on {said.device}"
+    return f"is ready: {said.name}, {said.dtype} on {said.device}"
 
 
 def _step(config: TrainerConfig, load: Load, examples: list[Example]) -> list[str]:
@@ -163,7 +163,7 @@ def _memory(
     config: TrainerConfig,
     loads: dict[int, Load],
     model: PreTrainedModel,
-    own: ServerInfo,
+    own: ModelInfo,
     rewards: dict,
     ranks: int,
     device: torch.device,

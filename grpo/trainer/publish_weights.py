@@ -28,7 +28,7 @@ from grpo.model.lora import merged
 from grpo.model.weights_file import WeightsFile, named_weights, write_weights
 from grpo.run.collective import from_first
 from grpo.run.folder import to_disk, whole_folder
-from grpo.wire.health import ServerInfo
+from grpo.wire.health import ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class WeightPublisher:
         client: ReferenceClient,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        policy: ServerInfo,
+        policy: ModelInfo,
         folder: Path | None,
     ):
         """`policy` describes `model`. `folder` is the run's, on rank 0; else None."""
@@ -60,17 +60,17 @@ class WeightPublisher:
         """after which the policy became part of the reference; 0 is what the servers began with"""
         self._current: Path | None = None
 
-    def begin(self, reference: ServerInfo) -> None:
+    def begin(self, reference: ModelInfo) -> None:
         """Keep what the servers begin with: for mixtures, and for a run that goes on from before the first update. In a
         run that begins again, make that the reference again.
 
         Raises ConfigError where a mixture needs it and it is not what the policy begins with, SaveError; as go_on.
         """
         first = from_first(self._read_first())
-        if first.get("policy") == self._policy.model_fingerprint:
+        if first.get("policy") == self._policy.fingerprint:
             self.go_on(0, first["reference"])
             return
-        same = self._policy.model_fingerprint == reference.model_fingerprint
+        same = self._policy.fingerprint == reference.fingerprint
         if self._alpha < 1 and not same:
             raise ConfigError(
                 f"ref_mixup_alpha={self._alpha}: the servers have other weights than the policy begins with, and the "
@@ -84,7 +84,7 @@ class WeightPublisher:
         else:
             with whole_folder(folder, "reference"):
                 pass  # nobody here has its weights
-        fingerprints = {"policy": self._policy.model_fingerprint, "reference": reference.model_fingerprint}
+        fingerprints = {"policy": self._policy.fingerprint, "reference": reference.fingerprint}
         (folder / _FIRST).write_text(json.dumps(fingerprints), encoding="utf-8")
         to_disk(folder)
 

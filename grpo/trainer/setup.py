@@ -127,7 +127,7 @@ def set_up(
     check_lengths(config, model.config)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
-    check_alike({"the model's fingerprint": policy_info.model_fingerprint})
+    check_alike({"the model's fingerprint": policy_info.fingerprint})
     if client is not None:
         check_reference(config, policy_info, reference)
     adapter_off = None
@@ -145,9 +145,9 @@ def set_up(
     engine, schedule = start_engine(config, inputs.ds_config, model)
     rounds = Rounds(config, engine.module, sampler, batcher, inputs.stream, reward_funcs, client, adapter_off)
 
-    reference_model = reference.model_fingerprint if client is not None else ""
+    reference_model = reference.fingerprint if client is not None else ""
     checkpoints = Checkpoints(
-        config, folder, tokenizer, policy_info.model_fingerprint, reference_model, inputs.examples, rank, world_size
+        config, folder, tokenizer, policy_info.fingerprint, reference_model, inputs.examples, rank, world_size
     )
     if resumed:
         progress = checkpoints.load(checkpoint, engine)

@@ -1,55 +1,90 @@
-"""GET /health: what a server says of itself and its model."""
+"""The answer to GET /health: a server's state and a description of its model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
 from grpo.wire.paths import VERSION
 
 
 @dataclass(frozen=True)
+class ModelInfo:
+    """A description of a model. The trainer compares that of its policy with that of the reference."""
+
+    name: str = ""
+    """hub id or folder that the model was loaded from"""
+    fingerprint: str = ""
+    """fingerprint of the configuration, the tokenizer and a sample of the weights: equal when the models are"""
+    tokenizer_fingerprint: str = ""
+    """fingerprint of the vocabulary: equal when token ids mean the same"""
+    config_fingerprint: str = ""
+    """fingerprint of the configuration: models of an equal one can take each other's weights"""
+    vocab_size: int = 0
+    max_length: int = 0
+    """tokens of the longest sequence that the model takes, or that the server allows it"""
+    dtype: str = ""
+    device: str = ""
+    quantization: str = "none"
+    """how the weights are stored: none, 8bit or 4bit"""
+
+
+@dataclass(frozen=True)
 class ServerInfo:
-    """What `GET /health` says. The trainer refuses a reference that does not fit its policy."""
+    """The answer to `GET /health`: a server's state, and its model."""
 
     status: str
     """loading, ready, or draining"""
-    model: str = ""
-    model_fingerprint: str = ""
-    """of the configuration, the tokenizer and a sample of the weights: equal when the models are"""
-    tokenizer_fingerprint: str = ""
-    """of the vocabulary: equal when token ids mean the same"""
-    vocab_size: int = 0
-    max_length: int = 0
-    dtype: str = ""
-    device: str = ""
+    model: ModelInfo = field(default_factory=ModelInfo)
     queue_depth: int = 0
     """tokens waiting or being scored"""
-    config_fingerprint: str = ""
-    """of the configuration: a model of an equal one can take these weights"""
     takes_updates: bool = False
     """whether a trainer may replace the weights"""
-    version: int = VERSION
     task: str = "logprobs"
-    """what it answers with: logprobs or reward (grpo/wire/rewards.py)"""
-    quantization: str = "none"
-    """of its weights: none, 8bit or 4bit"""
+    """what the server computes: logprobs or reward (grpo/wire/rewards.py)"""
+
+    def to_dict(self) -> dict[str, str | int | bool]:
+        """Return the fields of version 1 in their order: server and model in one flat object."""
+        model = self.model
+        return {
+            "status": self.status,
+            "model": model.name,
+            "model_fingerprint": model.fingerprint,
+            "tokenizer_fingerprint": model.tokenizer_fingerprint,
+            "vocab_size": model.vocab_size,
+            "max_length": model.max_length,
+            "dtype": model.dtype,
+            "device": model.device,
+            "queue_depth": self.queue_depth,
+            "config_fingerprint": model.config_fingerprint,
+            "takes_updates": self.takes_updates,
+            "version": VERSION,
+            "task": self.task,
+            "quantization": model.quantization,
+        }
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self.to_dict()).encode()
 
     @classmethod
     def from_json(cls, body: bytes) -> ServerInfo:
-        """Raises ValueError where the body is not a version 1 health answer. Fields added later are passed over."""
-        said = json.loads(body)
-        if not isinstance(said, dict) or said.get("version") != VERSION:
+        """Read the flat object; unknown fields are ignored, and missing ones get their defaults.
+
+        Raises ValueError where the body is not a version 1 health answer.
+        """
+        fields = json.loads(body)
+        if not isinstance(fields, dict) or fields.get("version") != VERSION or "status" not in fields:
             raise ValueError(f"not a version {VERSION} reference server: {body[:200]!r}")
-        return cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
+        names = {"name": "model", "fingerprint": "model_fingerprint"}
+        of_model = {name: names.get(name, name) for name in ModelInfo.__dataclass_fields__}
+        model = ModelInfo(**{name: fields[sent] for name, sent in of_model.items() if sent in fields})
+        of_server = cls.__dataclass_fields__.keys() & fields.keys() - {"model"}
+        return cls(model=model, **{name: fields[name] for name in of_server})
 
 
 def fingerprint(*parts: object) -> str:
-    """16 hex digits that are equal when all parts (JSON-able values or bytes) are."""
+    """Return 16 hex digits that are equal when all parts (JSON-able values or bytes) are."""
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, default=str).encode()

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -20,7 +21,7 @@ from proxy import Plan, proxy
 from grpo.client.reference import ReferenceClient, ServerError, ServersUnavailable, check_reference
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
-from grpo.wire.health import ServerInfo
+from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, encode_answer
 
 PROMPT, COMPLETIONS = [5, 6], [[7, 8, 9], [], [10]]
@@ -39,7 +40,7 @@ def client(*urls, **options):
 
 def test_it_gets_each_completions_logprobs(server):
     with client(server.url) as one:
-        assert one.wait_ready().status == "ready"
+        assert one.wait_ready().vocab_size > 0
         rows = one.submit(PROMPT, COMPLETIONS, "g").result()
         assert [(len(row), row.dtype) for row in rows] == [(3, np.float32), (0, np.float32), (1, np.float32)]
 
@@ -60,14 +61,14 @@ def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
 
 
 def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypatch):
-    began, body = time.monotonic(), ServerInfo("loading", "org/large").to_json()
+    began, body = time.monotonic(), ServerInfo("loading", ModelInfo("org/large")).to_json()
 
     def health():
         loading = time.monotonic() - began < 2.5
         return (503, {"Retry-After": "2"}, body) if loading else (200, {}, HEALTH.to_json())
 
     with fake(health=health) as server, client(server.url, ref_startup_timeout=1) as one:
-        assert one.wait_ready().status == "ready"
+        assert one.wait_ready() == MODEL
     assert time.monotonic() - began >= 2.5
     with fake(health=lambda: (503, {}, body)) as server, client(server.url, ref_startup_timeout=1) as one:
         threading.Timer(2.0, lambda: (server.listener.shutdown(), server.listener.server_close())).start()
@@ -143,7 +144,8 @@ def test_tokens_must_be_the_same(model_folder, tmp_path):
                 one.submit(PROMPT, COMPLETIONS, "g").result()
 
 
-HEALTH = ServerInfo("ready", "m", "f", "tokens", 100, 1024)
+MODEL = ModelInfo("m", "f", "tokens", vocab_size=100, max_length=1024)
+HEALTH = ServerInfo("ready", MODEL)
 
 
 def answer(fingerprint="f") -> tuple[int, dict, bytes]:
@@ -361,7 +363,7 @@ def test_a_server_that_changes_its_model_is_set_aside_and_when_all_do_the_run_en
 
     def serving(place):
         def health():
-            return 200, {}, ServerInfo(**(vars(HEALTH) | {"model_fingerprint": models[place]})).to_json()
+            return 200, {}, ServerInfo("ready", replace(MODEL, fingerprint=models[place])).to_json()
 
         def post(count):
             right = models[place] == "f"
@@ -494,7 +496,7 @@ def test_https_with_an_authority_of_ones_own(server, authority, tmp_path, monkey
     with proxy(server.port, tls=tls(authority, "127.0.0.1")) as front:
         with client(front.url, ref_ca_file=ours.name) as one:
             monkeypatch.chdir("/")  # as a reward function may
-            assert one.wait_ready().status == "ready"
+            assert one.wait_ready().vocab_size > 0
             rows = [one.submit(PROMPT, COMPLETIONS, f"g{number}").result() for number in range(3)]
         for row in rows:
             np.testing.assert_allclose(np.concatenate(row), expected, rtol=0, atol=1e-5)
@@ -546,13 +548,11 @@ def test_something_else_on_that_port_is_not_a_reference():
 )
 def test_a_reference_that_does_not_fit_is_refused(changes, said):
     config = parse_arguments(TrainerConfig, "", [])
-    check_reference(config, HEALTH, HEALTH)
+    check_reference(config, MODEL, MODEL)
     with pytest.raises(ServerError, match=said):
-        check_reference(config, HEALTH, ServerInfo(**(vars(HEALTH) | changes)))
+        check_reference(config, MODEL, replace(MODEL, **changes))
 
 
 def test_other_weights_are_allowed_and_said(caplog):
-    check_reference(
-        parse_arguments(TrainerConfig, "", []), HEALTH, ServerInfo(**(vars(HEALTH) | {"model_fingerprint": "x"}))
-    )
+    check_reference(parse_arguments(TrainerConfig, "", []), MODEL, replace(MODEL, fingerprint="x"))
     assert "the KL will not begin at 0" in caplog.text

@@ -80,10 +80,10 @@ def test_every_id_that_ends_is_known(model_folder):
 def test_fingerprints_follow_weights_and_tokenizer_not_names_and_dtypes(tmp_path, model_folder):
     here = describe(*load(model_folder), "here")
     copy = write_model(tmp_path / "copy", seed=0)
-    assert describe(*load(copy), "there").model_fingerprint == here.model_fingerprint
-    assert describe(*load(model_folder, dtype="bfloat16"), "x").model_fingerprint == here.model_fingerprint
+    assert describe(*load(copy), "there").fingerprint == here.fingerprint
+    assert describe(*load(model_folder, dtype="bfloat16"), "x").fingerprint == here.fingerprint
     other = describe(*load(write_model(tmp_path / "other", seed=1)), "other")
-    assert other.model_fingerprint != here.model_fingerprint
+    assert other.fingerprint != here.fingerprint
     assert other.tokenizer_fingerprint == here.tokenizer_fingerprint
     assert (here.vocab_size, here.max_length) == (load(model_folder)[0].config.vocab_size, 512)
 

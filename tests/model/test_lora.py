@@ -377,7 +377,7 @@ def test_the_tokenizer_is_the_adapters_own_or_its_bases(model_folder, tokenizer,
 
 
 def fingerprint(model, tokenizer) -> str:
-    return describe(model, tokenizer, "x").model_fingerprint
+    return describe(model, tokenizer, "x").fingerprint
 
 
 def test_policy_and_server_agree_on_what_an_adapter_is(model_folder, adapters, tokenizer, tmp_path):
@@ -478,7 +478,7 @@ def test_a_server_answers_with_the_adapters_logprobs(model_folder, adapters, tmp
         server.wait_ready()
         config = trainer("--ref_servers", server.url, "--temperature", "0.9", model=adapters["DoRA"])
         client = ReferenceClient(config)
-        assert client.wait_ready().model == str(adapters["DoRA"])
+        assert client.wait_ready().name == str(adapters["DoRA"])
         prompt, rest = [5, 6, 7], [[8, 9, 10, 11], [12, 13]]
         answers = client.submit(prompt, rest, "g").result()
         client.close()

@@ -177,10 +177,10 @@ def test_policy_and_server_agree_on_what_quantized_weights_are(model_folder, tok
     own = describe(load_model(config, CPU), tokenizer, "x")
     assert own.quantization == "4bit"
     check_reference(config, own, served("4bit"))
-    assert served("4bit", "bfloat16").model_fingerprint == own.model_fingerprint
+    assert served("4bit", "bfloat16").fingerprint == own.fingerprint
     for quantization in ("none", "8bit"):
         other = served(quantization)
-        assert other.quantization == quantization and other.model_fingerprint != own.model_fingerprint
+        assert other.quantization == quantization and other.fingerprint != own.fingerprint
         with pytest.raises(
             ServerError, match=f"with quantization {quantization}, .*: restart it with --quantization 4bit"
         ):

@@ -44,9 +44,10 @@ def test_health_tells_who_it_is(server, model, model_folder):
     answer = requests.get(server.url + "/health", timeout=5)
     health = ServerInfo.from_json(answer.content)
     assert answer.status_code == 200 and answer.headers["Content-Type"] == "application/json"
-    assert (health.status, health.model, health.version) == ("ready", str(model_folder), 1)
-    assert (health.vocab_size, health.max_length) == (model.config.vocab_size, 512)
-    assert (health.dtype, health.device, health.queue_depth) == ("float32", "cpu", 0)
+    assert (health.status, health.model.name) == ("ready", str(model_folder))
+    assert answer.json()["version"] == 1
+    assert (health.model.vocab_size, health.model.max_length) == (model.config.vocab_size, 512)
+    assert (health.model.dtype, health.model.device, health.queue_depth) == ("float32", "cpu", 0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

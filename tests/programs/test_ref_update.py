@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
 from test_ref_server import exact
-from test_reference import COMPLETIONS, HEALTH, PROMPT, client, eventually, fake
+from test_reference import COMPLETIONS, HEALTH, MODEL, PROMPT, client, eventually, fake
 from test_trainer import letters, lines, options, start, timeless, wait_for_steps  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,7 +118,7 @@ def test_alpha_1_replaces_and_what_was_saved_is_served_under_the_same_fingerprin
             check_answers(one, policy)
             folder = tmp_path / "run" / f"reference-{step}"
             again = load_reference(ServerConfig(model_name_or_path=str(folder)), torch.device("cpu"))
-            found = describe(again, AutoTokenizer.from_pretrained(folder), "x").model_fingerprint
+            found = describe(again, AutoTokenizer.from_pretrained(folder), "x").fingerprint
             assert found == one._wire.fingerprint and found not in seen
             seen.add(found)
         assert all(torch.equal(tensor, parameters(again)[name]) for name, tensor in parameters(policy).items())
@@ -307,23 +307,21 @@ def test_servers_that_cannot_be_updated_are_refused_at_the_start(model_folder, t
     # A reward model's server is none of these.
     with fake(health=lambda: (200, {}, replace(HEALTH, task="reward").to_json())) as reward:
         one = ReferenceClient(TrainerConfig(ref_update_steps=1), reward.url)
-        assert one.wait_ready().task == "reward"
+        assert one.wait_ready() == MODEL
         one.close()
 
     config = TrainerConfig(ref_update_steps=5)
-    other = replace(HEALTH, config_fingerprint="other")
+    other = replace(MODEL, config_fingerprint="other")
     with pytest.raises(ServerError, match="serves m, whose configuration is not that of m"):
-        check_reference(config, HEALTH, other)
-    check_reference(TrainerConfig(), HEALTH, other)
+        check_reference(config, MODEL, other)
+    check_reference(TrainerConfig(), MODEL, other)
 
 
 def test_a_mixture_with_unknown_weights_is_refused(model_folder, policy, tokenizer, tmp_path):
     described = describe(policy, tokenizer, "p")
     config = TrainerConfig(ref_mixup_alpha=0.5, ref_update_steps=1)
     with pytest.raises(ConfigError, match="ref_mixup_alpha=0.5: the servers have other weights"):
-        WeightPublisher(config, None, policy, tokenizer, described, tmp_path).begin(
-            replace(described, model_fingerprint="x")
-        )
+        WeightPublisher(config, None, policy, tokenizer, described, tmp_path).begin(replace(described, fingerprint="x"))
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.6])

@@ -314,8 +314,8 @@ def test_text_in_score_out(served, folders):
     said = RewardAnswer.from_json(answer.content, 2 * len(CHATS))
     np.testing.assert_allclose(said.scores, exact(folders["qwen2"]) * 2, atol=1e-5, rtol=0)
     health = ServerInfo.from_json(requests.get(served.url + "/health", timeout=5, headers=TOKEN).content)
-    assert (said.model_fingerprint, said.request_id) == (health.model_fingerprint, "r")
-    assert (health.task, health.status, health.max_length) == ("reward", "ready", 100)
+    assert (said.model_fingerprint, said.request_id) == (health.model.fingerprint, "r")
+    assert (health.task, health.status, health.model.max_length) == ("reward", "ready", 100)
     metrics = requests.get(served.url + "/metrics", timeout=5, headers=TOKEN).text
     assert 'grpo_ref_requests_total{path="/v1/rewards",status="200"}' in metrics
 

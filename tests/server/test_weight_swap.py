@@ -344,10 +344,10 @@ def test_a_folder_that_cannot_be_written_is_refused(model, tokenizer, tmp_path):
 def test_a_server_of_an_adapter_cannot_be_updated(model_folder, tokenizer, tmp_path):
     pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    health = describe(model, tokenizer, "m")
+    info = describe(model, tokenizer, "m")
     train_adapter(model, TrainerConfig(use_peft=True))
     with pytest.raises(ConfigError, match="update_folder='.*': whole models come, and this one is an adapter"):
-        WeightSwap(None, model, health, str(tmp_path), 1.0, on_swap=print)
+        WeightSwap(None, model, info, str(tmp_path), 1.0, on_swap=print)
 
 
 @pytest.mark.slow

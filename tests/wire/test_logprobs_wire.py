@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from grpo.wire.errors import ProtocolError
-from grpo.wire.health import ServerInfo, fingerprint
+from grpo.wire.health import ModelInfo, ServerInfo, fingerprint
 from grpo.wire.logprobs import (
     LogprobsAnswer,
     LogprobsRequest,
@@ -242,13 +242,27 @@ def test_an_answer_that_is_not_three_logprobs_is_refused(answer):
 
 
 def test_health_survives_the_way_and_later_fields_are_passed_over():
-    health = ServerInfo("ready", "m", "f", "t", 10, 20, "float32", "cpu", 5)
+    model = ModelInfo("m", "f", "t", "c", 10, 20, "float32", "cpu", "4bit")
+    health = ServerInfo("ready", model, queue_depth=5, takes_updates=True, task="reward")
     assert ServerInfo.from_json(health.to_json()) == health
     more = json.dumps(json.loads(health.to_json()) | {"colour": "green"}).encode()
     assert ServerInfo.from_json(more) == health
 
 
-@pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"version": 2}', b"hello"])
+def test_health_is_one_flat_object_whose_fields_keep_their_order():
+    model = ModelInfo("m", "f", "t", "c", 10, 20, "float32", "cpu", "4bit")
+    assert ServerInfo("ready", model, queue_depth=5, takes_updates=True, task="reward").to_json() == (
+        b'{"status": "ready", "model": "m", "model_fingerprint": "f", "tokenizer_fingerprint": "t", "vocab_size": 10, '
+        b'"max_length": 20, "dtype": "float32", "device": "cpu", "queue_depth": 5, "config_fingerprint": "c", '
+        b'"takes_updates": true, "version": 1, "task": "reward", "quantization": "4bit"}'
+    )
+
+
+def test_a_server_that_says_no_more_than_its_state_is_understood():
+    assert ServerInfo.from_json(b'{"version": 1, "status": "loading"}') == ServerInfo("loading")
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"version": 1}', b'{"version": 2, "status": "ready"}', b"hello"])
 def test_another_service_is_no_reference_server(answer):
     with pytest.raises(ValueError):
         ServerInfo.from_json(answer)
