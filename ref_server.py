@@ -102,7 +102,7 @@ def make_app(service: Service):
 
     @app.get(HEALTH_PATH)
     def health():
-        now = service.current_health()
+        now = service.current_info()
         status = 200 if now.status == "ready" else 503
         allowed = service.allows(bottle.request.get_header("Authorization", ""))
         said = now.to_json() if allowed else b'{"status": "ok"}'
@@ -111,20 +111,20 @@ def make_app(service: Service):
     @app.post(TASK_PATHS[service.config.task])
     def work():
         sender, gone = bottle.request.remote_addr or "", bottle.request.environ["waitress.client_disconnected"]
-        with service.thread_for(service.requests):
-            service.check_waiting(gone)
+        with service.thread_of(service.request_threads):
+            service.check_connected(gone)
             request = service.read(body)
             bottle.request.environ["note"] |= {"client": request.client, "tokens": len(request.input_ids)}
             return _answer(service.score(request, sender, gone), 200, CONTENT_TYPES[service.config.task])
 
     @app.post(WEIGHTS_PATH)
     def weights():
-        with service.thread_for(service.pieces):
+        with service.thread_of(service.update_threads):
             return _json(updates().add(bottle.request.query, body()))
 
     @app.post(COMMIT_PATH)
     def commit():
-        with service.thread_for(service.pieces):
+        with service.thread_of(service.update_threads):
             return _json(updates().commit(bottle.request.query))
 
     @app.get(METRICS_PATH)
@@ -205,7 +205,7 @@ def run(config: ServerConfig) -> int:
     def on_signal(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if service.health.status == "loading":
+        if service.info.status == "loading":
             raise SystemExit(0)
         service.stop.set()
 
@@ -215,18 +215,19 @@ def run(config: ServerConfig) -> int:
     url = f"http://{config.host}:{server.effective_port}"
     log.info("loading %s; listening on %s", config.model_name_or_path, url)
     service.load()
-    model = service.health.model
+    model = service.info.model
     log.info("ready: %s, %s on %s, up to %d tokens a sequence", url, model.dtype, model.device, model.max_length)
     while not service.stop.wait(SUMMARY_SECONDS):
         if said := service.monitor.summary(service.held()):
             log.info(said)
-        service.updates.drop_abandoned()
+        if service.updates is not None:
+            service.updates.drop_abandoned()
 
-    service.change_health(status="draining")
+    service.change_info(status="draining")
     end = time.monotonic() + config.drain_timeout
     if service.death is None:
         log.info("stopping: %d tokens in hand", service.queue.depth)
-        service.scorer.close(config.drain_timeout)
+        service.worker.close(config.drain_timeout)
     while server.unanswered and time.monotonic() < end:
         time.sleep(0.01)
     if service.death is not None:

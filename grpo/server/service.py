@@ -1,4 +1,4 @@
-"""What a server's HTTP threads share: who may ask, what is read and scored, what the server says of itself."""
+"""The state that HTTP threads share: who may ask, how a request is read and scored, what /health and /status say."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, 
 from grpo.wire.paths import COMMIT_PATH, HEALTH_PATH, PAGE_PATH, WEIGHTS_PATH
 from grpo.wire.rewards import RewardAnswer
 
-# Threads that may work and wait at once; those that are left keep /health and refusals quick.
-IN_HAND = THREADS - 8  # on requests for the model
-UPDATES_IN_HAND = 4  # on weights
-_LOOK_SECONDS = 0.5  # how often a thread that waits for the model looks whether its client is still there
-UPDATE_PATHS = (WEIGHTS_PATH, COMMIT_PATH)
-OPEN_PATHS = (PAGE_PATH, HEALTH_PATH)  # without a token the one is empty, the other says "ok"
+# Threads that may work and wait at once; the other threads keep /health and refusals quick.
+MOST_REQUESTS = THREADS - 8  # requests for the model
+_MOST_UPDATES = 4  # requests with weights
+_CHECK_SECONDS = 0.5  # how often a thread that waits for the model checks whether its client is still connected
+_UPDATE_PATHS = (WEIGHTS_PATH, COMMIT_PATH)
+_OPEN_PATHS = (PAGE_PATH, HEALTH_PATH)  # without the token they tell nothing: an empty page, and "ok"
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
-"""a Host that no other site's page can have: a name of its own could lead here (DNS rebinding)"""
+"""a Host header that no other site's page can send: its own name could lead here (DNS rebinding)"""
 
 
 class Service:
-    """What the HTTP threads share: the state, and once the model is loaded, the scorer."""
+    """The state of a server and, once the model is loaded, its queue and worker."""
 
     def __init__(self, config: ServerConfig):
         self.config = config
-        self.health = ServerInfo("loading", ModelInfo(config.model_name_or_path), task=config.task)
+        self.info = ServerInfo("loading", ModelInfo(config.model_name_or_path), task=config.task)
         self.monitor = Monitor()
-        self.queue = self.scorer = self.updates = None
+        self.queue = self.worker = self.updates = None
         self.death: Exception | None = None
         self.stop = threading.Event()
-        self.requests, self.pieces = threading.Semaphore(IN_HAND), threading.Semaphore(UPDATES_IN_HAND)
-        # JSON and tokens take many times the body's size while they are read: one request's at a time.
-        self.reading = threading.Lock()
-        self.read_texts = None
+        self.request_threads = threading.Semaphore(MOST_REQUESTS)
+        self.update_threads = threading.Semaphore(_MOST_UPDATES)
+        # While they are read, JSON and tokens take many times the size of the body: read one request at a time.
+        self._reading = threading.Lock()
+        self._read_texts = None
         self._changing = threading.Lock()
 
     def load(self) -> None:
-        """Load the model and begin to score. Raises ConfigError where there is no such model, or a card of no use."""
+        """Load the model and begin to score. Raises ConfigError for a missing model, or a card that is no use."""
         import torch
 
         from grpo.model.devices import take_device
@@ -72,68 +73,72 @@ class Service:
             name = config.model_name_or_path
             model, tokenizer = load_reward_model(config, "model_name_or_path", name, device)
             info, batcher, compute = describe_reward(model, tokenizer, name), PADDED, scores_for_queue
-            self.read_texts = partial(read_request, tokenizer)
+            self._read_texts = partial(read_request, tokenizer)
         else:
             tokenizer, model = load_tokenizer(config), load_reference(config, device)
             info = describe(model, tokenizer, config.model_name_or_path)
             batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
         if cards := cards_of(model):
             for card in cards:
-                torch.cuda.reset_peak_memory_stats(card)  # what loading took is over
+                torch.cuda.reset_peak_memory_stats(card)  # count from here on, without loading
             self.monitor.device_memory = partial(device_memory, cards)
         self.queue = FairQueue(
             batcher,
             config.batch_tokens(device.type),
             config.max_queue_tokens,
-            IN_HAND,
+            MOST_REQUESTS,
             deterministic=config.deterministic,
+            fingerprint=info.fingerprint,
         )
-        self.scorer = Worker(
+        self.worker = Worker(
             self.queue, model, batcher, on_death=self._worker_died, on_pass=self.monitor.scored, compute=compute
         )
-        # A piece may be on its way for body_timeout.
-        patience = 2 * config.body_timeout
-        self.updates = WeightSwap(self.queue, model, info, config.update_folder, patience, on_swap=self._swapped)
+        if config.update_folder is not None:
+            patience = 2 * config.body_timeout  # a single piece may take body_timeout
+            tokens = info.tokenizer_fingerprint
+            self.updates = WeightSwap(
+                self.queue, model, tokens, config.update_folder, patience, on_swap=self._describe_update
+            )
         longest = min(config.max_length or info.max_length, info.max_length)
-        self.change_health(
+        self.change_info(
             status="ready",
             model=replace(info, max_length=longest),
             takes_updates=config.update_folder is not None,
         )
 
-    def change_health(self, **changes) -> None:
+    def change_info(self, **changes) -> None:
         with self._changing:
-            self.health = replace(self.health, **changes)
+            self.info = replace(self.info, **changes)
 
-    def _swapped(self, fingerprint: str, sha256: str) -> None:
+    def _describe_update(self, fingerprint: str, sha256: str) -> None:
         name = f"{self.config.model_name_or_path}, updated to {sha256[:12]}"
-        self.change_health(model=replace(self.health.model, name=name, fingerprint=fingerprint))
+        self.change_info(model=replace(self.info.model, name=name, fingerprint=fingerprint))
 
     def _worker_died(self, death: Exception) -> None:
         self.death = death
         self.stop.set()
 
     def allows(self, authorization: str) -> bool:
-        """Whether a request with this header may know and ask everything."""
+        """Return whether a request with this header may know and ask everything."""
         if self.config.token is None:
             return True
-        # Digests, because compare_digest tells by its time whether the lengths are the same.
-        sent, right = (hashlib.sha256(text.encode()) for text in (authorization, f"Bearer {self.config.token}"))
-        return hmac.compare_digest(sent.digest(), right.digest())
+        # Digests, because the time of compare_digest depends on whether the lengths are equal.
+        sent, expected = (hashlib.sha256(text.encode()) for text in (authorization, f"Bearer {self.config.token}"))
+        return hmac.compare_digest(sent.digest(), expected.digest())
 
     def admit(self, path: str, headers: dict[str, str]) -> tuple[bool, ProtocolError | None]:
-        """Whether the sender may ask everything, and why a request is not worth its body, if so.
+        """Return whether the sender may ask everything, and the refusal of a request whose body need not be read.
 
-        `headers` has them in CGI's spelling.
+        `headers` are named as in CGI.
         """
         if self.allows(headers.get("AUTHORIZATION", "")):
             if self.config.token is None and (refusal := _foreign(headers)) is not None:
                 return False, refusal
-            if path in UPDATE_PATHS and self.config.update_folder is None:
+            if path in _UPDATE_PATHS and self.config.update_folder is None:
                 message = "this server takes no new weights: it runs without --update_folder"
                 return True, ProtocolError(403, "no_updates", message)
             return True, None
-        if path not in OPEN_PATHS:
+        if path not in _OPEN_PATHS:
             message = "send 'Authorization: Bearer TOKEN' with the server's token"
             return False, ProtocolError(401, "unauthorized", message)
         if headers.get("CONTENT_LENGTH", "0") != "0":
@@ -141,83 +146,82 @@ class Service:
         return False, None
 
     @contextmanager
-    def thread_for(self, kind: threading.Semaphore) -> Iterator[None]:
-        """Work and wait on a web server's thread. Raises ProtocolError, 503, where its kind has all that it may."""
-        if not kind.acquire(blocking=False):
+    def thread_of(self, threads: threading.Semaphore) -> Iterator[None]:
+        """Use a thread of the web server. Raises ProtocolError, 503, where requests of this kind have all they may."""
+        if not threads.acquire(blocking=False):
             message = "as many requests of this kind are in work as there may be: come back in 1 s"
             raise ProtocolError(503, "busy", message, retry_after=1)
         try:
             yield
         finally:
-            kind.release()
+            threads.release()
 
     def read(self, body: Callable[[], bytes]) -> LogprobsRequest:
-        """Raises ProtocolError: for a request that cannot be answered, or a server that cannot answer now."""
+        """Read a request, and its body only where it can be answered now. Raises ProtocolError."""
         self.check_ready()
-        config, model = self.config, self.health.model
+        config, model = self.config, self.info.model
         limits = model.max_length, config.max_request_sequences, config.max_request_tokens
         if config.task == "reward":
-            with self.reading:
-                return self.read_texts(body(), *limits)
+            with self._reading:
+                return self._read_texts(body(), *limits)
         return decode_request(body(), model.vocab_size, *limits)
 
     def check_ready(self) -> None:
-        """Raises ProtocolError while the model cannot be asked anything."""
-        if (status := self.health.status) != "ready":
+        """Raise ProtocolError while the model cannot be asked anything."""
+        if (status := self.info.status) != "ready":
             raise ProtocolError(503, status, f"the server is {status}", retry_after=2)
 
-    def check_waiting(self, gone: Callable[[], bool]) -> None:
-        """Raises ProtocolError where nobody waits for the answer any more."""
-        if gone():
+    def check_connected(self, is_gone: Callable[[], bool]) -> None:
+        """Raise ProtocolError where the client has closed the connection."""
+        if is_gone():
             raise ProtocolError(499, "client_gone", "the connection was closed before the answer was there")
 
-    def score(self, request: LogprobsRequest, sender: str, gone: Callable[[], bool]) -> bytes:
-        """The bytes of its answer. `gone` tells whether nobody waits for it any more: then its work is taken back.
+    def score(self, request: LogprobsRequest, sender: str, is_gone: Callable[[], bool]) -> bytes:
+        """Return the bytes of the answer. Take the request back when `is_gone` says that the client has closed.
 
         Raises ProtocolError for everything that goes wrong.
         """
-        future, model = self.updates.submit(request, request.client or sender)
-        while not wait([future], timeout=_LOOK_SECONDS).done:
+        future = self.queue.submit(request, request.client or sender)
+        while not wait([future], timeout=_CHECK_SECONDS).done:
             try:
-                self.check_waiting(gone)
+                self.check_connected(is_gone)
             except ProtocolError as error:
                 self.queue.cancel(future, error)
                 raise
-        answer = future.result()  # only then is it certain which model it is of
-        own = model.fingerprint, request.request_id
+        answer = future.result()
         if self.config.task == "reward":
-            return RewardAnswer(answer, *own).to_json()
-        return encode_answer(LogprobsAnswer(answer, *own))
+            return RewardAnswer(answer.values, answer.fingerprint, request.request_id).to_json()
+        return encode_answer(LogprobsAnswer(answer.values, answer.fingerprint, request.request_id))
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """(tokens, requests) in hand, by client."""
+        """Return (tokens, requests) waiting or being scored, by client."""
         return self.queue.held() if self.queue else {}
 
-    def current_health(self) -> ServerInfo:
-        return replace(self.health, queue_depth=self.queue.depth if self.queue else 0)
+    def current_info(self) -> ServerInfo:
+        return replace(self.info, queue_depth=self.queue.depth if self.queue else 0)
 
     def status(self) -> dict:
-        """What the live page shows."""
+        """Return what the live page shows."""
         config, held = self.config, self.held()
-        tokens, requests = (sum(one[place] for one in held.values()) for place in (0, 1))
         return {
-            "health": self.current_health().to_dict(),
+            "health": self.current_info().to_dict(),
             "deterministic": config.deterministic,
             "max_batch_tokens": self.queue.budget if self.queue else 0,
             "queue": {
-                "tokens": tokens,
-                "requests": requests,
+                "tokens": sum(tokens for tokens, _ in held.values()),
+                "requests": sum(requests for _, requests in held.values()),
                 "max_tokens": config.max_queue_tokens,
-                "max_requests": IN_HAND,
+                "max_requests": MOST_REQUESTS,
             },
             **self.monitor.status(held),
         }
 
 
 def _foreign(headers: dict[str, str]) -> ProtocolError | None:
-    """Why this may be a page of another site in a browser of this machine, which must not use a server without a token.
+    """Return a refusal where another site's page may be asking, from a browser of this machine.
 
-    A browser sends `Host` always, and `Origin` with all that could change something.
+    Such a page must not use a server without a token. A browser always sends `Host`, and `Origin` with every request
+    that could change something.
     """
     host, origin = headers.get("HOST", ""), headers.get("ORIGIN")
     if host and not _THIS_MACHINE.fullmatch(host):

@@ -1,4 +1,4 @@
-"""The worker that owns the model: takes forward passes from the queue, and lives through what fails in one of them."""
+"""The thread that owns the model: it takes forward passes from the queue, and survives those that fail."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from grpo.model.devices import is_out_of_memory
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.server.fair_queue import Exchange, FairQueue, Job, Taken
+from grpo.server.fair_queue import Exchange, FairQueue
 from grpo.server.monitor import Pass
+from grpo.server.turns import Batch, Job
 from grpo.wire.errors import ProtocolError
 from grpo.wire.logprobs import LogprobsRequest
 
@@ -30,7 +31,7 @@ Compute = Callable[[PreTrainedModel, Batcher, Sequences, float], tuple[list[np.n
 def completion_logprobs(
     model: PreTrainedModel, batcher: Batcher, sequences: Sequences, temperature: float
 ) -> tuple[list[np.ndarray], int]:
-    """float32 log-probs of each sequence's completion, from one forward pass, and the tokens that it was fed."""
+    """Return float32 log-probs of each sequence's completion, from one forward pass, and the tokens that it was fed."""
     batch = batcher.make(sequences, model.device)
     if len(batch.targets) == 0:
         return [np.empty(0, np.float32)] * len(sequences), 0
@@ -42,11 +43,11 @@ def completion_logprobs(
 class Worker:
     """A thread that answers what is in the queue, with a frozen model.
 
-    A request that fails is that request's error. After one the worker scores a sequence of its own: if that fails too,
-    the model or its device is broken, the worker dies and calls `on_death` once, with the exception. So it does where
-    an exchange fails, which may leave the model half changed; one after which that sequence fails is undone. A batch
-    that does not fit the memory is halved, then and from then on; a sequence that does not fit alone is its request's
-    507.
+    A request that fails gets that failure as its error. After it the worker scores a sequence of its own: if that fails
+    too, the model or its device is broken, and the worker ends and calls `on_death` once, with the exception. So it
+    does where an exchange fails, which may leave the model half changed; an exchange after which that sequence fails is
+    undone. A batch that does not fit the memory is halved, then and from then on; a request with a sequence that does
+    not fit alone gets a 507.
     """
 
     def __init__(
@@ -60,72 +61,83 @@ class Worker:
     ):
         self._queue, self._model, self._batcher, self._compute = queue, model, batcher, compute
         self._on_death, self._on_pass = on_death, on_pass
-        self._scored, self._seconds = 0.0, 0.0  # tokens and time of passes, the older the less
-        self._worker = threading.Thread(target=self._work, name="scorer")
-        self._worker.daemon = True  # a second Ctrl-C must end the process
-        self._worker.start()
+        self._scored, self._seconds = 0.0, 0.0  # tokens and time of passes; older passes count less
+        self._thread = threading.Thread(target=self._run, name="scorer")
+        self._thread.daemon = True  # a second Ctrl-C must end the process
+        self._thread.start()
 
     def close(self, seconds: float | None = None) -> None:
-        """Take nothing new, finish what is queued; returns when that is done or the time is over."""
+        """Accept nothing new and finish what is queued; return when that is done or the time is over."""
         self._queue.close()
-        self._worker.join(seconds)
+        self._thread.join(seconds)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while (work := self._queue.take()) is not None:
-            death = self._exchange(work) if isinstance(work, Exchange) else self._answer(work)
-            if death is not None:
+            try:
+                if isinstance(work, Exchange):
+                    self._exchange(work)
+                else:
+                    self._answer(work)
+            # Only what makes every later answer wrong or impossible comes here.
+            except Exception as death:
                 self._queue.abandon()
                 self._on_death(death)
                 return
 
-    def _exchange(self, exchange: Exchange) -> Exception | None:
-        """Returns what went wrong with it."""
+    def _exchange(self, exchange: Exchange) -> None:
+        """Change the model, and change it back where it scores nothing. Raise what leaves it half changed."""
         refusal = None
+        exchange.action()
         try:
-            exchange.action()
-            if (flaw := self._probe()) is not None:
-                log.error("the new model scores nothing (%s): the old one is put back", flaw)
-                exchange.undo()
-                refusal = ProtocolError(422, "wrong_weights", f"with these weights nothing can be scored: {flaw}")
-        # Whatever it was: what is half changed must answer nobody.
-        except Exception as death:
-            return death
-        self._queue.exchanged(refusal)
-        return None
+            self._probe()
+        # Any failure here is the new weights': nothing else has changed.
+        except Exception as flaw:
+            log.error("the new model scores nothing (%s): the old one is put back", flaw)
+            exchange.undo()
+            refusal = ProtocolError(422, "wrong_weights", f"with these weights nothing can be scored: {flaw}")
+        self._queue.finish_exchange(refusal)
 
-    def _answer(self, taken: Taken) -> Exception | None:
-        """Returns what ends the worker, if so."""
+    def _answer(self, batch: Batch) -> None:
+        """Score a batch; where that fails, each of its jobs alone, so that a failure is that job's own.
+
+        Raise what fails in the worker's own sequence after a job has failed.
+        """
         try:
-            self._score(taken)
-        # Whatever one request meets must not end the others' service.
+            self._score(batch)
+        # Whatever fails in one request must not end the service of the others.
         except Exception as error:
-            if (death := self._score_each(taken, error)) is not None:
-                return death
-        self._queue.settle(taken)
-        return None
+            jobs = list(dict.fromkeys(job for job, _ in batch))
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._answer([(owner, row) for owner, row in batch if owner is job])
+                return
+            log.error("one request failed", exc_info=error)
+            jobs[0].refusal = ProtocolError(500, "internal", f"scoring failed: {type(error).__name__}: {error}")
+            self._probe()
+        self._queue.settle(batch)
 
     @torch.inference_mode()
-    def _score(self, taken: Taken) -> None:
-        """Fill in the jobs' answers. A sequence that is too large for the memory is its job's refusal."""
-        sequences = [job.sequences[row] for job, row in taken]
-        batches = self._batcher.cut(sequences, self._queue.budget)
-        while batches:
-            rows = batches.pop()
-            answers = self._forward([sequences[row] for row in rows], taken[0][0].temperature)
+    def _score(self, batch: Batch) -> None:
+        """Fill in the jobs' answers. Refuse the job of a sequence that is too large for the memory."""
+        sequences = [job.sequences[row] for job, row in batch]
+        passes = self._batcher.cut(sequences, self._queue.budget)
+        while passes:
+            places = passes.pop()
+            answers = self._forward([sequences[place] for place in places], batch[0][0].temperature)
             if answers is not None:
-                for row, answer in zip(rows, answers, strict=True):
-                    job, place = taken[row]
-                    job.answers[place] = answer
-            elif len(rows) > 1:
-                batches += self._smaller(sequences, rows)
+                for place, answer in zip(places, answers, strict=True):
+                    job, row = batch[place]
+                    job.answers[row] = answer
+            elif len(places) > 1:
+                passes += self._cut_smaller(sequences, places)
             else:
-                tokens = sum(map(len, sequences[rows[0]]))
+                tokens = sum(map(len, sequences[places[0]]))
                 log.error("out of memory on a sequence of %d tokens by itself", tokens)
                 message = f"a sequence of {tokens} tokens does not fit the memory of the server's device"
-                taken[rows[0]][0].refusal = ProtocolError(507, "out_of_memory", message)
+                batch[places[0]][0].refusal = ProtocolError(507, "out_of_memory", message)
 
     def _forward(self, sequences: Sequences, temperature: float) -> list[np.ndarray] | None:
-        """float32 answers, one array a sequence, or None where the memory does not suffice."""
+        """Return float32 answers, one array a sequence, or None where the memory does not suffice."""
         try:
             began = time.monotonic()
             answers, fed = self._compute(self._model, self._batcher, sequences, temperature)
@@ -136,17 +148,18 @@ class Worker:
             if not all(np.isfinite(answer).all() for answer in answers):
                 raise ArithmeticError("the model gives numbers that are not finite")
             if fed:
-                self._note(sequences, fed, began)
+                self._report(sequences, fed, began)
             return answers
-        # Out here nothing of the failed pass is held any more by its traceback.
+        # Out here the traceback of the failed pass, which kept its tensors, is gone.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
 
-    def _note(self, sequences: Sequences, fed: int, began: float) -> None:
+    def _report(self, sequences: Sequences, fed: int, began: float) -> None:
+        """Measure the speed of a pass and tell the monitor."""
         seconds = max(time.monotonic() - began, 1e-6)
-        asked = sum(len(prompt) + len(completion) for prompt, completion in sequences)
-        self._scored, self._seconds = 0.9 * self._scored + asked, 0.9 * self._seconds + seconds
+        tokens = sum(len(prompt) + len(completion) for prompt, completion in sequences)
+        self._scored, self._seconds = 0.9 * self._scored + tokens, 0.9 * self._seconds + seconds
         self._queue.tokens_per_second = self._scored / self._seconds
         # The last token of a completion predicts nothing: it is scored, and never fed.
         lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
@@ -161,35 +174,17 @@ class Worker:
             )
         )
 
-    def _smaller(self, sequences: Sequences, rows: list[int]) -> list[list[int]]:
-        """A batch that did not fit, in smaller ones; the budget is halved for good until there are some."""
-        some = [sequences[row] for row in rows]
-        while len(cut := self._batcher.cut(some, self._queue.budget)) == 1:
+    def _cut_smaller(self, sequences: Sequences, places: list[int]) -> list[list[int]]:
+        """Cut a pass that did not fit into smaller ones, and halve the budget for good until there are several."""
+        too_many = [sequences[place] for place in places]
+        while len(parts := self._batcher.cut(too_many, self._queue.budget)) == 1:
             self._queue.budget //= 2
             log.warning("out of memory: batches of %d tokens from now on (--max_batch_tokens)", self._queue.budget)
-        return [[rows[place] for place in places] for places in cut]
+        return [[places[index] for index in part] for part in parts]
 
-    def _score_each(self, taken: Taken, error: Exception) -> Exception | None:
-        """After `error`: each job by itself, so that one's failure is its own. Returns what ends the worker, if so."""
-        jobs = list(dict.fromkeys(job for job, _ in taken))
-        for job in jobs:
-            try:
-                if len(jobs) == 1:
-                    raise error
-                self._score([(one, row) for one, row in taken if one is job])
-            # It is said to the one who asked; the probe tells whether the others can still be served.
-            except Exception as own:
-                log.error("one request failed", exc_info=own)
-                job.refusal = ProtocolError(500, "internal", f"scoring failed: {type(own).__name__}: {own}")
-                if (death := self._probe()) is not None:
-                    return death
-        return None
-
-    def _probe(self) -> Exception | None:
+    def _probe(self) -> None:
+        """Score a sequence of the worker's own. Raise what fails: then nothing can be scored any more."""
         job = Job(LogprobsRequest.of([0], [[0]], 1.0))
-        try:
-            self._score([(job, 0)])
-        # Any failure here means that nothing can be scored any more.
-        except Exception as death:
-            return death
-        return job.refusal
+        self._score([(job, 0)])
+        if job.refusal is not None:
+            raise job.refusal

@@ -335,19 +335,18 @@ def test_commits_that_wait_leave_threads_for_everything_else(make, model_folder,
         assert served(server) == update.becomes
 
 
-def test_a_folder_that_cannot_be_written_is_refused(model, tokenizer, tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused(model, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="update_folder='.*/file': .*: name a folder to write to"):
-        WeightSwap(None, model, describe(model, tokenizer, "m"), str(tmp_path / "file"), 1.0, on_swap=print)
+        WeightSwap(None, model, "tokens", str(tmp_path / "file"), 1.0, on_swap=print)
 
 
-def test_a_server_of_an_adapter_cannot_be_updated(model_folder, tokenizer, tmp_path):
+def test_a_server_of_an_adapter_cannot_be_updated(model_folder, tmp_path):
     pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    info = describe(model, tokenizer, "m")
     train_adapter(model, TrainerConfig(use_peft=True))
     with pytest.raises(ConfigError, match="update_folder='.*': whole models come, and this one is an adapter"):
-        WeightSwap(None, model, info, str(tmp_path), 1.0, on_swap=print)
+        WeightSwap(None, model, "tokens", str(tmp_path), 1.0, on_swap=print)
 
 
 @pytest.mark.slow
@@ -376,15 +375,14 @@ def test_a_full_disk_is_said_before_the_weights_come(model_folder, make, tmp_pat
         assert logprobs(server, [5], [[6]])[1] == served(server)
 
 
-def test_a_disk_without_room_for_what_is_served_is_said_at_the_start(model, tokenizer, tmp_path):
+def test_a_disk_without_room_for_what_is_served_is_said_at_the_start(model, tmp_path):
     code = f"""
 import resource, sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from grpo.model.fingerprint import describe
+from transformers import AutoModelForCausalLM
 from grpo.server.weight_swap import WeightSwap
-model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-WeightSwap(None, model, describe(model, tokenizer, "m"), {str(tmp_path / "new")!r}, 1.0, on_swap=print)
+WeightSwap(None, model, "tokens", {str(tmp_path / "new")!r}, 1.0, on_swap=print)
 """
     command = [sys.executable, "-c", code, model.name_or_path]
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True)

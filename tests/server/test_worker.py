@@ -81,7 +81,7 @@ class Desk:
 
 
 def close_to(answer: Future, exact: np.ndarray) -> bool:
-    return np.allclose(answer.result(30), exact, atol=1e-5, rtol=0)
+    return np.allclose(answer.result(30).values, exact, atol=1e-5, rtol=0)
 
 
 def test_what_waits_shares_a_pass_and_equal_prompts_are_fed_once():
@@ -228,7 +228,7 @@ def test_deterministic_answers_are_the_same_bits_whatever_else_waits():
     waiting += [busy.ask([5, 6, 7], [[8] * 30], "client 0")]
     busy.go()
     for answer, expected, one in zip(answers, alone, asked, strict=True):
-        assert answer.result(30).tobytes() == expected.tobytes()
+        assert answer.result(30).values.tobytes() == expected.values.tobytes()
         assert close_to(answer, busy.exact(*one))
     for answer in waiting:
         answer.result(30)
@@ -350,7 +350,7 @@ def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(determi
     assert 0 < len(begun) < 6
     later = []
     if exchange:
-        queue.exchange(lambda: None, print)
+        queue.exchange(lambda: None, print, "new")
         later = [queue.submit(LogprobsRequest.of([8], [[9]], 1.0), "a")]
     queue.cancel(lost, GONE)
     if exchange:
@@ -362,7 +362,7 @@ def test_of_a_cancelled_request_only_the_pass_that_has_begun_is_finished(determi
         lost.result(0)
     if exchange:
         queue.take()
-        queue.exchanged(None)
+        queue.finish_exchange(None)
     queue.submit(LogprobsRequest.of([1], [[2]], 1.0), "b")
     [(job, row)] = queue.take()
     assert (job.client, row) == ("b", 0)
@@ -387,7 +387,7 @@ def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_i
             for tensor in model.parameters():
                 tensor.mul_(1.1)
 
-    exchanged = desk.queue.exchange(action, print)
+    exchanged = desk.queue.exchange(action, print, "new")
     after = [desk.ask([50, 51], long, "a"), desk.ask([53], long, "c")]
     assert desk.queue.held()["a"] == (2 * 44, 2)
     desk.go()
@@ -397,10 +397,10 @@ def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_i
     for answer, prompt in zip(after, ([50, 51], [53]), strict=True):
         exact = desk.exact(prompt, long)
         assert close_to(answer, exact) and not np.allclose(exact[:9], expected[0][:9], atol=1e-3)
-    desk.queue.exchange(lambda: None, print).result(30)  # also where nothing waits, and again
+    desk.queue.exchange(lambda: None, print, "new").result(30)  # also where nothing waits, and again
     desk.scorer.close()
     with pytest.raises(ProtocolError, match="stopping"):
-        desk.queue.exchange(lambda: None, print)
+        desk.queue.exchange(lambda: None, print, "new")
 
 
 def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
@@ -410,7 +410,7 @@ def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
     def action():
         raise OSError("half way")
 
-    exchanged, after = desk.queue.exchange(action, print), desk.ask([5], [[6] * 8])
+    exchanged, after = desk.queue.exchange(action, print, "new"), desk.ask([5], [[6] * 8])
     desk.go()
     assert close_to(before, desk.exact([5], [[6] * 8]))
     for lost in (exchanged, after):
