@@ -4,15 +4,14 @@
     python ref_server.py --config configs/demo_cpu.yaml              # the file that the trainer reads
     python ref_server.py --task reward --model_name_or_path org/rm   # a reward model instead: texts in, scores out
 
-Read it from the top: what it answers where, how it starts and stops. The web server's threads only parse, queue and
-wait (grpo/server/service.py); one worker thread owns the model (grpo/server/worker.py). The wire is described in
-docs/protocol.md.
+Read it from the top: what it answers at each path, how it starts and stops. The threads of the web server only parse,
+queue and wait (grpo/server/service.py); one worker thread owns the model (grpo/server/worker.py). docs/protocol.md
+describes the wire.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ import bottle
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
+from grpo.server.app import App, make_answer, make_json, note, read_body
 from grpo.server.http import HttpServer
 from grpo.server.monitor import SUMMARY_SECONDS
 from grpo.server.service import Service
@@ -47,7 +47,7 @@ from grpo.wire.paths import (
 log = logging.getLogger("ref_server")
 
 PAGE = Path(__file__).with_name("grpo").joinpath("server/page.html").read_bytes()
-# The page shows what strangers sent; whatever gets into it, it may load nothing and talk to nobody else.
+# The page shows names that strangers sent. Even if one gets in as code, it can load nothing and reach no other host.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -55,143 +55,78 @@ PAGE_POLICY = (
 
 
 def keep_memory_flat() -> None:
-    """Let all threads share one heap of glibc: a thread's own heap is given back in pieces and gets holes.
+    """Let all threads share one heap of glibc: a heap for each thread becomes fragmented.
 
-    Without it the same work peaked anywhere from 250 to 700 MiB above the weights. Threads that run already keep
-    theirs.
+    Without this the same work peaked anywhere from 250 to 700 MiB above the weights. Threads that run already keep
+    their heaps.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # another C library has no such trouble
+    if mallopt is not None:  # another C library does not need it
         mallopt(-8, 1)  # M_ARENA_MAX
 
 
-def make_app(service: Service):
-    """The WSGI app: bottle's, with every answer noted by the monitor."""
-    app = bottle.Bottle()
-
-    def refusable(handler):
-        """A handler that may raise ProtocolError as its answer."""
-
-        def answer_or_refusal(*args, **kwargs):
-            try:
-                if bottle.request.method == "POST" and bottle.request.content_length < 0:
-                    raise ProtocolError(411, "length_required", "send a Content-Length")
-                return handler(*args, **kwargs)
-            except ProtocolError as error:
-                # A traceback keeps its frames, and they the body. One of them knows the future that knows the error:
-                # only a full garbage collection, which is rare, would find that circle.
-                error.__traceback__ = error.__cause__ = error.__context__ = None
-                bottle.request.environ["note"]["error"] = error
-                return _answer(error.to_json(), error.status, "application/json", error.retry_after)
-
-        return answer_or_refusal
-
-    app.install(refusable)
-
-    def body() -> bytes:
-        with bottle.request.environ["wsgi.input"] as file:  # closed, it is neither in memory nor on the disk any more
-            return file.read()
-
-    def updates():
-        # Any web page can make a browser post to this machine, but none can with this type.
-        if bottle.request.content_type != CONTENT_TYPE:
-            message = f"send 'Content-Type: {CONTENT_TYPE}'"
-            raise ProtocolError(415, "unsupported_media_type", message)
-        service.check_ready()
-        return service.updates
+def make_app(service: Service) -> App:
+    """Return the WSGI application: what the server answers at each path."""
+    task = service.config.task
+    app = App(service.monitor, task)
 
     @app.get(HEALTH_PATH)
     def health():
-        now = service.current_info()
-        status = 200 if now.status == "ready" else 503
-        allowed = service.allows(bottle.request.get_header("Authorization", ""))
-        said = now.to_json() if allowed else b'{"status": "ok"}'
-        return _answer(said, status, "application/json", retry_after=None if status == 200 else 2)
+        info = service.current_info()
+        status, retry_after = (200, None) if info.status == "ready" else (503, 2)
+        is_allowed = service.allows(bottle.request.get_header("Authorization", ""))
+        body = info.to_json() if is_allowed else b'{"status": "ok"}'
+        return make_answer(body, status, "application/json", retry_after)
 
-    @app.post(TASK_PATHS[service.config.task])
-    def work():
-        sender, gone = bottle.request.remote_addr or "", bottle.request.environ["waitress.client_disconnected"]
+    @app.post(TASK_PATHS[task])
+    def score():
+        sender = bottle.request.remote_addr or ""
+        is_gone = bottle.request.environ["waitress.client_disconnected"]
         with service.thread_of(service.request_threads):
-            service.check_connected(gone)
-            request = service.read(body)
-            bottle.request.environ["note"] |= {"client": request.client, "tokens": len(request.input_ids)}
-            return _answer(service.score(request, sender, gone), 200, CONTENT_TYPES[service.config.task])
+            service.check_connected(is_gone)
+            request = service.read(read_body)
+            note(client=request.client, tokens=len(request.input_ids))
+            return make_answer(service.score(request, sender, is_gone), 200, CONTENT_TYPES[task])
 
     @app.post(WEIGHTS_PATH)
-    def weights():
+    def add_weights():
         with service.thread_of(service.update_threads):
-            return _json(updates().add(bottle.request.query, body()))
+            check_update(service)
+            return make_json(service.updates.add(bottle.request.query, read_body()))
 
     @app.post(COMMIT_PATH)
-    def commit():
+    def commit_weights():
         with service.thread_of(service.update_threads):
-            return _json(updates().commit(bottle.request.query))
+            check_update(service)
+            return make_json(service.updates.commit(bottle.request.query))
 
     @app.get(METRICS_PATH)
     def metrics():
-        return _answer(service.monitor.to_prometheus(service.held()), 200, service.monitor.CONTENT_TYPE)
+        return make_answer(service.monitor.to_prometheus(service.held()), 200, service.monitor.CONTENT_TYPE)
 
     @app.get(STATUS_PATH)
     def status():
-        return _json(service.status())
+        return make_json(service.status())
 
     @app.get(PAGE_PATH)
     def page():
-        answer = _answer(PAGE, 200, "text/html; charset=utf-8")
+        answer = make_answer(PAGE, 200, "text/html; charset=utf-8")
         answer.set_header("Content-Security-Policy", PAGE_POLICY)
         return answer
 
-    paths = {route.rule: route.method for route in app.routes}
-
-    def any_other_error(error: bottle.HTTPError):
-        if error.status_code >= 500:
-            log.error("a handler failed", exc_info=error.exception)
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "internal")
-        sentence = {
-            404: f"this server answers {' '.join(paths)}; its --task is {service.config.task}",
-            405: f"use {paths.get(bottle.request.path)} for {bottle.request.path}",
-        }.get(error.status_code, "the server failed; its log says how")
-        error.content_type = "application/json"
-        said = ProtocolError(error.status_code, code, sentence)
-        bottle.request.environ["note"]["error"] = said
-        return said.to_json()
-
-    app.default_error_handler = any_other_error
-
-    def noted(environ: dict, start_response):
-        began, note, status = time.perf_counter(), {}, []
-        environ["note"] = note
-
-        def start(line: str, headers: list, exc_info=None):
-            status[:] = [int(line[:3])]
-            return start_response(line, headers, exc_info)
-
-        answer = app(environ, start)
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        seconds = time.perf_counter() - began
-        sender = environ.get("REMOTE_ADDR", "")
-        service.monitor.answered(method, path if path in paths else "other", *status, seconds, sender, **note)
-        # bottle keeps a thread's last request and answer until its next ones.
-        environ.clear()
-        bottle.response.bind()
-        return answer
-
-    return noted
+    return app
 
 
-def _answer(body: bytes, status: int, content_type: str, retry_after: int | None = None) -> bottle.HTTPResponse:
-    headers = {"Content-Type": content_type, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-    if retry_after is not None:
-        headers["Retry-After"] = str(retry_after)
-    return bottle.HTTPResponse(body, status, headers)
-
-
-def _json(said: dict) -> bottle.HTTPResponse:
-    return _answer(json.dumps(said).encode(), 200, "application/json")
+def check_update(service: Service) -> None:
+    """Raise ProtocolError where a browser may be sending weights, or the server is not ready for them."""
+    # Any web page can make a browser post to this machine, but none can with this type.
+    if bottle.request.content_type != CONTENT_TYPE:
+        raise ProtocolError(415, "unsupported_media_type", f"send 'Content-Type: {CONTENT_TYPE}'")
+    service.check_ready()
 
 
 def run(config: ServerConfig) -> int:
-    """Serve until a signal or the worker's death. Returns the exit code."""
+    """Serve until a signal comes or the worker dies. Return the exit code."""
     keep_memory_flat()
     service = Service(config)
 
@@ -199,11 +134,11 @@ def run(config: ServerConfig) -> int:
         service.monitor.answered(method, "other", error.status, 0.0, sender, error=error)
 
     server = HttpServer(make_app(service), config, service.admit, on_refused)
-    # Listening before loading: a taken port is known at once, and /health can say "loading".
+    # Listen before loading: a port that is taken is reported at once, and /health can say "loading".
     threading.Thread(target=server.run, name="http", daemon=True).start()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second signal ends the process at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if service.info.status == "loading":
             raise SystemExit(0)
@@ -218,8 +153,8 @@ def run(config: ServerConfig) -> int:
     model = service.info.model
     log.info("ready: %s, %s on %s, up to %d tokens a sequence", url, model.dtype, model.device, model.max_length)
     while not service.stop.wait(SUMMARY_SECONDS):
-        if said := service.monitor.summary(service.held()):
-            log.info(said)
+        if summary := service.monitor.summary(service.held()):
+            log.info(summary)
         if service.updates is not None:
             service.updates.drop_abandoned()
 
@@ -264,7 +199,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # The threads of the web server and a broken device must not keep a finished process alive.
+    # Threads of the web server, or a broken device, must not keep a finished process alive.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,0 +1,102 @@
+"""The WSGI application under ref_server.py's routes: bottle, with errors in JSON and every answer reported."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import bottle
+
+from grpo.server.monitor import Monitor
+from grpo.wire.errors import ProtocolError
+
+log = logging.getLogger("ref_server")
+
+
+class App(bottle.Bottle):
+    """bottle's application. A handler may raise ProtocolError as its answer."""
+
+    def __init__(self, monitor: Monitor, task: str):
+        super().__init__()
+        self._monitor, self._task = monitor, task
+        self.install(_refusable)
+
+    def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
+        """Answer a request as WSGI wants it, and report the answer to the monitor."""
+        began, facts, status = time.perf_counter(), {}, []
+        environ["note"] = facts
+
+        def start(line: str, headers: list, exc_info=None):
+            status[:] = [int(line[:3])]
+            return start_response(line, headers, exc_info)
+
+        answer = super().__call__(environ, start)
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        seconds = time.perf_counter() - began
+        sender = environ.get("REMOTE_ADDR", "")
+        self._monitor.answered(method, path if path in self._methods() else "other", *status, seconds, sender, **facts)
+        # bottle keeps a thread's last request and answer until its next ones.
+        environ.clear()
+        bottle.response.bind()
+        return answer
+
+    def _methods(self) -> dict[str, str]:
+        """Return the method of each path."""
+        return {route.rule: route.method for route in self.routes}
+
+    def default_error_handler(self, error: bottle.HTTPError) -> bytes:
+        """Return the JSON for an error that is no ProtocolError: 404, 405, or a handler that failed."""
+        if error.status_code >= 500:
+            log.error("a handler failed", exc_info=error.exception)
+        methods, path = self._methods(), bottle.request.path
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "internal")
+        message = {
+            404: f"this server answers {' '.join(methods)}; its --task is {self._task}",
+            405: f"use {methods.get(path)} for {path}",
+        }.get(error.status_code, "the server failed; its log says how")
+        error.content_type = "application/json"
+        refusal = ProtocolError(error.status_code, code, message)
+        bottle.request.environ["note"]["error"] = refusal
+        return refusal.to_json()
+
+
+def note(**facts: object) -> None:
+    """Add to what the monitor is told of the present request: its client and tokens, or its error."""
+    bottle.request.environ["note"] |= facts
+
+
+def make_answer(body: bytes, status: int, content_type: str, retry_after: int | None = None) -> bottle.HTTPResponse:
+    headers = {"Content-Type": content_type, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+    if retry_after is not None:
+        headers["Retry-After"] = str(retry_after)
+    return bottle.HTTPResponse(body, status, headers)
+
+
+def make_json(fields: dict) -> bottle.HTTPResponse:
+    return make_answer(json.dumps(fields).encode(), 200, "application/json")
+
+
+def read_body() -> bytes:
+    """Read the body of the present request; then it is neither in memory nor on the disk any more."""
+    with bottle.request.environ["wsgi.input"] as file:
+        return file.read()
+
+
+def _refusable(handler: Callable) -> Callable:
+    """Wrap a handler: send the ProtocolError that it raises."""
+
+    def answer_or_refuse(*args, **kwargs):
+        try:
+            if bottle.request.method == "POST" and bottle.request.content_length < 0:
+                raise ProtocolError(411, "length_required", "send a Content-Length")
+            return handler(*args, **kwargs)
+        except ProtocolError as error:
+            # A traceback keeps its frames, and these the body. One of them knows the future that knows the error: only
+            # a full garbage collection, which is rare, would find that circle.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+            note(error=error)
+            return make_answer(error.to_json(), error.status, "application/json", error.retry_after)
+
+    return answer_or_refuse
