@@ -1,7 +1,7 @@
-"""Which of a run's servers is asked next, and what becomes of one that fails.
+"""A run's servers of one task: which of them gets the next request, and which are out of rotation.
 
-Work goes to each server by its measured speed. One that fails is set aside; a thread knocks at it until it is well, and
-gives it the reference if it has missed an update. Then it has work again.
+Requests go to each server by its measured speed. A server that fails is taken out of rotation. A background thread
+probes it, sends it the reference's weights if it has missed an update, and puts it back.
 """
 
 from __future__ import annotations
@@ -10,228 +10,252 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 
-from grpo.client.connection import Connection, WeightsToSend
-from grpo.client.errors import Failure, Outdated, ServerError, ServersUnavailable
+from grpo.client.connection import Answer, Connection, WeightsToSend
+from grpo.client.errors import ModelOutdated, RequestFailed, ServerError, ServersUnavailable
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 5.0
-IN_FLIGHT = 8  # requests of one rank at one server at a time
+_LONGEST_PAUSE = 5.0  # seconds between two probes of a server
+IN_FLIGHT = 8  # requests of one rank to one server at a time
 
 
 class Deadline:
+    """A time limit that starts with its creation."""
+
     def __init__(self, seconds: float):
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return self._end - time.monotonic()
 
 
 class Server:
-    """What this client knows of one server. Once requests are under way it changes under Balancer' lock only."""
+    """What this process knows of one server. Once requests are in flight it changes under the Balancer's lock only."""
 
     def __init__(self, url: str):
         self.url = url
         self.requests = self.tokens = 0
-        """in flight"""
+        """requests and tokens in flight"""
         self.speed = 0.0
-        """tokens a second, a moving average; 0 is not measured yet"""
-        self.since = 0.0
-        """when it last answered, or was sent something after it had nothing to do"""
-        self.said = "has not answered yet"
-        self.aside = False
-        """has no work until `back`"""
-        self.back = 0.0
-        """when it was last taken back"""
+        """a moving average of tokens per second; 0 is not measured yet"""
+        self.active_since = 0.0
+        """time of the last answer, or of the request that ended an idle period"""
+        self.last_outcome = "has not answered yet"
+        """how the last request ended, as the rest of a sentence that begins with "it" """
+        self.in_rotation = True
+        self.restored_at = 0.0
+        """time of the last return to the rotation"""
         self.failures = 0
-        """in a row: while there are any, one request at a time tries whether it works again"""
-        self.on_trial = False
+        """failures in a row: while there are any, the server gets one request at a time"""
+        self.has_trial_request = False
+        """True while that one request is in flight"""
         self.other_model = ""
+        """fingerprint of a model that does not belong to this run"""
 
-    def usable(self) -> bool:
-        return not self.aside and not self.on_trial
+    def is_usable(self) -> bool:
+        return self.in_rotation and not self.has_trial_request
 
-    def expected_end(self, tokens: int, fastest: float) -> float:
-        """Seconds after which `tokens` more would be answered; `fastest` is the speed of the fastest server."""
-        speed, quiet = self.speed or fastest, time.monotonic() - self.since
+    def seconds_to_answer(self, tokens: int, fastest: float) -> float:
+        """Estimate when `tokens` more would be answered; `fastest` is the speed of the fastest server."""
+        speed, silence = self.speed or fastest, time.monotonic() - self.active_since
         if not self.requests:
             # Old measurements fade, or one slow answer would shut a server out for good.
-            return tokens / min(fastest, speed * (1 + quiet / 60))
+            return tokens / min(fastest, speed * (1 + silence / 60))
         # A silence may well last as long again: others take over long before a stalled server's timeout.
-        return max((self.tokens + tokens) / speed, quiet)
+        return max((self.tokens + tokens) / speed, silence)
 
 
 class Balancer:
-    """A run's servers of one task, as one process of it sees them. Any thread may take one."""
+    """The servers of one task, as one process of the run sees them. Any thread may send a request."""
 
-    def __init__(self, wire: Connection, urls: list[str], sought: str):
-        """`sought` says in messages what they are asked for."""
-        self.all = [Server(url) for url in urls]
-        self._wire, self._sought = wire, sought
-        self._reference: WeightsToSend | None = None  # what a server that lacks it is sent
-        self._sent = 0.0  # when a piece of it last went through
+    def __init__(self, connection: Connection, urls: list[str], wanted: str, patience: float):
+        """`wanted` names the answers in messages. `patience`: seconds without any answer, or any progress of an update,
+        after which the servers are given up."""
+        self.servers = [Server(url) for url in urls]
+        self._connection, self._wanted, self._patience = connection, wanted, patience
+        self._weights: WeightsToSend | None = None  # for a server that lacks them
+        self._last_progress = 0.0  # time at which a server last took a piece of them
         self._changed = threading.Condition()
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Whoever waits for a server raises ServerError."""
+        """Stop: every thread that waits for a server raises ServerError."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
 
-    def expect(self, fingerprint: str) -> None:
-        """From now on use no answer but of this model. What is still on its way is asked for again."""
-        with self._changed:
-            self._wire.outdated.add(self._wire.fingerprint)
-            self._wire.fingerprint = fingerprint
-            for server in self.all:
-                server.back = time.monotonic()  # an old request's answer speaks no longer of the server
+    def send(self, body: bytes, decode: Callable[[bytes], Answer], size: int, name: str) -> Answer:
+        """Send a request to one server after another until one answers; return the decoded answer.
 
-    def publish(self, reference: WeightsToSend, deadline: float) -> None:
-        """Bring the servers to a new reference, and from now on use only those that have it.
+        `size` is what the request costs a server, in tokens; `name` stands for it in messages.
 
-        Returns when each has it or has failed at least once: what is left goes on in the background, now and whenever
-        a server has lost it by a restart.
-
-        Raises ServersUnavailable where none has it and nothing has moved for `deadline` seconds.
+        Raises ServersUnavailable where none answers in time, ServerError where one refuses the request, or all have
+        changed their model.
         """
-        self.expect(reference.fingerprint)
+        deadline = Deadline(self._patience)
+        while True:
+            server, load = self._reserve_server(size, name, deadline)
+            sent_at, failure = time.monotonic(), None
+            try:
+                return self._connection.request(server.url, body, decode, deadline.seconds_left())
+            except RequestFailed as error:
+                failure = error
+            finally:
+                self._release_server(server, size, load, sent_at, failure)
+
+    def use_only(self, fingerprint: str) -> None:
+        """Accept answers of this model only, from now on. Requests in flight to an older one are sent again."""
         with self._changed:
-            self._reference, self._sent = reference, time.monotonic()
-            for server in self.all:
-                if not server.aside:
-                    server.aside, server.on_trial, server.failures = True, False, 0
-                    server.said = "has not got all of it yet"
-                    self._knock(server, Failure(server.said))
+            self._connection.outdated.add(self._connection.fingerprint)
+            self._connection.fingerprint = fingerprint
+            for server in self.servers:
+                server.restored_at = time.monotonic()  # a failure of an older request says nothing about the server now
 
-            def settled() -> bool:
-                aside = [server for server in self.all if server.aside]
-                return len(aside) < len(self.all) and all(server.failures for server in aside)
+    def send_weights(self, weights: WeightsToSend) -> None:
+        """Replace the model of all servers, and from now on use only those that have these weights.
 
-            while not settled():
-                if time.monotonic() > self._sent + deadline:
+        Returns when each server has them or has failed at least once. The rest goes on in the background, now and
+        whenever a server has lost them by a restart.
+
+        Raises ServersUnavailable where no server has them and none has made progress for `patience` seconds.
+        """
+        self.use_only(weights.fingerprint)
+        with self._changed:
+            self._weights, self._last_progress = weights, time.monotonic()
+            for server in self.servers:
+                if server.in_rotation:
+                    server.in_rotation, server.has_trial_request, server.failures = False, False, 0
+                    server.last_outcome = "has not got all of it yet"
+                    self._start_recovery(server, RequestFailed(server.last_outcome))
+
+            def is_settled() -> bool:
+                waiting = [server for server in self.servers if not server.in_rotation]
+                return len(waiting) < len(self.servers) and all(server.failures for server in waiting)
+
+            while not is_settled():
+                if time.monotonic() > self._last_progress + self._patience:
                     raise ServersUnavailable(
-                        f"no reference server has got the new weights: nothing has moved for {deadline:.0f} s at "
-                        f"{each(self.all)}: see the log there; ref_deadline sets how long to wait"
+                        f"no reference server has got the new weights: nothing has moved for {self._patience:.0f} s at "
+                        f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait"
                     )
                 self._changed.wait(0.2)
 
-    def take(self, size: int, name: str, deadline: Deadline) -> tuple[Server, int]:
-        """Wait for the server that should answer first to have room, and book `size` tokens there.
+    def _reserve_server(self, size: int, name: str, deadline: Deadline) -> tuple[Server, int]:
+        """Wait until the server that should answer first has room, and count `size` tokens there.
 
-        Returns it with the tokens that are then in flight there. Raises ServersUnavailable at the deadline, ServerError
-        when every server has changed its model.
+        Returns the server and the tokens that are then in flight there. Raises ServersUnavailable at the deadline,
+        ServerError when every server has changed its model.
         """
         with self._changed:
             while not self._closing.is_set():
-                if all(server.other_model for server in self.all):
+                if all(server.other_model for server in self.servers):
                     raise ServerError(
-                        f"every reference server has changed: {each(self.all)}: restart it with the model that "
-                        f"this run began with (the reference is {self._wire.fingerprint} now)"
+                        f"every reference server has changed: {list_outcomes(self.servers)}: restart it with the model "
+                        f"that this run began with (the reference is {self._connection.fingerprint} now)"
                     )
-                if deadline.left() <= 0:
+                if deadline.seconds_left() <= 0:
                     raise ServersUnavailable(
-                        f"no {self._sought} for {name} after {deadline.seconds:.0f} s from {each(self.all)}: see the "
-                        "log there; ref_deadline sets how long to wait"
+                        f"no {self._wanted} for {name} after {deadline.seconds:.0f} s from "
+                        f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait"
                     )
-                fastest = max(server.speed for server in self.all) or 1.0
-                usable = [server for server in self.all if server.usable()]
-                random.shuffle(usable)  # or every rank's first request would go to the same of equals
-                best = min(usable, key=lambda server: server.expected_end(size, fastest), default=None)
+                fastest = max(server.speed for server in self.servers) or 1.0
+                usable = [server for server in self.servers if server.is_usable()]
+                random.shuffle(usable)  # or every rank's first request would go to the same of equal servers
+                best = min(usable, key=lambda server: server.seconds_to_answer(size, fastest), default=None)
                 if best is not None and best.requests < IN_FLIGHT:
-                    best.since = best.since if best.requests else time.monotonic()
-                    best.on_trial = best.failures > 0
+                    best.active_since = best.active_since if best.requests else time.monotonic()
+                    best.has_trial_request = best.failures > 0
                     best.requests += 1
                     best.tokens += size
                     return best, best.tokens
                 # Not only for news: while a server is silent it becomes a worse choice.
-                self._changed.wait(max(0.0, min(0.2, deadline.left())))
+                self._changed.wait(max(0.0, min(0.2, deadline.seconds_left())))
         raise ServerError(f"{name} was given up: the client is closed")
 
-    def end(self, server: Server, size: int, load: int, sent: float, failure: Failure | None) -> None:
-        """An attempt is over, for better or worse: what follows for its server."""
+    def _release_server(
+        self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailed | None
+    ) -> None:
+        """Record how a request ended, and take the server out of rotation where it failed."""
         now = time.monotonic()
         with self._changed:
             server.requests -= 1
             server.tokens -= size
             if failure is None:
-                server.since, server.said = now, "answered the last time"
-                speed = load / max(now - sent, 1e-6)
+                server.active_since, server.last_outcome = now, "answered the last time"
+                speed = load / max(now - sent_at, 1e-6)
                 server.speed = 0.75 * server.speed + 0.25 * speed if server.speed else speed
-                if server.failures and not server.aside:
+                if server.failures and server.in_rotation:
                     log.info("%s answers again", server.url)
-                    server.failures, server.on_trial = 0, False
-            # One trouble has as many failures as requests were in flight: the first of them counts.
-            elif not server.aside and sent >= server.back:
-                server.aside, server.on_trial = True, False
-                self._note(server, failure)
-                self._knock(server, failure)
+                    server.failures, server.has_trial_request = 0, False
+            # One fault fails every request that is in flight: only the first of them counts.
+            elif server.in_rotation and sent_at >= server.restored_at:
+                server.in_rotation, server.has_trial_request = False, False
+                self._record_failure(server, failure)
+                self._start_recovery(server, failure)
             self._changed.notify_all()
 
-    def _knock(self, server: Server, failure: Failure) -> None:
-        threading.Thread(target=self._bring_back, args=(server, failure), name="knock", daemon=True).start()
-
-    def _note(self, server: Server, failure: Failure) -> None:
+    def _record_failure(self, server: Server, failure: RequestFailed) -> None:
         if failure.other_model and not server.other_model:
-            log.error("%s %s: it is set aside until it is restarted with the right one", server.url, failure)
+            log.error("%s %s; out of rotation until it is restarted with the right one", server.url, failure)
         elif not server.failures:
-            log.warning("%s %s: it is set aside until it is well", server.url, failure)
-        server.said, server.other_model = str(failure), failure.other_model
+            log.warning("%s %s; out of rotation until it recovers", server.url, failure)
+        server.last_outcome, server.other_model = str(failure), failure.other_model
         server.failures += 1
 
-    def _bring_back(self, server: Server, failure: Failure) -> None:
-        """The one thread that knocks at a server that was set aside, until it can have work again."""
-        knock = not failure.retry_after  # one that names a time is alive
-        while not self._closing.wait(_pause(server.failures, failure.retry_after)):
+    def _start_recovery(self, server: Server, failure: RequestFailed) -> None:
+        threading.Thread(target=self._recover, args=(server, failure), name="recovery", daemon=True).start()
+
+    def _recover(self, server: Server, failure: RequestFailed) -> None:
+        """Probe a server that is out of rotation until it can come back. Each such server has one thread for this."""
+        must_probe = not failure.retry_after  # a server that names a time is alive
+        while not self._closing.wait(_seconds_to_next_probe(server.failures, failure.retry_after)):
             try:
-                if knock or self._reference is not None:
-                    self._make_well(server)
-            except Failure as error:
+                if must_probe or self._weights is not None:
+                    self._probe(server)
+            except RequestFailed as error:
                 failure = error
-            except ServerError as error:  # another token, or something else altogether: for now
-                failure = Failure(str(error).removeprefix(f"{server.url} "))
-                if str(failure) != server.said:
+            except ServerError as error:  # a wrong token or another program, which may change too
+                failure = RequestFailed(str(error).removeprefix(f"{server.url} "))
+                if str(failure) != server.last_outcome:
                     log.warning("%s", error)
             else:
                 with self._changed:
-                    server.aside, server.back, server.other_model = False, time.monotonic(), ""
+                    server.in_rotation, server.restored_at, server.other_model = True, time.monotonic(), ""
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._note(server, failure)
+                self._record_failure(server, failure)
                 self._changed.notify_all()
 
-    def _make_well(self, server: Server) -> None:
-        """See whether the server can have work; give it the reference if that is what it lacks.
-
-        Raises Failure, or ServerError where that is no use.
-        """
+    def _probe(self, server: Server) -> None:
+        """Check that a server is ready; send it the weights if it lacks them. Raises RequestFailed, ServerError."""
         try:
-            self._wire.health(server.url)
-        except Outdated as missed:
-            if (reference := self._reference) is None:
-                raise  # another rank's client sends it
+            self._connection.health(server.url)
+        except ModelOutdated as outdated:
+            if (weights := self._weights) is None:
+                raise  # another rank's client sends them
             began = time.monotonic()
             try:
-                for _ in self._wire.send_weights(server.url, reference, missed.fingerprint):
-                    if self._closing.is_set() or self._reference is not reference:
-                        raise Failure("was being sent a reference that is not wanted any more") from missed
-                    self._sent = time.monotonic()
-                    server.failures = min(server.failures, 1)  # it moves: the next attempt need not wait long
+                for _ in self._connection.upload_weights(server.url, weights, outdated.fingerprint):
+                    if self._closing.is_set() or self._weights is not weights:
+                        raise RequestFailed("was being sent a reference that is not wanted any more") from outdated
+                    self._last_progress = time.monotonic()
+                    server.failures = min(server.failures, 1)  # after progress the next probe need not wait long
             except OSError as error:
-                raise Failure(f"cannot be sent {reference.file} ({error.strerror or error})") from error
+                raise RequestFailed(f"cannot be sent {weights.file} ({error.strerror or error})") from error
             seconds = time.monotonic() - began
-            log.info("%s has the new reference: %d MiB in %.1f s", server.url, reference.size >> 20, seconds)
+            log.info("%s has the new reference: %d MiB in %.1f s", server.url, weights.size >> 20, seconds)
 
 
-def each(servers: list[Server]) -> str:
-    return " and ".join(f"{server.url} (it {server.said})" for server in servers)
+def list_outcomes(servers: list[Server]) -> str:
+    return " and ".join(f"{server.url} (it {server.last_outcome})" for server in servers)
 
 
-def _pause(failures: int, retry_after: float) -> float:
-    """Seconds to the next attempt, spread out so that many ranks do not knock at the same moment."""
+def _seconds_to_next_probe(failures: int, retry_after: float) -> float:
+    """Return how long to wait, with a random part: many ranks must not probe a server at the same moment."""
     if retry_after:
         return retry_after * random.uniform(1.0, 1.25)
     return min(_LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)

@@ -1,11 +1,4 @@
-"""The talk with one reference server: a request and its answer, /health, new weights, TLS, what can be wrong with them.
-
-ServerError                  the reference cannot serve this run: wrong model, wrong token, refused request
-+-- ServersUnavailable        no server answered before the deadline
-Failure                   an attempt that failed; another may not
-+-- Loading               the server is loading its model
-+-- Outdated              the server has a reference that this run has replaced
-"""
+"""HTTP to one server of a run: requests and answers, /health, new weights, TLS, and the error of each fault."""
 
 from __future__ import annotations
 
@@ -20,7 +13,7 @@ from typing import TypeVar
 
 import requests
 
-from grpo.client.errors import Failure, Loading, Outdated, ServerError
+from grpo.client.errors import ModelLoading, ModelOutdated, RequestFailed, ServerError
 from grpo.config.trainer import TrainerConfig
 from grpo.wire.errors import ProtocolError
 from grpo.wire.health import ServerInfo
@@ -30,39 +23,39 @@ from grpo.wire.rewards import RewardAnswer
 from grpo.wire.weights import Commit, Piece
 
 _CONNECT_SECONDS = 5.0  # to connect, and for all of /health
-# A cut or slow body, an upload that is not as far as was thought, busy, not ready, a proxy without its server.
+# A slow or cut body, an upload at another offset, too many requests, a proxy without its server, a server not ready.
 _RETRIED = (408, 409, 429, 502, 503, 504)
 _PIECE = 16 << 20  # bytes of weights in one request
-_FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # where a task's servers are named
-_Answer = TypeVar("_Answer", LogprobsAnswer, RewardAnswer)
+_FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # the setting that names a task's servers
+Answer = TypeVar("Answer", LogprobsAnswer, RewardAnswer)
 
 
 @dataclass(frozen=True)
 class WeightsToSend:
-    """Weights for the reference servers."""
+    """A file of weights for the servers."""
 
     file: Path
-    """safetensors"""
+    """the safetensors file"""
     size: int
-    """of the file, in bytes"""
+    """the file's size in bytes"""
     sha256: str
-    """of the file, in hex"""
+    """the file's SHA-256 in hex"""
     fingerprint: str
-    """of the model that they make"""
+    """the fingerprint of a model with these weights"""
 
 
 class Connection:
-    """Asks any of a run's servers of one task (ServerInfo.task); each thread over connections of its own."""
+    """HTTP to any server of one task (ServerInfo.task). Each thread has TCP connections of its own."""
 
     def __init__(self, config: TrainerConfig, task: str):
-        """Raises ServerError if `ref_ca_file` holds no certificate."""
+        """Raises ServerError where `ref_ca_file` holds no certificate."""
         self._config, self._task = config, task
         self._per_thread = threading.local()
         self.fingerprint: str | None = None
-        """of the model that every answer must come from; None is any"""
+        """fingerprint of the model that every answer must come from; None is any model"""
         self.outdated: set[str] = set()
-        """fingerprints of this run's earlier references"""
-        # Read for each connection: a reward function may have changed the directory by then.
+        """fingerprints of the models that this run has replaced"""
+        # An absolute path: each new TCP connection reads it, and a reward function may change the working directory.
         self._verify = str(Path(config.ref_ca_file).absolute()) if config.ref_ca_file else True
         if config.ref_ca_file:
             try:
@@ -72,78 +65,81 @@ class Connection:
                     f"ref_ca_file={config.ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
                 ) from error
 
-    def ask(self, url: str, body: bytes, decode: Callable[[bytes], _Answer], seconds: float) -> _Answer:
-        """What the server answers to a request, within `ref_request_timeout` or `seconds` if that is less.
+    def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:
+        """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less.
 
-        Raises Failure, or ServerError where sending again is no use.
+        Raises RequestFailed, or ServerError where sending it again cannot help.
         """
-        answer = self._post(url, TASK_PATHS[self._task], body, seconds)
+        response = self._post(url, TASK_PATHS[self._task], body, seconds)
         try:
-            decoded = decode(answer.content)
+            answer = decode(response.content)
         except ProtocolError as error:
-            raise Failure(f"sent a damaged answer ({error})") from error
-        self._check_model(decoded.model_fingerprint)
-        return decoded
+            raise RequestFailed(f"sent a damaged answer ({error})") from error
+        self._check_model(answer.model_fingerprint)
+        return answer
 
-    def send_weights(self, url: str, reference: WeightsToSend, replaces: str) -> Iterator[None]:
-        """Bring the server from the model `replaces` to this reference; gives control back after each piece it took.
+    def upload_weights(self, url: str, weights: WeightsToSend, replaces: str) -> Iterator[None]:
+        """Replace the server's model, whose fingerprint is `replaces`. Yields after each piece that the server took.
 
-        What is there already is not sent again. Raises Failure, ServerError.
+        Begins where an earlier upload of the same file ended. Raises RequestFailed, ServerError.
         """
         seconds, data, received = self._config.ref_request_timeout, b"", 0
-        with open(reference.file, "rb") as file:
+        with open(weights.file, "rb") as file:
             while True:
-                piece = Piece(reference.sha256, reference.size, received)
-                answer = self._post(url, WEIGHTS_PATH, data, seconds, asdict(piece))
+                piece = Piece(weights.sha256, weights.size, received)
+                response = self._post(url, WEIGHTS_PATH, data, seconds, asdict(piece))
                 try:
-                    said = int(answer.json()["received"])
+                    now_received = int(response.json()["received"])
                 except (ValueError, KeyError, TypeError) as error:
-                    raise Failure(f"sent a damaged answer ({answer.text[:200]!r})") from error
-                if data and said <= received:
-                    raise Failure(f"does not take in the weights: it had {received} bytes and now {said}")
-                received = said
+                    raise RequestFailed(f"sent a damaged answer ({response.text[:200]!r})") from error
+                if data and now_received <= received:
+                    raise RequestFailed(f"does not take in the weights: it had {received} bytes and now {now_received}")
+                received = now_received
                 if data:
                     yield
-                if received >= reference.size:
+                if received >= weights.size:
                     break
                 file.seek(received)
                 data = file.read(_PIECE)
-        commit = Commit(reference.sha256, replaces, reference.fingerprint)
+        commit = Commit(weights.sha256, replaces, weights.fingerprint)
         self._post(url, COMMIT_PATH, b"", seconds, asdict(commit))
 
     def _post(self, url: str, path: str, body: bytes, seconds: float, query: dict | None = None) -> requests.Response:
-        """A 200 answer, within `ref_request_timeout` or `seconds` if that is less. Raises Failure, ServerError."""
-        patience = max(0.1, min(self._config.ref_request_timeout, seconds))
+        """Return a response with status 200. Raises RequestFailed, ServerError."""
+        read_seconds = max(0.1, min(self._config.ref_request_timeout, seconds))
         try:
-            answer = self._session().post(url + path, params=query, data=body, timeout=(_CONNECT_SECONDS, patience))
+            response = self._session().post(
+                url + path, params=query, data=body, timeout=(_CONNECT_SECONDS, read_seconds)
+            )
         except requests.RequestException as error:
-            raise _unreached(error) from error
-        if answer.status_code in _RETRIED:
-            raise Failure(f"said {answer.status_code}: {_sentence(answer)}", _retry_after(answer))
-        if answer.status_code != 200:
-            raise ServerError(f"{url} refused a request with {answer.status_code}: {_sentence(answer)}")
-        return answer
+            raise _connection_failed(error) from error
+        if response.status_code in _RETRIED:
+            reason = f"said {response.status_code}: {_read_error_message(response)}"
+            raise RequestFailed(reason, _read_retry_after(response))
+        if response.status_code != 200:
+            raise ServerError(f"{url} refused a request with {response.status_code}: {_read_error_message(response)}")
+        return response
 
     def health(self, url: str) -> ServerInfo:
-        """What a server that can score says of itself. Raises Failure, or ServerError where waiting is no use."""
+        """Return what a ready server says of itself. Raises RequestFailed, or ServerError where waiting cannot help."""
         try:
-            answer = self._session().get(url + HEALTH_PATH, timeout=_CONNECT_SECONDS)
+            response = self._session().get(url + HEALTH_PATH, timeout=_CONNECT_SECONDS)
         except requests.RequestException as error:
-            if isinstance(root := _root(error), ssl.SSLCertVerificationError):
+            if isinstance(root := _root_cause(error), ssl.SSLCertVerificationError):
                 raise ServerError(
                     f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
                     "file of the authority that signed it, and write the host as the certificate does"
                 ) from error
-            raise _unreached(error) from error
-        if answer.content == b'{"status": "ok"}':
+            raise _connection_failed(error) from error
+        if response.content == b'{"status": "ok"}':
             raise ServerError(f"{url} wants another token: give server and trainer the same one")
-        if answer.status_code != 200:
-            with suppress(ValueError):  # then it is something else that answers, such as a proxy
-                if (health := ServerInfo.from_json(answer.content)).status == "loading":
-                    raise Loading(f"is loading {health.model.name}", _retry_after(answer))
-            raise Failure(f"said {answer.status_code}: {answer.text[:200]}", _retry_after(answer))
+        if response.status_code != 200:
+            with suppress(ValueError):  # the answer is no ServerInfo: a proxy sent it
+                if (health := ServerInfo.from_json(response.content)).status == "loading":
+                    raise ModelLoading(f"is loading {health.model.name}", _read_retry_after(response))
+            raise RequestFailed(f"said {response.status_code}: {response.text[:200]}", _read_retry_after(response))
         try:
-            health = ServerInfo.from_json(answer.content)
+            health = ServerInfo.from_json(response.content)
         except ValueError as error:
             raise ServerError(f"{url} is something else ({error}): set {_FIELDS[self._task]} to the server") from error
         if health.task != self._task:
@@ -159,15 +155,15 @@ class Connection:
         if self.fingerprint is None or fingerprint == self.fingerprint:
             return
         if fingerprint in self.outdated:
-            raise Outdated(fingerprint)
-        raise Failure(
+            raise ModelOutdated(fingerprint)
+        raise RequestFailed(
             f"now serves another model ({fingerprint}, and this run's is {self.fingerprint})", other_model=fingerprint
         )
 
     def _session(self) -> requests.Session:
         if not hasattr(self._per_thread, "session"):
             session = requests.Session()
-            # A proxy in the environment is for the way out, and would swallow requests to machines of one's own.
+            # Ignore http_proxy and the like: such a proxy leads out of the network, and the servers are inside.
             session.trust_env = False
             session.verify = self._verify
             session.headers["Content-Type"] = CONTENT_TYPES[self._task]
@@ -177,26 +173,26 @@ class Connection:
         return self._per_thread.session
 
 
-def _unreached(error: requests.RequestException) -> Failure:
-    root = _root(error)
+def _connection_failed(error: requests.RequestException) -> RequestFailed:
+    root = _root_cause(error)
     if isinstance(root, TimeoutError):
-        return Failure("did not answer in time")
-    return Failure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
+        return RequestFailed("did not answer in time")
+    return RequestFailed(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
 
 
-def _root(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     while (inner := error.__context__) is not None:
         error = inner
     return error
 
 
-def _sentence(answer: requests.Response) -> str:
+def _read_error_message(response: requests.Response) -> str:
     try:
-        return answer.json()["error"]["message"]
+        return response.json()["error"]["message"]
     except (json.JSONDecodeError, KeyError, TypeError):
-        return answer.text[:200]
+        return response.text[:200]
 
 
-def _retry_after(answer: requests.Response) -> float:
-    value = answer.headers.get("Retry-After", "")
+def _read_retry_after(response: requests.Response) -> float:
+    value = response.headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else 0.0

@@ -1,37 +1,45 @@
-"""What can go wrong between the trainer and its servers."""
+"""Errors between the trainer and its servers.
+
+ServerError (a RuntimeError)   the servers cannot serve this run: it ends
++-- ServersUnavailable         no server answered before the deadline
++-- ServersLost                a rank has no answer; every rank raises it at the same place
+RequestFailed                  one request failed: the client sends it again
++-- ModelLoading               the server is loading its model
++-- ModelOutdated              the server has weights that this run has replaced
+"""
 
 from __future__ import annotations
 
 
 class ServerError(RuntimeError):
-    """The reference cannot serve this run. The message says which server, what it said, and what to do."""
-
-
-class ServersLost(ServerError):
-    """Some rank gets no answer. Raised on every rank at the same place, with weights as after the last step."""
+    """A fault that ends the run. The message names the server, what it answered, and the remedy."""
 
 
 class ServersUnavailable(ServerError):
-    """No server answered before the deadline."""
+    """A deadline at which no server had answered."""
 
 
-class Failure(Exception):
-    """An attempt that failed as another may not. The message follows the server's URL in a sentence."""
+class ServersLost(ServerError):
+    """A request of some rank that got no answer. Every rank raises it, with weights as after the last step."""
 
-    def __init__(self, said: str, retry_after: float = 0.0, other_model: str = ""):
-        super().__init__(said)
+
+class RequestFailed(Exception):
+    """A request that failed where another may not. The message follows the server's URL in a sentence."""
+
+    def __init__(self, reason: str, retry_after: float = 0.0, other_model: str = ""):
+        super().__init__(reason)
         self.retry_after = retry_after
-        """seconds after which the server wants to be asked again; 0 where it said nothing of it"""
+        """seconds after which the server wants the next request; 0 where it named no time"""
         self.other_model = other_model
-        """fingerprint of what it serves, where that was never this run's reference"""
+        """fingerprint of the model that the server has, where this run never had that one"""
 
 
-class Loading(Failure):
-    """The server is loading its model."""
+class ModelLoading(RequestFailed):
+    """A request to a server that is loading its model."""
 
 
-class Outdated(Failure):
-    """The server has a reference that this run has replaced."""
+class ModelOutdated(RequestFailed):
+    """A request to a server with weights that this run has replaced."""
 
     def __init__(self, fingerprint: str):
         super().__init__(f"has missed an update of the reference (it serves {fingerprint})")

@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 
-from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, each
+from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, list_outcomes
 from grpo.client.connection import Connection, WeightsToSend
-from grpo.client.errors import Failure, Loading, ServerError, ServersUnavailable
+from grpo.client.errors import ModelLoading, RequestFailed, ServerError, ServersUnavailable
 from grpo.config.trainer import TrainerConfig
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
@@ -80,7 +79,7 @@ class ReferenceClient:
         self._name = uuid.uuid4().hex  # the server serves clients in turn
         self._wire = Connection(config, "reward" if reward_url else "logprobs")
         urls, sought = ([reward_url], "scores") if reward_url else (config.ref_servers, "log-probs")
-        self._servers = Balancer(self._wire, urls, sought)
+        self._servers = Balancer(self._wire, urls, sought, config.ref_deadline)
         # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
         self._threads = ThreadPoolExecutor(IN_FLIGHT * len(urls), thread_name_prefix="reference")
 
@@ -96,17 +95,17 @@ class ReferenceClient:
         or differing models.
         """
         began, patience, next_word = time.monotonic(), self._config.ref_startup_timeout, 5.0
-        deadlines = {server: Deadline(patience) for server in self._servers.all}
+        deadlines = {server: Deadline(patience) for server in self._servers.servers}
         healths: dict[str, ServerInfo] = {}
-        waiting = self._servers.all
+        waiting = self._servers.servers
         while True:
             passed = time.monotonic() - began
             for server in waiting:
                 try:
                     healths[server.url] = self._wire.health(server.url)
-                except Failure as failure:
-                    server.said = str(failure)
-                    if isinstance(failure, Loading):
+                except RequestFailed as failure:
+                    server.last_outcome = str(failure)
+                    if isinstance(failure, ModelLoading):
                         deadlines[server] = Deadline(patience)
                         if passed > LONGEST_LOADING:
                             raise ServersUnavailable(
@@ -116,22 +115,22 @@ class ReferenceClient:
             waiting = [server for server in waiting if server.url not in healths]
             if not waiting:
                 break
-            if silent := [server for server in waiting if deadlines[server].left() <= 0]:
+            if silent := [server for server in waiting if deadlines[server].seconds_left() <= 0]:
                 if self._reward_url:
                     raise ServersUnavailable(
-                        f"no reward server at {each(silent)} after {patience:.0f} s: start 'python "
+                        f"no reward server at {list_outcomes(silent)} after {patience:.0f} s: start 'python "
                         "ref_server.py --task reward' there, or name it in reward_funcs where it is"
                     )
                 raise ServersUnavailable(
-                    f"no reference server at {each(silent)} after {patience:.0f} s: start 'python "
+                    f"no reference server at {list_outcomes(silent)} after {patience:.0f} s: start 'python "
                     f"ref_server.py --model_name_or_path {self._config.model_name_or_path}' there, or set ref_servers "
                     "to where it is, or beta to 0 to train without"
                 )
             if passed >= next_word:
-                log.info("waiting for %s (%.0f s)", each(waiting), passed)
+                log.info("waiting for %s (%.0f s)", list_outcomes(waiting), passed)
                 next_word = passed + min(60.0, max(15.0, passed))
-            time.sleep(min(0.5, max(0.0, min(deadlines[server].left() for server in waiting))))
-        first_url = self._servers.all[0].url
+            time.sleep(min(0.5, max(0.0, min(deadlines[server].seconds_left() for server in waiting))))
+        first_url = self._servers.servers[0].url
         first = healths[first_url].model
         for url, other in healths.items():
             if other.model.fingerprint != first.fingerprint and not any_version:
@@ -149,12 +148,12 @@ class ReferenceClient:
         return first
 
     def expect(self, fingerprint: str) -> None:
-        """As Balancer.expect."""
-        self._servers.expect(fingerprint)
+        """As Balancer.use_only."""
+        self._servers.use_only(fingerprint)
 
     def publish(self, reference: WeightsToSend) -> None:
-        """As Balancer.publish, with `ref_deadline`."""
-        self._servers.publish(reference, self._config.ref_deadline)
+        """As Balancer.send_weights."""
+        self._servers.send_weights(reference)
 
     def submit(self, prompt_ids: list[int], completions: list[list[int]], name: str) -> Future[list[np.ndarray]]:
         """Ask for the log-probs of one prompt's completions; returns at once.
@@ -176,22 +175,9 @@ class ReferenceClient:
     def _score(self, request: LogprobsRequest) -> list[np.ndarray]:
         tokens = int(request.completion_lengths.sum())
         body, decode = encode_request(request), partial(decode_answer, tokens=tokens)
-        logprobs = self._send(body, decode, len(request.input_ids), request.request_id).logprobs
+        logprobs = self._servers.send(body, decode, len(request.input_ids), request.request_id).logprobs
         return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
 
     def _judge(self, request: RewardRequest) -> np.ndarray:
         body, decode = request.to_json(), partial(RewardAnswer.from_json, inputs=len(request.inputs))
-        return self._send(body, decode, len(body), request.request_id).scores
-
-    def _send(self, body: bytes, decode: Callable, size: int, name: str):
-        """Send a request to one server after another until there is an answer. Raises ServerError."""
-        deadline = Deadline(self._config.ref_deadline)
-        while True:
-            server, load = self._servers.take(size, name, deadline)
-            sent, failure = time.monotonic(), None
-            try:
-                return self._wire.ask(server.url, body, decode, deadline.left())
-            except Failure as error:
-                failure = error
-            finally:
-                self._servers.end(server, size, load, sent, failure)
+        return self._servers.send(body, decode, len(body), request.request_id).scores

@@ -292,13 +292,13 @@ def test_a_busy_servers_work_goes_to_the_other_at_once():
 def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
     caplog.set_level("INFO")
     with fake() as stays, client(stays.url, f"http://127.0.0.1:{free_port()}", ref_deadline=20) as one:
-        comes = one._servers.all[1].url
+        comes = one._servers.servers[1].url
         ask(one, 20)
         eventually(lambda: f"{comes} cannot be reached" in caplog.text)
         with fake(port=int(comes.rsplit(":")[-1])) as back:
             eventually(lambda: ask(one, 4) or back.asked >= 10)
         ask(one, 20)
-        eventually(lambda: caplog.text.count("is set aside") == 2)
+        eventually(lambda: caplog.text.count("out of rotation") == 2)
     said = [record.levelname for record in caplog.records if comes in record.getMessage()]
     assert said == ["WARNING", "INFO", "WARNING"]
 
@@ -429,7 +429,7 @@ def test_what_still_waits_when_the_client_closes_is_given_up_and_its_threads_end
     for future in futures:
         with pytest.raises((ServerError, CancelledError)):
             future.result(timeout=5)
-    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(("reference", "knock"))], 8)
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(("reference", "recovery"))], 8)
 
 
 def test_nothing_hangs_at_the_end_of_the_program():

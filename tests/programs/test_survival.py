@@ -120,7 +120,7 @@ def steps(request) -> int:
 def undisturbed(demo, steady, steps, tmp_path_factory):
     with training(demo, tmp_path_factory.mktemp("undisturbed") / "run", steady.url, max_steps=steps) as run:
         rows, samples = run.finish()
-        assert run.said("is set aside") == 0
+        assert run.said("out of rotation") == 0
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert all(row["kl"] > 0 for row in rows[12:]) and len({row["grad_norm"] for row in rows}) == steps
     return rows, samples
@@ -150,7 +150,7 @@ def test_a_server_killed_every_third_step_changes_nothing(demo, undisturbed, ste
             server = servers.enter_context(deterministic(demo / "model", tmp_path, server.port))
             server.wait_ready()
         check(run, undisturbed, steps)
-        assert run.said("is set aside") >= kills // 2
+        assert run.said("out of rotation") >= kills // 2
 
 
 def test_one_of_two_servers_killed_for_good_changes_nothing(demo, steady, undisturbed, tmp_path):
@@ -172,7 +172,7 @@ def test_a_network_that_delays_cuts_and_swallows_changes_nothing(demo, steady, u
         for kind in ("answer cut", "answer reset", "request cut", "request reset", "delay"):
             assert network.happened[kind] >= 5, network.happened
         assert network.happened["black hole"] >= 1
-        assert run.said("is set aside") >= 10
+        assert run.said("out of rotation") >= 10
 
 
 def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(demo, steady, undisturbed, tmp_path):
@@ -186,7 +186,7 @@ def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(demo, stea
             finally:
                 steady.process.send_signal(signal.SIGCONT)
         check(run, undisturbed, FEWER)
-        assert run.said("did not answer in time: it is set aside") == 2 == run.said("answers again")
+        assert run.said("did not answer in time; out of rotation") == 2 == run.said("answers again")
 
 
 def test_a_request_sent_again_to_a_restarted_server_has_the_very_same_answer(model_folder, tmp_path):
