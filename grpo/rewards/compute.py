@@ -53,7 +53,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 class RewardScorer(Protocol):
     """A reward model, here or on a server: what it is given are conversations, and no columns of a dataset."""
 
-    def scores(self, conversations: list[list[Message]]) -> list[float]:
+    def score(self, conversations: list[list[Message]]) -> list[float]:
         """One score each; or this is to be awaited."""
 
 
@@ -93,7 +93,8 @@ def start_rewards(
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             from grpo.client.reward import RewardClient
 
-            started[label] = RewardClient(config, reward)
+            started[label] = client = RewardClient(config, reward)
+            client.wait_ready()
         elif isinstance(reward, str):
             from grpo.rewards.local_model import RewardModel
 
@@ -133,7 +134,7 @@ def compute_rewards(
     together = _submit(_await_all(awaited.values(), batch, conversations)) if awaited else None
     try:
         returned = {
-            name: one_each(function.scores(conversations), completions)
+            name: one_each(function.score(conversations), completions)
             if isinstance(function, RewardScorer)
             else attempt(function, *batch)
             for name, function in functions.items()
@@ -195,7 +196,7 @@ def _is_blocking(reward: Callable | RewardScorer | str) -> bool:
     """Whether it is simply called; otherwise it is to be awaited, or no function yet."""
     if isinstance(reward, str):
         return False
-    call = reward.scores if isinstance(reward, RewardScorer) else reward
+    call = reward.score if isinstance(reward, RewardScorer) else reward
     # An object may have an async __call__.
     return not any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
 
@@ -215,7 +216,7 @@ async def _await_all(
     async def one(function: Callable | RewardScorer) -> list:
         prompts, completions, columns = batch
         if isinstance(function, RewardScorer):
-            return one_each(await function.scores(conversations), completions)
+            return one_each(await function.score(conversations), completions)
         return one_each(await function(**arguments(prompts, completions, columns)), completions)
 
     return await asyncio.gather(*map(one, functions), return_exceptions=True)

@@ -28,7 +28,7 @@ class RewardModel:
         """Its batches are as large as those of an update. Raises ConfigError where there is no such reward model."""
         return cls(name, *load_reward_model(config, "reward_funcs", name, device), config.micro_batch_tokens)
 
-    def scores(self, conversations: list[list[Message]]) -> list[float]:
+    def score(self, conversations: list[list[Message]]) -> list[float]:
         """One float32 a conversation. Raises RewardError for one that the model cannot take."""
         try:
             texts = list(tokenize(self._tokenizer, conversations, self._longest))

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.client.connection import WeightsToSend
-from grpo.client.errors import ServersLost
-from grpo.client.reference import ReferenceClient, ServerError
+from grpo.client.errors import ServerError, ServersLost
+from grpo.client.reference import ReferenceClient
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import fingerprint_with
@@ -134,14 +134,14 @@ class WeightPublisher:
         if new is not None:
             fingerprint = new.fingerprint
             try:
-                self._client.publish(new)
+                self._client.balancer.send_weights(new)
             except ServerError as error:
                 lost = str(error)
         fingerprint, lost = from_first((fingerprint, lost))
         if lost:
             raise ServersLost(lost)
         if new is None:
-            self._client.expect(fingerprint)
+            self._client.balancer.use_only(fingerprint)
         self.step = step
         log.info("the reference is the policy of step %d now (%s)", step, fingerprint)
 

@@ -112,7 +112,8 @@ class Rounds:
 
     def _ask(self, group: Group) -> None:
         completions = [rollout.completion_ids for rollout in group.rollouts]
-        self.requests[group.id] = self._client.submit(group.example.prompt_ids, completions, f"group {group.id}")
+        name = f"group {group.id}"
+        self.requests[group.id] = self._client.request_logprobs(group.example.prompt_ids, completions, name)
 
     def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
         """Draw a group for each example, as many at once as `sequences_per_generate` allows."""

@@ -18,7 +18,9 @@ import trustme
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
 from proxy import Plan, proxy
 
-from grpo.client.reference import ReferenceClient, ServerError, ServersUnavailable, check_reference
+from grpo.client import base
+from grpo.client.errors import ServerError, ServersUnavailable
+from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.wire.health import ModelInfo, ServerInfo
@@ -41,7 +43,7 @@ def client(*urls, **options):
 def test_it_gets_each_completions_logprobs(server):
     with client(server.url) as one:
         assert one.wait_ready().vocab_size > 0
-        rows = one.submit(PROMPT, COMPLETIONS, "g").result()
+        rows = one.request_logprobs(PROMPT, COMPLETIONS, "g").result()
         assert [(len(row), row.dtype) for row in rows] == [(3, np.float32), (0, np.float32), (1, np.float32)]
 
 
@@ -56,7 +58,7 @@ def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
         with pytest.raises(
             ServersUnavailable, match=rf"no log-probs for group 7 after 2 s .*{url} \(it cannot be reached"
         ):
-            one.submit(PROMPT, COMPLETIONS, "group 7").result()
+            one.request_logprobs(PROMPT, COMPLETIONS, "group 7").result()
         assert time.monotonic() - started < 10
 
 
@@ -76,7 +78,7 @@ def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypat
             ServersUnavailable, match=rf"no reference server at {server.url} \(it cannot be .* after 1 s"
         ):
             one.wait_ready()
-    monkeypatch.setattr("grpo.client.reference.LONGEST_LOADING", 1.5)
+    monkeypatch.setattr(base, "LONGEST_LOADING", 1.5)
     with (
         fake(health=lambda: (503, {}, body)) as server,
         client(server.url, ref_startup_timeout=1) as one,
@@ -91,9 +93,9 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, t
         first.wait_ready()
         with client(first.url, ref_deadline=120) as one:
             one.wait_ready()
-            expected = one.submit(PROMPT, COMPLETIONS, "before").result()
+            expected = one.request_logprobs(PROMPT, COMPLETIONS, "before").result()
             first.end(signal.SIGKILL)
-            waiting = [one.submit(PROMPT, COMPLETIONS, f"during {number}") for number in range(12)]
+            waiting = [one.request_logprobs(PROMPT, COMPLETIONS, f"during {number}") for number in range(12)]
             with running_server(model_folder, tmp_path, port=first.port):
                 for future in waiting:
                     for row, same in zip(future.result(timeout=100), expected, strict=True):
@@ -103,7 +105,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, t
 def test_with_two_servers_one_may_be_dead(server):
     with client(server.url, f"http://127.0.0.1:{free_port()}") as one:
         for number in range(4):
-            assert len(one.submit(PROMPT, COMPLETIONS, f"g{number}").result()) == 3
+            assert len(one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}").result()) == 3
 
 
 @pytest.mark.slow
@@ -119,14 +121,14 @@ def test_servers_of_different_models_are_refused(server, tmp_path):
             one.wait_ready()
             address.port = other.port  # as if it had been restarted with another model
             with pytest.raises(ServerError, match="now serves another model"):
-                one.submit(PROMPT, COMPLETIONS, "g").result(timeout=10)
+                one.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=10)
 
 
 def test_what_the_server_refuses_is_not_sent_again(server):
     with client(server.url, ref_deadline=60) as one:
         started = time.monotonic()
         with pytest.raises(ServerError, match="422: sequence 0 has 601 tokens"):
-            one.submit([5], [[6] * 600], "g").result()
+            one.request_logprobs([5], [[6] * 600], "g").result()
         assert time.monotonic() - started < 10
 
 
@@ -136,12 +138,12 @@ def test_tokens_must_be_the_same(model_folder, tmp_path):
         server.wait_ready()
         with client(server.url, token="right") as one:
             one.wait_ready()
-            assert len(one.submit(PROMPT, COMPLETIONS, "g").result()) == 3
+            assert len(one.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
         with client(server.url, token="wrong") as one:
             with pytest.raises(ServerError, match="wants another token"):
                 one.wait_ready()
             with pytest.raises(ServerError, match="401"):
-                one.submit(PROMPT, COMPLETIONS, "g").result()
+                one.request_logprobs(PROMPT, COMPLETIONS, "g").result()
 
 
 MODEL = ModelInfo("m", "f", "tokens", vocab_size=100, max_length=1024)
@@ -214,7 +216,7 @@ def fake(post=lambda count: answer(), health=lambda: (200, {}, HEALTH.to_json())
 
 def ask(one, count) -> None:
     """So many requests at once, each answered, and rightly."""
-    for future in [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(count)]:
+    for future in [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(count)]:
         assert [row.tolist() for row in future.result(timeout=60)] == [[-1, -2, -3], [], [-4]]
 
 
@@ -275,7 +277,7 @@ def test_a_slower_server_takes_over_from_a_silent_one_before_its_timeout():
         one.wait_ready()
         ask(one, 60)
         may.clear()
-        futures = [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(20)]
+        futures = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(20)]
         eventually(lambda: sum(future.done() for future in futures) >= 12, 6)
         may.set()
         assert all(len(future.result(timeout=20)) == 3 for future in futures)
@@ -292,7 +294,7 @@ def test_a_busy_servers_work_goes_to_the_other_at_once():
 def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
     caplog.set_level("INFO")
     with fake() as stays, client(stays.url, f"http://127.0.0.1:{free_port()}", ref_deadline=20) as one:
-        comes = one._servers.servers[1].url
+        comes = one.balancer.servers[1].url
         ask(one, 20)
         eventually(lambda: f"{comes} cannot be reached" in caplog.text)
         with fake(port=int(comes.rsplit(":")[-1])) as back:
@@ -351,7 +353,7 @@ def test_a_server_that_only_seems_well_gets_one_request_at_a_time():
     with fake(post) as hangs, client(hangs.url, ref_deadline=30, ref_request_timeout=0.5) as one:
         one.wait_ready()
         hanging.set()
-        futures = [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
+        futures = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
         eventually(lambda: hangs.asked >= 11)
         assert hangs.knocked - 1 >= hangs.asked - 8
         hanging.clear()
@@ -401,7 +403,7 @@ def test_the_deadlines_sentence_names_each_server_and_what_it_last_said():
         proxy(1, lambda: Plan(black_hole=True)) as hole,
         client(dead, full.url, hole.url, **settings) as one,
     ):
-        futures = [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(10)]
+        futures = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(10)]
         with pytest.raises(ServersUnavailable) as gone:
             futures[0].result(timeout=10)
     for part in (
@@ -424,12 +426,12 @@ def test_the_start_waits_for_all_together_and_names_those_that_are_missing():
 
 def test_what_still_waits_when_the_client_closes_is_given_up_and_its_threads_end():
     with client(f"http://127.0.0.1:{free_port()}", ref_deadline=600) as one:
-        futures = [one.submit(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
+        futures = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
         time.sleep(0.5)
     for future in futures:
         with pytest.raises((ServerError, CancelledError)):
             future.result(timeout=5)
-    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(("reference", "recovery"))], 8)
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(("logprobs-client", "recovery"))], 8)
 
 
 def test_nothing_hangs_at_the_end_of_the_program():
@@ -437,7 +439,7 @@ def test_nothing_hangs_at_the_end_of_the_program():
 from grpo.config.trainer import TrainerConfig
 from grpo.client.reference import ReferenceClient
 with_nobody = ReferenceClient(TrainerConfig(ref_servers=["http://127.0.0.1:{free_port()}", "http://192.0.2.1:9"]))
-futures = [with_nobody.submit([1], [[2]], "g") for _ in range(40)]
+futures = [with_nobody.request_logprobs([1], [[2]], "g") for _ in range(40)]
 import time; time.sleep(1)
 with_nobody.close()
 """
@@ -449,7 +451,7 @@ with_nobody.close()
 @pytest.mark.slow
 def test_an_answer_cut_at_any_byte_is_asked_for_again_and_right(server):
     with client(server.url) as one:
-        expected = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result())
+        expected = np.concatenate(one.request_logprobs(PROMPT, COMPLETIONS, "g").result())
 
     def every_eighth(first) -> int:
         """How many positions, from `first` on, an answer could be cut at."""
@@ -458,7 +460,7 @@ def test_an_answer_cut_at_any_byte_is_asked_for_again_and_right(server):
             plans = itertools.chain([Plan(answer_bytes=first + 8 * cut, reset=bool(cut % 2))], itertools.repeat(Plan()))
             with proxy(server.port, lambda plans=plans: next(plans)) as between:
                 with client(between.url, ref_deadline=60) as one:
-                    rows = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result())
+                    rows = np.concatenate(one.request_logprobs(PROMPT, COMPLETIONS, "g").result())
                 if not between.happened:
                     return cut  # the answer ended before
             np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-5)
@@ -471,7 +473,7 @@ def test_an_answer_cut_at_any_byte_is_asked_for_again_and_right(server):
 def test_a_request_cut_on_its_way_is_sent_again(server, position):
     plans = itertools.chain([Plan(request_bytes=position)], itertools.repeat(Plan()))
     with proxy(server.port, lambda: next(plans)) as between, client(between.url, ref_deadline=30) as one:
-        assert len(one.submit(PROMPT, COMPLETIONS, "g").result()) == 3
+        assert len(one.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
         assert between.happened == {"request cut": 1}
 
 
@@ -492,12 +494,12 @@ def test_https_with_an_authority_of_ones_own(server, authority, tmp_path, monkey
     authority.cert_pem.write_to_path(ours)
     trustme.CA().cert_pem.write_to_path(others)
     with client(server.url) as one:
-        expected = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result())
+        expected = np.concatenate(one.request_logprobs(PROMPT, COMPLETIONS, "g").result())
     with proxy(server.port, tls=tls(authority, "127.0.0.1")) as front:
         with client(front.url, ref_ca_file=ours.name) as one:
             monkeypatch.chdir("/")  # as a reward function may
             assert one.wait_ready().vocab_size > 0
-            rows = [one.submit(PROMPT, COMPLETIONS, f"g{number}").result() for number in range(3)]
+            rows = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}").result() for number in range(3)]
         for row in rows:
             np.testing.assert_allclose(np.concatenate(row), expected, rtol=0, atol=1e-5)
         for settings in ({}, {"ref_ca_file": others}):
@@ -535,7 +537,7 @@ def test_something_else_on_that_port_is_not_a_reference():
         with pytest.raises(ServerError, match="is something else"):
             one.wait_ready()
         with pytest.raises(ServersUnavailable, match="it is something else"):
-            one.submit(PROMPT, COMPLETIONS, "g").result()
+            one.request_logprobs(PROMPT, COMPLETIONS, "g").result()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from test_trainer import letters, lines, options, start, timeless, wait_for_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client import connection as ref_wire
-from grpo.client.errors import ServersLost
-from grpo.client.reference import ReferenceClient, ServerError, check_reference
+from grpo.client.errors import ServerError, ServersLost
+from grpo.client.reference import check_reference
+from grpo.client.reward import RewardClient
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
@@ -76,7 +77,7 @@ def server(updated_server):
 
 def check_answers(one, model) -> None:
     for _ in range(6):
-        rows = np.concatenate(one.submit(PROMPT, COMPLETIONS, "g").result(timeout=60))
+        rows = np.concatenate(one.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60))
         np.testing.assert_allclose(rows, exact(model, PROMPT, COMPLETIONS), atol=1e-5)
 
 
@@ -111,7 +112,7 @@ def test_a_mixture_is_that_of_a_computation_by_hand_here_and_on_the_server(serve
 
 def test_alpha_1_replaces_and_what_was_saved_is_served_under_the_same_fingerprint(server, policy, tokenizer, tmp_path):
     with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
-        seen = {one._wire.fingerprint}
+        seen = {one.connection.fingerprint}
         for step in (1, 2):
             train(policy, step)
             updates.publish(step)
@@ -119,7 +120,7 @@ def test_alpha_1_replaces_and_what_was_saved_is_served_under_the_same_fingerprin
             folder = tmp_path / "run" / f"reference-{step}"
             again = load_reference(ServerConfig(model_name_or_path=str(folder)), torch.device("cpu"))
             found = describe(again, AutoTokenizer.from_pretrained(folder), "x").fingerprint
-            assert found == one._wire.fingerprint and found not in seen
+            assert found == one.connection.fingerprint and found not in seen
             seen.add(found)
         assert all(torch.equal(tensor, parameters(again)[name]) for name, tensor in parameters(policy).items())
 
@@ -128,11 +129,11 @@ def test_a_step_too_small_for_the_samples_changes_the_fingerprint_too(server, po
     """They are 64 values of each tensor, rounded to bfloat16."""
     with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
         updates.publish(1)
-        before = one._wire.fingerprint
+        before = one.connection.fingerprint
         with torch.no_grad():
             policy.model.embed_tokens.weight[-1, -1] += 1e-6
         updates.publish(2)
-        assert one._wire.fingerprint != before
+        assert one.connection.fingerprint != before
         check_answers(one, policy)
 
 
@@ -186,7 +187,7 @@ def test_an_upload_that_is_cut_again_and_again_goes_on_from_where_it_was(
     ):
         train(policy, 100 + reset)
         between.plan = lambda: Plan(request_bytes=130_000, reset=reset)
-        one._wire._per_thread = ref_wire.threading.local()  # new connections, to which the plan applies
+        one.connection._per_thread = ref_wire.threading.local()  # new connections, to which the plan applies
         updates.publish(1)
         between.plan = Plan
         size = (tmp_path / "run" / "reference-1" / "model.safetensors").stat().st_size
@@ -209,7 +210,7 @@ def test_an_upload_cut_at_any_byte_of_an_answer_is_done_in_the_end(server, polic
         for step, cut in enumerate(range(0, 600, 47), 1):
             plans = itertools.chain([Plan(answer_bytes=cut)], itertools.repeat(Plan()))
             between.plan = lambda plans=plans: next(plans)
-            one._wire._per_thread = ref_wire.threading.local()
+            one.connection._per_thread = ref_wire.threading.local()
             train(policy, step)
             updates.publish(step)
             check_answers(one, policy)
@@ -234,7 +235,7 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
         between = servers.enter_context(proxy(first.port))
         one, updates = servers.enter_context(updated_by([between.url], policy, tokenizer, tmp_path / "run"))
         between.plan = plan
-        one._wire._per_thread = ref_wire.threading.local()
+        one.connection._per_thread = ref_wire.threading.local()
         train(policy, 1)
 
         def kill():
@@ -270,7 +271,7 @@ def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_bac
         began = time.monotonic()
         updates.publish(1)
         assert time.monotonic() - began < 20  # it is not waited for
-        other.expect(one._wire.fingerprint)
+        other.balancer.use_only(one.connection.fingerprint)
         for each in (one, other):
             check_answers(each, policy)
 
@@ -280,10 +281,10 @@ def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_bac
             eventually(lambda: "it runs without --update_folder" in caplog.text)
             for each in (one, other):
                 check_answers(each, policy)
-            eventually(lambda: "has missed an update of the reference" in other._servers.servers[1].last_outcome)
+            eventually(lambda: "has missed an update of the reference" in other.balancer.servers[1].last_outcome)
         with open_server(model_folder, tmp_path, port=dies.port) as back:
             back.wait_ready()
-            eventually(lambda: describe_of(back) == one._wire.fingerprint)
+            eventually(lambda: describe_of(back) == one.connection.fingerprint)
             stays.end(signal.SIGKILL)
             for each in (one, other):
                 check_answers(each, policy)
@@ -304,11 +305,11 @@ def test_servers_that_cannot_be_updated_are_refused_at_the_start(model_folder, t
         one.wait_ready()
     assert f"{closed.url} takes no new weights: restart it with --update_folder" in str(refused.value)
 
-    # A reward model's server is none of these.
-    with fake(health=lambda: (200, {}, replace(HEALTH, task="reward").to_json())) as reward:
-        one = ReferenceClient(TrainerConfig(ref_update_steps=1), reward.url)
-        assert one.wait_ready() == MODEL
-        one.close()
+    # A reward model's server need not take any.
+    with fake(health=lambda: (200, {}, replace(HEALTH, task="reward").to_json())) as served:
+        judge = RewardClient(TrainerConfig(ref_update_steps=1), served.url)
+        judge.wait_ready()
+        judge.close()
 
     config = TrainerConfig(ref_update_steps=5)
     other = replace(MODEL, config_fingerprint="other")
@@ -340,7 +341,7 @@ def test_a_run_that_begins_again_has_its_first_reference_again(server, policy, t
     assert saved[0] == saved[1]
     # Of another policy nothing is there: it begins with what the servers have.
     with updated_by([server.url], policy, tokenizer, run) as (one, _):
-        assert one._wire.fingerprint == describe_of(server)
+        assert one.connection.fingerprint == describe_of(server)
 
 
 def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
@@ -350,12 +351,12 @@ def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
     policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     first = describe_of(server)
     with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
-        assert one._wire.fingerprint == first
+        assert one.connection.fingerprint == first
         updates.publish(5, needed={0})
     with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (one, _):
-        assert one._wire.fingerprint == first != describe_of(server)
+        assert one.connection.fingerprint == first != describe_of(server)
         with pytest.raises(ServerError, match="has missed an update of the reference"):
-            one.submit(PROMPT, COMPLETIONS, "g").result(timeout=60)
+            one.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60)
 
 
 @pytest.mark.slow

@@ -198,9 +198,9 @@ def test_a_request_sent_again_to_a_restarted_server_has_the_very_same_answer(mod
         server.wait_ready()
         client = ReferenceClient(TrainerConfig(ref_servers=[server.url]))
         servers.callback(client.close)
-        one_by_one = [client.submit(*group, "g").result() for group in zip(prompts, completions, strict=True)]
+        one_by_one = [client.request_logprobs(*group, "g").result() for group in zip(prompts, completions, strict=True)]
         server.process.send_signal(signal.SIGSTOP)  # so that none is answered before the end
-        together = [client.submit(*group, "g") for group in zip(prompts, completions, strict=True)]
+        together = [client.request_logprobs(*group, "g") for group in zip(prompts, completions, strict=True)]
         time.sleep(0.5)
         server.end(signal.SIGKILL)
         assert not any(future.done() for future in together)

@@ -204,7 +204,7 @@ def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tok
     groups = sampler.sample(examples, 4, config.temperature, seed=1)
     client = ReferenceClient(config)
     futures = [
-        client.submit(example.prompt_ids, [rollout.completion_ids for rollout in group], "g")
+        client.request_logprobs(example.prompt_ids, [rollout.completion_ids for rollout in group], "g")
         for example, group in zip(examples, groups, strict=True)
     ]
     reference = torch.cat([torch.from_numpy(row) for future in futures for row in future.result()])

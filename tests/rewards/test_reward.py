@@ -1069,7 +1069,7 @@ def test_a_function_sees_the_whole_batch_once():
 
 def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
     class Listener:
-        def scores(self, conversations):
+        def score(self, conversations):
             self.conversations = conversations
             return [1.0] * len(conversations)
 

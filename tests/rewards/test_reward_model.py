@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from demo.model import build_tokenizer
-from grpo.client.errors import ServersUnavailable
-from grpo.client.reference import ReferenceClient, ServerError
+from grpo.client.errors import ServerError, ServersUnavailable
+from grpo.client.reference import ReferenceClient
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
@@ -172,7 +172,7 @@ def in_trainer(folder: Path, **settings) -> RewardModel:
 def test_scores_are_those_of_one_text_at_a_time(folders, kind, budget):
     expected = exact(folders[kind])
     assert np.ptp(expected) > 0.01
-    scores = in_trainer(folders[kind], micro_batch_tokens=budget).scores(CHATS)
+    scores = in_trainer(folders[kind], micro_batch_tokens=budget).score(CHATS)
     np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=0)
 
 
@@ -206,19 +206,19 @@ def test_with_the_policys_template_it_reads_what_the_policy_read(folders, tokeni
 
 def test_a_chat_that_the_template_refuses_is_an_error(folders):
     with pytest.raises(RewardError, match="gpt2 cannot score a completion: input 1: .* refuses .*no system here"):
-        in_trainer(folders["gpt2"]).scores([CHATS[0], [{"role": "system", "content": "x"}, *CHATS[0]]])
+        in_trainer(folders["gpt2"]).score([CHATS[0], [{"role": "system", "content": "x"}, *CHATS[0]]])
 
 
 def test_a_text_beyond_the_model_is_an_error(folders):
     long = [{"role": "user", "content": "one " * 59}]
-    assert len(in_trainer(folders["bert"]).scores([[{"role": "user", "content": "one " * 58}]])) == 1
+    assert len(in_trainer(folders["bert"]).score([[{"role": "user", "content": "one " * 58}]])) == 1
     with pytest.raises(RewardError, match="sequence 0 has 61 tokens: this model takes at most 60"):
-        in_trainer(folders["bert"]).scores([long])
+        in_trainer(folders["bert"]).score([long])
 
 
 def test_it_is_frozen_and_keeps_its_settings(folders):
     judge = in_trainer(folders["qwen2 without padding"])
-    judge.scores(CHATS)
+    judge.score(CHATS)
     assert judge._model.config.pad_token_id is None and not judge._model.training
     assert not any(parameter.requires_grad for parameter in judge._model.parameters())
 

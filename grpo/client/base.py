@@ -1,0 +1,76 @@
+"""What the clients of both tasks share: the threads that send requests, and the wait at the start."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, list_outcomes
+from grpo.client.connection import Connection
+from grpo.client.errors import ModelLoading, RequestFailed, ServersUnavailable
+from grpo.config.trainer import TrainerConfig
+from grpo.wire.health import ServerInfo
+
+log = logging.getLogger(__name__)
+
+LONGEST_LOADING = 6 * 3600.0
+"""seconds: 140 GB at 10 MB/s take four hours; a server that hangs while it loads holds the trainer's cards so long"""
+
+
+class TaskClient:
+    """The servers of one task, and the threads that send requests to them. Close it when the run ends."""
+
+    def __init__(self, config: TrainerConfig, task: str, urls: list[str], wanted: str):
+        """`wanted` names the answers in messages. Raises ServerError where `ref_ca_file` holds no certificate."""
+        self._config = config
+        self._client_id = uuid.uuid4().hex  # servers serve their clients in turn
+        self.connection = Connection(config, task)
+        self.balancer = Balancer(self.connection, urls, wanted, config.ref_deadline)
+        # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
+        self._threads = ThreadPoolExecutor(IN_FLIGHT * len(urls), thread_name_prefix=f"{task}-client")
+
+    def close(self) -> None:
+        """Send nothing more; what still waits raises ServerError. A thread whose request is in flight ends with it."""
+        self.balancer.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def wait_for_servers(self, kind: str, remedy: str) -> dict[str, ServerInfo]:
+        """Wait until every server is ready; return by URL what each says of itself. `remedy` ends the message.
+
+        Logs each minute what it waits for, and more often at first. A server that is loading its model has
+        LONGEST_LOADING seconds; `ref_startup_timeout` is for a server that does not say so.
+
+        Raises ServersUnavailable after that time, ServerError where waiting cannot help: a refused token, a certificate
+        that does not verify.
+        """
+        began, patience, next_log = time.monotonic(), self._config.ref_startup_timeout, 5.0
+        deadlines = {server: Deadline(patience) for server in self.balancer.servers}
+        answers: dict[str, ServerInfo] = {}
+        waiting = self.balancer.servers
+        while True:
+            passed = time.monotonic() - began
+            for server in waiting:
+                try:
+                    answers[server.url] = self.connection.health(server.url)
+                except RequestFailed as failure:
+                    server.last_outcome = str(failure)
+                    if isinstance(failure, ModelLoading):
+                        deadlines[server] = Deadline(patience)
+                        if passed > LONGEST_LOADING:
+                            raise ServersUnavailable(
+                                f"{server.url} has been loading its model for {passed:.0f} s: see its log, and start "
+                                "it again"
+                            ) from failure
+            waiting = [server for server in waiting if server.url not in answers]
+            if not waiting:
+                return answers
+            if silent := [server for server in waiting if deadlines[server].seconds_left() <= 0]:
+                raise ServersUnavailable(
+                    f"no {kind} server at {list_outcomes(silent)} after {patience:.0f} s: start {remedy}"
+                )
+            if passed >= next_log:
+                log.info("waiting for %s (%.0f s)", list_outcomes(waiting), passed)
+                next_log = passed + min(60.0, max(15.0, passed))
+            time.sleep(min(0.5, max(0.0, min(deadlines[server].seconds_left() for server in waiting))))
