@@ -1,4 +1,4 @@
-"""What reward functions print: shown up to a limit for each batch, counted beyond it. A log must not fill the disk."""
+"""Show what reward functions print, up to a limit per batch, and count the rest: a log must not fill the disk."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from typing import IO, Any, TextIO
 log = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 65536
-"""for each batch, of all functions of a rank together"""
+"""the limit per batch, for all functions of a rank together"""
 
 
 class Prints:
-    """Passes on what is printed in this process, and in those of a RewardPool."""
+    """The prints of reward functions, in this process and in those of a RewardPool."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._left, self._more = SHOWN_CHARACTERS, 0
+        self._left, self._dropped = SHOWN_CHARACTERS, 0
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Bound what `print` writes from here on, and say at the end what was left out since the last batch."""
+        """Limit what `print` writes inside; log at the end how much was left out since the last batch."""
         try:
-            with contextlib.redirect_stdout(_Bounded(sys.stdout, self)):
+            with contextlib.redirect_stdout(_LimitedStream(sys.stdout, self)):
                 yield
         finally:
             with self._lock:
-                more, self._left, self._more = self._more, SHOWN_CHARACTERS, 0
-            if more:
-                # An error, not a warning: of all ranks but the first nothing less is shown.
-                log.error("reward functions printed %d characters more for this batch: they are left out", more)
+                dropped, self._left, self._dropped = self._dropped, SHOWN_CHARACTERS, 0
+            if dropped:
+                # An error, not a warning: ranks other than the first show nothing less.
+                log.error("reward functions printed %d more characters for this batch: they are left out", dropped)
 
     def write(self, text: str, stream: TextIO) -> None:
+        """Write the part of the text that is within the limit."""
         with self._lock:
             shown = text[: self._left]
             self._left -= len(shown)
-            self._more += len(text) - len(shown)
+            self._dropped += len(text) - len(shown)
         if shown:
             stream.write(shown)
 
     def read_all(self, pipe: IO[bytes]) -> None:
-        """Pass on what a process prints, until it and all that it started have ended."""
+        """Write what a process prints, until it and every process that it started have ended."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with pipe:
             while chunk := pipe.read1(65536):
                 self.write(decoder.decode(chunk), sys.stderr)
 
 
-class _Bounded:
+class _LimitedStream:
     """A stream whose text goes through Prints."""
 
     def __init__(self, stream: TextIO, prints: Prints) -> None:

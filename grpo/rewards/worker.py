@@ -1,11 +1,12 @@
 """A process that calls reward functions for the trainer, and the guard above it.
 
-    trainer -> worker    pickle: (number, place of the function, prompts, completions, columns), of one completion
-    worker -> trainer    a line of JSON with that number: where foreign code ran, nothing is taken that could run here
+    trainer -> worker    pickle: (number, index of the function, prompts, completions, columns), of one completion
+    worker -> trainer    a line of JSON with that number; no pickle, since foreign code may have written it
 
-The guard is the process that the trainer started. It forks the worker, runs no foreign code, and is the parent of
-whatever the worker's descendants leave (prctl(2), PR_SET_CHILD_SUBREAPER): so it finds those that have a session of
-their own. When its standard input closes, however the trainer ended, or when the worker ends, it kills them all.
+The guard is the process that the trainer starts. It forks the worker and runs no foreign code. Processes that the
+worker's descendants leave behind become its children (prctl(2), PR_SET_CHILD_SUBREAPER), even those in a session of
+their own. It kills them all when the worker ends, or when its standard input closes, as it does however the trainer
+ends.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from grpo.rewards.functions import attempt, is_reward, load_function
+from grpo.rewards.functions import call_function, is_reward, load_function
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
-def work(descriptor: int) -> None:
-    """Answer tasks, below a guard, until the trainer's end of the socket closes."""
-    # The deepspeed launcher sends SIGTERM to all below it, while the trainer has a step to finish. A handler, and not
-    # SIG_IGN: what the user's code starts would inherit that.
+def run_worker(descriptor: int) -> None:
+    """Fork a guard's worker, which answers tasks until the trainer's end of the socket closes."""
+    # The deepspeed launcher sends SIGTERM to every process below it while the trainer still has a step to finish. A
+    # handler, not SIG_IGN: processes that the user's code starts would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     _prctl(_SET_CHILD_SUBREAPER, 1)
     if worker := os.fork():
@@ -39,66 +40,66 @@ def work(descriptor: int) -> None:
         _guard(worker)
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # foreign code may kill the guard
     os.setsid()
-    sys.stdout.reconfigure(line_buffering=True)  # what it printed before it hung is of use
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # code that asks for input must not wait for some, nor take the guard's
-    os.close(nothing)
-    # Where memory runs out, the system shall end this process and not the trainer.
+    sys.stdout.reconfigure(line_buffering=True)  # show what a function printed before it hung
+    empty_input = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty_input, 0)  # code that reads input must neither wait for it nor read the guard's
+    os.close(empty_input)
+    # When memory runs out, the system should kill this process and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     with socket.socket(fileno=descriptor) as trainer, trainer.makefile("rb") as tasks:
 
-        def say(reply: dict[str, Any]) -> None:
+        def send(reply: dict[str, Any]) -> None:
             trainer.sendall(json.dumps(reply).encode() + b"\n")
 
         try:
             functions = [load_function(name) for name in pickle.load(tasks)]
         except Exception as error:  # the user's file may raise anything
-            say(_raised(error))
+            send(_describe_error(error))
             return
-        say({})
-        own = os.getpid()
+        send({})
+        worker_pid = os.getpid()
         while True:
             try:
-                number, place, *task = pickle.load(tasks)
+                number, index, *batch = pickle.load(tasks)
             except EOFError:
                 return
-            reply = _answer(functions[place], *task)
-            if os.getpid() != own:
+            reply = _make_reply(functions[index], *batch)
+            if os.getpid() != worker_pid:
                 os._exit(0)  # the foreign code forked, and this is its child
-            say({"number": number, **reply})
+            send({"number": number, **reply})
 
 
 def _guard(worker: int) -> NoReturn:
-    """Wait for the end of the worker, or of the trainer; end all that the worker started, and as it has ended."""
+    """Wait for the worker or the trainer to end, kill every process that the worker started, exit with its code."""
 
-    def watch() -> None:
-        os.read(0, 1)  # the trainer writes nothing
+    def watch_trainer() -> None:
+        os.read(0, 1)  # returns when the pipe closes: the trainer writes nothing
         os.kill(worker, signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_trainer, daemon=True).start()
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != worker:
         os.waitpid(ended, 0)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker, signal.SIGKILL)  # at once, before any of them can start more
+        os.killpg(worker, signal.SIGKILL)  # the group at once, before any of it can start more
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    # Whoever has a session of its own is left. The children of a process that is killed become this one's.
-    while any([_kill(child) for child in _children()]):
+    # Processes in a session of their own are left. The children of a killed process become children of this one.
+    while any([_kill(child) for child in _list_children()]):
         os.waitpid(-1, 0)
     os._exit(128 - code if code < 0 else code)
 
 
-def _children() -> list[int]:
+def _list_children() -> list[int]:
     children = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it may have ended
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # the process may have ended
             if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
                 children.append(int(name))
     return children
 
 
 def _kill(process: int) -> bool:
-    """False where it is another user's, as of a program with the set-user-ID bit."""
+    """Kill a process; return False where it is another user's, such as a program with the set-user-ID bit."""
     try:
         os.kill(process, signal.SIGKILL)
     except PermissionError:
@@ -110,17 +111,18 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _answer(function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]) -> dict[str, Any]:
-    returned = attempt(function, prompts, completions, columns)
+def _make_reply(function: Callable, *batch: Any) -> dict[str, Any]:
+    """Call the function on a batch of one completion; return the reply. Raises sys.exit and other ends of a process."""
+    returned = call_function(function, *batch)
     if isinstance(returned, BaseException):
         if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
-            return _raised(returned)
-        raise returned  # like a hang an event of running foreign code, not a mistake: it costs the process
+            return _describe_error(returned)
+        raise returned  # an accident of foreign code like a hang, not a mistake: the process ends
     (reward,) = returned
     if not is_reward(reward):
         return {"returned": repr(reward)}
     return {"reward": None if reward is None else float(reward)}
 
 
-def _raised(error: Exception) -> dict[str, Any]:
+def _describe_error(error: Exception) -> dict[str, Any]:
     return {"raised": repr(error), "traceback": "".join(traceback.format_exception(error))}

@@ -1,9 +1,9 @@
 """Reward functions in processes of their own, each call with a deadline: for rewards that run what a model wrote.
 
-Nothing but a signal ends code that hangs in C (a catastrophic regular expression holds the GIL for ever), so a call
-that overruns has its process killed, with all that it started, and another takes its place. The processes are started
-from the command line, like reward.py's own, and not by `multiprocessing` or a library over it: that would import the
-trainer's script, with torch and DeepSpeed, into each of them. What they do is in grpo/rewards/worker.py.
+Only a signal ends code that hangs in C (a catastrophic regular expression holds the GIL for ever). So a call that takes
+too long has its process killed, with every process that it started, and a new process takes its place. The processes
+are started from the command line, not by `multiprocessing` or a library over it: that would import the trainer's
+script, with torch and DeepSpeed, into each of them. Their side is grpo/rewards/worker.py.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from grpo.rewards.functions import RewardError, no_reward, quote, row
+from grpo.rewards.functions import RewardError, invalid_reward, quote_completion, select_completion
 from grpo.rewards.prints import PRINTS
 
 log = logging.getLogger(__name__)
 
-_START_SECONDS = 300.0  # to import the functions' files, which may be slow; no completion pays for it
-_END_SECONDS = 30.0  # to kill all that a call has started
+_START_SECONDS = 300.0  # to import the functions' files, which may be slow; counts for no completion's deadline
+END_SECONDS = 30.0  # to kill every process that a call has started
 _LOGGED_CHARACTERS = 80
 
 
 class RewardPool:
-    """Worker processes that call reward functions on one completion at a time. It is closed with the interpreter."""
+    """Worker processes that call reward functions on one completion at a time. They end with the interpreter."""
 
     def __init__(self, names: list[str], timeout: float, fallback: float, workers: int):
-        """`names` as in `reward_funcs`. `timeout`: seconds a call may take; `fallback`: its reward where it is over."""
+        """`names` as in `reward_funcs`; `timeout`: seconds that a call may take; `fallback`: the reward of a lost call."""
         self._names, self._timeout, self._fallback = names, timeout, fallback
         self._workers = [_Worker(names, os.getcwd()) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -48,18 +48,16 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         atexit.register(self.close)
 
-    def function(self, name: str) -> Callable:
-        """The function of this name, to be awaited: its rewards are in the order of the completions.
+    def make_function(self, name: str) -> Callable:
+        """Return an async function that calls the function of this name in the workers, on each completion alone.
 
-        Raises RewardError where it raises, or returns what is no reward.
+        It raises RewardError where the function raises, or returns something else than a reward.
         """
-        place, label = self._names.index(name), name.rpartition(":")[2]
+        index, label = self._names.index(name), name.rpartition(":")[2]
 
         async def rewards(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
-            calls = [
-                self._threads.submit(self._call, place, label, row(i, prompts, completions, columns))
-                for i in range(len(completions))
-            ]
+            batches = [select_completion(i, prompts, completions, columns) for i in range(len(completions))]
+            calls = [self._threads.submit(self._call_function, index, label, *batch_of_one) for batch_of_one in batches]
             try:
                 return await asyncio.gather(*map(asyncio.wrap_future, calls))
             finally:
@@ -72,112 +70,118 @@ class RewardPool:
         atexit.unregister(self.close)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
-            worker.kill()  # what is still called will not end by itself
+            worker.kill()  # a call that hangs would not end by itself
         self._threads.shutdown(wait=True)
         for worker in self._workers:
-            worker.end()
+            worker.stop()
 
-    def _call(self, place: int, label: str, task: tuple) -> float | None:
-        completion = task[1][0]
-        worker = self._idle.get()  # there are as many as threads
+    def _call_function(
+        self, index: int, label: str, prompts: list[str], completions: list[str], columns: dict[str, list]
+    ) -> float | None:
+        (completion,) = completions
+        worker = self._idle.get()  # there are as many workers as threads
         try:
-            reply = worker.ask((place, *task), self._timeout)
-        except _Lost as lost:
-            # An error, not a warning: of all ranks but the first nothing less is shown.
-            shown = quote(completion, _LOGGED_CHARACTERS)
+            reply = worker.call((index, prompts, completions, columns), self._timeout)
+        except _CallLost as lost:
+            # An error, not a warning: ranks other than the first show nothing less.
+            shown = quote_completion(completion, _LOGGED_CHARACTERS)
             log.error("reward function %r %s on %s: that earns %g", label, lost, shown, self._fallback)
             return self._fallback
         finally:
             self._idle.put(worker)
         if "raised" in reply:
             cause = RuntimeError(f"in a worker process:\n{reply['traceback']}")
-            raise RewardError(f"Reward function {label!r} failed on {quote(completion)}: {reply['raised']}") from cause
+            raise RewardError(
+                f"Reward function {label!r} failed on {quote_completion(completion)}: {reply['raised']}"
+            ) from cause
         if "returned" in reply:
-            raise no_reward(label, reply["returned"], completion)
+            raise invalid_reward(label, reply["returned"], completion)
         return reply["reward"]
 
 
-class _Lost(Exception):
-    """A call that will not be answered. The message follows the function's name in a sentence."""
+class _CallLost(Exception):
+    """A call without a reply. The message follows the function's name in a sentence."""
 
 
 class _Worker:
-    """A process that answers one task at a time. One that is lost is replaced at once."""
+    """A process that answers one task at a time. A new process replaces one that is lost."""
 
     def __init__(self, names: list[str], folder: str):
-        """`folder` is where it starts: the trainer's may be another by the time that it is replaced."""
+        """`folder` is the process's working directory: the trainer's may have changed when it is replaced."""
         self._names, self._folder = names, folder
-        self._asked = 0
+        self._calls = 0
         self._start()
 
-    def ask(self, task: tuple, seconds: float) -> dict[str, Any]:
-        """The reply to a task. Raises _Lost where there is none in time, RewardError where no process can begin."""
+    def call(self, task: tuple, seconds: float) -> dict[str, Any]:
+        """Return the reply to a task. Raises _CallLost without one in time, RewardError where no process starts."""
         if not self._ready:
             self._wait_ready()
-        self._asked += 1
-        body = pickle.dumps((self._asked, *task))
+        self._calls += 1
+        body = pickle.dumps((self._calls, *task))
         try:
-            end = time.monotonic() + seconds
+            deadline = time.monotonic() + seconds
             self._socket.settimeout(seconds)
             self._socket.sendall(body)
-            reply = json.loads(self._line(end))
-            if not isinstance(reply, dict) or reply.get("number") != self._asked:
+            reply = json.loads(self._read_line(deadline))
+            if not isinstance(reply, dict) or reply.get("number") != self._calls:
                 raise ValueError(reply)
         except TimeoutError:
-            self.end()
-            lost = _Lost(f"gave no answer within {seconds:g} s")
+            self.stop()
+            lost = _CallLost(f"gave no answer within {seconds:g} s")
         except ValueError:
-            self.end()
-            lost = _Lost("wrote where its process replies")
+            self.stop()
+            lost = _CallLost("wrote where its process replies")
         except (OSError, EOFError):
-            lost = _Lost(self._end_and_tell())
+            lost = _CallLost(self._stop_and_explain())
         else:
             return reply
         self._start()
         raise lost
 
     def kill(self) -> None:
-        """Have it killed with all that it started. So it is, too, when this process ends in whatever way."""
+        """Have the guard kill the worker and every process that it started, as any end of this process does."""
         self._process.stdin.close()
 
-    def end(self) -> None:
+    def stop(self) -> None:
+        """Kill the worker and wait until it has ended."""
         self.kill()
         try:
-            self._process.wait(_END_SECONDS)
+            self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:  # it was stopped, or waits for a process that even SIGKILL does not end
             self._process.kill()
             self._process.wait()
-        self._printed.join(1.0)  # another user's process may live on and hold the pipe
+        self._printer.join(1.0)  # another user's process may survive and hold the pipe
         self._socket.close()
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from grpo.rewards.worker import work; work({theirs.fileno()})"
-        with theirs:
+        self._socket, worker_end = socket.socketpair()
+        imports = f"import sys; sys.path[:] = {sys.path!r}; from grpo.rewards.worker import run_worker"
+        code = f"{imports}; run_worker({worker_end.fileno()})"
+        with worker_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 start_new_session=True,  # Ctrl-C is for the trainer
                 cwd=self._folder,
-                # Many processes that compute must not each take all cores.
+                # Several processes that compute must not each take all cores.
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
-        self._printed = threading.Thread(target=PRINTS.read_all, args=[self._process.stdout], daemon=True)
-        self._printed.start()
+        self._printer = threading.Thread(target=PRINTS.read_all, args=[self._process.stdout], daemon=True)
+        self._printer.start()
         self._ready, self._received = False, b""
         self._socket.settimeout(_START_SECONDS)
         self._socket.sendall(pickle.dumps(self._names))
 
     def _wait_ready(self) -> None:
         try:
-            reply = json.loads(self._line(time.monotonic() + _START_SECONDS))
+            reply = json.loads(self._read_line(time.monotonic() + _START_SECONDS))
         except (OSError, EOFError, ValueError):
             raise RewardError(
-                f"a worker process for {' '.join(self._names)} {self._end_and_tell()} before it could begin: see what "
-                "it printed; the files of reward functions are imported there"
+                f"a worker process for {' '.join(self._names)} {self._stop_and_explain()} before it could begin: "
+                "see what it printed; the files of reward functions are imported there"
             ) from None
         if "raised" in reply:
             raise RewardError(
@@ -186,24 +190,25 @@ class _Worker:
             )
         self._ready = True
 
-    def _line(self, end: float) -> bytes:
-        """What stands before the next line end. Raises TimeoutError at `end`, EOFError where nothing more can come."""
+    def _read_line(self, deadline: float) -> bytes:
+        """Read up to the next line end. Raises TimeoutError at the deadline, EOFError where nothing more can come."""
         while b"\n" not in self._received:
-            self._socket.settimeout(max(1e-3, end - time.monotonic()))
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
             if not (chunk := self._socket.recv(65536)):
                 raise EOFError
             self._received += chunk
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError
         line, _, self._received = self._received.partition(b"\n")
         return line
 
-    def _end_and_tell(self) -> str:
+    def _stop_and_explain(self) -> str:
+        """Stop a process that closed its socket; return how it ended, in words."""
         try:
             code = self._process.wait(1.0)  # its sockets close a moment before it is gone
             number = -code if code < 0 else code - 128
-            how = signal.Signals(number).name if number in [*signal.Signals] else f"exit code {code}"
+            reason = signal.Signals(number).name if number in [*signal.Signals] else f"exit code {code}"
         except subprocess.TimeoutExpired:
-            how = "it closed its connection"
-        self.end()
-        return f"lost its process ({how})"
+            reason = "it closed its connection"
+        self.stop()
+        return f"lost its process ({reason})"

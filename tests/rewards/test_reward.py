@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import reward
 from grpo.config.errors import ConfigError
-from grpo.rewards.compute import RewardError, _with_deadline, compute_rewards, load_reward_funcs
+from grpo.rewards.compute import RewardError, add_deadline, compute_rewards, load_reward_funcs
 from reward import MathProcess, correctness_reward, format_reward, has_format, is_correct, to_number
 
 unhurried = settings(deadline=None)
@@ -1179,7 +1179,7 @@ def test_whatever_a_function_raises_is_its_failure(error, kind, quiet_interrupts
 
     function = awaited if "async" in kind else blocking
     if "deadline" in kind:
-        function = _with_deadline("f", awaited, 20.0, 0.0)
+        function = add_deadline("f", awaited, 20.0, 0.0)
     for _ in range(2):  # the loop of async functions has outlived the first
         with pytest.raises(RewardError, match=f"'f' failed on the completion 'bad': {error.__name__}"):
             compute_rewards({"f": function}, ["p"] * 2, ["good", "bad"], {})
@@ -1202,7 +1202,7 @@ def test_no_function_sees_what_another_has_changed():
     given = ["p", "q"], ["a", "b"], {"tests": [{"hidden": ["1"]}, {"hidden": ["2"]}]}
     before = copy.deepcopy(given)
     functions = {"spoils": spoils, "again": lambda **columns: spoils(**columns), "spoils_too": spoils_too}
-    functions["late"] = _with_deadline("late", spoils_too, 20.0, 0.0)
+    functions["late"] = add_deadline("late", spoils_too, 20.0, 0.0)
     compute_rewards(functions, *given)
     assert given == before
     prompts, completions, columns = before

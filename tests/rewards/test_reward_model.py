@@ -164,7 +164,7 @@ def exact(folder: Path, chats=CHATS) -> list[float]:
 
 
 def in_trainer(folder: Path, **settings) -> RewardModel:
-    return RewardModel.load(TrainerConfig(**settings), str(folder), CPU)
+    return RewardModel(TrainerConfig(**settings), str(folder), CPU)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ from test_reward import is_alive, wait_until_dead
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.rewards import worker_pool
 from grpo.rewards.compute import RewardError, compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.prints import SHOWN_CHARACTERS
 from grpo.rewards.worker_pool import RewardPool
@@ -126,7 +127,7 @@ def pooled(functions):
 
     def make(*names: str, timeout: float = 30.0, fallback: float = -1.0) -> dict:
         pools.append(RewardPool([f"{functions}:{name}" for name in names], timeout, fallback, workers=2))
-        return {name: pools[-1].function(f"{functions}:{name}") for name in names}
+        return {name: pools[-1].make_function(f"{functions}:{name}") for name in names}
 
     yield make
     for pool in pools:
@@ -173,10 +174,10 @@ def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, said):
 
 
 def test_code_that_stops_the_process_above_it_costs_its_completion_too(pooled, monkeypatch):
-    monkeypatch.setattr("grpo.rewards.worker_pool._END_SECONDS", 0.5)
+    monkeypatch.setattr(worker_pool, "END_SECONDS", 0.5)
     assert rewards(pooled("length", timeout=0.5), ["a", "stop", "ccc"]) == [[1, -1, 3]]
     below = psutil.Process().children(recursive=True)
-    assert sum("rewards.worker import work" in " ".join(one.cmdline()) for one in below if one.is_running()) <= 4
+    assert sum("rewards.worker import run_worker" in " ".join(one.cmdline()) for one in below if one.is_running()) <= 4
 
 
 def test_more_hangs_than_processes_are_all_survived(pooled):
@@ -206,7 +207,7 @@ def test_a_process_is_replaced_where_the_first_was_started(functions, monkeypatc
     monkeypatch.chdir(functions.parent)
     pool = RewardPool(["functions.py:length"], 30.0, -1.0, workers=1)
     monkeypatch.chdir("/")
-    assert rewards({"length": pool.function("functions.py:length")}, ["exit", "a"]) == [[-1, 1]]
+    assert rewards({"length": pool.make_function("functions.py:length")}, ["exit", "a"]) == [[-1, 1]]
     pool.close()
 
 
@@ -230,7 +231,7 @@ def test_a_sigterm_to_all_below_the_trainer_costs_no_reward(pooled, tmp_path):
         while not (file.exists() and file.read_text()):
             time.sleep(0.01)
         below = psutil.Process().children(recursive=True)
-        ours = [one for one in below if "rewards.worker import work" in " ".join(one.cmdline())]
+        ours = [one for one in below if "rewards.worker import run_worker" in " ".join(one.cmdline())]
         assert len(ours) >= 4  # two workers, each below its guard
         for one in ours:
             one.terminate()
@@ -309,7 +310,7 @@ def test_a_file_that_only_a_worker_cannot_load_ends_the_run(tmp_path):
         assert name == "f"
     pool = RewardPool([f"{path}:f"], 5.0, 0.0, workers=1)
     with pytest.raises(RewardError, match="could not load .*picky.py:f: AssertionError.*not here"):
-        rewards({"f": pool.function(f"{path}:f")}, ["a"])
+        rewards({"f": pool.make_function(f"{path}:f")}, ["a"])
     pool.close()
 
 
@@ -319,7 +320,7 @@ from grpo.rewards.worker_pool import RewardPool
 from grpo.rewards.prints import SHOWN_CHARACTERS
 from grpo.rewards.compute import compute_rewards
 pool = RewardPool([sys.argv[1]], 600.0, 0.0, workers=2)
-function = {"f": pool.function(sys.argv[1])}
+function = {"f": pool.make_function(sys.argv[1])}
 compute_rewards(function, ["p"] * 4, ["a"] * 4, {})
 print(*(worker._process.pid for worker in pool._workers), flush=True)
 compute_rewards(function, ["p"] * 2, ["regex", sys.argv[2]], {})
@@ -348,7 +349,7 @@ def test_a_closed_pool_leaves_no_process(functions, tmp_path):
     others = {child.pid for child in psutil.Process().children(recursive=True)}  # of other tests
     pool = RewardPool([f"{functions}:length"], 600.0, 0.0, workers=2)
     daemon = f"daemon return {tmp_path / 'pid'}"
-    assert rewards({"f": pool.function(f"{functions}:length")}, [daemon]) == [[len(daemon)]]
+    assert rewards({"f": pool.make_function(f"{functions}:length")}, [daemon]) == [[len(daemon)]]
     pids = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in others]
     assert int((tmp_path / "pid").read_text()) in pids and len(pids) >= 5
     assert all(map(is_alive, pids))
