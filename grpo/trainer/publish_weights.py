@@ -1,9 +1,9 @@
-"""The trainer's side of a reference update: every so many steps the policy becomes the reference, or is mixed into it.
+"""The trainer's side of a reference update: after some steps the policy becomes the reference, or is mixed into it.
 
-The new reference is a saved model in the run's folder first, `reference-STEP`; then its weights go to the servers. It
-stays there until the next one: a server that was restarted is sent it again, or is started with it. `reference-0`,
-which the servers began with, stays until there is a checkpoint that needs another one: a run that is killed before that
-begins again with it, whatever the servers have by then.
+The new reference is first saved as a model in the run's folder, `reference-STEP`; then its weights go to the servers.
+It stays in the folder until the next update: a restarted server is sent it again, or is started with it. `reference-0`,
+which the servers began with, stays until a checkpoint needs another one: a run that is killed before that begins again
+with it, whatever the servers have by then.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from grpo.wire.health import ModelInfo
 log = logging.getLogger(__name__)
 
 _FILE = "model.safetensors"
-_FIRST = "first.json"  # in reference-0: fingerprints of what the policy and the servers began with
+_FIRST = "first.json"  # in reference-0: the fingerprints that the policy and the servers began with
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether a run in this folder has had servers before, which may have any of its references now."""
+    """Return whether a run in this folder has begun before: then the servers may have any of its references."""
     return (folder / "reference-0" / _FIRST).is_file()
 
 
 class WeightPublisher:
-    """Knows which reference is in force. Every rank has one, and all call it together."""
+    """The reference that is in force, and the updates of it. Every rank has one, and all call it together."""
 
     def __init__(
         self,
@@ -57,18 +57,19 @@ class WeightPublisher:
         self._client, self._model, self._tokenizer = client, model, tokenizer
         self._alpha, self._policy, self._folder = config.ref_mixup_alpha, policy, folder
         self.step = 0
-        """after which the policy became part of the reference; 0 is what the servers began with"""
+        """the step after which the policy became part of the reference; 0 is what the servers began with"""
         self._current: Path | None = None
 
     def begin(self, reference: ModelInfo) -> None:
-        """Keep what the servers begin with: for mixtures, and for a run that goes on from before the first update. In a
+        """Save what the servers begin with: for mixtures, and for a run that is resumed before the first update. In a
         run that begins again, make that the reference again.
 
-        Raises ConfigError where a mixture needs it and it is not what the policy begins with, SaveError; as go_on.
+        Raises ConfigError where a mixture needs it and it is not what the policy begins with, SaveError, and what
+        resume raises.
         """
         first = from_first(self._read_first())
         if first.get("policy") == self._policy.fingerprint:
-            self.go_on(0, first["reference"])
+            self.resume(0, first["reference"])
             return
         same = self._policy.fingerprint == reference.fingerprint
         if self._alpha < 1 and not same:
@@ -83,44 +84,44 @@ class WeightPublisher:
             self._save(0)
         else:
             with whole_folder(folder, "reference"):
-                pass  # nobody here has its weights
+                pass  # an empty folder: the trainer does not have these weights
         fingerprints = {"policy": self._policy.fingerprint, "reference": reference.fingerprint}
         (folder / _FIRST).write_text(json.dumps(fingerprints), encoding="utf-8")
         to_disk(folder)
 
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
-        """Make the policy, as it is after this step, the reference. Returns when no older one will be used any more.
+        """Make the policy, as it is after this step, the reference. Returns when no older reference is used any more.
 
-        Of the older ones those of the steps in `needed` are kept. Raises ServersLost where no server can have it,
-        SaveError.
+        Deletes older references except those of the steps in `needed`. Raises ServersLost where no server takes the new
+        one, SaveError.
         """
         self._announce(step, self._save(step) if self._folder is not None else None)
         if self._folder is not None:
-            keep = {f"reference-{one}" for one in (step, *needed)}
-            for old in self._folder.glob("reference-*"):
-                if old.name not in keep:
-                    shutil.rmtree(old)
+            kept = {f"reference-{kept_step}" for kept_step in (step, *needed)}
+            for folder in self._folder.glob("reference-*"):
+                if folder.name not in kept:
+                    shutil.rmtree(folder)
 
-    def go_on(self, step: int, first: str) -> None:
-        """Make what was the reference after this step's update the reference again, whatever the servers have by now.
+    def resume(self, step: int, first: str) -> None:
+        """Make the reference of this step's update the reference again, whatever the servers have by now.
 
-        `first` is the fingerprint of what they began with. Raises ServerError where no server can have it, ConfigError
+        `first` is the fingerprint of what they began with. Raises ServersLost where no server takes it, ConfigError
         where it is not in the run's folder any more.
         """
-        kept = None
+        weights = None
         if self._folder is not None:
             self._current = self._folder / f"reference-{step}"
             if (self._current / _FILE).is_file():
-                kept = self._kept(self._whole())
+                weights = self._describe_saved(self._merge_adapter())
             elif step > 0:
                 raise ConfigError(
                     f"resume_from_checkpoint: {self._current}, the reference of that checkpoint, is not there: put it "
                     "back, or resume from another checkpoint"
                 )
-        self._announce(step, kept, first)
+        self._announce(step, weights, first)
 
     def _read_first(self) -> dict[str, str]:
-        """Read what begin wrote; empty where it did not, or not to its end."""
+        """Return the fingerprints that `begin` wrote; empty where it wrote none, or only a part of the file."""
         if self._folder is None or not has_begun(self._folder):
             return {}
         try:
@@ -128,28 +129,28 @@ class WeightPublisher:
         except ValueError:
             return {}
 
-    def _announce(self, step: int, new: WeightsToSend | None, first: str = "") -> None:
-        """Bring rank 0's reference to the servers; where it has none, they are to have the first."""
+    def _announce(self, step: int, weights: WeightsToSend | None, first: str = "") -> None:
+        """Send rank 0's weights to the servers and accept only their answers; without weights, those of the first."""
         fingerprint, lost = first, None
-        if new is not None:
-            fingerprint = new.fingerprint
+        if weights is not None:
+            fingerprint = weights.fingerprint
             try:
-                self._client.balancer.send_weights(new)
+                self._client.balancer.send_weights(weights)
             except ServerError as error:
                 lost = str(error)
         fingerprint, lost = from_first((fingerprint, lost))
         if lost:
             raise ServersLost(lost)
-        if new is None:
+        if weights is None:
             self._client.balancer.use_only(fingerprint)
         self.step = step
-        log.info("the reference is the policy of step %d now (%s)", step, fingerprint)
+        log.info("the reference is now the policy of step %d (%s)", step, fingerprint)
 
     def _save(self, step: int) -> WeightsToSend:
         """Write the new reference as a model that the server, or anybody, can load."""
         folder = self._folder / f"reference-{step}"
         with whole_folder(folder, "reference") as unfinished:
-            model = self._whole()
+            model = self._merge_adapter()
             sha256 = self._write(unfinished / _FILE, named_weights(model))
             settings = copy.deepcopy(model.config)
             settings.weights_sha256 = sha256  # part of its fingerprint
@@ -160,14 +161,14 @@ class WeightPublisher:
             if model.generation_config is not None:
                 model.generation_config.save_pretrained(unfinished)
         self._current = folder
-        return self._kept(model)
+        return self._describe_saved(model)
 
-    def _whole(self) -> PreTrainedModel:
-        """The policy as a plain model, an adapter merged into it."""
+    def _merge_adapter(self) -> PreTrainedModel:
+        """Return the policy as a plain model, an adapter merged into it."""
         return merged(self._model) if hasattr(self._model, "peft_config") else self._model
 
-    def _kept(self, model: PreTrainedModel) -> WeightsToSend:
-        """The reference that is in `_current`: other weights of this plain model."""
+    def _describe_saved(self, model: PreTrainedModel) -> WeightsToSend:
+        """Describe the weights saved in `_current`. `model` is a plain model of the same architecture."""
         path = self._current / _FILE
         size, sha256 = path.stat().st_size, json.loads((self._current / "config.json").read_text())["weights_sha256"]
         with open(path, "rb") as file:
@@ -175,8 +176,9 @@ class WeightPublisher:
         return WeightsToSend(path, size, sha256, fingerprint)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
-        """alpha * policy + (1 - alpha) * old reference: TR-DPO's soft update (Gorbatovski et al., arXiv:2404.09656).
+        """Write the new reference; return the file's SHA-256.
 
+        It is alpha * policy + (1 - alpha) * old reference: TR-DPO's soft update (Gorbatovski et al., arXiv:2404.09656).
         A mixture is float32 whatever the policy is: with a small alpha a weight moves by less than bfloat16 can show.
         """
         alpha = self._alpha
@@ -185,9 +187,9 @@ class WeightPublisher:
         if self._current is None:
             return write_weights(path, weights, torch.float32)
         with open(self._current / _FILE, "rb") as file:
-            old = WeightsFile(file, (self._current / _FILE).stat().st_size)
+            old_reference = WeightsFile(file, (self._current / _FILE).stat().st_size)
 
-            def mixed(name: str, part: slice, values: torch.Tensor) -> torch.Tensor:
-                return alpha * values + (1 - alpha) * old.read(name, part)
+            def mix(name: str, part: slice, values: torch.Tensor) -> torch.Tensor:
+                return alpha * values + (1 - alpha) * old_reference.read(name, part)
 
-            return write_weights(path, weights, torch.float32, mixed)
+            return write_weights(path, weights, torch.float32, mix)

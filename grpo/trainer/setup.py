@@ -154,7 +154,7 @@ def set_up(
     else:
         progress = Progress(config.beta, config.entropy_coef, reference=reference_model)
     if publisher and resumed:
-        publisher.go_on(progress.ref_step, progress.reference)
+        publisher.resume(progress.ref_step, progress.reference)
     elif publisher:
         publisher.begin(reference)
     rounds.ask_again(progress.batches)
