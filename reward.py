@@ -1,12 +1,12 @@
-"""The reward functions: the file to edit.
+"""Reward functions: the file to edit.
 
-A reward function turns texts into numbers. Its signature is TRL's; add yours here and name it in `reward_funcs`:
+A reward function turns texts into numbers. Its signature is TRL's. Add yours here and name it in `reward_funcs`:
 
     def brevity_reward(prompts, completions, **columns) -> list[float | None]:
         return [1.0 if len(completion) < 400 else 0.0 for completion in completions]
 
-`prompts` and `completions` are lists of str. Every other column of the dataset comes as a keyword argument, a list of
-the same length. None means that the reward does not apply to that completion, and adds nothing.
+`prompts` and `completions` are lists of str. Every other column of the dataset is a keyword argument, a list of the
+same length. None means that the reward does not apply to that completion, and adds nothing.
 """
 
 import atexit
@@ -26,20 +26,19 @@ TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
 
 def correctness_reward(prompts, completions, answer, **columns) -> list[float | None]:
-    """2.0 where the last `<answer>...</answer>` holds the gold `answer`, 1.5 where it holds the same value, else 0.0.
+    """Return 2.0 where the last `<answer>...</answer>` holds the gold `answer`, 1.5 for the same value, else 0.0.
 
     The same value is the same number (see `to_number`) or, where the `math-verify` package is installed and the gold
-    is mathematics beyond a number, an expression that it finds equal.
+    is more than a number, an expression that it finds equal.
     """
     return [score_answer(completion, gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def format_reward(prompts, completions, **columns) -> list[float | None]:
-    """0.2 for each of the four tags that stands exactly once, and after the tags already counted: 0.0 to 0.8.
+    """Return 0.2 for each of the four tags that occurs exactly once, after the tags already counted: 0.0 to 0.8.
 
-    `</answer>` counts only if nothing but white space and end tokens follows it.
-
-    What the chat template or a prefilled answer has begun is there already (see `begun_thinking`).
+    `</answer>` counts only if nothing but white space and end tokens follows it. Tags that the chat template or a
+    prefilled answer has opened count, too (see `find_opened_tags`).
 
         <think>2+2</think> <answer>4</answer><|im_end|>   0.8
         <think>2+2</think> <answer>4</answer> Done!       0.6   text after the last tag
@@ -51,18 +50,18 @@ def format_reward(prompts, completions, **columns) -> list[float | None]:
 
 
 def is_correct(completion: str, answer: str) -> bool:
-    """Whether the completion earns any correctness reward. Evaluation counts these."""
+    """Return whether the completion earns any correctness reward. Evaluation counts these."""
     return score_answer(completion, answer) > 0
 
 
 def has_format(completion: str, prompt: str = "") -> bool:
-    """Whether the completion earns the whole format reward. Evaluation counts these."""
+    """Return whether the completion earns the whole format reward. Evaluation counts these."""
     return score_format(completion, prompt) == 0.8
 
 
 def score_answer(completion: str, gold: str) -> float:
-    """2.0, 1.5 or 0.0 as in `correctness_reward`. An empty answer is never correct, whatever the gold."""
-    text, gold = last_answer(completion), gold.strip()
+    """Return 2.0, 1.5 or 0.0 as `correctness_reward`. An empty answer is never correct, whatever the gold."""
+    text, gold = find_last_answer(completion), gold.strip()
     if not text:
         return 0.0
     if text == gold:
@@ -71,7 +70,7 @@ def score_answer(completion: str, gold: str) -> float:
 
 
 def score_format(completion: str, prompt: str) -> float:
-    completion = begun_thinking(completion, prompt) + completion
+    completion = find_opened_tags(completion, prompt) + completion
     ends_well = ENDING.fullmatch(completion.rpartition("</answer>")[2])
     counted, last = 0, -1
     for tag in TAGS if ends_well else TAGS[:-1]:
@@ -80,13 +79,14 @@ def score_format(completion: str, prompt: str) -> float:
     return round(0.2 * counted, 1)
 
 
-def begun_thinking(completion: str, prompt: str) -> str:
-    """The tags of thinking that the prompt's end already holds, for the completion to go on from.
+def find_opened_tags(completion: str, prompt: str) -> str:
+    """Return the thinking tags at the prompt's end, which the completion continues; "" if there are none.
 
     A prompt may end in `<think>` (templates of R1, QwQ and Qwen3-Thinking), in an empty `<think> </think>` (Qwen3 with
-    enable_thinking=false) or, prefilled, in `<think>` and a line break and the begin of a thought. The last two count
-    only if the tag begins a line or follows a template's token, and no other tag or token follows: a question's or a
-    system prompt's `<think>` has such a token behind it. A completion that thinks itself needs no empty pair.
+    enable_thinking=false) or, prefilled, in `<think>`, a line break and the start of a thought. The last two count only
+    if the tag begins a line or follows a template's token, and no other tag or token follows: after a `<think>` in a
+    question or a system prompt there is such a token. An empty pair does not count where the completion has a
+    `<think>` of its own.
     """
     before, tag, after = prompt.rpartition("<think>")
     if tag and not after.strip():
@@ -99,8 +99,8 @@ def begun_thinking(completion: str, prompt: str) -> str:
     return "<think>" if after.startswith("\n") and not TAG_OR_TOKEN.search(after) else ""
 
 
-def last_answer(completion: str) -> str:
-    """The stripped text of the last `<answer>` that is closed, of nested ones the innermost; "" if there is none."""
+def find_last_answer(completion: str) -> str:
+    """Return the stripped text of the last `<answer>` that is closed, of nested ones the innermost; "" if none is."""
     for part in reversed(completion.split("<answer>")[1:]):
         text, closing_tag, _ = part.partition("</answer>")
         if closing_tag:
@@ -125,7 +125,7 @@ COMMA = re.compile(",")
 AND_OR = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 BRACKETS = re.compile(r"(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
-# What is no value of its own: a power, an index, a function's argument, words behind a value, an environment.
+# Parts that are no values: a power, an index, a function's argument, words after a value, an environment.
 ATTACHED = re.compile(
     r"[_^]\s*(?:\{[^{}]*\}|\\[A-Za-z]+|.)|(?<=[A-Za-z'])\([^()]*\)"
     r"|(?<=[0-9}])\s*\\(?:text|mathrm)\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}"
@@ -138,31 +138,31 @@ COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def same_value(text: str, gold: str) -> bool:
-    """Whether two texts are the same words, one number or, says `math-verify`, one expression.
+    """Return whether two texts are the same words, the same number or, by `math-verify`, the same expression.
 
-    If the gold is a number and the text is not, only LaTeX, a power or a factorial gets the second chance: "18 or 20"
-    is wrong for 18. A gold in plain words gets none: as products of letters, "seat" equals "east".
+    If the gold is a number and the text is not, `math-verify` sees only LaTeX, a power or a factorial: "18 or 20" is
+    wrong for 18. It sees no gold in plain words: as products of letters, "seat" equals "east".
     """
     if max(len(text), len(gold)) > LONGEST:
         return False
     is_latex = "\\" in text
-    text, gold = plain(text), plain(gold)
+    text, gold = strip_delimiters(text), strip_delimiters(gold)
     if text == gold:
         return True
     if "=" not in gold and (match := VARIABLE.match(text)):
         text = text[match.end() :]
-    found, expected = to_number(text), to_number(gold, allow_unit=False)
-    if expected is not None and (found is not None or not (is_latex or POWER.fullmatch(text))):
-        return found == expected
+    number, gold_number = to_number(text), to_number(gold, allow_unit=False)
+    if gold_number is not None and (number is not None or not (is_latex or POWER.fullmatch(text))):
+        return number == gold_number
     if not (MATHEMATICS.search(gold) and find_spec("math_verify")):
         return False
     text, gold = (AND_OR.sub(",", IGNORED.sub("", side)) for side in (text, gold))
-    # A comma between thousands looks like one between elements: a text has two readings.
+    # A comma may separate thousands or elements: a text has two readings.
     return any(same_expression(reading, gold) for reading in dict.fromkeys([text, THOUSANDS.sub("", text)]))
 
 
-def plain(text: str) -> str:
-    r"""The text out of $...$, \(...\), \[...\] and \boxed{...}, the words in \text{...}, the letter of a choice (B)."""
+def strip_delimiters(text: str) -> str:
+    r"""Take the text out of $...$, \(...\), \[...\], \boxed{...} and \text{...}, and the letter out of a choice (B)."""
     while match := DELIMITERS.fullmatch(text):
         text = match[match.lastindex].strip()
     if match := TEXT.fullmatch(text):
@@ -172,11 +172,11 @@ def plain(text: str) -> str:
 
 
 def same_expression(text: str, gold: str) -> bool:
-    """Whether `math-verify` finds what the text says equal to the gold.
+    """Return whether `math-verify` finds the text's value equal to the gold.
 
-    Of "A = B = C" the last side is what the text says. A side before it must equal the last, since `math-verify` looks
-    at the last alone and would take "1/3 = 1/2" for 1/2; but a side that names what is asked for ("x", "|z|") need not.
-    In a list, this holds for each element.
+    The value of "A = B = C" is its last side. The sides before must equal it, since `math-verify` looks at the last
+    side alone and would take "1/3 = 1/2" for 1/2. A side that names the unknown ("x", "|z|") need not. In a list, this
+    holds for each element.
     """
     chains = []
     if EQUALS.search(text) and not EQUALS.search(gold):
@@ -203,9 +203,9 @@ def split(text: str, separator: re.Pattern) -> list[str]:
 
 
 def is_name(side: str) -> bool:
-    r"""Whether a side of an equation has unknowns and so names what is asked for, such as x, f(2), AB^2 or \frac{a}{b}.
+    r"""Return whether a side of an equation names the unknown value, such as x, f(2), AB^2 or \frac{a}{b}.
 
-    One unknown among numbers is no name: "x/2 = 5" is yet to be solved. "20 km" is a number.
+    One unknown among numbers is no name: "x/2 = 5" is not solved yet. "20 km" is a number.
     """
     if to_number(side) is not None:
         return False
@@ -215,7 +215,7 @@ def is_name(side: str) -> bool:
 
 
 def same_shape(text: str, gold: str) -> bool:
-    r"""Whether two lists may be equal: as many elements, and no \{1,2\} for (1,2). `math-verify` looks at neither."""
+    r"""Return whether two lists may be equal: as many elements, no \{1,2\} for (1,2). `math-verify` checks neither."""
     text, gold = (re.sub(r"\\[,;!]|\s", "", side) for side in (text, gold))
     brackets = [BRACKETS.fullmatch(side) for side in (text, gold)]
     if all(brackets) and brackets[0].groups() != brackets[1].groups():
@@ -241,7 +241,7 @@ NUMBER = re.compile(
 
 
 def to_number(text: str, allow_unit: bool = True) -> Fraction | None:
-    """The exact value of a text that is one number and nothing else, or None.
+    """Return the exact value of a text that is one number and nothing else, or None.
 
     Numbers: "1,080" "$1,080.00" "-$10" "50%" (is 50) "3/4" "2 1/2" ".5" "1e3" "18 apples" "$12/hour" "18 = 18.0"
     None: "18 or 20" "7+3=10" "3-4" "1,2,3" "12:30" "3/0" "2x" "2 million" "about 18" "1e1000" (three digits at most)
@@ -262,10 +262,10 @@ def to_number(text: str, allow_unit: bool = True) -> Fraction | None:
 
 
 class MathProcess:
-    """Asks `math-verify` in a process of its own: in a thread it finds nothing equal, and 9^{9^9} takes it for ever.
+    """A process that runs `math-verify`: in a thread it finds nothing equal, and 9^{9^9} takes it for ever.
 
-    The first question starts the process. An answer that takes longer than `deadline` seconds is no, and the process is
-    killed; the next question starts another. It ends with its parent, when its stdin closes.
+    The first question starts the process. If an answer takes longer than `deadline` seconds, it counts as no and the
+    process is killed; the next question starts another. The process ends with its parent, when its stdin closes.
     """
 
     def __init__(self, command: list[str], deadline: float):
@@ -274,7 +274,7 @@ class MathProcess:
         self.lock = threading.Lock()
 
     def equal(self, text: str, gold: str) -> bool:
-        """Whether the two expressions are equal. RuntimeError if the process cannot start."""
+        """Return whether the two expressions are equal. Raises RuntimeError where the process cannot start."""
         reply = ""
         with self.lock:
             try:
@@ -284,13 +284,13 @@ class MathProcess:
                 in_time, _, _ = select.select([self.process.stdout], [], [], self.deadline)
                 reply = self.process.stdout.readline() if in_time else ""
             finally:
-                if not reply:  # too late, dead or interrupted: the next question must not read this one's reply
+                if not reply:  # too late, ended or interrupted: the next question must not read this reply
                     self.stop()
         return reply == "true\n"
 
     def start(self) -> None:
         self.stop()
-        self.process = subprocess.Popen(  # in a session of its own, since Ctrl-C is for the parent
+        self.process = subprocess.Popen(  # in a session of its own: Ctrl-C is for the parent
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         if self.process.stdout.readline() != "ready\n":
@@ -308,10 +308,10 @@ atexit.register(math_process.stop)
 
 
 def answer_questions() -> None:
-    """What the process does: for each line of JSON [text, gold] on stdin, a line "true" or "false" on stdout."""
+    """Answer each line of JSON [text, gold] on stdin by a line "true" or "false" on stdout, in the math process."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    def expression(text):
+    def parse_expression(text):
         return parse("$" + re.sub(r"\\?\$|\\[()\[\]]", "", text) + "$", [LatexExtractionConfig()])
 
     logging.disable()
@@ -319,7 +319,7 @@ def answer_questions() -> None:
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         text, gold = json.loads(line)
-        print(json.dumps(verify(expression(gold), expression(text))), file=replies, flush=True)
+        print(json.dumps(verify(parse_expression(gold), parse_expression(text))), file=replies, flush=True)
 
 
 if __name__ == "__main__":

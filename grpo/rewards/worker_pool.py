@@ -39,7 +39,7 @@ class RewardPool:
     """Worker processes that call reward functions on one completion at a time. They end with the interpreter."""
 
     def __init__(self, names: list[str], timeout: float, fallback: float, workers: int):
-        """`names` as in `reward_funcs`; `timeout`: seconds that a call may take; `fallback`: the reward of a lost call."""
+        """`names` are as in `reward_funcs`. A call may take `timeout` seconds; a lost one earns `fallback`."""
         self._names, self._timeout, self._fallback = names, timeout, fallback
         self._workers = [_Worker(names, os.getcwd()) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
