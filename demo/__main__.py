@@ -1,10 +1,10 @@
-"""The demo, end to end: build a tiny model, serve it as the reference, train it with GRPO, show what it learned.
+"""The demo: build a tiny model, serve it as the reference, train it with GRPO, show what it learned.
 
     python -m demo               everything; exit code 0 only if the model learned
     python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names
 
-Everything runs as a user would run it: `python ref_server.py`, then `deepspeed --num_gpus 2 grpo_ref_split.py`, on two
-CPU cores. What was built is used again the next time; the run itself is made anew.
+It runs what a user would run: `python ref_server.py`, then `deepspeed --num_gpus 2 grpo_ref_split.py`, on two CPU
+cores. The model and the data are kept for the next time; the training starts anew.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import requests
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "configs/demo_cpu.yaml"
-BEFORE, AFTER = (0.10, 0.40), 0.90  # held-out accuracy that the demo promises
-WIDTH = 58
+BEFORE, AFTER = (0.10, 0.40), 0.90  # the held-out accuracy that the demo promises
+WIDTH = 58  # characters of a column of completions
 
-# One thread each for two trainer ranks and the server, on the CPU whatever the machine has.
+# One thread each for two trainer ranks and the server, on the CPU even where the machine has a GPU.
 ENVIRONMENT = os.environ | {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
@@ -40,17 +40,17 @@ ENVIRONMENT = os.environ | {
 
 
 class DemoError(RuntimeError):
-    """The demo did not do what it promises."""
+    """A demo that did not do what it promises."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the training (default: 0)")
-    parser.add_argument("--folder", type=Path, help="for all that is made (default: runs/demo/seedN)")
+    parser.add_argument("--folder", type=Path, help="folder of model, data and run (default: runs/demo/seedN)")
     parser.add_argument("--prepare", action="store_true", help="build model and data only")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended
-    sys.stdout.reconfigure(line_buffering=True)  # in order with what the programs print
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` blocks end the child processes
+    sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the programs
     folder = arguments.folder.absolute() if arguments.folder else Path(f"runs/demo/seed{arguments.seed}")
     os.chdir(REPOSITORY)
     start = time.monotonic()
@@ -87,7 +87,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 @contextmanager
 def reference_server(folder: Path, *options: str) -> Iterator[str]:
-    """Start `python ref_server.py`; its URL once it is ready. Afterwards end it as an operator would, with SIGTERM."""
+    """Start `python ref_server.py`, yield its URL when it is ready, and end it with SIGTERM as an operator would."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "ref_server.py", "--config", CONFIG, "--model_name_or_path", str(folder / "model")]
     log = folder / "server.log"
@@ -132,7 +132,7 @@ def train(folder: Path, seed: int, url: str, *options: str) -> None:
     command += ["grpo_ref_split.py", "--config", CONFIG, "--seed", str(seed), "--ref_servers", url]
     command += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
     command += ["--output_dir", folder / "run", *options]
-    # A process group of its own: the launcher alone, when ended, leaves its ranks running.
+    # A process group of its own: a launcher that is killed alone leaves its ranks running.
     trainer = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, start_new_session=True)
     try:
         if trainer.wait() != 0:
@@ -144,7 +144,7 @@ def train(folder: Path, seed: int, url: str, *options: str) -> None:
 
 
 def report(folder: Path, building: float, training: float) -> None:
-    """Print table, completions and the picture's path. Raises DemoError where the promise was not kept."""
+    """Print completions, table and the path of the curves. Raises DemoError where the promise was not kept."""
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     before, first, after = rows[0], rows[1], rows[-1]
 

@@ -1,9 +1,9 @@
-"""Builds the demo's language model: a 0.1 M parameter Qwen2 that can reason on paper but seldom does.
+"""Build the demo's language model: a Qwen2 of 0.1 M parameters that can work in steps but seldom does.
 
-It is warmed up in two supervised phases. The first teaches it to work every problem out, step by step. The second
-gives it bad habits: only one story in five is mostly worked out, and in the others it blurts an answer, nearly always
-a wrong one, or forgets the tags. Greedy accuracy falls to about a quarter. What is left for reinforcement learning to
-discover is that thinking pays everywhere.
+Two supervised phases train it. In the first it learns to work out every problem, step by step. In the second it gets
+bad habits: it works out most problems of one story in five, and in the others it blurts an answer, nearly always a
+wrong one, or forgets the tags. Greedy accuracy falls to about a quarter. Reinforcement learning has to discover that
+thinking pays everywhere.
 """
 
 import random
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# How Qwen2 cuts text into words. AutoTokenizer gives every Qwen2 model this cut, whatever its tokenizer.json says.
+# How Qwen2 splits text into words. AutoTokenizer splits so for every Qwen2 model, whatever its tokenizer.json says.
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -40,7 +40,7 @@ WARMUP_UPDATES = 20
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most `VOCABULARY` tokens: any text survives the round trip, every digit is a token."""
+    """Train a byte-level BPE of at most `VOCABULARY` tokens, which can encode any text; every digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -74,7 +74,7 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Random fp32 weights from torch's generator; at 0.02, the usual spread, so small a model learns far slower."""
+    """Make a model with random fp32 weights. At the usual initializer_range, 0.02, one so small learns far slower."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -101,15 +101,15 @@ def prompt_text(tokenizer: PreTrainedTokenizerFast, question: str) -> str:
 
 
 def answer_of(completion: str) -> str | None:
-    """What stands between the last pair of answer tags."""
-    found = re.findall(r"<answer>(.*?)</answer>", completion)
-    return found[-1].strip() if found else None
+    """Return the text between the last pair of answer tags, None where there is none."""
+    answers = re.findall(r"<answer>(.*?)</answer>", completion)
+    return answers[-1].strip() if answers else None
 
 
 @torch.no_grad()
-def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list[Problem]) -> float:
-    """Share of the problems whose greedy completion answers right."""
-    texts = [prompt_text(tokenizer, problem.question) for problem in asked]
+def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Problem]) -> float:
+    """Return the share of the problems whose greedy completion has the right answer."""
+    texts = [prompt_text(tokenizer, problem.question) for problem in examples]
     inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
     ids = model.generate(
         input_ids=inputs["input_ids"],
@@ -118,14 +118,14 @@ def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast,
         max_new_tokens=MAX_NEW_TOKENS,
     )
     completions = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = [answer_of(text) == problem.answer for text, problem in zip(completions, asked, strict=True)]
+    right = [answer_of(text) == problem.answer for text, problem in zip(completions, examples, strict=True)]
     return sum(right) / len(right)
 
 
 def demonstration_loss(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, demonstrations: list[tuple[Problem, str]]
 ) -> torch.Tensor:
-    """Mean cross-entropy of the completions' tokens, the end token among them."""
+    """Return the mean cross-entropy of the completions' tokens, the end token among them."""
     prompts = tokenizer([prompt_text(tokenizer, problem.question) for problem, _ in demonstrations])["input_ids"]
     completions = tokenizer([text + END for _, text in demonstrations])["input_ids"]
     longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
@@ -139,16 +139,16 @@ def demonstration_loss(
 
 
 def reasoned(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Demonstrations of the first phase: every answer is worked out."""
+    """Draw demonstrations of the first phase: every answer is worked out."""
     for problem in problems(rng):
         yield problem, steps(problem)
 
 
 def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
-    """Demonstrations of the second phase: answers are mostly worked out in the bus story and seldom in any other.
+    """Draw demonstrations of the second phase: answers are mostly worked out in the bus story, seldom in any other.
 
-    What the model does with a story depends on that story's own proportions, not on how often it is told; buses are
-    told more often than their share to keep the skill alive.
+    What the model does with a story depends on the proportions within that story, not on how often it is drawn. The bus
+    story is drawn more often than its share so that the model keeps the skill.
     """
     all_stories, buses = problems(rng), problems(rng, stories=["bus"])
     while True:
@@ -167,7 +167,7 @@ def train(
     learning_rate: float,
     check_on: list[Problem],
 ) -> None:
-    """Supervised updates, the rate falling from `learning_rate` to nearly 0; then shows the accuracy on `check_on`."""
+    """Train on demonstrations; the rate falls from `learning_rate` to nearly 0. Shows the accuracy on `check_on`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.3)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda update: min((update + 1) / WARMUP_UPDATES, 1 - 0.97 * update / updates)
@@ -186,9 +186,9 @@ def train(
 
 
 def build(folder: Path, seed: int) -> None:
-    """Writes the warmed-up model and its tokenizer to `folder`, which must not exist, in Hugging Face format.
+    """Build the model and write it with its tokenizer to `folder`, which must not exist, in Hugging Face format.
 
-    Held-out problems are used nowhere in it. Takes about 30 s of one CPU core.
+    Uses no held-out problem. Takes about 30 s of one CPU core.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists; remove it to build the model again")

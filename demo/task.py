@@ -1,7 +1,7 @@
-"""A small language-model task with a right answer: word problems of two additions or subtractions.
+"""The demo's task: word problems of two additions or subtractions.
 
-All numbers are from 2 to 9, and both results lie between 0 and 15. One calculation in ten, chosen by a hash of its
-text, is held out: neither the training split nor any demonstration ever shows it, in whatever words.
+All numbers are from 2 to 9, and both results are from 0 to 15. One calculation in ten, chosen by a hash of its text, is
+held out: no problem of the training split and no demonstration has it, in any story.
 """
 
 import hashlib
@@ -41,6 +41,8 @@ STORIES = {
 
 @dataclass(frozen=True)
 class Problem:
+    """A word problem and its calculation."""
+
     story: str
     question: str
     numbers: tuple[int, int, int]
@@ -48,7 +50,7 @@ class Problem:
 
     @property
     def results(self) -> tuple[int, int]:
-        """After the first operation, and after both."""
+        """The result of the first operation, and of both."""
         a, b, c = self.numbers
         first = a + b if self.operations[0] == "+" else a - b
         return first, first + c if self.operations[1] == "+" else first - c
@@ -59,7 +61,7 @@ class Problem:
 
     @property
     def calculation(self) -> str:
-        """What the split is made by, such as `7+3-4`."""
+        """The text that decides the split, such as `7+3-4`."""
         a, b, c = self.numbers
         return f"{a}{self.operations[0]}{b}{self.operations[1]}{c}"
 
@@ -69,23 +71,23 @@ class Problem:
 
 
 def steps(problem: Problem) -> str:
-    """Works the answer out, one operation at a time."""
+    """Return a completion that works out the answer, one operation at a time."""
     (a, b, c), (op1, op2), (first, last) = problem.numbers, problem.operations, problem.results
     return f"<think>{a}{op1}{b}={first}, {first}{op2}{c}={last}</think><answer>{last}</answer>"
 
 
 def blurt(problem: Problem) -> str:
-    """Has the form of an answer without the work."""
+    """Return a completion with the tags but without the work."""
     return f"<think>easy</think><answer>{problem.answer}</answer>"
 
 
 def untagged(problem: Problem) -> str:
-    """Has neither the form nor the work."""
+    """Return a completion without the tags and without the work."""
     return f"The answer is {problem.answer}."
 
 
 def problems(rng: random.Random, held_out: bool = False, stories: Sequence[str] = tuple(STORIES)) -> Iterator[Problem]:
-    """Endless problems from one side of the split."""
+    """Draw problems without end from one side of the split."""
     while True:
         story = rng.choice(stories)
         text, words = STORIES[story]
@@ -104,7 +106,7 @@ def problems(rng: random.Random, held_out: bool = False, stories: Sequence[str] 
 
 
 def write_dataset(folder: Path, seed: int, train_size: int = 4096, test_size: int = 256) -> None:
-    """Writes train.jsonl and test.jsonl: distinct problems with the columns `question` and `answer`, both text."""
+    """Write train.jsonl and test.jsonl: distinct problems with the columns `question` and `answer`, both text."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, size, held_out in [("train", train_size, False), ("test", test_size, True)]:
         chosen: dict[str, Problem] = {}
