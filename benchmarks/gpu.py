@@ -38,7 +38,8 @@ from benchmarks.gpu_train import train
 from benchmarks.train_memory import CARD_CASES, TINY_CASES, phase_sizes
 from demo.__main__ import free_port
 from demo.model import build_tokenizer
-from grpo.algorithm.loss import StepSize, Tokens, grpo_loss
+from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.tokens import StepSize, Tokens
 from grpo.config.loss import LossSection
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs

@@ -45,7 +45,8 @@ from benchmarks.common import (
     spread,
     table,
 )
-from grpo.algorithm.loss import StepSize, Tokens, grpo_loss
+from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.tokens import StepSize, Tokens
 from grpo.config.loss import LossSection
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs

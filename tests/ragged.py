@@ -8,10 +8,11 @@ import random
 import torch
 from oracle import Completion, size
 
-from grpo.algorithm.loss import StepSize, Tokens
+from grpo.algorithm.loss_types import LOSSES
+from grpo.algorithm.tokens import StepSize, Tokens
 
 LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+LOSS_TYPES = [*LOSSES]
 BOUNDS = {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6}
 EVERYTHING = {
     "delta": 1.7,

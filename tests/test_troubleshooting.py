@@ -27,6 +27,7 @@ NAMED_BY = (
     "trainer/round",
     "trainer/step",
     "algorithm/loss",
+    "algorithm/loss_types",
     "trainer/evaluation",
     "server/monitor",
 )

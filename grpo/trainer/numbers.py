@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo.algorithm.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
+from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
+from grpo.algorithm.kl import adapt_beta
 from grpo.rollouts.records import StepBatch
 from grpo.run.metrics import Stats, add_stats, gather_stats, step_metrics
 from grpo.run.phase_clock import PhaseClock

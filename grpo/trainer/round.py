@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from grpo.algorithm.advantages import advantages, groups_with_signal, soft_overlong_punishment, total_rewards
-from grpo.algorithm.loss import kl_divergence
+from grpo.algorithm.kl import kl_divergence
 from grpo.client.errors import ServerError, ServersLost
 from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig

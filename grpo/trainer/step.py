@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from grpo.algorithm.loss import StepSize, Tokens, balance_loss, experts_chosen, grpo_loss
+from grpo.algorithm.experts import balance_loss, experts_chosen
+from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.tokens import StepSize, Tokens
 from grpo.client.errors import ServerError, ServersLost
 from grpo.config.loss import LossSection
 from grpo.config.trainer import TrainerConfig

@@ -9,15 +9,10 @@ import torch
 from oracle import Completion, gradient, loss, mark_high_entropy
 from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
 
-from grpo.algorithm.loss import (
-    StepSize,
-    Tokens,
-    adapt_beta,
-    adapt_entropy_coef,
-    applied_entropy_coef,
-    grpo_loss,
-    kl_divergence,
-)
+from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
+from grpo.algorithm.kl import adapt_beta, kl_divergence
+from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.tokens import StepSize, Tokens
 from grpo.config.loss import LossSection
 from grpo.run.metrics import Stats
 

@@ -16,7 +16,8 @@ import torch
 from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
 
 from grpo.algorithm.advantages import soft_overlong_punishment
-from grpo.algorithm.loss import adapt_entropy_coef, applied_entropy_coef, grpo_loss
+from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
+from grpo.algorithm.loss import grpo_loss
 from grpo.config.loss import LossSection
 from grpo.run.metrics import Stats, step_metrics
 

@@ -17,7 +17,8 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from grpo.algorithm.loss import StepSize, balance_loss, experts_chosen
+from grpo.algorithm.experts import balance_loss, experts_chosen
+from grpo.algorithm.tokens import StepSize
 from grpo.config.errors import ConfigError
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import check_router, router_logits, token_logprobs, with_router_logits

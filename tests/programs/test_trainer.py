@@ -15,7 +15,7 @@ from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
-from grpo.algorithm.loss import kl_divergence
+from grpo.algorithm.kl import kl_divergence
 from grpo.client.reference import ReferenceClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig

@@ -1,0 +1,41 @@
+"""The KL from the reference, estimated from sampled tokens, and its adaptive coefficient."""
+
+from __future__ import annotations
+
+import torch
+
+from grpo.algorithm.tokens import LOG_RATIO_LIMIT
+
+
+def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimate KL(policy || reference) from single tokens, with d = ref - logp (Schulman 2020, "Approximating KL
+    divergence", http://joschu.net/blog/kl-approx.html):
+
+        k1 = -d        k2 = d^2 / 2        k3 = exp(d) - d - 1
+
+    k3+ has the value of k3 and the gradient of k2, which is the unbiased one on-policy (k3's is not). All shapes equal.
+
+    Where d > 20 the tangent of exp at 20 replaces exp, e^20 (d - 19): it cannot overflow, and a token that far below
+    the reference is pulled back as strongly as one at 20. There is no bound below: far above the reference k3's slope
+    goes to 1, and stays.
+    """
+    difference = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    bounded = difference.clamp(max=LOG_RATIO_LIMIT)
+    k3 = torch.exp(bounded) * (1 + difference - bounded) - difference - 1
+    if estimator == "k3":
+        return k3
+    k2 = difference.square() / 2
+    return k3.detach() + k2 - k2.detach()
+
+
+def adapt_beta(beta: float, kl: float, sequences: int, target: float, horizon: float) -> float:
+    """Return the KL coefficient for the next step: it grows where the measured KL (nats a token) is above the target.
+
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2; as in verl, a step of n sequences counts n times.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return beta * (1 + error * sequences / horizon)

@@ -1,0 +1,187 @@
+"""The values of `loss_type`: a function for each, with its paper. Pure functions of tensors, without ranks.
+
+A loss type is a policy term for each token, and a weight for each token, by which the step's sum is divided. It takes
+`LossInputs` and the settings and returns three things:
+
+    policy    [T] policy term of each token, with gradient
+    weights   [T] weight of each token in the step's loss, without gradient
+    metrics   values by name, [T] or [S]; the metric is their mean, or what the name says after a colon: "ratio:max"
+
+grpo/algorithm/loss.py adds what is common to all: masks, the sampler's correction, KL and entropy bonus. The loss of a
+step is the sum of (policy + beta x KL) x weights over its tokens. So weights divide by the size of the whole step
+(`inputs.step`), never by that of a micro-batch: the sum over any cut of a step must be the loss of the step.
+
+A loss type of your own is such a function in your own file: see docs/recipes.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from grpo.algorithm.tokens import LOG_RATIO_LIMIT, StepSize, first_tokens, sequence_sums, to_tokens
+from grpo.config.loss import LossSection
+
+_LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss type is computed from: T completion tokens of S sequences, and the size of the whole step."""
+
+    logprobs: torch.Tensor
+    """[T] log-probs of the policy, with gradient"""
+    old_logprobs: torch.Tensor
+    """[T] log-probs of the policy that drew the tokens"""
+    ratio: torch.Tensor
+    """[T] probability ratio, exp(logprobs - old_logprobs), with gradient; with importance_sampling_level sequence the
+    geometric mean of the sequence's ratios, at each of its tokens"""
+    advantages: torch.Tensor
+    """[T] advantage of the token's sequence"""
+    sequence_advantages: torch.Tensor
+    """[S] advantage of each sequence"""
+    entropy: torch.Tensor
+    """[T] entropy of the policy in nats"""
+    sampler_weights: torch.Tensor | None
+    """[T] correction for another sampler (importance_sampling_mode), by which the policy term is multiplied later"""
+    lengths: torch.Tensor
+    """int64 [S] tokens of each sequence, may be 0"""
+    step: StepSize
+    """sequences and tokens of the whole optimizer step, over all micro-batches and ranks"""
+    max_completion_length: int
+
+    def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Repeat each sequence's value at each of its tokens, [S] -> [T]."""
+        return to_tokens(values, self.lengths, len(self.logprobs))
+
+    def to_sequences(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum the values of each sequence's tokens, [T] -> [S]."""
+        return sequence_sums(values, self.lengths)
+
+
+LossTerms = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+LossFunction = Callable[[LossInputs, LossSection], LossTerms]
+
+
+def grpo(inputs: LossInputs, settings: LossSection) -> LossTerms:
+    """Clip, and take the mean over sequences of token means: DeepSeekMath, arXiv:2402.03300, equation 3."""
+    policy, metrics = clipped_term(inputs, settings)
+    return policy, mean_of_sequence_means(inputs), metrics
+
+
+def dapo(inputs: LossInputs, settings: LossSection) -> LossTerms:
+    """Clip, and take the mean over all tokens of the step: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 8.
+
+    bnpo is the same here: TRL divides it by the tokens of a micro-batch, but a result must not depend on the cut.
+    """
+    policy, metrics = clipped_term(inputs, settings)
+    return policy, mean_of_tokens(inputs), metrics
+
+
+def dr_grpo(inputs: LossInputs, settings: LossSection) -> LossTerms:
+    """Clip, and divide the sum over tokens by the constant sequences x max_completion_length: Dr. GRPO, Liu et al.
+    2025, arXiv:2503.20783, section 3.2."""
+    policy, metrics = clipped_term(inputs, settings)
+    return policy, divided_by(inputs.step.sequences * inputs.max_completion_length, inputs), metrics
+
+
+def luspo(inputs: LossInputs, settings: LossSection) -> LossTerms:
+    """Clip, and take the mean over sequences of token sums: LUSPO, Liu et al. 2026, arXiv:2602.05261."""
+    policy, metrics = clipped_term(inputs, settings)
+    return policy, divided_by(inputs.step.sequences, inputs), metrics
+
+
+def cispo(inputs: LossInputs, settings: LossSection) -> LossTerms:
+    """Weigh log p by -clip(ratio) A, the ratio without gradient: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
+
+    The weight is clipped, and so no token loses its gradient. The mean is over all tokens of the step.
+    """
+    high = settings.upper_clip
+    clipped = (inputs.ratio > high) & (inputs.advantages > 0)
+    policy = -inputs.ratio.clamp(max=high).detach() * inputs.advantages * inputs.logprobs
+    return policy, mean_of_tokens(inputs), {"cispo_clip_ratio": one_per_ratio(clipped, inputs, settings)}
+
+
+def sapo(inputs: LossInputs, settings: LossSection) -> LossTerms:
+    """Use a sigmoid gate instead of the clip: SAPO, Gao et al. 2025, arXiv:2511.20347, equations 5 and 6."""
+    gate = torch.where(inputs.advantages > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+    policy = -inputs.advantages * torch.sigmoid(gate * (inputs.ratio - 1)) * 4 / gate
+    return policy, mean_of_sequence_means(inputs), {}
+
+
+def vespo(inputs: LossInputs, settings: LossSection) -> LossTerms:
+    """Weigh log p by -w^k e^(lambda (1 - w)) A: VESPO, Shen et al. 2026, arXiv:2602.10693.
+
+    w is the probability ratio of a sequence, without length normalisation or gradient; the factor is 1 at w = 1. Where
+    the sampler is corrected, w is policy / sampler. The bounds on log-ratios and the mean over all tokens are TRL's.
+    """
+    log_ratio = (inputs.logprobs.detach() - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if inputs.sampler_weights is not None:
+        log_ratio = log_ratio + inputs.sampler_weights.log().clamp(_LOG_LEAST, LOG_RATIO_LIMIT)
+    log_ratio = inputs.to_sequences(log_ratio).clamp(_LOG_LEAST, LOG_RATIO_LIMIT)
+    good = inputs.sequence_advantages >= 0
+    power = torch.where(good, settings.vespo_k_pos, settings.vespo_k_neg)
+    rate = torch.where(good, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
+    factor = torch.exp(rate + power * log_ratio - rate * log_ratio.exp()).nan_to_num(nan=0.0, posinf=0.0)
+    policy = -inputs.to_tokens(factor * inputs.sequence_advantages) * inputs.logprobs
+    return policy, mean_of_tokens(inputs), {"vespo/phi_seq_mean": factor}
+
+
+LOSSES: dict[str, LossFunction] = {
+    "grpo": grpo,
+    "bnpo": dapo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "luspo": luspo,
+    "vespo": vespo,
+}
+USE_SAMPLER_WEIGHTS = {"vespo"}
+"""loss types with `sampler_weights` in their policy term: it is not multiplied by them again"""
+
+
+def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the policy term -min(ratio A, clip(ratio) A), [T], and the shares that were clipped.
+
+    With `delta`, a negative advantage's loss ends at delta |A|: the two-sided clip of INTELLECT-2 (arXiv:2505.07291),
+    which is the dual clip of Ye et al. 2020 (arXiv:1912.09729, equation 5).
+    """
+    low, high, advantages = 1 - settings.epsilon, 1 + settings.upper_clip, inputs.advantages
+    bounded = inputs.ratio if settings.delta is None else inputs.ratio.clamp(max=settings.delta)
+    low_clipped = (bounded < low) & (advantages < 0)
+    high_clipped = (bounded > high) & (advantages > 0)
+    metrics = {
+        "clip_ratio/low_mean": one_per_ratio(low_clipped, inputs, settings),
+        "clip_ratio/high_mean": one_per_ratio(high_clipped, inputs, settings),
+        "clip_ratio/region_mean": one_per_ratio(low_clipped | high_clipped, inputs, settings),
+    }
+    return -torch.minimum(bounded * advantages, inputs.ratio.clamp(low, high) * advantages), metrics
+
+
+def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSection) -> torch.Tensor:
+    """Keep one value for each probability ratio: all of [T], or [S] where ratios are those of sequences."""
+    return first_tokens(values, inputs.lengths) if settings.importance_sampling_level == "sequence" else values
+
+
+def mean_of_sequence_means(inputs: LossInputs) -> torch.Tensor:
+    """Return the weights, float32 [T], of a mean over sequences of the mean over a sequence's tokens.
+
+    An empty completion has no token and adds 0, and still counts as a sequence.
+    """
+    shares = 1.0 / (inputs.lengths.clamp(min=1) * max(inputs.step.sequences, 1))
+    return inputs.to_tokens(shares.float())
+
+
+def mean_of_tokens(inputs: LossInputs) -> torch.Tensor:
+    """Return the weights, float32 [T], of a mean over all tokens of the step."""
+    return divided_by(inputs.step.tokens, inputs)
+
+
+def divided_by(divisor: int, inputs: LossInputs) -> torch.Tensor:
+    """Return equal weights 1 / divisor, float32 [T]."""
+    shares = torch.full_like(inputs.lengths, 1.0 / max(divisor, 1), dtype=torch.float64)
+    return inputs.to_tokens(shares.float())
