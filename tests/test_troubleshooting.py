@@ -117,7 +117,7 @@ def known_names() -> set[str]:
         names |= {*functions}
         rewards += functions if path.name == "reward.py" else []
         if path in NAMING:
-            for word in re.findall(r'"([\w/]+)"', text):
+            for word in re.findall(r'"([\w/]+)(?::\w+)?"', text):
                 names |= {word, f"grpo_ref_{word}", f"time/{word}", f"memory/peak_{word}"}
     return names | {f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")}
 

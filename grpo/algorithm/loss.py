@@ -28,8 +28,8 @@ def grpo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return these tokens' share of the step's loss, with the coefficients of this step, a scalar; and metrics.
 
-    A metric is the values whose mean is reported, NaN left out: [T], or [S] where the probability ratio is one of
-    sequences. The log of a ratio is clamped to +-20 before exp.
+    A metric is the values whose mean is reported, or the statistic that its name says after a colon, NaN left out: [T],
+    or [S] where the probability ratio is one of sequences. The log of a ratio is clamped to +-20 before exp.
     """
     logprobs = tokens.logprobs
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
@@ -59,11 +59,15 @@ def grpo_loss(
     if tokens.high_entropy is not None:
         per_token = per_token * tokens.high_entropy
     if tokens.sampling_logprobs is not None:
-        metrics["sampling/sampling_logp_difference"] = (old - tokens.sampling_logprobs).abs()
+        difference = (old - tokens.sampling_logprobs).abs()
+        metrics["sampling/sampling_logp_difference/mean"] = difference
+        metrics["sampling/sampling_logp_difference/max:max"] = difference
     if sampler_weights is not None:
         if settings.loss_type not in USE_SAMPLER_WEIGHTS:
             per_token = per_token * sampler_weights
-        metrics["sampling/importance_sampling_ratio"] = weight
+        metrics["sampling/importance_sampling_ratio/mean"] = weight
+        metrics["sampling/importance_sampling_ratio/max:max"] = weight
+        metrics["sampling/importance_sampling_ratio/min:min"] = weight
     if tokens.ref_logprobs is not None:
         kl = kl_divergence(logprobs, tokens.ref_logprobs, settings.kl_estimator)
         if settings.use_bias_correction_kl:
@@ -78,9 +82,10 @@ def grpo_loss(
         loss = loss - entropy_coef * acted_on.sum() / max(divisor, 1)
     metrics["entropy"] = tokens.entropy
     if settings.use_adaptive_entropy:
-        metrics["entropy_acted_on"] = tokens.entropy
+        acted_on = tokens.entropy
         if tokens.high_entropy is not None:
-            metrics["entropy_acted_on"] = tokens.entropy.masked_fill(~tokens.high_entropy, torch.nan)
+            acted_on = tokens.entropy.masked_fill(~tokens.high_entropy, torch.nan)
+        metrics["entropy_acted_on:none"] = acted_on
     return loss, {name: values.detach().float() for name, values in metrics.items()}
 
 

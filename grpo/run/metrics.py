@@ -1,8 +1,12 @@
-"""Numbers of a run: gathered exactly over ranks, written to JSONL, TensorBoard and wandb. Names are TRL's."""
+"""Numbers of a step, gathered exactly over ranks. Whatever is added becomes a metric.
+
+The name under which numbers are added says what the metric is: "kl" is their mean; after a colon stands another
+statistic, "reward_std:std", "completions/max_length:max". ":none" keeps numbers for the program and makes no metric.
+Names of metrics are TRL's where TRL has the same.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +17,7 @@ import torch
 
 from grpo.run.collective import gather
 
-log = logging.getLogger(__name__)
-
-
-_MEANS = ("step_time", "cispo_clip_ratio", "vespo/phi_seq_mean", "off_policy_masked", "sampling/policy_lag")
+STATISTICS = ("mean", "std", "sum", "min", "max", "none")
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,18 @@ class Stats:
     squares: float = 0.0
     low: float = math.inf
     high: float = -math.inf
+    statistic: str = "mean"
+    """the one of STATISTICS that is the metric"""
 
     @classmethod
-    def of(cls, values: Any) -> Stats:
-        """Of an array or tensor of any shape; NaN (a reward that does not apply) is left out."""
+    def of(cls, values: Any, statistic: str = "mean") -> Stats:
+        """Return the stats of an array or tensor of any shape; NaN (a reward that does not apply) is left out."""
         array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values, np.float64).ravel()
         array = array[~np.isnan(array)]
         if array.size == 0:
-            return cls()
-        return cls(array.size, array.sum().item(), (array**2).sum().item(), array.min().item(), array.max().item())
+            return cls(statistic=statistic)
+        squares = (array**2).sum().item()
+        return cls(array.size, array.sum().item(), squares, array.min().item(), array.max().item(), statistic)
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
@@ -45,6 +49,7 @@ class Stats:
             self.squares + other.squares,
             min(self.low, other.low),
             max(self.high, other.high),
+            self.statistic,
         )
 
     @property
@@ -53,52 +58,35 @@ class Stats:
 
     @property
     def std(self) -> float:
-        """With ddof 1, as torch.std."""
+        """the standard deviation with ddof 1, as torch.std"""
         if self.count < 2:
             return math.nan
         return math.sqrt(max(0.0, self.squares - self.total * self.mean) / (self.count - 1))
 
-
-def add_stats(into: dict[str, Stats], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        into[name] = into.get(name, Stats()) + (value if isinstance(value, Stats) else Stats.of(value))
-
-
-def gather_stats(own: Mapping[str, Stats]) -> dict[str, Stats]:
-    """Every rank's stats, added up. All ranks must call it; all get the result."""
-    together: dict[str, Stats] = {}
-    for one in gather(dict(own)):
-        add_stats(together, one)
-    return together
+    @property
+    def metric(self) -> float:
+        values = {"mean": self.mean, "std": self.std, "sum": self.total, "min": self.low, "max": self.high}
+        return values[self.statistic]
 
 
-def step_metrics(stats: Mapping[str, Stats], reward_names: list[str]) -> dict[str, float]:
-    """A step's stats over all ranks -> the metrics by TRL's names."""
-    length = stats["length"]
-    metrics = {"loss": stats["loss"].total if "loss" in stats else 0.0}
-    for name in ("reward", "reward_std_within_groups", "frac_reward_zero_std", "kl", "entropy"):
-        if name in stats:
-            metrics[name] = stats[name].mean
-    if "aux_loss" in stats:
-        metrics["aux_loss"] = stats["aux_loss"].total
-    if "reward" in stats:
-        metrics["reward_std"] = stats["reward"].std
-    for name in ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"):
-        if name in stats:
-            metrics |= {f"{name}/mean": stats[name].mean, f"{name}/max": stats[name].high}
-    if "sampling/importance_sampling_ratio" in stats:
-        metrics["sampling/importance_sampling_ratio/min"] = stats["sampling/importance_sampling_ratio"].low
-    for name in reward_names:
-        metrics[f"rewards/{name}/mean"] = stats[f"rewards/{name}"].mean
-        metrics[f"rewards/{name}/std"] = stats[f"rewards/{name}"].std
-    metrics["completions/mean_length"] = length.mean
-    metrics["completions/min_length"] = length.low
-    metrics["completions/max_length"] = length.high
-    metrics["completions/mean_terminated_length"] = stats["terminated_length"].mean
-    metrics["completions/clipped_ratio"] = stats["clipped_ratio"].mean
-    for name in stats:
-        if name.startswith(("clip_ratio/", "time/")) or name in _MEANS:
-            metrics[name] = stats[name].mean
-        elif name.startswith("memory/"):
-            metrics[name] = stats[name].high  # the fullest card is the one that fails
-    return metrics
+def add_stats(stats: dict[str, Stats], values: Mapping[str, Any]) -> None:
+    """Add numbers to those of the same name. A name may end with a colon and one of STATISTICS."""
+    for key, value in values.items():
+        name, _, statistic = key.rpartition(":")
+        if not name or statistic not in STATISTICS:  # a reward server's host:port is in the name of its rewards
+            name, statistic = key, "mean"
+        numbers = value if isinstance(value, Stats) else Stats.of(value, statistic)
+        stats[name] = stats[name] + numbers if name in stats else numbers
+
+
+def gather_stats(stats: Mapping[str, Stats]) -> dict[str, Stats]:
+    """Return every rank's stats, added up. All ranks must call it; all get the result."""
+    total: dict[str, Stats] = {}
+    for of_rank in gather(dict(stats)):
+        add_stats(total, of_rank)
+    return total
+
+
+def step_metrics(stats: Mapping[str, Stats]) -> dict[str, float]:
+    """Return a step's metrics by name, from its stats over all ranks."""
+    return {name: numbers.metric for name, numbers in stats.items() if numbers.statistic != "none"}

@@ -53,23 +53,31 @@ def step_result(
     """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together."""
     config, progress = run.config, run.progress
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    by_function = zip(run.rounds.reward_names, batch.by_function, strict=True)
+    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    by_name = dict(zip(run.rounds.reward_names, batch.by_function, strict=True))
     add_stats(
         stats,
         {
             "reward": batch.rewards,
+            "reward_std:std": batch.rewards,
             "reward_std_within_groups": [Stats.of(group).std for group in batch.rewards],
             "frac_reward_zero_std": ~batch.signal,
-            **{f"rewards/{name}": rewards for name, rewards in by_function},
-            "length": [len(rollout.completion_ids) for rollout in rollouts],
-            "terminated_length": [len(rollout.completion_ids) for rollout in rollouts if rollout.finished],
-            "clipped_ratio": [not rollout.finished for rollout in rollouts],
-            "tokens": [len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples],
+            **{f"rewards/{name}/mean": rewards for name, rewards in by_name.items()},
+            **{f"rewards/{name}/std:std": rewards for name, rewards in by_name.items()},
+            "completions/mean_length": lengths,
+            "completions/min_length:min": lengths,
+            "completions/max_length:max": lengths,
+            "completions/mean_terminated_length": [
+                len(rollout.completion_ids) for rollout in rollouts if rollout.finished
+            ],
+            "completions/clipped_ratio": [not rollout.finished for rollout in rollouts],
+            "tokens:none": [len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples],
             "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
             **clock.seconds,
-            **clock.memory,
+            # The fullest card is the one that fails.
+            **{f"{name}:max": peak for name, peak in clock.memory.items()},
             "step_time": clock.total(),
-            "signal": [run.stop.asked],
+            "signal:none": [run.stop.asked],
         },
     )
     everyone = gather_stats(stats)
@@ -79,10 +87,12 @@ def step_result(
     masked = "loss" not in everyone
     progress.masked_steps += masked
     is_applied = masked or run.engine.was_step_applied()
-    rewarded = any(everyone[f"rewards/{name}"].count for name in run.reward_names or run.rounds.reward_names)
+    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.reward_names or run.rounds.reward_names)
     progress.bad_steps = [] if is_applied and rewarded and not masked else [*progress.bad_steps, step]
 
-    metrics = step_metrics(everyone, run.rounds.reward_names) | {
+    metrics = {
+        "loss": 0.0,
+        **step_metrics(everyone),
         "grad_norm": 0.0 if masked else float(run.engine.get_global_grad_norm()),
         "learning_rate": applied.learning_rate,
         "skipped_steps": run.engine.skipped_steps,
@@ -94,7 +104,7 @@ def step_result(
         metrics["resampled_groups"] = progress.resampled
     if config.mask_truncated_completions:
         metrics["masked_steps"] = progress.masked_steps
-    completions = everyone["length"].count
+    completions = everyone["completions/mean_length"].count
     if config.kl_target is not None and "kl" in everyone:
         metrics["beta"] = applied.beta
         if is_applied:

@@ -138,7 +138,9 @@ def update(
             sample.old_logprobs = old_logprobs.numpy()
     stats: dict[str, Stats] = {}
     add_stats(stats, {name: torch.cat(parts) for name, parts in values.items()})
-    return stats | {name: Stats(len(parts), sum(torch.stack(parts).tolist())) for name, parts in sums.items()}
+    return stats | {
+        name: Stats(len(parts), sum(torch.stack(parts).tolist()), statistic="sum") for name, parts in sums.items()
+    }
 
 
 def wait_for_reference(samples: Sequence[Sample], requests: ReferenceRequests) -> None:

@@ -53,30 +53,41 @@ def test_any_array_will_do(values):
     assert (Stats.of(values).count, Stats.of(values).total) == (6, 6.0)
 
 
-def test_the_names_of_a_step():
+def test_every_name_becomes_a_metric_by_the_statistic_that_it_was_added_with():
     stats: dict = {}
     add_stats(
         stats,
         {
-            "length": [2, 4],
-            "terminated_length": [2],
-            "clipped_ratio": [False, True],
             "reward": [1.0, 3.0],
+            "reward_std:std": [1.0, 3.0],
             "reward_std_within_groups": [0.25, 0.75, math.nan],
-            "rewards/f": [1.0, math.nan],
-            "kl": torch.tensor([0.5]),
-            "time/generate": 2.0,
-            "loss": 0.25,
+            "completions/min_length:min": [2, 4],
+            "completions/max_length:max": [2, 4],
+            "rewards/host:59876/mean": [1.0, math.nan],
+            "rewards/host:59876/std:std": [1.0, math.nan],
+            "a user's metric": torch.tensor([True, False]),
+            "nobody: knows": 0.5,
+            "loss:sum": 0.25,
+            "tokens:none": [7],
         },
     )
-    add_stats(stats, {"loss": 0.5})  # another micro-batch's share of the same sum
-    metrics = step_metrics(stats, ["f"])
-    assert metrics["loss"] == 0.75
-    assert metrics["reward"] == 2.0 and metrics["rewards/f/mean"] == 1.0 and math.isnan(metrics["rewards/f/std"])
-    assert metrics["reward_std"] == pytest.approx(2**0.5) and metrics["reward_std_within_groups"] == 0.5
-    assert [metrics[f"completions/{part}_length"] for part in ("mean", "min", "max")] == [3, 2, 4]
-    assert metrics["completions/mean_terminated_length"] == 2 and metrics["completions/clipped_ratio"] == 0.5
-    assert metrics["kl"] == 0.5 and metrics["time/generate"] == 2.0
+    of_another_rank: dict = {}
+    add_stats(of_another_rank, {"loss:sum": 0.5, "completions/max_length:max": [9], "tokens:none": [1]})
+    add_stats(stats, of_another_rank)
+    deviation = pytest.approx(2**0.5)
+    assert step_metrics(stats) == {
+        "reward": 2.0,
+        "reward_std": deviation,
+        "reward_std_within_groups": 0.5,
+        "completions/min_length": 2,
+        "completions/max_length": 9,
+        "rewards/host:59876/mean": 1.0,
+        "rewards/host:59876/std": pytest.approx(math.nan, nan_ok=True),
+        "a user's metric": 0.5,
+        "nobody: knows": 0.5,
+        "loss": 0.75,
+    }
+    assert stats["tokens"].total == 8  # kept for the program
 
 
 def test_the_clock_adds_up_a_phase():
@@ -96,13 +107,6 @@ def test_a_phase_inside_another_counts_once():
     assert clock.seconds["time/wait_ref"] >= 0.05
     assert 0.01 <= clock.seconds["time/update"] < 0.05
     assert sum(clock.seconds.values()) <= clock.total()
-
-
-def test_the_fullest_card_counts():
-    stats: dict = {}
-    add_stats(stats, {"length": [1], "terminated_length": [1], "clipped_ratio": [0], "memory/peak_update": 3.5})
-    add_stats(stats, {"memory/peak_update": 7.25})  # of another rank
-    assert step_metrics(stats, [])["memory/peak_update"] == 7.25
 
 
 def test_each_phase_has_its_own_peak_on_a_card(monkeypatch):
