@@ -14,6 +14,8 @@ import torch
 from grpo.algorithm.kl import kl_divergence
 from grpo.algorithm.loss_types import LOSSES, USE_SAMPLER_WEIGHTS, LossInputs
 from grpo.algorithm.tokens import StepSize, Tokens, exp_bounded, sequence_sums, to_tokens
+from grpo.algorithm.user_loss import find_loss
+from grpo.config.errors import ConfigError
 from grpo.config.loss import LossSection
 
 
@@ -49,7 +51,7 @@ def grpo_loss(
         step=step,
         max_completion_length=max_completion_length,
     )
-    per_token, weights, metrics = LOSSES[settings.loss_type](inputs, settings)
+    per_token, weights, metrics = find_loss(settings.loss_type)(inputs, settings)
     metrics = dict(metrics)
 
     if settings.off_policy_mask_threshold is not None:
@@ -87,6 +89,32 @@ def grpo_loss(
             acted_on = tokens.entropy.masked_fill(~tokens.high_entropy, torch.nan)
         metrics["entropy_acted_on:none"] = acted_on
     return loss, {name: values.detach().float() for name, values in metrics.items()}
+
+
+def try_loss(settings: LossSection) -> None:
+    """Call a loss type of the user's own on three small sequences, one of them empty. Built-in ones are not called.
+
+    Raises ConfigError as find_loss, and where the function fails or returns something else than it must.
+    """
+    if settings.loss_type in LOSSES:
+        return
+    find_loss(settings.loss_type)
+    tokens = Tokens(
+        lengths=torch.tensor([2, 0, 3]),
+        advantages=torch.tensor([1.0, 0.0, -0.5]),
+        logprobs=torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5], requires_grad=True),
+        entropy=torch.ones(5),
+        old_logprobs=torch.tensor([-1.5, -2.0, -0.5, -2.5, -1.0]),
+        sampling_logprobs=torch.tensor([-1.5, torch.nan, -0.5, -2.5, -1.0]),
+    )
+    try:
+        grpo_loss(tokens, StepSize(3, 5), settings, beta=0.0, entropy_coef=0.0, max_completion_length=4)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(
+            f"loss_type={settings.loss_type!r}: it failed on three small sequences ({error!r}): correct it"
+        ) from error
 
 
 def _ratio(tokens: Tokens, old: torch.Tensor, level: str) -> torch.Tensor:

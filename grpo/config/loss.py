@@ -8,6 +8,9 @@ from typing import Literal
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
 
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+"""the built-in ones: grpo/algorithm/loss_types.py"""
+
 
 @dataclass
 class LossSection(Section):
@@ -15,8 +18,9 @@ class LossSection(Section):
 
     HEADING = "loss"
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = option(
+    loss_type: str = option(
         "grpo",
+        "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, or a function of your own as path/to/file.py:function. "
         "grpo is a mean over sequences of token means; bnpo and dapo one mean over all tokens; dr_grpo divides by "
         "max_completion_length; cispo clips the weights; sapo has a soft gate for the clip; luspo is a mean over "
         "sequences of token sums; vespo weighs a sequence by a soft function of its probability ratio",
@@ -114,13 +118,19 @@ class LossSection(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
+            self.loss_type in LOSS_TYPES or ":" in self.loss_type,
+            "loss_type",
+            self.loss_type,
+            f"use {', '.join(LOSS_TYPES)}, or a function of your own as path/to/file.py:function",
+        )
+        require(
             self.delta is None or self.delta > 1 + self.upper_clip,
             "delta",
             self.delta,
             f"it bounds what the clip lets through: use a number above {1 + self.upper_clip:g}, such as 4",
         )
         require(
-            self.delta is None or self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"),
+            self.delta is None or self.loss_type not in ("cispo", "sapo", "vespo"),
             "delta",
             self.delta,
             f"{self.loss_type} has no clip to bound: leave it out",

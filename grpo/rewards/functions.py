@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import inspect
 import math
 import signal
-import sys
 from collections.abc import Callable, Iterable
 from numbers import Real
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo.config.errors import ConfigError
+from grpo.config.user_files import load_file
 
 SHOWN_CHARACTERS = 500
 
@@ -30,7 +28,7 @@ def load_function(name: str) -> Callable:
     Raises ConfigError where there is no such file or function.
     """
     path, _, function_name = name.rpartition(":")
-    module = _load_file(path, name) if path else importlib.import_module("reward")
+    module = load_file("reward_funcs", name, path) if path else importlib.import_module("reward")
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(
@@ -99,20 +97,6 @@ def invalid_reward(name: str, shown: str, completion: str) -> RewardError:
 
 def quote_completion(completion: str, characters: int = SHOWN_CHARACTERS) -> str:
     return f"the completion {completion[:characters]!r}" + ("..." if len(completion) > characters else "")
-
-
-def _load_file(path: str, name: str) -> ModuleType:
-    if not Path(path).is_file() or not path.endswith(".py"):
-        raise ConfigError(
-            f"reward_funcs names {name!r}, but {path} is not a Python file: "
-            "write it as path/to/file.py:function, with a path that exists from the current directory."
-        )
-    module_name = str(Path(path).resolve())
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module_name])
-    return sys.modules[module_name]
 
 
 def _list_reward_functions(module: ModuleType) -> list[str]:

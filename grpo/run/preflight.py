@@ -151,6 +151,8 @@ def given(
     }
     files = {str(one.relative_to(REPOSITORY)): one for one in sorted(REPOSITORY.glob("grpo/**/*.py"))}
     files["grpo_ref_split.py"] = REPOSITORY / "grpo_ref_split.py"
+    if ":" in config.loss_type:
+        files[f"the file of {config.loss_type}"] = Path(config.loss_type.rpartition(":")[0])
     for name, one in rewards.items():
         written = getattr(sys.modules.get(one.__module__), "__file__", None) if callable(one) else None
         if written:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
+from grpo.algorithm.loss import try_loss
 from grpo.client.connection import Connection
 from grpo.client.errors import RequestFailed, ServerError
 from grpo.client.reference import check_reference
@@ -48,6 +49,7 @@ def dry_run(config: TrainerConfig) -> None:
     # In the order of `train`, so that of several mistakes nearly always the same is said.
     check_report_to(config)
     rewards = load_reward_funcs(config.reward_funcs)
+    try_loss(config)
     ds_config = engine_config(config, ranks, device)
     tokenizer = load_tokenizer(config)
     check_adapter(config)

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from grpo.algorithm.loss import try_loss
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
@@ -87,6 +88,7 @@ def read_inputs(config: TrainerConfig, ranks: Ranks) -> Inputs:
     """Read settings files, reward functions and data. Raises ConfigError for a mistake in any of them."""
     check_report_to(config)
     reward_funcs = load_reward_funcs(config.reward_funcs)
+    try_loss(config)
     ds_config = engine_config(config, ranks.size, ranks.device)
     tokenizer = load_tokenizer(config)
     check_adapter(config)

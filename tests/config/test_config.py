@@ -91,7 +91,7 @@ IMPOSSIBLE = [
     (["--ref_mixup_alpha", "0"], "ref_mixup_alpha=0.0: ", "above 0"),
     (["--ref_mixup_alpha", "1.1"], "ref_mixup_alpha=1.1: ", "1 at most"),
     (["--report_to", "mlflow"], "report_to='mlflow': ", "tensorboard, wandb or none"),
-    (["--loss_type", "ppo"], "argument --loss_type", "'ppo'"),
+    (["--loss_type", "ppo"], "loss_type='ppo': ", "path/to/file.py:function"),
     (["--delta", "1.1"], "delta=1.1: ", "above 1.2"),
     (["--delta", "4", "--loss_type", "cispo"], "delta=4.0: ", "above 6"),
     (["--delta", "9", "--loss_type", "sapo"], "delta=9.0: ", "sapo has no clip"),

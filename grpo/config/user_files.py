@@ -1,0 +1,28 @@
+"""A Python file of the user's that a setting names as path/to/file.py:function."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from grpo.config.errors import ConfigError
+
+
+def load_file(field: str, name: str, path: str) -> ModuleType:
+    """Import the file of `name`, which stands in the setting `field`; the second time it is the module of the first.
+
+    Raises ConfigError where there is no such file, and whatever the file raises.
+    """
+    if not Path(path).is_file() or not path.endswith(".py"):
+        raise ConfigError(
+            f"{field} names {name!r}, but {path} is not a Python file: "
+            "write it as path/to/file.py:function, with a path that exists from the current directory."
+        )
+    module_name = str(Path(path).resolve())
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module_name])
+    return sys.modules[module_name]

@@ -1,0 +1,182 @@
+"""A loss type of the user's own: a copy of a built-in one equals it to the bit; what cannot be used is refused."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from ragged import completions, gradients, step_of, tokens_of
+
+from grpo.algorithm.loss import grpo_loss, try_loss
+from grpo.algorithm.loss_types import LOSSES
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.loss import LOSS_TYPES, LossSection
+from grpo.config.trainer import TrainerConfig
+from grpo.run.metrics import add_stats, step_metrics
+from grpo.run.preflight import given
+
+COPIES = '''
+"""GRPO's loss and VESPO's, written out."""
+
+import torch
+
+
+def copy_of_grpo(inputs, settings):
+    within = inputs.ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon)
+    policy = -torch.minimum(inputs.ratio * inputs.advantages, within * inputs.advantages)
+    shares = 1.0 / (inputs.lengths.clamp(min=1) * inputs.step.sequences)
+    stopped = inputs.ratio.gt(1 + settings.epsilon) & inputs.advantages.gt(0)
+    return policy, inputs.to_tokens(shares.float()), {"stopped": stopped, "longest:max": inputs.lengths.float()}
+
+
+def copy_of_vespo(inputs, settings):
+    log_ratio = inputs.to_sequences(inputs.logprobs.detach() - inputs.old_logprobs)
+    good = inputs.sequence_advantages >= 0
+    power, rate = torch.where(good, 2.0, 3.0), torch.where(good, 3.0, 2.0)
+    weight = torch.exp(rate + power * log_ratio - rate * log_ratio.exp())
+    policy = -inputs.to_tokens(weight * inputs.sequence_advantages) * inputs.logprobs
+    return policy, torch.full_like(policy, 1.0 / inputs.step.tokens, dtype=torch.float32), {}
+'''
+
+
+@pytest.fixture
+def copies(tmp_path) -> str:
+    (tmp_path / "copies.py").write_text(COPIES)
+    return f"{tmp_path}/copies.py"
+
+
+def documented(folder: Path) -> str:
+    """Write the example of docs/recipes.md to a file; return its name as a loss type."""
+    (example,) = re.findall(r"```python\n(# mine.py.*?)```", (REPOSITORY / "docs/recipes.md").read_text(), re.DOTALL)
+    (folder / "mine.py").write_text(example)
+    return f"{folder}/mine.py:truncated"
+
+
+def compute(loss_type: str, kind: dict, **options) -> tuple[torch.Tensor, tuple, dict]:
+    settings = LossSection(loss_type=loss_type, **options)
+    tokens = tokens_of(some := completions(seed=3, **kind))
+    constants = {"beta": 0.3, "entropy_coef": settings.entropy_coef, "max_completion_length": 12}
+    value, metrics = grpo_loss(tokens, step_of(some), settings, **constants)
+    return value.detach(), gradients(value, tokens), metrics
+
+
+def test_the_settings_name_every_built_in_loss():
+    assert set(LOSS_TYPES) == set(LOSSES)
+
+
+def test_a_copy_of_a_built_in_loss_is_that_loss_to_the_bit(copies, tmp_path):
+    cases = [
+        ("grpo", f"{copies}:copy_of_grpo", {}),
+        ("vespo", f"{copies}:copy_of_vespo", {}),
+        ("cispo", documented(tmp_path), {"epsilon_high": 2.0}),
+    ]
+    around = [
+        ({}, {"off_policy": False}),
+        ({"use_bias_correction_kl": True, "entropy_coef": 0.02, "off_policy_mask_threshold": 0.05}, {"sampled": True}),
+    ]
+    for built_in, loss_type, own_options in cases:
+        for options, kind in around:
+            value, slopes, metrics = compute(built_in, kind, **options, **own_options)
+            copied, own_slopes, own_metrics = compute(loss_type, kind, **options)
+            case = f"{built_in}, {options}"
+            assert torch.equal(copied, value) and value != 0, case
+            assert all(map(torch.equal, own_slopes, slopes)), case
+            assert all(torch.equal(own_metrics[name], metrics[name]) for name in ("kl", "entropy")), case
+
+
+def test_its_metrics_are_recorded_under_their_names(tmp_path):
+    _, _, metrics = compute(documented(tmp_path), {})
+    stats: dict = {}
+    add_stats(stats, metrics)
+    numbers = step_metrics(stats)
+    assert 0 < numbers["truncated"] < 1 and numbers["largest_ratio"] == metrics["largest_ratio:max"].max() > 2
+
+
+# What a file has, and how it is refused.
+REFUSED = [
+    ("def other(inputs, settings): ...", "has no such function: define it there"),
+    ("loss = 1", "has no such function: define it there"),
+    ("def loss(inputs", r"cannot be imported \(SyntaxError"),
+    ("import no_such_library", r"cannot be imported \(ModuleNotFoundError"),
+    ("def loss(inputs): ...", r"failed on three small sequences \(TypeError"),
+    ("def loss(inputs, settings): return inputs.logprops", r"failed on three small sequences \(AttributeError"),
+    (
+        "def loss(inputs, settings): return inputs.logprobs",
+        r"for 5 tokens it returned a tensor of shape \(5,\): return ",
+    ),
+    (
+        "def loss(inputs, settings): return inputs.logprobs, {}",
+        r"it returned \(a tensor of shape \(5,\), {}\): return ",
+    ),
+    (
+        "def loss(inputs, settings): return inputs.logprobs.sum(), inputs.logprobs.detach(), {}",
+        r"it returned \(a tensor of shape \(\), a tensor of shape \(5,\), {}\): return ",
+    ),
+    ("def loss(inputs, settings): return inputs.logprobs, 0.5, {}", r"it returned \(a tensor .*, 0.5, {}\): return "),
+    (
+        "def loss(inputs, settings): return inputs.logprobs, inputs.entropy, {'a': inputs.entropy.mean()}",
+        r"{'a': a tensor of shape \(\)}\): return ",
+    ),
+    (
+        "def loss(inputs, settings): return inputs.logprobs.detach(), inputs.entropy, {}",
+        "has no gradient: compute it from inputs.logprobs",
+    ),
+]
+
+
+def test_what_cannot_be_used_is_refused_before_the_run(tmp_path):
+    for place, (text, reason) in enumerate(REFUSED):
+        file = tmp_path / f"loss{place}.py"
+        file.write_text(text)
+        settings = LossSection(loss_type=f"{file}:loss")
+        with pytest.raises(ConfigError, match=f"^loss_type='{file}:loss': .*{reason}"):
+            try_loss(settings)
+    for path in (tmp_path / "nowhere.py", tmp_path):
+        with pytest.raises(ConfigError, match=f"^loss_type names '{path}:loss', but {path} is not a Python file"):
+            try_loss(LossSection(loss_type=f"{path}:loss"))
+
+
+def test_a_value_that_is_not_finite_is_no_mistake(tmp_path):
+    (tmp_path / "infinite.py").write_text(
+        "def loss(inputs, settings): return inputs.logprobs / 0, inputs.entropy.detach(), {}"
+    )
+    try_loss(LossSection(loss_type=f"{tmp_path}/infinite.py:loss"))
+
+
+def test_it_is_the_file_that_was_tried_wherever_a_reward_function_goes(copies, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try_loss(LossSection(loss_type="copies.py:copy_of_grpo"))
+    monkeypatch.chdir("/")
+    value, *_ = compute("copies.py:copy_of_grpo", {})
+    assert torch.equal(value, compute("grpo", {})[0])
+
+
+def test_its_file_must_be_the_same_on_every_machine(copies):
+    config = parse_arguments(TrainerConfig, "", ["--loss_type", f"{copies}:copy_of_grpo"])
+    first = given(config, {}, {}, [[], []])
+    Path(copies).write_text(COPIES + "\n")
+    second = given(config, {}, {}, [[], []])
+    name = f"the fingerprint of the file of {copies}:copy_of_grpo"
+    assert {one for one in first if first[one] != second[one]} == {name}
+
+
+@pytest.mark.slow
+def test_a_real_update_with_a_copy_is_that_of_the_built_in_loss_to_the_bit(launch, model_folder, copies, tmp_path):
+    """Two ranks under DeepSpeed, several micro-batches, an update before the one that is looked at."""
+    order = random.Random(1).sample(range(36), 36)
+    fixed = {"order": order, "shares": [10, 26], "old": True, "sampled": False, "small_steps": [0.3]}
+    fixed_options = ["--beta", "0.3", "--micro_batch_tokens", "100", "--num_iterations", "2", "--max_grad_norm", "0"]
+    cases = [{"options": [*fixed_options, "--loss_type", name], **fixed} for name in ("grpo", f"{copies}:copy_of_grpo")]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    files = str(tmp_path / "cases.json"), str(tmp_path / "out.pt")
+    ended = launch(2, "tests/step_worker.py", str(model_folder), *files)
+    assert ended.returncode == 0, ended.stdout
+    built_in, copied = torch.load(tmp_path / "out.pt")
+    assert built_in["norm"] == copied["norm"] > 0
+    assert all(torch.equal(built_in["gradient"][name], slope) for name, slope in copied["gradient"].items())
+    assert built_in["stats"]["loss"] == copied["stats"]["loss"]
+    assert copied["stats"]["stopped"][0] == copied["stats"]["entropy"][0]  # one for each token, of all ranks
