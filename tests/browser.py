@@ -97,7 +97,7 @@ class Browser:
         events = [json.loads(entry["message"])["message"] for entry in self.do("se/log", type="performance")]
         sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
         urls = [urlsplit(event["params"]["request"]["url"]) for event in sent]
-        return {url.netloc for url in urls if url.scheme not in ("chrome", "data")}  # its own new-tab page
+        return {url.netloc for url in urls if not url.scheme.startswith(("chrome", "data"))}  # its own new-tab page
 
 
 @contextmanager
