@@ -1,10 +1,10 @@
-"""A page of curves and completions from what runs have written: one HTML file, and the curves as PNGs beside it.
+"""Make a page of a run's curves and completions: one HTML file, and the curves as PNGs beside it.
 
     python -m grpo.report runs/DATE-TIME
     python -m grpo.report runs/ONE runs/OTHER --output comparison
 
-Several runs are shown over each other. A run may still be going, or have been killed: what is damaged is left out, and
-said. The page needs no network and no server: open report.html from the disk.
+Several runs are shown over each other. A run may still be going, or have been killed: the report leaves out what is
+damaged, and says so. The page needs no network and no server: open report.html from the disk.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which metrics are shown beside each other, and the curves of them: smoothed, and thinned to a bound.
+"""What a report draws: the panels of metrics and their curves, smoothed and bounded, and a run's time by phase.
 
-The one place that knows the panels: the report's page and every PNG are drawn from what is made here.
+The page and every PNG are drawn from what is made here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -17,19 +17,22 @@ from grpo.report.read import Run
 COLOURS = (
     "#3277e0", "#e0601a", "#16976b", "#a05fe0", "#d8437f", "#8f7f10", "#0e93b5", "#9a6a3c", "#7d8590", "#5f9e22",
 )  # fmt: skip
-"""of the runs, or of a panel's curves where there is one run; a contrast of 3 and more on white and on near black"""
+"""the colour of each run, or of each curve of a panel where there is one run; a contrast of at least 3 on white and on
+near black"""
 
-BUCKETS = 200
-"""a curve that is longer is cut into so many equal stretches of steps, and each shows 4 points at most"""
+MOST_POINTS = 802
+"""points of a curve: of a longer one each of 400 equal parts shows its lowest and its highest, beside the two ends"""
+MOST_BARS = 150
+"""bars of time: in a run with more steps each bar is the mean of several"""
 
 
 @dataclass(frozen=True)
 class Panel:
     title: str
     metrics: tuple[str, ...]
-    """names, or patterns such as rewards/*/mean; a panel without any of them is left out"""
+    """names, or patterns such as rewards/*/mean; a panel that matches no metric is left out"""
     overview: bool = False
-    """is in curves.png too"""
+    """whether curves.png has the panel too"""
 
 
 PANELS = {
@@ -81,25 +84,26 @@ PANELS = {
 }
 REST = "Everything else"
 TIME = "time/"
-"""metrics that begin so are seconds of a phase: see grpo/report/phases.py"""
+"""how the metrics begin that are seconds of a phase"""
+OTHER = "other"
+"""the part of step_time that belongs to no phase"""
 
+# Free of noise, and so not smoothed; nor is what is evaluated.
 _EXACT = ("learning_rate", "beta", "entropy_coef", "ref_step", "num_tokens", "skipped_steps", "masked_steps")
-"""free of noise, like all that is evaluated: not smoothed"""
 
 
 @dataclass
 class Line:
-    """One metric of one run, to be drawn; each list ascending by step."""
+    """One metric of one run; the lists of steps ascend."""
 
     run: int
-    """place among the runs"""
+    """the run's place among the runs"""
     steps: list[int]
     values: list[float]
     errors: list[float]
     """standard error of each value; empty where there are none"""
-    smooth_steps: list[int] = field(default_factory=list)
-    """empty where the values are not smoothed"""
-    smooth_values: list[float] = field(default_factory=list)
+    smooth: list[float]
+    """moving average at each value; empty where the values are not smoothed"""
 
 
 @dataclass
@@ -107,52 +111,66 @@ class Chart:
     title: str
     overview: bool
     curves: dict[str, list[Line]]
-    """by metric"""
+    """the lines of each metric"""
+
+
+@dataclass
+class Phases:
+    """The time of one run's steps. Evaluation and saving are no part of a step."""
+
+    steps: list[int]
+    """the first step of each bar, and after the last bar the step after it"""
+    seconds: dict[str, list[float]]
+    """for each phase the height of each bar: the mean over its steps"""
+    totals: dict[str, float]
+    """for each phase the sum over all steps"""
 
 
 def default_window(runs: Sequence[Run]) -> int:
-    """Steps of the moving average: a twentieth of the longest run, at least 5."""
+    """Return the steps of the moving average: a twentieth of the longest run, at least 5."""
     return max(5, max(len(run.rows) for run in runs) // 20 | 1)
 
 
 def make_charts(runs: Sequence[Run], window: int) -> dict[str, list[Chart]]:
-    """Every metric of the runs in exactly one chart, by section; what no panel knows in charts of its own, last."""
+    """Put every metric into one chart, by section. Those that no panel knows have one each, in the last section."""
     names = list(dict.fromkeys(name for run in runs for name in run.names if not name.startswith(TIME)))
     left = [name for name in names if not (name.endswith("_se") and name[:-3] in names)]  # these are error bars
-    sections: dict[str, list[Chart]] = {}
+    charts: dict[str, list[Chart]] = {}
+
+    def add(section: str, panel: Panel, metrics: Sequence[str]) -> None:
+        curves = {
+            name: [_line(place, run, name, window) for place, run in enumerate(runs) if name in run.names]
+            for name in metrics
+        }
+        charts.setdefault(section, []).append(Chart(panel.title, panel.overview, curves))
+
     for section, panels in PANELS.items():
         for panel in panels:
-            found = [name for pattern in panel.metrics for name in left if fnmatchcase(name, pattern)]
-            if found:
-                left = [name for name in left if name not in found]
-                sections.setdefault(section, []).append(_chart(panel.title, panel.overview, found, runs, window))
+            metrics = [name for pattern in panel.metrics for name in left if fnmatchcase(name, pattern)]
+            if metrics:
+                left = [name for name in left if name not in metrics]
+                add(section, panel, metrics)
     for name in left:
-        sections.setdefault(REST, []).append(_chart(name, False, [name], runs, window))
-    return sections
-
-
-def _chart(title: str, overview: bool, names: Sequence[str], runs: Sequence[Run], window: int) -> Chart:
-    curves = {
-        name: [_line(place, run, name, window) for place, run in enumerate(runs) if name in run.names]
-        for name in dict.fromkeys(names)
-    }
-    return Chart(title, overview, curves)
+        add(REST, Panel(name, ()), [name])
+    return charts
 
 
 def _line(place: int, run: Run, name: str, window: int) -> Line:
     points = [(step, row[name], row.get(f"{name}_se", 0.0)) for step, row in run.rows.items() if name in row]
     steps, values, errors = map(np.array, zip(*points, strict=True))
-    kept = thin(steps, values)
-    line = Line(place, steps[kept].tolist(), _rounded(values[kept]), _rounded(errors[kept]) if errors.any() else [])
-    if window > 1 and len(steps) > 2 and name not in _EXACT and not name.startswith("eval_"):
-        smooth = moving_average(values, window)
-        kept = thin(steps, smooth)
-        line.smooth_steps, line.smooth_values = steps[kept].tolist(), _rounded(smooth[kept])
-    return line
+    noisy = window > 1 and len(steps) > 2 and name not in _EXACT and not name.startswith("eval_")
+    kept = thin(values)
+    return Line(
+        place,
+        steps[kept].tolist(),
+        _rounded(values[kept]),
+        errors=_rounded(errors[kept]) if errors.any() else [],
+        smooth=_rounded(moving_average(values, window)[kept]) if noisy else [],
+    )
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of each value with (window - 1) // 2 before it and as many after it: float64 [n] -> float64 [n].
+    """Average each value with (window - 1) // 2 before it and as many after it: float64 [n] -> float64 [n].
 
     Near an end there are fewer on that side.
     """
@@ -162,23 +180,38 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     return np.nanmean(sliding_window_view(padded, len(padded) - count + 1), axis=1)
 
 
-def thin(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
-    """Places to keep, ascending: all of at most 4 x buckets, else each bucket's first, last, lowest and highest.
-
-    Drawn `buckets` pixels wide, the polyline through these looks as the one through all (M4: Jugel, Jerzak,
-    Hackenbroich, Markl 2014, PVLDB 7(10)).
-    """
-    if len(steps) <= 4 * buckets:
-        return np.arange(len(steps))
-    bucket = ((steps - steps[0]) * buckets // (steps[-1] - steps[0] + 1)).astype(np.int64)
-    starts = np.flatnonzero(np.diff(bucket, prepend=-1))
-    kept: set[int] = set()
-    for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
-        part = values[start:stop]
-        kept |= {start, stop - 1, start + int(part.argmin()), start + int(part.argmax())}
-    return np.array(sorted(kept))
+def thin(values: np.ndarray) -> np.ndarray:
+    """Return the places of at most MOST_POINTS values, ascending: all, or the extremes of equal parts and both ends."""
+    places = np.arange(len(values))
+    if len(values) <= MOST_POINTS:
+        return places
+    parts = np.array_split(places, MOST_POINTS // 2 - 1)
+    extremes = [part[choose(values[part])] for part in parts for choose in (np.argmin, np.argmax)]
+    return np.unique([0, *extremes, len(values) - 1])
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    """Six digits: finer than any screen, and a third of the page's size."""
+    """Round to six digits: finer than any screen, and a third of the page's size."""
     return [float(f"{value:.6g}") for value in values.tolist()]
+
+
+def make_phases(runs: Sequence[Run]) -> list[Phases]:
+    """Return the time of each run by phase; all runs have the same phases in the same order."""
+    names = [name for name in dict.fromkeys(name for run in runs for name in run.names) if name.startswith(TIME)]
+    return [_phases(run, names) for run in runs]
+
+
+def _phases(run: Run, names: Sequence[str]) -> Phases:
+    rows = {step: row for step, row in run.rows.items() if "step_time" in row or any(name in row for name in names)}
+    phases = [name.removeprefix(TIME) for name in names]
+    table = np.array([[row.get(name, 0.0) for name in (*names, "step_time")] for row in rows.values()])
+    table = table.reshape(len(rows), len(names) + 1)
+    table[:, -1] = np.maximum(table[:, -1] - table[:, :-1].sum(axis=1), 0.0)
+    bars = [part for part in np.array_split(np.arange(len(rows)), MOST_BARS) if len(part)]
+    heights = [_rounded(table[part].mean(axis=0)) for part in bars]
+    steps = list(rows)
+    return Phases(
+        [steps[part[0]] for part in bars] + [step + 1 for step in steps[-1:]],
+        {phase: [bar[place] for bar in heights] for place, phase in enumerate([*phases, OTHER])},
+        dict(zip([*phases, OTHER], table.sum(axis=0).tolist(), strict=True)),
+    )

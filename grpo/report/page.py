@@ -1,4 +1,4 @@
-"""The page of a run or several, and its pictures."""
+"""The page of one or several runs, and its pictures."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from typing import Any
 
 from grpo.config.errors import require
 from grpo.config.report import ReportConfig
-from grpo.report.curves import COLOURS, PANELS, REST, default_window, make_charts
-from grpo.report.phases import OTHER, make_phases
+from grpo.report.curves import COLOURS, OTHER, PANELS, REST, default_window, make_charts, make_phases
 from grpo.report.read import Run, read_completions, read_run
 
 PAGE, UNFINISHED = "report.html", "report.unfinished"
 TEMPLATE = Path(__file__).with_name("report.html")
 MARK = '<meta name="generator" content="grpo.report">'
-"""stands in every page of ours, and in nothing that we may overwrite otherwise"""
+"""what tells a page of ours, which may be replaced, from another one"""
 
 COMPLETIONS_BYTES = 6_000_000
-"""of completions in a page, all runs together"""
+"""room in a page for the completions of all its runs"""
 
 
 def report(config: ReportConfig) -> Iterator[Path]:
     """Write page and pictures, and yield the path of each when it is there.
 
-    Raises ConfigError, before anything is written, where a run cannot be read or the folder not be used.
+    Raises ConfigError, before anything is written, where a run cannot be read or the folder cannot be used.
     """
     folders = [Path(name) for name in config.runs]
     for place, folder in enumerate(folders):
-        same = [other for other in folders[:place] if other.resolve() == folder.resolve()]
-        require(not same, "runs", str(folder), "it is named twice")
+        earlier = [path.resolve() for path in folders[:place]]
+        require(folder.resolve() not in earlier, "runs", str(folder), "it is named twice")
     runs = [read_run(folder) for folder in folders]
     output = Path(config.output) if config.output else folders[0] / "report"
     check_output(output)
 
     names, window = run_names(folders), config.smoothing or default_window(runs)
-    charts, phases = make_charts(runs, window), make_phases(runs)
+    sections, phases = make_charts(runs, window), make_phases(runs)
     completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
     for run in runs:
         for note in run.notes:
@@ -53,110 +52,99 @@ def report(config: ReportConfig) -> Iterator[Path]:
         "window": window,
         "colours": COLOURS,
         "other": OTHER,
-        "runs": [_summary(run, name, window) for run, name in zip(runs, names, strict=True)],
+        "runs": [summarise(run, name, window) for run, name in zip(runs, names, strict=True)],
         "settings": different_settings(runs),
-        "sections": [{"title": title, "charts": [asdict(chart) for chart in some]} for title, some in charts.items()],
-        "phases": [asdict(one) for one in phases],
+        "sections": [
+            {"title": title, "charts": [asdict(chart) for chart in charts]} for title, charts in sections.items()
+        ],
+        "phases": [asdict(of_run) for of_run in phases],
         "completions": completions,
     }
 
     from grpo.report.plots import draw_charts, draw_phases
 
     output.mkdir(parents=True, exist_ok=True)
-    for title in (*PANELS, REST, "time"):  # a picture of an older report that this one has not
-        _picture(output, title).unlink(missing_ok=True)
-    page = output / PAGE
+    pictures = {title: output / f"{re.sub('[^a-z]+', '_', title.lower())}.png" for title in (*PANELS, REST, "time")}
+    for picture in pictures.values():  # those of an older report
+        picture.unlink(missing_ok=True)
     (output / UNFINISHED).write_text(make_page(data), encoding="utf-8")
-    os.replace(output / UNFINISHED, page)
-    yield page
-    for title, some in charts.items():
-        yield draw_charts(some, names, _picture(output, title))
-    if any(one.total for one in phases):
-        yield draw_phases(phases, names, _picture(output, "time"))
-
-
-def _picture(output: Path, title: str) -> Path:
-    return output / f"{re.sub('[^a-z]+', '_', title.lower())}.png"
+    os.replace(output / UNFINISHED, output / PAGE)
+    yield output / PAGE
+    for title, charts in sections.items():
+        yield draw_charts(charts, names, pictures[title])
+    if any(sum(of_run.totals.values()) for of_run in phases):
+        yield draw_phases(phases, names, pictures["time"])
 
 
 def check_output(folder: Path) -> None:
-    """Raises ConfigError unless a report may be written there: a new or empty folder, or that of an older report."""
+    """Raise ConfigError unless the folder is new, empty or that of an older report."""
     remedy = "name a new folder, or that of an older report"
     if not folder.exists():
         return
     require(folder.is_dir(), "output", str(folder), f"it is a file: {remedy}")
     page = folder / PAGE
-    old = page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")[:2000]
-    strangers = [file for file in folder.iterdir() if file.name != UNFINISHED]  # that a full disk or a kill has left
-    require(old or not strangers, "output", str(folder), f"it holds something else: {remedy}")
+    older = page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")[:2000]
+    files = [path for path in folder.iterdir() if path.name != UNFINISHED]  # which a full disk or a kill has left
+    require(older or not files, "output", str(folder), f"it holds something else: {remedy}")
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """The shortest parts of the paths that tell the runs apart; of a single run the whole path."""
-    parts = [folder.parts for folder in folders]
-    if len(folders) > 1:
-        while min(map(len, parts)) > 1 and len({one[0] for one in parts}) == 1:
-            parts = [one[1:] for one in parts]
-        while min(map(len, parts)) > 1 and len({one[-1] for one in parts}) == 1:
-            parts = [one[:-1] for one in parts]
-    return [str(Path(*one)) for one in parts]
+    """Return each run's path from the folder that all of them are in; of a single run the whole path."""
+    if len(folders) == 1:
+        return [str(folders[0])]
+    common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in folders])
+    return [os.path.relpath(folder, common) for folder in folders]
 
 
 def different_settings(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Each setting that is not the same in all the runs, with its value in each; None where it is not there."""
+    """Return each setting that is not the same in all runs, with its value in each; None where a run has none."""
+
+    def show(run: Run, name: str) -> str | None:
+        if name not in run.settings:
+            return None
+        value = run.settings[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
-    rows = {name: [_shown(run.settings[name]) if name in run.settings else None for run in runs] for name in names}
-    return {name: row for name, row in rows.items() if len(set(row)) > 1}
+    values = {name: [show(run, name) for run in runs] for name in names}
+    return {name: by_run for name, by_run in values.items() if len(set(by_run)) > 1}
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def summarise(run: Run, name: str, window: int) -> dict[str, Any]:
+    """Return a run's row of the table at the top; its rewards are means over the first and the last `window` steps."""
 
-
-def _summary(run: Run, name: str, window: int) -> dict[str, Any]:
-    """What the table at the head says of a run: the rewards are means over the first and last `window` steps."""
-
-    def series(metric: str) -> list[float]:
+    def values(metric: str) -> list[float]:
         return [row[metric] for row in run.rows.values() if metric in row]
 
-    rewards, evaluated = series("reward"), [row for row in run.rows.values() if "eval_accuracy" in row]
+    rewards, evaluated = values("reward"), [row for row in run.rows.values() if "eval_accuracy" in row]
+    max_steps = run.settings.get("max_steps")
     return {
         "name": name,
         "folder": str(run.folder),
         "notes": run.notes,
         "steps": max(run.rows),
-        "max_steps": most if isinstance(most := run.settings.get("max_steps"), int) else None,
-        "reward": [sum(some) / len(some) for some in (rewards[:window], rewards[-window:]) if some],
+        "max_steps": max_steps if isinstance(max_steps, int) else None,
+        "reward": [sum(part) / len(part) for part in (rewards[:window], rewards[-window:]) if part],
         "accuracy": [[row["eval_accuracy"], row.get("eval_accuracy_se")] for row in (evaluated[:1] + evaluated[-1:])],
-        "tokens": max(series("num_tokens"), default=None),
-        "seconds": sum(series("step_time")),
+        "tokens": max(values("num_tokens"), default=None),
+        "seconds": sum(values("step_time")),
     }
 
 
 def make_page(data: dict[str, Any]) -> str:
-    """The template with the data in it, and with a policy that allows its own script and style and nothing else."""
+    """Put the data into the template, and a policy that allows its own script and style and nothing else."""
     page = TEMPLATE.read_text(encoding="utf-8")
-    hashes = {
-        kind: base64.b64encode(
-            hashlib.sha256(re.search(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)[1].encode()).digest()
-        ).decode()
-        for kind in ("style", "script")
-    }
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            *(f"{kind}-src 'sha256-{digest}'" for kind, digest in hashes.items()),
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
+    policy = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    for tag in ("style", "script"):
+        content = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
+        policy += f"; {tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
     return page.replace("{{policy}}", policy, 1).replace("{{data}}", embedded(data), 1)
 
 
 def embedded(data: Any) -> str:
-    """JSON that may stand within a <script>: no character of it can end that, and all of it can be written as UTF-8.
+    """Return JSON that may stand within a <script>: no character of it can end that, and UTF-8 has bytes for all.
 
-    A lone surrogate, which UTF-8 has no bytes for, and what HTML or older JavaScript see a meaning in, is escaped.
+    Escaped are lone surrogates, and the characters that mean something in HTML or end a line in older JavaScript.
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo.config.errors import ConfigError
-from grpo.report.read import LONGEST_TEXT, read_completions, read_run
+from grpo.report.read import LONGEST_TEXT, STEP_COMPLETIONS, read_completions, read_run
 
 
 def write(folder, metrics=None, completions=None, settings="max_steps: 3\n"):
@@ -130,21 +130,29 @@ def test_a_long_text_keeps_its_beginning_and_its_end(tmp_path):
     assert text.startswith(head) and text.endswith(tail) and len(head + tail) == LONGEST_TEXT
 
 
+def test_a_step_shows_its_first_completions_and_counts_the_others(tmp_path):
+    rows = [completion(1, completion=str(number)) for number in range(STEP_COMPLETIONS + 6)]
+    run = read_run(write(tmp_path, [{"step": 1, "reward": 1}], rows))
+    (block,) = read_completions(run, 10**6)
+    texts = [shown["text"] for shown in block["groups"][0]["completions"]]
+    assert texts == [str(number) for number in range(STEP_COMPLETIONS)] and block["left_out"] == 6
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1_000, 100_000), st.randoms(use_true_random=False))
-def test_as_many_steps_as_fit_evenly_with_the_first_and_the_last(steps, each, size, chance):
+def test_steps_are_left_out_evenly_but_never_the_first_and_the_last(steps, copies, size, chance):
     with tempfile.TemporaryDirectory() as folder:
         texts = {step: "x" * chance.randrange(2000) for step in range(1, steps + 1)}
-        rows = [completion(step, completion=texts[step]) for step in texts for _ in range(each)]
+        rows = [completion(step, completion=texts[step]) for step in texts for _ in range(copies)]
         run = read_run(write(Path(folder), [{"step": 1, "reward": 1}], rows))
-        blocks = read_completions(run, size, at_most=4)
+        blocks = read_completions(run, size)
     shown = [block["step"] for block in blocks]
     assert shown[0] == 1 and shown[-1] == steps and shown == sorted(set(shown))
-    assert len(json.dumps(blocks)) <= max(size, 2 * 2300) + 200 * len(blocks)
-    assert all(len(block["groups"][0]["completions"]) + block["left_out"] == each for block in blocks)
-    if sum(len(json.dumps(row)) + 1 for row in rows) <= size and each <= 4:
+    assert len(json.dumps(blocks)) <= max(size, 2 * copies * 2300) + 200 * len(blocks)
+    assert all(len(block["groups"][0]["completions"]) == copies and block["left_out"] == 0 for block in blocks)
+    if sum(len(json.dumps(row)) + 1 for row in rows) <= size:
         assert len(blocks) == steps and run.notes == []
     if len(blocks) < steps:
         assert run.notes == [f"completions of {len(blocks)} of {steps} training steps are shown, evenly chosen"]
         gaps = [after - before for before, after in itertools.pairwise(shown)]
-        assert max(gaps) - min(gaps) <= 1
+        assert len({*gaps[:-1]}) <= 1 and gaps[-1] <= gaps[0]

@@ -84,17 +84,17 @@ def test_several_runs_by_name_and_what_differs_in_their_settings(main, tmp_path)
     assert code == 0 and written[0] == str(tmp_path / "both/report.html")
     assert said == [f"{run}: there is no completions.jsonl: no completions are shown" for run in (one, other)]
     data = page_data(tmp_path / "both")
-    assert [run["name"] for run in data["runs"]] == ["a", "b"]
+    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
     assert data["settings"] == {"seed": ["1", "2"], "reward_funcs": ['["x"]', None], "use_peft": [None, "true"]}
     (reward,) = [chart for chart in data["sections"][0]["charts"] if chart["title"] == "reward"]
     assert [line["run"] for line in reward["curves"]["reward"]] == [0, 1]
 
 
-def test_names_are_the_shortest_that_differ(tmp_path):
+def test_runs_are_named_by_their_paths_from_the_folder_that_holds_all(tmp_path):
     assert run_names([tmp_path / "run"]) == [str(tmp_path / "run")]
-    assert run_names([tmp_path / "x/run", tmp_path / "y/run"]) == ["x", "y"]
+    assert run_names([tmp_path / "x/run", tmp_path / "y/run"]) == ["x/run", "y/run"]
     assert run_names([tmp_path / "x", tmp_path / "x/y"]) == ["x", "x/y"]
-    assert run_names([Path("."), Path("x/run")]) == [".", "x/run"]
+    assert run_names([Path("."), Path("x/run")]) == [Path.cwd().name, f"{Path.cwd().name}/x/run"]
     assert run_names([tmp_path / "runs/1", tmp_path / "old/2"]) == ["runs/1", "old/2"]
 
 
