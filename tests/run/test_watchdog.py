@@ -12,64 +12,63 @@ from conftest import ENVIRONMENT, REPOSITORY, free_port
 from test_resume import left_of, processes_below, ranks_of, reach, training
 from test_trainer import options
 
-from grpo.run.watchdog import _ORDER, SHOWN, _Rank, describe_stall, held_up_by
+from grpo.run.watchdog import _ORDER, SHOWN, Position, RankState, describe_stall, held_up_by
 
 
-def said(step=3, after=5.0, phase="update", waits=False, **more) -> dict:
-    place = {"step": step, "after": after, "phase": phase, "waits": waits}
-    return place | {"host": "here", "process": 7, "beat": 1, "where": "own.py:4 in own", "lines": ["own.py:4"]} | more
+def at(step=3, after=5.0, phase="update", waits=False, beat=1, stack=("own.py:4",)) -> Position:
+    return Position("here", 7, beat, step, after, phase, "own.py:4 in own", list(stack), waits)
 
 
-def ranks(*every: dict, moved=100.0, worked=100.0) -> dict[int, _Rank]:
-    return {rank: _Rank(one, 400.0, moved, worked) for rank, one in enumerate(every)}
+def ranks(*positions: Position, moved=100.0, worked=100.0) -> dict[int, RankState]:
+    return {rank: RankState(position, 400.0, moved, worked) for rank, position in enumerate(positions)}
 
 
 @pytest.mark.parametrize(
-    "every, expected",
+    "positions, expected",
     [
-        ([said(), said(step=2), said()], [1]),
-        ([said(), said(), said(after=1.0, phase="reward")], [2]),
-        ([said(after=1.5, phase=""), said(after=0.0, phase="generate"), said(after=1.5, phase="")], [1]),
-        ([said(waits=True), said(), said(waits=True), said(phase="wait_ref")], [1, 3]),
-        ([said(waits=True), said(waits=True)], [0, 1]),
-        ([said(), said()], [0, 1]),
+        ([at(), at(step=2), at()], [1]),
+        ([at(), at(), at(after=1.0, phase="reward")], [2]),
+        ([at(after=1.5, phase=""), at(after=0.0, phase="generate"), at(after=1.5, phase="")], [1]),
+        ([at(waits=True), at(), at(waits=True), at(phase="wait_ref")], [1, 3]),
+        ([at(waits=True), at(waits=True)], [0, 1]),
+        ([at(), at()], [0, 1]),
     ],
 )
-def test_who_is_behind(every, expected):
-    assert held_up_by(ranks(*every), now=400.0, patience=200.0) == expected
-    assert held_up_by(ranks(*every), now=400.0, patience=301.0) == []
-    one_moved = ranks(*every)
-    one_moved[len(every) - 1].moved = 399.0
-    assert held_up_by(one_moved, now=400.0, patience=200.0) == []
-    working = held_up_by(ranks(*every, worked=399.0), now=400.0, patience=200.0)
-    assert working == ([] if len(expected) == len(every) else expected)
+def test_who_is_behind(positions, expected):
+    assert held_up_by(ranks(*positions), now=400.0, patience=200.0) == expected
+    assert held_up_by(ranks(*positions), now=400.0, patience=301.0) == []
+    last_moved = ranks(*positions)
+    last_moved[len(positions) - 1].moved = 399.0
+    assert held_up_by(last_moved, now=400.0, patience=200.0) == []
+    working = held_up_by(ranks(*positions, worked=399.0), now=400.0, patience=200.0)
+    assert working == ([] if len(expected) == len(positions) else expected)
 
 
 def test_ranks_that_load_for_long_before_the_first_step_hold_up_nobody():
-    loading, waiting = said(step=0, after=-0.5, phase=""), said(step=0, after=-0.5, phase="", waits=True)
+    loading, waiting = at(step=0, after=-0.5, phase=""), at(step=0, after=-0.5, phase="", waits=True)
     assert held_up_by(ranks(loading, loading), now=400.0, patience=200.0) == []
     assert held_up_by(ranks(loading, waiting), now=400.0, patience=200.0) == [0]
     assert held_up_by(ranks(waiting, waiting), now=400.0, patience=200.0) == [0, 1]
 
 
-def test_hearing_tells_alive_from_working_from_moving():
-    one = _Rank(said(), 1.0, 1.0, 1.0)
-    one.hear(said(), 2.0)
-    assert (one.heard, one.worked, one.moved) == (1.0, 1.0, 1.0)
-    one.hear(said(beat=2), 3.0)
-    assert (one.heard, one.worked, one.moved) == (3.0, 1.0, 1.0)
-    one.hear(said(beat=3, lines=["own.py:5"]), 4.0)
-    assert (one.heard, one.worked, one.moved) == (4.0, 4.0, 1.0)
-    one.hear(said(beat=4, lines=["own.py:5"], waits=True), 5.0)
-    assert (one.heard, one.worked, one.moved) == (5.0, 4.0, 5.0)
+def test_a_report_tells_alive_from_working_from_moving():
+    state = RankState(at(), 1.0, 1.0, 1.0)
+    state.update(at(), 2.0)
+    assert (state.reported, state.worked, state.moved) == (1.0, 1.0, 1.0)
+    state.update(at(beat=2), 3.0)
+    assert (state.reported, state.worked, state.moved) == (3.0, 1.0, 1.0)
+    state.update(at(beat=3, stack=["own.py:5"]), 4.0)
+    assert (state.reported, state.worked, state.moved) == (4.0, 4.0, 1.0)
+    state.update(at(beat=4, stack=["own.py:5"], waits=True), 5.0)
+    assert (state.reported, state.worked, state.moved) == (5.0, 4.0, 5.0)
 
 
 def test_many_are_counted():
-    every = ranks(*[said() for _ in range(20)], said(step=4))
-    text = describe_stall(every, held_up_by(every, 400.0, 200.0), 400.0)
+    states = ranks(*[at() for _ in range(20)], at(step=4))
+    text = describe_stall(states, held_up_by(states, 400.0, 200.0), 400.0)
     assert text.startswith("1 of 21 ranks wait: rank 0 (here, process 7) is in update of step 3 since ")
     assert "300 s, at own.py:4 in own; rank 1 (" in text and text.endswith(f"; and {20 - SHOWN} more")
-    assert "has not answered" not in text and "has not answered since" in describe_stall(every, [0], 500.0)
+    assert "has not answered" not in text and "has not answered since" in describe_stall(states, [0], 500.0)
 
 
 def test_every_phase_has_its_place():
