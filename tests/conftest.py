@@ -46,6 +46,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell that starts the tests in the background has it ignored, and so would every program that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("TEST_SEED", str(secrets.randbelow(10_000)))
 
 

@@ -35,8 +35,6 @@ class Machine:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # What a shell starts in the background ignores it, and so would all that this starts.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         try:
             yield process
