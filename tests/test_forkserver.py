@@ -71,7 +71,7 @@ def test_an_environment_that_libraries_read_when_imported_is_started_plainly(cha
     assert done.stdout == f"{forked}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_forked_run_has_the_numbers_of_a_plain_one(model_folder, data_folder, tmp_path, launch, monkeypatch):
     """Two ranks under the launcher, all of them forks, and a server; then all of them plain."""
     for kind, popen in (("forked", subprocess.Popen), ("plain", PlainPopen)):

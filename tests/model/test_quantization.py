@@ -212,7 +212,7 @@ def test_policy_and_server_agree_on_an_adapter_on_quantized_weights(model_folder
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, tmp_path):  # noqa: F811
+def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, tmp_path, few):  # noqa: F811
     """Without a server: the base is loaded and quantized again, the checkpoint has the adapter alone."""
     changes = {"quantization": "4bit", "use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear"}
     changes |= {
@@ -231,7 +231,7 @@ def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, t
     saved = torch.load(run / "checkpoint-2/engine/mp_rank_00_model_states.pt", weights_only=False)["module"]
     assert saved and all("lora_" in name for name in saved)
 
-    for ranks in (2, 1):
+    for ranks in few([2, 1], 1):
         again = tmp_path / f"again on {ranks}"
         shutil.copytree(run, again, ignore=shutil.ignore_patterns("checkpoint-3", "model"))
         words = [*options(model_folder, data_folder, again, **changes), "--resume_from_checkpoint", "last"]

@@ -216,12 +216,13 @@ LIVE = {
 
 
 @pytest.mark.slow
-def test_what_tensors_really_hold_is_near_the_prediction():
+def test_what_tensors_really_hold_is_near_the_prediction(few):
     """In a rank that samples and updates twice with DeepSpeed's engine, each storage counted while it is there."""
-    command = [sys.executable, "tests/live_tensors.py", json.dumps([*LIVE.values()])]
+    names = few(list(LIVE), 2)
+    command = [sys.executable, "tests/live_tensors.py", json.dumps([LIVE[name] for name in names])]
     done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, measured in zip(LIVE, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for name, measured in zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True):
         predicted = measured["predicted"]
         print(name, {phase: round(predicted[phase] / measured[phase], 3) for phase in predicted})
         # Rotary frequencies and cached masks are not counted.

@@ -113,7 +113,7 @@ def steady(demo, tmp_path_factory):
 @pytest.fixture(scope="module")
 def steps(request) -> int:
     """Steps of the run that nothing disturbs."""
-    return 24 if request.config.option.thin else 60
+    return FEWER if request.config.option.thin else 60
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(demo, stea
             run.reach(step)
             steady.process.send_signal(signal.SIGSTOP)
             try:
-                time.sleep(7)
+                time.sleep(5)
                 assert len(run.steps()) <= step + 2  # it did wait
             finally:
                 steady.process.send_signal(signal.SIGCONT)

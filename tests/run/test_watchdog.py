@@ -98,6 +98,7 @@ def own(prompts, completions, **columns):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["a reward function hangs", "rank 1 is stopped", "rank 0 is stopped"])
 def test_a_rank_that_stalls_is_named_before_the_run_ends(model_folder, data_folder, tmp_path, kind):
     run = tmp_path / "run"
