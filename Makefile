@@ -1,5 +1,5 @@
 # make demo    a tiny model learns that thinking pays, on two CPU cores
-# make test    every promise: all tests but the rare ones, and a part of long series; the fast ones two at a time
+# make test    every promise: all tests but the rare ones, and a part of long series; two at a time
 # make test-all   every test, and every case
 # make check   ruff
 # make setup   only .venv with the pinned requirements, those of the tests too
@@ -28,7 +28,7 @@ demo: $(READY)
 
 test: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -n 2 --thin
-	$(BIN)/python -m pytest -m "slow and not rare" --thin --durations=5
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "slow and not rare" --thin --durations=10
 
 test-all: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m "" --durations=20
