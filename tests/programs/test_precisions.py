@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
 from engine_worker import DTYPES, SHIPPED
-from test_engine import config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from grpo.config.trainer import TrainerConfig
 from grpo.run.rearrange import put_steps
 from grpo.run.watchdog import TIME_OUT
 from grpo.trainer.engine import keep_gradients_apart
@@ -65,7 +65,7 @@ def test_offload_changes_no_bit(found, dtype):
 def test_every_process_group_waits_as_long_as_the_reference_may_take(found):
     for run in found["steps"].values():
         assert len(run["time-outs"]) >= 2
-        assert {*run["time-outs"]} == {timedelta(seconds=TIME_OUT + config().ref_deadline)}
+        assert {*run["time-outs"]} == {timedelta(seconds=TIME_OUT + TrainerConfig().ref_deadline)}
 
 
 @pytest.mark.slow
