@@ -1,7 +1,7 @@
-"""A connection of the web server: one request at a time, refused as soon as its headers say enough.
+"""A connection of the web server: one request at a time, refused as early as its headers allow.
 
-What waitress lacks: deadlines for headers and body, a refusal before the body is read, no request whose end two
-programs could see in different places, errors in JSON, nothing large in memory once an answer is with the system.
+This file adds what waitress lacks: deadlines for headers and body, a refusal before the body is read, protection
+against request smuggling, errors in JSON, and no large buffer in memory once an answer is sent.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ log = logging.getLogger(__name__)
 
 HEADER_BYTES = 16 << 10  # a request line with all headers; those of a trainer are below 1 KiB
 HEADER_SECONDS = 10.0  # headers fit into a few packets, so that only a stalled client takes longer
-_IDLE_SECONDS = 120  # after it a connection without a request, or whose client reads no answer, is closed
+_IDLE_SECONDS = 120  # then a connection without a request, or whose client does not read its answer, is closed
 
 
 class _Refused(Error):
+    """A ProtocolError as waitress wants its errors."""
+
     def __init__(self, error: ProtocolError):
         super().__init__(error.message)
         self.code, self.reason, self.error = error.status, HTTPStatus(error.status).phrase, error
@@ -40,9 +42,9 @@ _TRANSFER_ENCODING = re.compile(rb"^transfer-encoding\s*:", re.IGNORECASE | re.M
 
 
 class _Request(HTTPRequestParser):
-    """A request as it comes in, refused as soon as its headers say enough."""
+    """An incoming request, refused as early as its headers allow."""
 
-    command = path = "-"  # waitress sets them when it could read them
+    command = path = "-"  # waitress sets these when it can read them
     known = False
     """whether the sender may ask everything"""
 
@@ -55,22 +57,22 @@ class _Request(HTTPRequestParser):
     def received(self, data: bytes) -> int:
         consumed = super().received(data)
         if self.completed:
-            self.expect_continue = False  # waitress would say 100 Continue to what is refused, and read its body
+            self.expect_continue = False  # for a refused request waitress would send 100 Continue, and read its body
         return consumed
 
     def parse_header(self, header_plus: bytes) -> None:
         try:
             super().parse_header(header_plus)
-            # As the router will see it: it takes all slashes at the start for one, and would skip what is not UTF-8.
+            # Write it as the router will read it: all slashes at the start are one, and what is not UTF-8 is refused.
             self.path = "/" + self.path.lstrip("/")
             self.path.encode("latin-1").decode()
-        except ValueError as error:  # waitress passes on what int() and urlsplit() raise, and says nothing
+        except ValueError as error:  # waitress lets the errors of int() and urlsplit() through
             raise ParsingError("the request line or a header is malformed") from error
         self.body_began = time.monotonic()
         if self.version not in ("1.0", "1.1"):
             raise ParsingError("this server speaks HTTP/1.1 and HTTP/1.0")
-        # A proxy before us may see the end of such a request elsewhere (RFC 9112, section 6.1), and waitress takes
-        # "chunked, chunked", an empty value and loose chunks. It has dropped the header by now.
+        # A proxy before us may see the end of such a request elsewhere (RFC 9112, section 6.1): waitress accepts
+        # "chunked, chunked", an empty value and loose chunks. It has already removed the header, hence the raw text.
         if _TRANSFER_ENCODING.search(header_plus):
             error = ProtocolError(411, "length_required", "send a Content-Length and no Transfer-Encoding")
             self.error, self.completed = _Refused(error), True
@@ -79,8 +81,8 @@ class _Request(HTTPRequestParser):
         allowed, refusal = server.admit(self.path, self.headers)
         self.known = allowed and refusal is None
         if not self.known:
-            self.headers["CONNECTION"] = "close"  # or a few bytes of many requests would make it work for minutes
-        fits = self.content_length < self.adj.max_request_body_size  # waitress itself refuses what does not
+            self.headers["CONNECTION"] = "close"  # else one connection could send small requests for minutes
+        fits = self.content_length < self.adj.max_request_body_size  # waitress refuses a larger one itself
         if refusal is None and fits and not server.make_room_for_body(self.channel):
             refusal = too_many_bodies()
         if refusal is not None:
@@ -88,7 +90,7 @@ class _Request(HTTPRequestParser):
 
 
 class _ErrorTask(ErrorTask):
-    """What is refused before the app sees it is JSON like every other error; the connection ends with it."""
+    """The answer to a request that is refused before the app sees it: JSON as for every other error, then the end."""
 
     def execute(self) -> None:
         error = self._as_protocol_error()
@@ -116,62 +118,62 @@ class _ErrorTask(ErrorTask):
 
 
 class Channel(HTTPChannel):
-    """A connection: one request at a time, with a time by which headers and body must be there."""
+    """A connection: one request at a time, with deadlines for its headers and its body."""
 
     error_task_class = _ErrorTask
     asked_before = False
     known = False
-    """whether a request over it came from someone who may ask everything"""
-    _behind = b""
-    """what came behind the request in work"""
+    """whether any request of this connection came from a sender who may ask everything"""
+    _unread = b""
+    """bytes that came after the request in work"""
 
     def __init__(self, *arguments, **options):
         self.opened = time.monotonic()
         super().__init__(*arguments, **options)
 
     def parser_class(self, adj: Adjustments) -> _Request:
-        """waitress calls it for the answer to a failure of its own."""
+        """Make a request. waitress calls this too, to answer a failure of its own."""
         return _Request(adj, self)
 
     @property
     def last_activity(self) -> float:
-        """time.monotonic() of the last byte that came or went."""
+        """time.monotonic() of the last byte received or sent."""
         return self._last_activity
 
     @last_activity.setter
     def last_activity(self, wall_time: float) -> None:
-        # waitress sets it to time.time(), which may be set back.
+        # waitress assigns time.time(), which may be set back.
         self._last_activity = time.monotonic()
 
     @property
     def body_bytes(self) -> int:
-        """Content-Length of the request that is on its way or in work."""
+        """Content-Length of the request that is incoming or in work."""
         requests = [*self.requests, self.request]
         return sum(request.content_length for request in requests if request is not None and request.error is None)
 
     def readable(self) -> bool:
-        return not self._behind and super().readable()
+        return not self._unread and super().readable()
 
     def writable(self) -> bool:
-        return bool(super().writable() or (self._behind and not self.requests))
+        return bool(super().writable() or (self._unread and not self.requests))
 
     def handle_write(self) -> None:
         super().handle_write()
-        if self._behind and self.connected and not (self.requests or self.total_outbufs_len):
-            self.received(b"")  # the answer before it is with the system
+        if self._unread and self.connected and not (self.requests or self.total_outbufs_len):
+            self.received(b"")  # the system has taken the previous answer
 
     def received(self, data: bytes) -> bool:
-        """Read one request at most: waitress reads all that came, and keeps all their answers in memory."""
+        """Read one request at most: waitress would read all that have come, and keep all their answers in memory."""
         with self.requests_lock:
-            data, self._behind = self._behind + data, b""
+            data, self._unread = self._unread + data, b""
             while data and self.connected and not (self.requests or self.will_close or self.close_when_flushed):
                 if self.request is None:
                     self.request = self.parser_class(self.adj)
                 try:
                     data = data[self.request.received(data) :]
-                except OSError as error:  # waitress keeps a large body in a temporary file
-                    folder, why = tempfile.gettempdir(), error.strerror
-                    message = f"no room for the body in {folder} ({why}): the server's disk is full"
+                except OSError as error:  # waitress writes a large body to a temporary file
+                    folder, reason = tempfile.gettempdir(), error.strerror
+                    message = f"no room for the body in {folder} ({reason}): the server's disk is full"
                     log.error(message)
                     self._refuse_partial(ProtocolError(503, "no_space", message, retry_after=5))
                     return False
@@ -183,7 +185,7 @@ class Channel(HTTPChannel):
                     request, self.request = self.request, None
                     if not request.empty:
                         self._start(request)
-            self._behind = data
+            self._unread = data
         return True
 
     def _start(self, request: _Request) -> None:
@@ -192,32 +194,32 @@ class Channel(HTTPChannel):
         self.server.add_task(self)
 
     def check_client_disconnected(self) -> bool:
-        """Whether the client has closed its end: waitress does not see it, as it reads nothing beside a request.
+        """Return whether the client has closed its end, which waitress does not notice while a request is in work.
 
-        Called by the thread that answers; the app has it as "waitress.client_disconnected".
+        The thread that answers calls this; the app finds it as "waitress.client_disconnected".
         """
         poller = select.poll()
         try:
-            poller.register(self.socket.fileno(), getattr(select, "POLLRDHUP", 0))  # without it resets alone are seen
-        except ValueError:  # closed on this side
+            poller.register(self.socket.fileno(), getattr(select, "POLLRDHUP", 0))  # without it only resets are seen
+        except ValueError:  # this side has closed
             return True
         return bool(poller.poll(0))
 
     def give_up_body(self) -> None:
-        """Refuse the request that is on its way in, for others to have room."""
+        """Refuse the incoming request, to make room for others."""
         with self.requests_lock:
-            if self.request is not None:  # its last bytes may have come just now
+            if self.request is not None:  # else its last bytes have just come
                 self._refuse_partial(too_many_bodies())
 
     def _refuse_partial(self, error: ProtocolError) -> None:
-        """Answer the request that is on its way in; the caller holds the lock."""
+        """Refuse the incoming request; the caller holds the lock."""
         partial, self.request = self.request, None
         partial.error, partial.completed = _Refused(error), True
         self._start(partial)
 
     def _flush_some(self, do_close: bool = True) -> bool:
         flushed = super()._flush_some(do_close)
-        if flushed and not self.total_outbufs_len:  # waitress keeps an answer until the next one
+        if flushed and not self.total_outbufs_len:  # waitress would keep it until the next answer
             self.outbufs.pop().close()
             self.outbufs.append(OverflowableBuffer(self.adj.outbuf_overflow))
             self.current_outbuf_count = 0
@@ -226,10 +228,10 @@ class Channel(HTTPChannel):
     def handle_close(self) -> None:
         super().handle_close()
         if self.request is not None:
-            self.request.close()  # its body: an idle thread may hold the channel for long
+            self.request.close()  # free its body now: an idle thread may hold the channel for long
 
     def check_deadlines(self, config: ServerConfig) -> None:
-        """Called every second by the thread that reads."""
+        """Close or refuse what is late. The thread that reads the sockets calls this every second."""
         with self.requests_lock:
             now, partial = time.monotonic(), self.request
             if self.requests:
@@ -239,11 +241,13 @@ class Channel(HTTPChannel):
                 if self.asked_before:
                     since, limit = self.last_activity, _IDLE_SECONDS
                 if now - since > limit:
-                    self.handle_close()  # nothing to say: it has asked nothing, or does not read
+                    self.handle_close()  # without an answer: it has asked nothing, or does not read
                 return
             if partial.body_began is None:
                 part, limit = "headers", HEADER_SECONDS
-                since = partial.began if self.asked_before else self.opened  # empty lines before them ask nothing
+                since = (
+                    partial.began if self.asked_before else self.opened
+                )  # empty lines before the headers do not count
             else:
                 part, limit, since = "body", config.body_timeout, partial.body_began
             if now - since <= limit:

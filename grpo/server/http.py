@@ -1,8 +1,8 @@
-"""The web server under ref_server.py's app: waitress, with limits on what a stranger may make it hold.
+"""The web server under ref_server.py: waitress, with limits on connections, bodies and time.
 
-waitress reads all sockets in one thread and hands a request to a worker thread only when its body is there, so a slow
-client holds no worker. What it lacks is here and in grpo/server/channel.py: a place for another connection when
-strangers hold all of them, room for bodies, deadlines by a clock that nobody sets.
+waitress reads all sockets in one thread and hands a request to a worker thread only when its body is complete, so a
+slow client holds no worker. This file adds a connection limit that strangers cannot exhaust for everybody, a limit on
+the bytes of all bodies, and deadlines by the monotonic clock. grpo/server/channel.py adds the rest.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ from grpo.wire.errors import ProtocolError
 log = logging.getLogger(__name__)
 
 THREADS = 128  # each waits for the model on behalf of one request
-_LARGEST_BODIES = 16  # so many of max_request_mb is what all bodies may have together
-_OTHER_FILES = 128  # open files that are no connections: the model's, the log, threads' pipes
+_LARGEST_BODIES = 16  # all bodies together may have this many times max_request_mb
+_OTHER_FILES = 128  # open files beside connections: the model's, the log, pipes of threads
 
 Admit = Callable[[str, dict[str, str]], "tuple[bool, ProtocolError | None]"]
-"""(path, headers in CGI's spelling) -> whether the sender may ask everything, and why the request is refused, if so"""
-Refused = Callable[[str, str, str, ProtocolError], None]
-"""(method, path, sender, error): told of each request that never reaches the app"""
+"""(path, headers named as in CGI) -> whether the sender may ask everything, and the refusal of this request, if any"""
+OnRefused = Callable[[str, str, str, ProtocolError], None]
+"""(method, path, sender, error): called for each request that is refused before it reaches the app"""
 
 
 class HttpServer(TcpWSGIServer):
-    """Listens as soon as it is made; serves when `run` is called, in a thread of its own.
+    """A web server that listens once it is constructed, and answers while `run` runs."""
 
-    Raises ConfigError where the address is taken or not this machine's, or the system allows too few open files.
-    """
+    def __init__(self, app, config: ServerConfig, admit: Admit, on_refused: OnRefused):
+        """Listen. `admit` decides on each request when its headers are there.
 
-    def __init__(self, app, config: ServerConfig, admit: Admit, on_refused: Refused):
+        Raises ConfigError where the address is taken or not this machine's, or the system allows too few open files.
+        """
         self.config, self.admit, self.on_refused = config, admit, on_refused
-        self._next_look = time.monotonic()
-        # It warns of every request for which no thread is free, and repeats the paths that strangers send.
+        self._next_check = time.monotonic()
+        # waitress warns of every request for which no thread is free, and repeats the paths that strangers send.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         logging.getLogger("waitress").setLevel(logging.WARNING)
         _allow_files(config.max_connections + _OTHER_FILES)
         adjustments = Adjustments(
             threads=THREADS,
-            max_request_header_size=HEADER_BYTES + 1,  # waitress refuses the very limit
+            max_request_header_size=HEADER_BYTES + 1,  # waitress refuses the limit itself
             max_request_body_size=(config.max_request_mb << 20) + 1,
-            asyncore_use_poll=True,  # select() ends at 1,024 open files
+            asyncore_use_poll=True,  # select() fails beyond 1,024 open files
             ident=None,
         )
         listener = _bind(config)
@@ -62,14 +63,14 @@ class HttpServer(TcpWSGIServer):
 
     @property
     def unanswered(self) -> int:
-        """Connections of those who may ask with a request in work, or an answer that is not yet with the system."""
+        """Connections of admitted clients with a request in work, or an answer that the system has not taken yet."""
         channels = list(self.active_channels.values())
         return sum(channel.known and bool(channel.requests or channel.total_outbufs_len) for channel in channels)
 
     def make_room_for_body(self, newcomer: Channel) -> bool:
-        """Whether all bodies, of requests on their way and in work, have room together.
+        """Return whether the bodies of all requests, incoming and in work, are within their limit together.
 
-        Where they have not, those that are on their way give way to the newcomer's: who is silent the longest first.
+        Where they are not, refuse incoming requests in favour of the newcomer's, the longest silent one first.
         """
         channels = list(self.active_channels.values())
         over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * (self.config.max_request_mb << 20)
@@ -87,13 +88,13 @@ class HttpServer(TcpWSGIServer):
             super().handle_accept()
             return
         if (leaving := self._least_needed()) is not None:
-            super().handle_accept()  # before the other is closed, or it could get its number, and events meant for it
+            super().handle_accept()  # before the other is closed: it could get that one's number, and its events
             leaving.handle_close()
             return
         try:
             connection, address = self.accept()
         except (OSError, TypeError):
-            return  # gone again
+            return  # the client has closed already
         error = ProtocolError(
             503,
             "too_many_connections",
@@ -105,13 +106,13 @@ class HttpServer(TcpWSGIServer):
             try:
                 connection.send(_raw(error))
             except OSError:
-                log.debug("a connection too many is gone before its refusal")
+                log.debug("a connection beyond the limit closed before its refusal")
         self.on_refused("-", "-", str(address[0]), error)
 
     def _least_needed(self) -> Channel | None:
-        """The connection that makes room for another one; None while every one has a request in work.
+        """Return the connection to close for a new one; None while every connection has a request in work.
 
-        First go those of strangers, and of them those of the address that has most; then who is silent the longest.
+        Strangers go first, of the address that has most of them; then whoever is silent the longest.
         """
         waiting = [channel for channel in self.active_channels.values() if not channel.requests]
         strangers = Counter(channel.addr[0] for channel in waiting if not channel.known)
@@ -122,10 +123,10 @@ class HttpServer(TcpWSGIServer):
         )
 
     def readable(self) -> bool:
-        """Asked before each wait for the sockets, a second long at most."""
-        now = time.monotonic()  # waitress looks by the wall clock: set back an hour, no deadline holds for an hour
-        if now >= self._next_look:
-            self._next_look = now + 1
+        """Check all deadlines once a second. waitress calls this before each wait for the sockets."""
+        now = time.monotonic()  # not waitress's wall clock: set back an hour, it would stop all deadlines for an hour
+        if now >= self._next_check:
+            self._next_check = now + 1
             for channel in list(self.active_channels.values()):
                 channel.check_deadlines(self.config)
         return True

@@ -1,4 +1,4 @@
-"""What the server does, for those who watch it: Prometheus metrics, the numbers of the live page, lines for the log."""
+"""The server's numbers for those who watch it: Prometheus metrics, the live page, and a line in the log."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ class Pass:
     """A forward pass of the worker."""
 
     tokens: int
-    """of all its sequences, prompts counted each time"""
+    """tokens of all its sequences, a shared prompt counted each time"""
     padded: int
-    """that a right-padded batch of the same sequences would have fed"""
+    """tokens that a right-padded batch of the same sequences would have fed"""
     fed: int
+    """tokens that went through the model"""
     budget: int
+    """tokens that it might have had"""
     began: float
-    """time.monotonic()"""
+    """time.monotonic() at its start"""
     seconds: float
 
     @property
@@ -70,7 +72,7 @@ class _Client:
 
 
 class Monitor:
-    """Told of every pass and every request by the threads where they happen; all methods may be called from any."""
+    """Counters and recent history of the server. All methods may be called from any thread."""
 
     CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -103,7 +105,7 @@ class Monitor:
         )
 
         self.device_memory: Callable[[], tuple[int, int, int]] | None = None
-        """(held, in all, peak of tensors) bytes on the model's GPUs, once there is a model"""
+        """returns bytes on the model's GPUs: held, in all, and the peak of tensors; None before the model is loaded"""
 
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -116,6 +118,7 @@ class Monitor:
         self._reported = (time.monotonic(), Tally(), 0)
 
     def scored(self, done: Pass) -> None:
+        """Count a forward pass."""
         self._tokens.inc(done.tokens)
         self._saved.labels("sharing").inc(done.saved_by_sharing)
         self._saved.labels("packing").inc(done.saved_by_packing)
@@ -147,32 +150,32 @@ class Monitor:
         tokens: int = 0,
         error: ProtocolError | None = None,
     ) -> None:
-        """A request is over. `path` is one of the server's, or "other"."""
+        """Count an answered request. `path` is one of the server's, or "other"."""
         client = client[:_NAME_LENGTH]
         self._requests.labels(path, status).inc()
-        asked = path in TASK_PATHS.values()
-        scored = asked and status == 200
+        is_for_model = path in TASK_PATHS.values()
+        scored = is_for_model and status == 200
         if scored:
             self._seconds.observe(seconds)
         with self._lock:
-            if asked or (status >= 400 and path != HEALTH_PATH):
+            if is_for_model or (status >= 400 and path != HEALTH_PATH):
                 self._statuses[status] += 1
             if scored:
                 self._latencies.append(seconds)
-                one = self._clients.setdefault(client or address, _Client(client, address))
-                one.requests, one.tokens = one.requests + 1, one.tokens + tokens
-                one.last_seen = time.monotonic()
+                sender = self._clients.setdefault(client or address, _Client(client, address))
+                sender.requests, sender.tokens = sender.requests + 1, sender.tokens + tokens
+                sender.last_seen = time.monotonic()
                 self._clients.move_to_end(client or address)
                 while len(self._clients) > _CLIENTS:
                     self._clients.popitem(last=False)
             if error is not None:
-                said = {"status": status, "code": error.code, "message": error.message[:300]}
-                self._errors.append((time.monotonic(), {**said, "client": client or address}))
-        # %r: a client's name is whatever it says, line ends included.
+                facts = {"status": status, "code": error.code, "message": error.message[:300]}
+                self._errors.append((time.monotonic(), {**facts, "client": client or address}))
+        # %r: a client chooses its name, and may put line ends into it.
         log.debug("%s %s %d %d tokens %.1f ms %s %r", method, path, status, tokens, seconds * 1e3, address, client)
 
     def to_prometheus(self, held: dict[str, tuple[int, int]]) -> bytes:
-        """Metrics in Prometheus' text format. `held`: (tokens, requests) in hand, by client."""
+        """Return metrics in Prometheus' text format. `held`: (tokens, requests) waiting or being scored, by client."""
         self._queue_tokens.set(sum(tokens for tokens, _ in held.values()))
         self._queue_requests.set(sum(requests for _, requests in held.values()))
         self._clients_waiting.set(len(held))
@@ -183,13 +186,13 @@ class Monitor:
         return generate_latest(self._registry)
 
     def status(self, held: dict[str, tuple[int, int]]) -> dict:
-        """The numbers of the live page: times in seconds, sizes in bytes, curves oldest first."""
+        """Return the numbers of the live page: times in seconds, sizes in bytes, curves oldest first."""
         now = time.monotonic()
-        newest = int(now // BUCKET_SECONDS) - 1  # the last one that is over
+        newest = int(now // BUCKET_SECONDS) - 1  # the last complete one
         device, device_total, device_peak = self.device_memory() if self.device_memory else (None, None, None)
         with self._lock:
             sums, latencies = self._sums, sorted(self._latencies)
-            asked = sums["padded"] or 1
+            padded = sums["padded"] or 1
             return {
                 "time": time.time(),
                 "uptime": now - self._began,
@@ -204,8 +207,8 @@ class Monitor:
                 },
                 "requests": {str(status): count for status, count in sorted(self._statuses.items())},
                 "tokens": sums["tokens"],
-                "saved_by_sharing": sums["sharing"] / asked,
-                "saved_by_packing": sums["packing"] / asked,
+                "saved_by_sharing": sums["sharing"] / padded,
+                "saved_by_packing": sums["packing"] / padded,
                 "batch_fill": sums["fed"] / (sums["budget"] or 1),
                 "memory": {
                     "resident": _resident(),
@@ -225,12 +228,12 @@ class Monitor:
             }
 
     def summary(self, held: dict[str, tuple[int, int]]) -> str | None:
-        """One line on what happened since the last one, or None where nothing did."""
+        """Return a line on what happened since the last call, or None where nothing did."""
         with self._lock:
-            then, statuses, tokens = self._reported
+            last_time, last_statuses, last_tokens = self._reported
             now = time.monotonic()
             self._reported = now, self._statuses.copy(), self._sums["tokens"]
-            new, scored = self._statuses - statuses, self._sums["tokens"] - tokens
+            new, scored = self._statuses - last_statuses, self._sums["tokens"] - last_tokens
             latencies = sorted(list(self._latencies)[-new[200] :]) if new[200] else []
         if not new and not scored and not held:
             return None
@@ -240,17 +243,18 @@ class Monitor:
             times = f", p50 {quantile(latencies, 0.5) * 1e3:.0f} ms, p99 {quantile(latencies, 0.99) * 1e3:.0f} ms"
         waiting, memory = sum(tokens for tokens, _ in held.values()), (_resident() or 0) >> 20
         return (
-            f"last {now - then:.0f} s: answers {codes}{times}; {scored / (now - then):.0f} "
+            f"last {now - last_time:.0f} s: answers {codes}{times}; {scored / (now - last_time):.0f} "
             f"tokens/s; {waiting} tokens of {len(held)} clients wait; {memory} MiB"
         )
 
 
 def quantile(ordered: list[float], share: float) -> float | None:
-    """The smallest value that at least this share of the values does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
 
 
 def _resident() -> int | None:
+    """Return the bytes of memory that this process has."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

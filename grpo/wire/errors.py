@@ -1,4 +1,4 @@
-"""What a refusal of the server says."""
+"""The errors that a server answers with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 class ProtocolError(Exception):
-    """A request that cannot be answered: HTTP status, a code for programs, a sentence for people."""
+    """The refusal of a request: an HTTP status, a code for programs, a sentence for people."""
 
     def __init__(self, status: int, code: str, message: str, retry_after: int | None = None):
         super().__init__(message)
@@ -17,22 +17,22 @@ class ProtocolError(Exception):
 
 
 def malformed(message: str) -> ProtocolError:
-    """A 400. Not the whole message where that repeats what was sent, which may be a name as long as the body."""
+    """Return a 400 whose message is cut: it may repeat a name as long as the body."""
     return ProtocolError(400, "malformed", message[:500])
 
 
 _LONGEST_NAME = 128
-"""characters of request_id and client"""
+"""most characters of request_id and client"""
 
 
-def check_number(what: str, number: int, limit: int) -> None:
-    """Raises ProtocolError, 413, for more than `limit` tokens, sequences or messages."""
+def check_number(kind: str, number: int, limit: int) -> None:
+    """Raise ProtocolError, 413, for more than `limit` tokens, sequences or messages."""
     if number > limit:
-        message = f"{number} {what} in one request: the limit is {limit}; split it"
-        raise ProtocolError(413, f"too_many_{what}", message)
+        message = f"{number} {kind} in one request: the limit is {limit}; split it"
+        raise ProtocolError(413, f"too_many_{kind}", message)
 
 
 def check_name(name: str, text: str) -> None:
-    """Raises ProtocolError where a request_id or client is too long."""
+    """Raise ProtocolError where a request_id or client is too long."""
     if len(text) > _LONGEST_NAME:
         raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")

@@ -1,9 +1,7 @@
-"""The bytes on the wire between trainer and reference server, version 1. docs/protocol.md describes them for others.
+"""The bytes of POST /v1/logprobs, version 1: sequences go up, log-probs come back. docs/protocol.md describes them.
 
-Requests and answers are safetensors: named, typed, bounds-checked, no pickle. Sequences travel ragged (concatenated,
-with their lengths), never padded. Nothing here knows about HTTP libraries, and nothing here touches torch.
-
-    ProtocolError(status, code, message)      what a request did wrong, as it is sent back
+Requests and answers are safetensors: named, typed, bounds-checked, no pickle. Sequences are sent ragged (concatenated,
+with their lengths), never padded.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from grpo.wire.tensor_header import LONGEST_HEADER, HeaderError, data_begins, re
 
 @dataclass(frozen=True)
 class LogprobsRequest:
-    """Sequences to score: each a prompt followed by its completion, all concatenated."""
+    """Sequences to score: each is a prompt followed by its completion, all concatenated."""
 
     input_ids: np.ndarray
     """int32 [N], N = prompt_lengths.sum() + completion_lengths.sum()"""
@@ -33,7 +31,7 @@ class LogprobsRequest:
     temperature: float = 1.0
     request_id: str = ""
     client: str = ""
-    """whose turn the request takes: requests that say the same share it, empty is the sender's address"""
+    """name under which the request takes its turn, shared by all requests of it; empty means the sender's address"""
 
     @classmethod
     def of(
@@ -44,7 +42,7 @@ class LogprobsRequest:
         request_id: str = "",
         client: str = "",
     ):
-        """The completions of one prompt as a request."""
+        """Make a request of the completions of one prompt."""
         return cls(
             np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions]),
             np.full(len(completions), len(prompt_ids), np.int32),
@@ -55,7 +53,7 @@ class LogprobsRequest:
         )
 
     def sequences(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(prompt ids, completion ids) of each sequence, in order."""
+        """Return (prompt ids, completion ids) of each sequence, in order."""
         ends = np.cumsum(self.prompt_lengths.astype(np.int64) + self.completion_lengths)
         whole = np.split(self.input_ids, ends[:-1])
         return [(ids[:n], ids[n:]) for ids, n in zip(whole, self.prompt_lengths, strict=True)]
@@ -63,6 +61,8 @@ class LogprobsRequest:
 
 @dataclass(frozen=True)
 class LogprobsAnswer:
+    """Log-probs of every completion token of a request."""
+
     logprobs: np.ndarray
     """float32 [completion_lengths.sum()]: log p(token | all before it), in the order sent"""
     model_fingerprint: str
@@ -70,6 +70,7 @@ class LogprobsAnswer:
 
 
 def encode_request(request: LogprobsRequest) -> bytes:
+    """Return the body of a request."""
     tensors = {
         "input_ids": request.input_ids,
         "prompt_lengths": request.prompt_lengths,
@@ -86,13 +87,13 @@ def encode_request(request: LogprobsRequest) -> bytes:
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 """a number without a sign, as JSON writes it (RFC 8259, section 6)"""
 _LOWEST_TEMPERATURE = 1e-6
-"""far below it, logits / temperature leave float32"""
+"""lowest temperature; far below it, logits / temperature overflow float32"""
 
 
 def decode_request(
     body: bytes, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int
 ) -> LogprobsRequest:
-    """Bytes of a request -> what it asks, checked in full.
+    """Read the body of a request, and check it in full.
 
     Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` or `max_tokens` in all, 422 for
     a sequence longer than `max_length` tokens.
@@ -128,28 +129,29 @@ def decode_request(
             f"sequence {longest} has {lengths[longest]} tokens: this model takes at most {max_length}",
         )
     text = metadata.get("temperature", "1.0")
-    # float() alone would also take "1_0", blanks around it and the digits of other scripts.
+    # float() alone would also accept "1_0", blanks around it and the digits of other scripts.
     temperature = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not (temperature >= _LOWEST_TEMPERATURE and math.isfinite(temperature)):
         raise malformed(f"temperature {text[:40]!r}: send a number of at least {_LOWEST_TEMPERATURE}, such as 1.0")
-    who = {name: metadata.get(name, "") for name in ("request_id", "client")}
-    for name, text in who.items():
+    names = {name: metadata.get(name, "") for name in ("request_id", "client")}
+    for name, text in names.items():
         check_name(name, text)
-    return LogprobsRequest(ids, prompts, completions, temperature, **who)
+    return LogprobsRequest(ids, prompts, completions, temperature, **names)
 
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:
+    """Return the body of a 200 answer."""
     metadata = {"request_id": answer.request_id, "model_fingerprint": answer.model_fingerprint}
     return save({"logprobs": answer.logprobs}, metadata)
 
 
 def decode_answer(body: bytes, tokens: int) -> LogprobsAnswer:
-    """Bytes of a 200 answer -> the log-probs of `tokens` completion tokens. Raises ProtocolError if it is not that."""
+    """Read the body of a 200 answer with `tokens` log-probs. Raises ProtocolError if it is anything else."""
     tensors, metadata = _read(body)
     logprobs = tensors.get("logprobs")
     if logprobs is None or logprobs.dtype != np.float32 or logprobs.shape != (tokens,):
-        found = "none" if logprobs is None else f"{logprobs.dtype} {list(logprobs.shape)}"
-        raise malformed(f"the answer's logprobs should be float32 [{tokens}], found {found}")
+        received = "none" if logprobs is None else f"{logprobs.dtype} {list(logprobs.shape)}"
+        raise malformed(f"the answer's logprobs should be float32 [{tokens}], found {received}")
     if not np.isfinite(logprobs).all():
         raise malformed("the answer's logprobs hold NaN or infinity")
     return LogprobsAnswer(logprobs, metadata.get("model_fingerprint", ""), metadata.get("request_id", ""))
@@ -169,7 +171,7 @@ def _read(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     for name, entry in entries.items():
         if len(entry.shape) != 1:
             raise malformed(f"tensor {name!r} has {len(entry.shape)} dimensions: send one dimension")
-        # A copy: the data need not begin where an array may, and nothing else of the body is needed any more.
+        # A copy: the data need not be aligned, and the rest of the body can be freed.
         tensors[name] = np.frombuffer(body, _DTYPES[entry.dtype], entry.count, entry.start).copy()
     return tensors, metadata
 

@@ -6,7 +6,7 @@ VERSION = 1
 LOGPROBS_PATH = "/v1/logprobs"
 REWARDS_PATH = "/v1/rewards"
 TASK_PATHS = {"logprobs": LOGPROBS_PATH, "reward": REWARDS_PATH}
-"""where a server of each task is asked for it"""
+"""the path of each task"""
 WEIGHTS_PATH = "/v1/weights"
 COMMIT_PATH = "/v1/weights/commit"
 HEALTH_PATH = "/health"

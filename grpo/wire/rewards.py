@@ -1,7 +1,7 @@
-"""The bytes of a reward model's wire: texts up, scores down. docs/protocol.md describes them for others.
+"""The bytes of POST /v1/rewards: texts go up, scores come back. docs/protocol.md describes them.
 
-JSON, unlike the log-probs' safetensors: what is sent is text, what comes back is a number for each, and so a request
-can be typed by hand. A float32 written as a decimal number is read back as the same float32.
+They are JSON, so that a request can be typed by hand: it is text, and the answer is a number for each text. A float32
+that is written as a decimal number is read back as the same float32.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import numpy as np
 from grpo.wire.errors import ProtocolError, check_name, check_number, malformed
 
 Message = dict[str, str]
-"""of a chat: its role (system, user or assistant) and its content"""
+"""a message of a chat: its role (system, user or assistant) and its content"""
 Input = str | list[Message]
-"""a text that is scored as it is, or a chat that the reward model's own template makes a text of"""
+"""a text, scored as it is, or a chat, made a text by the reward model's own template"""
 _MOST_MESSAGES = 65_536
-"""of all chats of a request: sixteen in each of as many chats as a request has by default, and some 20 MB"""
+"""most messages of all chats of a request: sixteen for each chat that a request may have by default, some 20 MB"""
 _BYTES_A_SCORE = 64
-"""a float32 takes 25 of them at most, with a comma and a blank"""
+"""most bytes for a score: a float32 takes 25 at most, with a comma and a blank"""
 _OTHER_BYTES = 65_536
-"""of an answer, beside its scores"""
+"""most bytes of an answer beside its scores"""
 
 
 @dataclass(frozen=True)
 class RewardRequest:
+    """Texts and chats to score."""
+
     inputs: list[Input]
     request_id: str = ""
     client: str = ""
@@ -39,19 +41,21 @@ class RewardRequest:
 
     @classmethod
     def from_json(cls, body: bytes, max_sequences: int) -> RewardRequest:
-        """Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` inputs or far too many
+        """Read the body of a request, and check it in full.
+
+        Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` inputs or far too many
         messages.
         """
         reader, fields = _Reader(body), {}
         if reader.peek() != "{":
             raise malformed("not a JSON object")
-        for name in reader.fields():
+        for name in reader.step_fields():
             if name not in cls.__dataclass_fields__:
                 raise malformed(f"unknown field {name!r}; use {', '.join(cls.__dataclass_fields__)}")
             if name in fields:
                 raise malformed(f"field {name!r} stands twice")
-            fields[name] = _read_inputs(reader, max_sequences) if name == "inputs" else reader.string(name)
-        reader.end()
+            fields[name] = _read_inputs(reader, max_sequences) if name == "inputs" else reader.read_text(name)
+        reader.check_end()
         if not fields.get("inputs"):
             raise malformed(_NO_INPUTS)
         request = cls(**fields)
@@ -62,6 +66,8 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class RewardAnswer:
+    """A score for each input of a request."""
+
     scores: np.ndarray
     """float32 [inputs], in the order sent"""
     model_fingerprint: str
@@ -72,22 +78,22 @@ class RewardAnswer:
 
     @classmethod
     def from_json(cls, body: bytes, inputs: int) -> RewardAnswer:
-        """Bytes of a 200 answer -> the scores of so many inputs. Raises ProtocolError if it is not that."""
+        """Read the body of a 200 answer with `inputs` scores. Raises ProtocolError if it is anything else."""
         if len(body) > _BYTES_A_SCORE * inputs + _OTHER_BYTES:
             raise malformed(f"the answer has {len(body)} bytes, for {inputs} scores")
         try:
-            said = json.loads(body)
+            fields = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise malformed(f"not JSON: {error}") from error
-        if not isinstance(said, dict):
+        if not isinstance(fields, dict):
             raise malformed("not a JSON object")
-        scores = said.get("scores")
+        scores = fields.get("scores")
         if not isinstance(scores, list) or len(scores) != inputs or not all(isinstance(x, float) for x in scores):
             raise malformed(f"the answer's scores should be {inputs} numbers")
         array = np.array(scores, np.float32)
         if not np.isfinite(array).all():
             raise malformed("the answer's scores hold NaN or infinity")
-        return cls(array, str(said.get("model_fingerprint", "")), str(said.get("request_id", "")))
+        return cls(array, str(fields.get("model_fingerprint", "")), str(fields.get("request_id", "")))
 
 
 _NO_INPUTS = "inputs should be a list of at least one text or chat"
@@ -96,13 +102,13 @@ _DECODER = json.JSONDecoder()
 
 
 class _Reader:
-    """A JSON body, read a text at a time, and only where the protocol has one.
+    """A JSON body that is read text by text, where the protocol has one.
 
-    As one tree a stranger's JSON takes 25 times its size, and every other thread waits while that is built.
+    As one tree, a stranger's JSON takes 25 times its size, and every other thread waits while the tree is built.
     """
 
     def __init__(self, body: bytes):
-        """Raises ProtocolError, as all methods do, where this is not what should stand there."""
+        """Raises ProtocolError, as all methods do, where the body holds anything else."""
         try:
             self._json = body.decode()
         except UnicodeDecodeError as error:
@@ -110,46 +116,46 @@ class _Reader:
         self._place = 0
 
     def peek(self) -> str:
-        """Return the character that follows, blanks passed over; an empty text at the end."""
+        """Return the next character after blanks; an empty text at the end."""
         self._place = _BLANKS.match(self._json, self._place).end()
         return self._json[self._place : self._place + 1]
 
-    def string(self, what: str) -> str:
-        """Read a text."""
+    def read_text(self, name: str) -> str:
+        """Read a text; `name` is for the error."""
         if self.peek() != '"':
-            raise malformed(f"{what} should be a text")
+            raise malformed(f"{name} should be a text")
         try:
-            string, self._place = _DECODER.raw_decode(self._json, self._place)
-            string.encode()
+            text, self._place = _DECODER.raw_decode(self._json, self._place)
+            text.encode()
         except UnicodeEncodeError as error:
-            raise malformed(f"{what} holds half of a surrogate pair, which is no text") from error
+            raise malformed(f"{name} holds half of a surrogate pair, which is no text") from error
         except ValueError as error:
             raise malformed(f"not JSON: {error}") from error
-        return string
+        return text
 
-    def items(self, opening: str = "[", closing: str = "]") -> Iterator[None]:
-        """Step through a list. At each step its next item is to be read."""
-        self._pass_over(opening)
+    def step_items(self, opening: str = "[", closing: str = "]") -> Iterator[None]:
+        """Step through a list. At each step the caller reads the next item."""
+        self._skip(opening)
         if self.peek() != closing:
             yield
             while self.peek() != closing:
-                self._pass_over(",")
+                self._skip(",")
                 yield
-        self._pass_over(closing)
+        self._skip(closing)
 
-    def fields(self) -> Iterator[str]:
-        """Step through an object. At each step the value of the field of this name is to be read."""
-        for _ in self.items("{", "}"):
-            name = self.string("a field's name")
-            self._pass_over(":")
+    def step_fields(self) -> Iterator[str]:
+        """Step through an object. At each step the caller reads the value of the field of this name."""
+        for _ in self.step_items("{", "}"):
+            name = self.read_text("a field's name")
+            self._skip(":")
             yield name
 
-    def end(self) -> None:
-        """Raises ProtocolError where more follows."""
+    def check_end(self) -> None:
+        """Raise ProtocolError where more follows."""
         if self.peek():
             raise malformed(f"not JSON: more follows at character {self._place}")
 
-    def _pass_over(self, character: str) -> None:
+    def _skip(self, character: str) -> None:
         if self.peek() != character:
             raise malformed(f"not JSON: no {character} at character {self._place}")
         self._place += 1
@@ -160,13 +166,13 @@ def _read_inputs(reader: _Reader, max_sequences: int) -> list[Input]:
         raise malformed(_NO_INPUTS)
     inputs: list[Input] = []
     messages = 0
-    for place, _ in enumerate(reader.items()):
+    for place, _ in enumerate(reader.step_items()):
         check_number("sequences", place + 1, max_sequences)
         if reader.peek() == '"':
-            inputs.append(reader.string(f"input {place}"))
+            inputs.append(reader.read_text(f"input {place}"))
             continue
         chat = []
-        for _ in reader.items() if reader.peek() == "[" else ():
+        for _ in reader.step_items() if reader.peek() == "[" else ():
             messages += 1
             check_number("messages", messages, _MOST_MESSAGES)
             chat.append(_read_message(reader, place))
@@ -178,10 +184,10 @@ def _read_inputs(reader: _Reader, max_sequences: int) -> list[Input]:
 
 def _read_message(reader: _Reader, place: int) -> Message:
     message: Message = {}
-    for name in reader.fields() if reader.peek() == "{" else ():
+    for name in reader.step_fields() if reader.peek() == "{" else ():
         if name not in ("role", "content") or name in message:
             raise _no_input(place)
-        message[name] = reader.string(f"the {name} of a message of input {place}")
+        message[name] = reader.read_text(f"the {name} of a message of input {place}")
     if len(message) < 2:
         raise _no_input(place)
     return message

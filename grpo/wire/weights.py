@@ -1,4 +1,4 @@
-"""What a trainer says to a server whose weights it replaces, in the query of its requests (docs/protocol.md)."""
+"""The queries of the requests that replace a server's weights (docs/protocol.md)."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from grpo.wire.errors import malformed
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a body of `POST /v1/weights` belongs: some bytes of a safetensors file with a model's weights."""
+    """The query of `POST /v1/weights`: where its body belongs in a safetensors file with a model's weights."""
 
     sha256: str
-    """of the whole file, in hex: which upload this is"""
+    """SHA-256 of the whole file, in hex; it identifies the upload"""
     size: int
-    """of the whole file, in bytes"""
+    """bytes of the whole file"""
     offset: int
-    """of the body's first byte in the file"""
+    """place of the body's first byte in the file"""
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Piece:
-        """From a request's query. Raises ProtocolError, 400."""
+        """Read a request's query. Raises ProtocolError, 400."""
         return cls(_hex(query, "sha256", 64), _count(query, "size"), _count(query, "offset"))
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What `POST /v1/weights/commit` asks: these uploaded weights for that model, which then is another."""
+    """The query of `POST /v1/weights/commit`: replace a model's weights by these uploaded ones."""
 
     sha256: str
+    """SHA-256 of the uploaded file, in hex"""
     replaces: str
-    """fingerprint of the model that is served until then"""
+    """fingerprint of the model that is served before"""
     becomes: str
-    """fingerprint of what it must be afterwards"""
+    """fingerprint that the model must have afterwards"""
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Commit:
-        """From a request's query. Raises ProtocolError, 400."""
+        """Read a request's query. Raises ProtocolError, 400."""
         return cls(_hex(query, "sha256", 64), _hex(query, "replaces", 16), _hex(query, "becomes", 16))
 
 
