@@ -17,6 +17,7 @@ import pytest
 import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
+from faulty_server import break_passes, code_for, collect_no_garbage, delay_loading, hold_passes
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from demo.model import build_model
@@ -218,24 +219,11 @@ def test_many_clients_each_get_their_own_answer(server, model):
         np.testing.assert_allclose(logprobs, exact(model, prompt, completions), atol=1e-5)
 
 
-# Each pass of the worker waits until the file "go" is there, so that the queue is as full as a test wants it.
-HOLD = """
-import pathlib, time
-import grpo.server.worker
-score = grpo.server.worker.token_logprobs
-def held(*arguments):
-    while not pathlib.Path({go!r}).exists():
-        time.sleep(0.01)
-    return score(*arguments)
-grpo.server.worker.token_logprobs = held
-"""
-
-
 @contextmanager
 def holding_server(model_folder, tmp_path, *options):
     """A ready server whose worker waits for the file that is yielded with it."""
     go = tmp_path / "go"
-    with running_server(model_folder, tmp_path, *options, code=HOLD.format(go=str(go))) as server:
+    with running_server(model_folder, tmp_path, *options, code=code_for(hold_passes, str(go))) as server:
         server.wait_ready()
         yield server, go
 
@@ -264,7 +252,7 @@ def test_refused_requests_leave_nothing_in_memory(model_folder, tmp_path):
         return encode_request(LogprobsRequest(np.full(tokens, 6, np.int32), np.ones(4000, np.int32), rows))
 
     good, large = request(2_000_000), request(2_004_000)  # half of the queue, and more
-    code = "import gc\ngc.disable()\n" + HOLD.format(go=str(tmp_path / "go"))
+    code = code_for(collect_no_garbage) + code_for(hold_passes, str(tmp_path / "go"))
     with running_server(model_folder, tmp_path, code=code) as server, ThreadPoolExecutor() as pool:
         server.wait_ready()
 
@@ -433,9 +421,7 @@ def test_answers_beside_other_work_and_after_a_restart(model_folder, tmp_path, d
 
 @pytest.mark.slow
 def test_503_while_loading(model_folder, tmp_path):
-    hold = "import grpo.model.load, time; load = grpo.model.load.load_reference\n"
-    hold += "grpo.model.load.load_reference = lambda *a: (time.sleep(3), load(*a))[1]"
-    with running_server(model_folder, tmp_path, code=hold) as server:
+    with running_server(model_folder, tmp_path, code=code_for(delay_loading, 3)) as server:
         while True:
             try:
                 health = requests.get(server.url + "/health", timeout=5)
@@ -484,37 +470,16 @@ def test_a_second_signal_ends_at_once_and_the_drain_time_ends_the_rest(model_fol
 
 @pytest.mark.slow
 def test_a_signal_while_loading_ends_at_once(model_folder, tmp_path):
-    hold = "import grpo.model.load, time\ngrpo.model.load_reference = lambda *a: time.sleep(60)"
-    with running_server(model_folder, tmp_path, code=hold) as server:
+    with running_server(model_folder, tmp_path, code=code_for(delay_loading, 60)) as server:
         while "loading" not in server.log.read_text():
             time.sleep(0.05)
         time.sleep(1)
         assert server.end(signal.SIGTERM) == 0
 
 
-BREAK = """
-import grpo.server.worker, torch
-score = grpo.server.worker.token_logprobs
-def breaking(model, batch, *rest):
-    if 401 in batch.targets:
-        breaking.dead = True
-    if 400 in batch.targets:
-        raise RuntimeError("token 400 hurts")
-    if 402 in batch.targets:
-        raise torch.OutOfMemoryError("no room")
-    if 403 in batch.targets:
-        return torch.full([len(batch.targets)], torch.nan), None
-    if breaking.dead:
-        raise RuntimeError("the device is gone")
-    return score(model, batch, *rest)
-breaking.dead = False
-grpo.server.worker.token_logprobs = breaking
-"""
-
-
 @pytest.mark.slow
 def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(model_folder, tmp_path):
-    with running_server(model_folder, tmp_path, code=BREAK) as server:
+    with running_server(model_folder, tmp_path, code=code_for(break_passes)) as server:
         server.wait_ready()
         status, code, message = refusal(ask(server, [5], [[400]]))
         assert (status, code) == (500, "internal") and "token 400 hurts" in message

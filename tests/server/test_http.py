@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import pytest
 from conftest import running_server
+from faulty_server import code_for, delay_passes, set_clock_back
 from safetensors.numpy import load, save
 
 HEADER_BYTES = 16 << 10
@@ -389,9 +390,7 @@ def test_a_path_that_is_not_utf_8_is_no_path(server):
 @pytest.mark.slow
 def test_deadlines_hold_when_the_clock_is_set_back(model_folder, tmp_path):
     back = tmp_path / "back"
-    clock = f"import pathlib, time\nwall = time.time\nback = pathlib.Path({str(back)!r})\n"
-    clock += "time.time = lambda: wall() - 3600 * back.exists()"
-    with running_server(model_folder, tmp_path, *LIMITS, code=SOON + clock) as server:
+    with running_server(model_folder, tmp_path, *LIMITS, code=SOON + code_for(set_clock_back, str(back))) as server:
         server.wait_ready()
         with connect(server) as before:
             back.touch()
@@ -435,18 +434,10 @@ def test_a_body_has_a_time(low):
     drip(low, POST + b"Content-Length: 900000\r\n\r\n", b"a")
 
 
-HOLD = """
-import time
-import grpo.server.worker
-score = grpo.server.worker.token_logprobs
-grpo.server.worker.token_logprobs = lambda *arguments: (time.sleep(4), score(*arguments))[1]
-"""
-
-
 @pytest.mark.slow
 def test_the_time_of_a_request_does_not_run_while_the_one_before_it_is_in_work(model_folder, tmp_path):
     """The server itself reads nothing then."""
-    with running_server(model_folder, tmp_path, *LIMITS, code=SOON + HOLD) as server:
+    with running_server(model_folder, tmp_path, *LIMITS, code=SOON + code_for(delay_passes, 4)) as server:
         server.wait_ready()
         with connect(server) as connection:
             connection.sendall(POST + LENGTH + b"\r\n" + BODY + GET)  # four seconds of work, half a request behind it

@@ -9,6 +9,7 @@ import pytest
 import requests
 import torch
 from conftest import running_server
+from faulty_server import code_for, summarise_each_second
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo.model.load import cards_of, device_memory
@@ -37,9 +38,10 @@ def samples(server) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def watched(model_folder, tmp_path_factory):
     """A server of which this module knows every request."""
-    code = "import grpo.server.monitor\ngrpo.server.monitor.SUMMARY_SECONDS = 1"
     options = ["--log_level", "debug", "--max_batch_tokens", "100"]
-    with running_server(model_folder, tmp_path_factory.mktemp("watched"), *options, code=code) as one:
+    with running_server(
+        model_folder, tmp_path_factory.mktemp("watched"), *options, code=code_for(summarise_each_second)
+    ) as one:
         one.wait_ready()
         yield one
 

@@ -11,6 +11,7 @@ import pytest
 import requests
 from browser import Browser, chromium, needs_browser
 from conftest import Server, running_server
+from faulty_server import code_for, delay_loading
 from safetensors.numpy import save
 
 from grpo.wire.logprobs import LogprobsRequest, encode_request
@@ -99,9 +100,7 @@ def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_p
         assert first.startswith(" since ") and browser.js("document.querySelector('main').className") == "stale"
         browser.wait(f"document.querySelector('#since').innerText !== {json.dumps(first)}")
     # Slow to load, to see what the page makes of a server without numbers.
-    load = "old = m.load_reference\nm.load_reference = lambda *a: time.sleep(8) or old(*a)"
-    slow = f"import time, grpo.model.load as m\n{load}"
-    with running_server(model_folder, tmp_path, port=server.port, code=slow):
+    with running_server(model_folder, tmp_path, port=server.port, code=code_for(delay_loading, 8)):
         browser.wait("document.querySelector('#status').textContent === 'loading'")
         browser.wait(READY)
         assert browser.text("#since") == "" and browser.js("document.querySelector('main').className") == ""

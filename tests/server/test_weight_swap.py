@@ -16,6 +16,7 @@ import pytest
 import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, running_server
+from faulty_server import code_for, fail_half_way
 from safetensors.torch import save
 from test_ref_server import exact, holding_server, refusal, wait_for_requests
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -394,10 +395,9 @@ WeightSwap(None, model, "tokens", {str(tmp_path / "new")!r}, 1.0, on_swap=print)
 def test_a_swap_that_fails_half_way_ends_the_server(model_folder, make, tmp_path):
     """Half of the old and half of the new weights must answer nobody."""
     update = make(1)
-    code = "import grpo.server.weight_swap\ncopy = grpo.server.weight_swap.WeightSwap._install\n"
-    code += "def broken(self, contents):\n    contents.entries.pop('model.norm.weight')\n    copy(self, contents)\n"
-    code += "grpo.server.weight_swap.WeightSwap._install = broken"
-    with running_server(model_folder, tmp_path, "--update_folder", str(tmp_path / "new"), code=code) as server:
+    with running_server(
+        model_folder, tmp_path, "--update_folder", str(tmp_path / "new"), code=code_for(fail_half_way)
+    ) as server:
         server.wait_ready()
         update.send(server)
         assert refusal(update.commit(server))[:2] == (503, "worker_died")

@@ -1,0 +1,102 @@
+"""What tests change in a server before it starts: each function breaks or delays one thing in its process."""
+
+import gc
+import time
+from pathlib import Path
+
+
+def code_for(fault, *arguments) -> str:
+    """Return the code with which a process calls a function of this file (`code` of conftest.running_server)."""
+    folder = str(Path(__file__).resolve().parent)
+    return f"sys.path.append({folder!r})\nimport faulty_server\nfaulty_server.{fault.__name__}(*{arguments!r})\n"
+
+
+def hold_passes(go: str) -> None:
+    """Let each forward pass wait until the file `go` exists, so that the queue is as full as a test wants it."""
+    from grpo.server import worker
+
+    score = worker.token_logprobs
+
+    def held(*arguments):
+        while not Path(go).exists():
+            time.sleep(0.01)
+        return score(*arguments)
+
+    worker.token_logprobs = held
+
+
+def delay_passes(seconds: float) -> None:
+    from grpo.server import worker
+
+    score = worker.token_logprobs
+
+    def delayed(*arguments):
+        time.sleep(seconds)
+        return score(*arguments)
+
+    worker.token_logprobs = delayed
+
+
+def break_passes() -> None:
+    """Let a pass fail by what it scores: 400 an error, 401 the device, from then on, 402 the memory, 403 NaN."""
+    import torch
+
+    from grpo.server import worker
+
+    score, is_dead = worker.token_logprobs, False
+
+    def breaking(model, batch, *rest):
+        nonlocal is_dead
+        is_dead = is_dead or 401 in batch.targets
+        if 400 in batch.targets:
+            raise RuntimeError("token 400 hurts")
+        if 402 in batch.targets:
+            raise torch.OutOfMemoryError("no room")
+        if 403 in batch.targets:
+            return torch.full([len(batch.targets)], torch.nan), None
+        if is_dead:
+            raise RuntimeError("the device is gone")
+        return score(model, batch, *rest)
+
+    worker.token_logprobs = breaking
+
+
+def delay_loading(seconds: float) -> None:
+    from grpo.model import load
+
+    load_reference = load.load_reference
+
+    def delayed(*arguments):
+        time.sleep(seconds)
+        return load_reference(*arguments)
+
+    load.load_reference = delayed
+
+
+def fail_half_way() -> None:
+    """Let the copy of new weights fail at the last norm."""
+    from grpo.server.weight_swap import WeightSwap
+
+    install = WeightSwap._install
+
+    def broken(self, contents):
+        contents.entries.pop("model.norm.weight")
+        install(self, contents)
+
+    WeightSwap._install = broken
+
+
+def summarise_each_second() -> None:
+    from grpo.server import monitor
+
+    monitor.SUMMARY_SECONDS = 1
+
+
+def set_clock_back(when: str) -> None:
+    """Set the wall clock back by an hour from the moment on that the file `when` exists."""
+    wall_time = time.time
+    time.time = lambda: wall_time() - 3600 * Path(when).exists()
+
+
+def collect_no_garbage() -> None:
+    gc.disable()
