@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, list_outcomes
 from grpo.client.connection import Connection
 from grpo.client.errors import ModelLoading, RequestFailed, ServersUnavailable
-from grpo.config.trainer import TrainerConfig
+from grpo.config.connection import ReferenceConfig
 from grpo.wire.health import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ LONGEST_LOADING = 6 * 3600.0
 class TaskClient:
     """The servers of one task, and the threads that send requests to them. Close it when the run ends."""
 
-    def __init__(self, config: TrainerConfig, task: str, urls: list[str], wanted: str):
+    def __init__(self, config: ReferenceConfig, task: str, urls: list[str], wanted: str):
         """`wanted` names the answers in messages. Raises ServerError where `ref_ca_file` holds no certificate."""
         self._config = config
         self._client_id = uuid.uuid4().hex  # servers serve their clients in turn

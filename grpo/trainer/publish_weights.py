@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.client.connection import WeightsToSend
 from grpo.client.errors import ServerError, ServersLost
 from grpo.client.reference import ReferenceClient
+from grpo.config.connection import ReferenceSection
 from grpo.config.errors import ConfigError
-from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import fingerprint_with
 from grpo.model.lora import merged
 from grpo.model.weights_file import WeightsFile, named_weights, write_weights
@@ -46,7 +46,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: ReferenceSection,
         client: ReferenceClient,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
