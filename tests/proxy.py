@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections meet with accidents. It knows nothing of HTTP."""
+"""A TCP proxy that delays, cuts and swallows connections. It knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of one connection, counted over all requests that it carries. The default passes everything on."""
+    """The fate of one connection, over all requests that it carries. The default passes everything on."""
 
     delay: float = 0.0
-    """seconds that each piece of an answer is held back"""
+    """seconds by which each piece of an answer is late"""
     request_bytes: int | None = None
     """the connection ends after so many bytes to the server"""
     answer_bytes: int | None = None
     """the connection ends after so many bytes from the server"""
     reset: bool = False
-    """it ends with a reset, and not as if everything had been said"""
+    """the connection ends with a reset, not with a regular close"""
     black_hole: bool = False
-    """it is accepted, and nothing ever happens on it"""
+    """the connection is accepted, and nothing ever happens on it"""
 
 
 class Proxy:
-    """Between a client and the server on `port` of this machine. `plan` may be exchanged while it runs."""
+    """A proxy in front of the server on `port` of this machine. `port` and `plan` may be replaced while it runs."""
 
     def __init__(self, port: int, plan: Callable[[], Plan] = Plan, tls: ssl.SSLContext | None = None):
         self.port, self.plan, self.tls = port, plan, tls
         self.happened: Counter[str] = Counter()
-        """accidents that really came about, by kind"""
+        """the number of accidents that really happened, by kind"""
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.listener.getsockname()[1]}"
         self.closed = threading.Event()
@@ -75,7 +75,7 @@ class Proxy:
                 with client, socket.create_connection(("127.0.0.1", self.port)) as server:
                     self._pass_on(client, server, plan)
         except OSError:
-            pass  # one of the ends is gone, and with these sockets the other learns of it
+            pass  # one end is gone; closing these sockets tells the other
 
     def _pass_on(self, client: socket.socket, server: socket.socket, plan: Plan) -> None:
         left = {client: plan.request_bytes, server: plan.answer_bytes}
@@ -103,15 +103,15 @@ class Proxy:
 
 @contextmanager
 def proxy(port: int, plan: Callable[[], Plan] = Plan, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
-    one = Proxy(port, plan, tls)
+    between = Proxy(port, plan, tls)
     try:
-        yield one
+        yield between
     finally:
-        one.close()
+        between.close()
 
 
 def accidents(seed: int, longest: int) -> Callable[[], Plan]:
-    """Plans by chance: a connection ends within `longest` bytes, some are slow, and every 40th is a black hole."""
+    """Return random plans: a connection ends within `longest` bytes, some are slow, and every 40th is a black hole."""
     chance, lock, count = random.Random(seed), threading.Lock(), itertools.count(1)
 
     def plan() -> Plan:

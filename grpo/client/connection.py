@@ -25,7 +25,7 @@ from grpo.wire.weights import Commit, Piece
 _CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 # A slow or cut body, an upload at another offset, too many requests, a proxy without its server, a server not ready.
 _RETRIED = (408, 409, 429, 502, 503, 504)
-_PIECE = 16 << 20  # bytes of weights in one request
+PIECE_BYTES = 16 << 20  # of weights in one request
 _FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # the setting that names a task's servers
 Answer = TypeVar("Answer", LogprobsAnswer, RewardAnswer)
 
@@ -100,7 +100,7 @@ class Connection:
                 if received >= weights.size:
                     break
                 file.seek(received)
-                data = file.read(_PIECE)
+                data = file.read(PIECE_BYTES)
         commit = Commit(weights.sha256, replaces, weights.fingerprint)
         self._post(url, COMMIT_PATH, b"", seconds, asdict(commit))
 

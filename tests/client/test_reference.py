@@ -1,4 +1,4 @@
-"""The client against real servers that are late, killed, restarted, wrong, or something else altogether."""
+"""The client of the reference servers, against real servers that are late, killed, restarted, wrong, or no servers."""
 
 import itertools
 import signal
@@ -30,35 +30,35 @@ PROMPT, COMPLETIONS = [5, 6], [[7, 8, 9], [], [10]]
 
 
 @contextmanager
-def client(*urls, **options):
+def open_client(*urls, **options):
     settings = {"ref_startup_timeout": 1, "ref_deadline": 2, "ref_request_timeout": 1} | options
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    one = ReferenceClient(parse_arguments(TrainerConfig, "", ["--ref_servers", *urls, *words]))
+    client = ReferenceClient(parse_arguments(TrainerConfig, "", ["--ref_servers", *urls, *words]))
     try:
-        yield one
+        yield client
     finally:
-        one.close()
+        client.close()
 
 
 def test_it_gets_each_completions_logprobs(server):
-    with client(server.url) as one:
-        assert one.wait_ready().vocab_size > 0
-        rows = one.request_logprobs(PROMPT, COMPLETIONS, "g").result()
+    with open_client(server.url) as client:
+        assert client.wait_ready().vocab_size > 0
+        rows = client.request_logprobs(PROMPT, COMPLETIONS, "g").result()
         assert [(len(row), row.dtype) for row in rows] == [(3, np.float32), (0, np.float32), (1, np.float32)]
 
 
 def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
     url = f"http://127.0.0.1:{free_port()}"
-    with client(url) as one:
+    with open_client(url) as client:
         with pytest.raises(ServersUnavailable) as gone:
-            one.wait_ready()
+            client.wait_ready()
         for part in (url, "after 1 s", "Connection refused", "python ref_server.py", "beta to 0"):
             assert part in str(gone.value)
         started = time.monotonic()
         with pytest.raises(
             ServersUnavailable, match=rf"no log-probs for group 7 after 2 s .*{url} \(it cannot be reached"
         ):
-            one.request_logprobs(PROMPT, COMPLETIONS, "group 7").result()
+            client.request_logprobs(PROMPT, COMPLETIONS, "group 7").result()
         assert time.monotonic() - started < 10
 
 
@@ -69,33 +69,33 @@ def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypat
         loading = time.monotonic() - began < 2.5
         return (503, {"Retry-After": "2"}, body) if loading else (200, {}, HEALTH.to_json())
 
-    with fake(health=health) as server, client(server.url, ref_startup_timeout=1) as one:
-        assert one.wait_ready() == MODEL
+    with fake(health=health) as server, open_client(server.url, ref_startup_timeout=1) as client:
+        assert client.wait_ready() == MODEL
     assert time.monotonic() - began >= 2.5
-    with fake(health=lambda: (503, {}, body)) as server, client(server.url, ref_startup_timeout=1) as one:
+    with fake(health=lambda: (503, {}, body)) as server, open_client(server.url, ref_startup_timeout=1) as client:
         threading.Timer(2.0, lambda: (server.listener.shutdown(), server.listener.server_close())).start()
         with pytest.raises(
             ServersUnavailable, match=rf"no reference server at {server.url} \(it cannot be .* after 1 s"
         ):
-            one.wait_ready()
+            client.wait_ready()
     monkeypatch.setattr(base, "LONGEST_LOADING", 1.5)
     with (
         fake(health=lambda: (503, {}, body)) as server,
-        client(server.url, ref_startup_timeout=1) as one,
+        open_client(server.url, ref_startup_timeout=1) as client,
         pytest.raises(ServersUnavailable, match=f"{server.url} has been loading its model for [0-9]+ s: see its log"),
     ):
-        one.wait_ready()
+        client.wait_ready()
 
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, tmp_path):
     with running_server(model_folder, tmp_path) as first:
         first.wait_ready()
-        with client(first.url, ref_deadline=120) as one:
-            one.wait_ready()
-            expected = one.request_logprobs(PROMPT, COMPLETIONS, "before").result()
+        with open_client(first.url, ref_deadline=120) as client:
+            client.wait_ready()
+            expected = client.request_logprobs(PROMPT, COMPLETIONS, "before").result()
             first.end(signal.SIGKILL)
-            waiting = [one.request_logprobs(PROMPT, COMPLETIONS, f"during {number}") for number in range(12)]
+            waiting = [client.request_logprobs(PROMPT, COMPLETIONS, f"during {number}") for number in range(12)]
             with running_server(model_folder, tmp_path, port=first.port):
                 for future in waiting:
                     for row, same in zip(future.result(timeout=100), expected, strict=True):
@@ -103,9 +103,9 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, t
 
 
 def test_with_two_servers_one_may_be_dead(server):
-    with client(server.url, f"http://127.0.0.1:{free_port()}") as one:
+    with open_client(server.url, f"http://127.0.0.1:{free_port()}") as client:
         for number in range(4):
-            assert len(one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}").result()) == 3
+            assert len(client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}").result()) == 3
 
 
 @pytest.mark.slow
@@ -113,22 +113,22 @@ def test_servers_of_different_models_are_refused(server, tmp_path):
     with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
         other.wait_ready()
         with (
-            client(server.url, other.url) as one,
+            open_client(server.url, other.url) as client,
             pytest.raises(ServerError, match="start every server with the same model"),
         ):
-            one.wait_ready()
-        with proxy(server.port) as address, client(address.url, ref_deadline=60) as one:
-            one.wait_ready()
+            client.wait_ready()
+        with proxy(server.port) as address, open_client(address.url, ref_deadline=60) as client:
+            client.wait_ready()
             address.port = other.port  # as if it had been restarted with another model
             with pytest.raises(ServerError, match="now serves another model"):
-                one.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=10)
+                client.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=10)
 
 
 def test_what_the_server_refuses_is_not_sent_again(server):
-    with client(server.url, ref_deadline=60) as one:
+    with open_client(server.url, ref_deadline=60) as client:
         started = time.monotonic()
         with pytest.raises(ServerError, match="422: sequence 0 has 601 tokens"):
-            one.request_logprobs([5], [[6] * 600], "g").result()
+            client.request_logprobs([5], [[6] * 600], "g").result()
         assert time.monotonic() - started < 10
 
 
@@ -136,14 +136,14 @@ def test_what_the_server_refuses_is_not_sent_again(server):
 def test_tokens_must_be_the_same(model_folder, tmp_path):
     with running_server(model_folder, tmp_path, environment={"GRPO_REF_TOKEN": "right"}) as server:
         server.wait_ready()
-        with client(server.url, token="right") as one:
-            one.wait_ready()
-            assert len(one.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
-        with client(server.url, token="wrong") as one:
+        with open_client(server.url, token="right") as client:
+            client.wait_ready()
+            assert len(client.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
+        with open_client(server.url, token="wrong") as client:
             with pytest.raises(ServerError, match="wants another token"):
-                one.wait_ready()
+                client.wait_ready()
             with pytest.raises(ServerError, match="401"):
-                one.request_logprobs(PROMPT, COMPLETIONS, "g").result()
+                client.request_logprobs(PROMPT, COMPLETIONS, "g").result()
 
 
 MODEL = ModelInfo("m", "f", "tokens", vocab_size=100, max_length=1024)
@@ -158,27 +158,24 @@ GOOD = answer()[2]
 
 
 class Fake:
-    """An HTTP server that answers requests with what `post(count)` returns, and /health with what `health()` does.
-
-    Both give (status, headers, body).
-    """
+    """An HTTP server. `post(count)` answers requests, `health()` /health: both return (status, headers, body)."""
 
     def __init__(self, post, health, port):
         fake = self
-        self.asked = self.knocked = 0
+        self.requests = self.health_checks = 0
         lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 self.rfile.read(int(self.headers["Content-Length"]))
                 with lock:
-                    fake.asked += 1
-                    count = fake.asked - 1
+                    fake.requests += 1
+                    count = fake.requests - 1
                 self.answer(*post(count))
 
             def do_GET(self):
                 with lock:
-                    fake.knocked += 1
+                    fake.health_checks += 1
                 self.answer(*health())
 
             def answer(self, status, headers, body):
@@ -205,18 +202,18 @@ class Fake:
 
 @contextmanager
 def fake(post=lambda count: answer(), health=lambda: (200, {}, HEALTH.to_json()), port=0):
-    one = Fake(post, health, port)
-    with one.listener:
-        threading.Thread(target=one.listener.serve_forever, args=(0.05,), daemon=True).start()
+    server = Fake(post, health, port)
+    with server.listener:
+        threading.Thread(target=server.listener.serve_forever, args=(0.05,), daemon=True).start()
         try:
-            yield one
+            yield server
         finally:
-            one.listener.shutdown()
+            server.listener.shutdown()
 
 
-def ask(one, count) -> None:
-    """So many requests at once, each answered, and rightly."""
-    for future in [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(count)]:
+def ask(client, count) -> None:
+    """Send so many requests at once; each must get the right answer."""
+    for future in [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(count)]:
         assert [row.tolist() for row in future.result(timeout=60)] == [[-1, -2, -3], [], [-4]]
 
 
@@ -232,16 +229,19 @@ def eventually(what, seconds=20) -> None:
     [(503, {"Retry-After": "1"}, b"{}"), (502, {}, b"<html>"), (408, {}, b""), (200, {}, GOOD[:-1]), (200, {}, b"")],
 )
 def test_busy_servers_and_damaged_answers_are_asked_again(bad):
-    with fake(lambda count: bad if count < 2 else answer()) as server, client(server.url, ref_deadline=30) as one:
+    with (
+        fake(lambda count: bad if count < 2 else answer()) as server,
+        open_client(server.url, ref_deadline=30) as client,
+    ):
         started = time.monotonic()
-        ask(one, 1)
-        assert server.asked == 3
+        ask(client, 1)
+        assert server.requests == 3
         named_a_time = bad[0] == 503
-        assert (server.knocked == 0) == named_a_time == (time.monotonic() - started >= 2)
+        assert (server.health_checks == 0) == named_a_time == (time.monotonic() - started >= 2)
 
 
 def working(seconds, may=None):
-    """Answers that take so long, one after the other; none while the event `may` is not set."""
+    """Return a `post` that answers one request after the other, each after `seconds`, while the event `may` is set."""
     turn = threading.Lock()
 
     def post(count):
@@ -255,15 +255,19 @@ def working(seconds, may=None):
 
 
 def test_work_goes_by_speed():
-    with fake(working(0.01)) as fast, fake(working(0.05)) as slow, client(slow.url, fast.url, ref_deadline=60) as one:
-        one.wait_ready()
-        ask(one, 180)
-        assert fast.asked + slow.asked == 180
-        assert 12 <= slow.asked <= 60  # 30 if it were exact, 90 if turns were taken
-        before = slow.asked
+    with (
+        fake(working(0.01)) as fast,
+        fake(working(0.05)) as slow,
+        open_client(slow.url, fast.url, ref_deadline=60) as client,
+    ):
+        client.wait_ready()
+        ask(client, 180)
+        assert fast.requests + slow.requests == 180
+        assert 12 <= slow.requests <= 60  # 30 if it were exact, 90 if turns were taken
+        before = slow.requests
         for _ in range(30):
-            ask(one, 1)
-        assert slow.asked - before <= 3  # alone, a request is soonest answered by the fast one
+            ask(client, 1)
+        assert slow.requests - before <= 3  # alone, a request is soonest answered by the fast one
 
 
 def test_a_slower_server_takes_over_from_a_silent_one_before_its_timeout():
@@ -272,12 +276,12 @@ def test_a_slower_server_takes_over_from_a_silent_one_before_its_timeout():
     with (
         fake(working(0.001, may)) as stalls,
         fake(working(0.05)) as slow,
-        client(stalls.url, slow.url, ref_deadline=60, ref_request_timeout=20) as one,
+        open_client(stalls.url, slow.url, ref_deadline=60, ref_request_timeout=20) as client,
     ):
-        one.wait_ready()
-        ask(one, 60)
+        client.wait_ready()
+        ask(client, 60)
         may.clear()
-        futures = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(20)]
+        futures = [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(20)]
         eventually(lambda: sum(future.done() for future in futures) >= 12, 6)
         may.set()
         assert all(len(future.result(timeout=20)) == 3 for future in futures)
@@ -285,30 +289,30 @@ def test_a_slower_server_takes_over_from_a_silent_one_before_its_timeout():
 
 def test_a_busy_servers_work_goes_to_the_other_at_once():
     busy = 503, {"Retry-After": "30"}, b"{}"
-    with fake(lambda count: busy) as full, fake() as free, client(full.url, free.url, ref_deadline=20) as one:
-        one.wait_ready()
-        ask(one, 40)
-        assert 1 <= full.asked <= 8 and free.asked == 40 and full.knocked == 1
+    with fake(lambda count: busy) as full, fake() as free, open_client(full.url, free.url, ref_deadline=20) as client:
+        client.wait_ready()
+        ask(client, 40)
+        assert 1 <= full.requests <= 8 and free.requests == 40 and full.health_checks == 1
 
 
 def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
     caplog.set_level("INFO")
-    with fake() as stays, client(stays.url, f"http://127.0.0.1:{free_port()}", ref_deadline=20) as one:
-        comes = one.balancer.servers[1].url
-        ask(one, 20)
+    with fake() as stays, open_client(stays.url, f"http://127.0.0.1:{free_port()}", ref_deadline=20) as client:
+        comes = client.balancer.servers[1].url
+        ask(client, 20)
         eventually(lambda: f"{comes} cannot be reached" in caplog.text)
         with fake(port=int(comes.rsplit(":")[-1])) as back:
-            eventually(lambda: ask(one, 4) or back.asked >= 10)
-        ask(one, 20)
+            eventually(lambda: ask(client, 4) or back.requests >= 10)
+        ask(client, 20)
         eventually(lambda: caplog.text.count("out of rotation") == 2)
     said = [record.levelname for record in caplog.records if comes in record.getMessage()]
     assert said == ["WARNING", "INFO", "WARNING"]
 
 
 @pytest.mark.slow
-def test_a_stopped_server_costs_one_timeout_and_is_knocked_at_by_one_thread():
-    """It accepts and never answers, like a stopped process; then it goes on."""
-    stopped, knocking, crowd = threading.Event(), threading.Semaphore(1), []
+def test_a_stopped_server_costs_one_timeout_and_one_thread_probes_it():
+    """It accepts and never answers, like a stopped process; then it continues."""
+    stopped, probing, crowd = threading.Event(), threading.Semaphore(1), []
 
     def post(count):
         if stopped.is_set():
@@ -316,32 +320,32 @@ def test_a_stopped_server_costs_one_timeout_and_is_knocked_at_by_one_thread():
         return answer()
 
     def health():
-        if not knocking.acquire(blocking=False):
+        if not probing.acquire(blocking=False):
             crowd.append("two at once")
         time.sleep(0.1)
-        knocking.release()
+        probing.release()
         return (503, {}, b"{}") if stopped.is_set() else (200, {}, HEALTH.to_json())
 
     settings = {"ref_deadline": 30, "ref_request_timeout": 1}
-    with fake(post, health) as stops, fake() as works, client(stops.url, works.url, **settings) as one:
-        one.wait_ready()
-        ask(one, 16)
+    with fake(post, health) as stops, fake() as works, open_client(stops.url, works.url, **settings) as client:
+        client.wait_ready()
+        ask(client, 16)
         stopped.set()
-        before, started = stops.asked, time.monotonic()
+        before, started = stops.requests, time.monotonic()
         for _ in range(4):
-            ask(one, 20)
-        assert 1 <= stops.asked - before <= 8
+            ask(client, 20)
+        assert 1 <= stops.requests - before <= 8
         assert time.monotonic() - started < 2
-        eventually(lambda: stops.knocked >= 4)
-        assert stops.asked - before <= 8
+        eventually(lambda: stops.health_checks >= 4)
+        assert stops.requests - before <= 8
         stopped.clear()
-        before = stops.asked
-        eventually(lambda: ask(one, 4) or stops.asked > before)
+        before = stops.requests
+        eventually(lambda: ask(client, 4) or stops.requests > before)
         assert not crowd
 
 
 @pytest.mark.slow
-def test_a_server_that_only_seems_well_gets_one_request_at_a_time():
+def test_a_server_that_is_ready_but_hangs_gets_one_request_at_a_time():
     """Its /health answers, its worker hangs: each round costs one request's timeout, not eight."""
     hanging = threading.Event()
 
@@ -350,17 +354,17 @@ def test_a_server_that_only_seems_well_gets_one_request_at_a_time():
             time.sleep(1.5)
         return answer()
 
-    with fake(post) as hangs, client(hangs.url, ref_deadline=30, ref_request_timeout=0.5) as one:
-        one.wait_ready()
+    with fake(post) as hangs, open_client(hangs.url, ref_deadline=30, ref_request_timeout=0.5) as client:
+        client.wait_ready()
         hanging.set()
-        futures = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
-        eventually(lambda: hangs.asked >= 11)
-        assert hangs.knocked - 1 >= hangs.asked - 8
+        futures = [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
+        eventually(lambda: hangs.requests >= 11)
+        assert hangs.health_checks - 1 >= hangs.requests - 8
         hanging.clear()
         assert all(len(future.result(timeout=20)) == 3 for future in futures)
 
 
-def test_a_server_that_changes_its_model_is_set_aside_and_when_all_do_the_run_ends(caplog):
+def test_a_server_that_changes_its_model_leaves_the_rotation_and_when_all_do_the_run_ends(caplog):
     models = ["f", "f"]
 
     def serving(place):
@@ -373,23 +377,23 @@ def test_a_server_that_changes_its_model_is_set_aside_and_when_all_do_the_run_en
 
         return fake(post, health)
 
-    with serving(0) as first, serving(1) as second, client(first.url, second.url, ref_deadline=60) as one:
-        one.wait_ready()
-        ask(one, 10)
+    with serving(0) as first, serving(1) as second, open_client(first.url, second.url, ref_deadline=60) as client:
+        client.wait_ready()
+        ask(client, 10)
         models[0] = "other"
         for _ in range(5):
-            ask(one, 10)
-        eventually(lambda: first.knocked >= 2)
+            ask(client, 10)
+        eventually(lambda: first.health_checks >= 2)
         errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert len(errors) == 1 and f"{first.url} now serves another model (other, and this run's is f)" in errors[0]
 
-        models[0], before = "f", first.asked
-        eventually(lambda: ask(one, 4) or first.asked > before + 1)
+        models[0], before = "f", first.requests
+        eventually(lambda: ask(client, 4) or first.requests > before + 1)
 
         models[:] = ["other", "other"]
         started = time.monotonic()
         with pytest.raises(ServerError, match="every reference server has changed") as changed:
-            ask(one, 10)
+            ask(client, 10)
         assert first.url in str(changed.value) and second.url in str(changed.value)
         assert time.monotonic() - started < 10
 
@@ -401,9 +405,9 @@ def test_the_deadlines_sentence_names_each_server_and_what_it_last_said():
     with (
         fake(lambda count: late) as full,
         proxy(1, lambda: Plan(black_hole=True)) as hole,
-        client(dead, full.url, hole.url, **settings) as one,
+        open_client(dead, full.url, hole.url, **settings) as client,
     ):
-        futures = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(10)]
+        futures = [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(10)]
         with pytest.raises(ServersUnavailable) as gone:
             futures[0].result(timeout=10)
     for part in (
@@ -418,15 +422,15 @@ def test_the_deadlines_sentence_names_each_server_and_what_it_last_said():
 
 def test_the_start_waits_for_all_together_and_names_those_that_are_missing():
     missing = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]  # nobody listens there, and no two are the same
-    with fake() as there, client(missing[0], there.url, *missing[1:]) as one:
+    with fake() as there, open_client(missing[0], there.url, *missing[1:]) as client:
         with pytest.raises(ServersUnavailable, match="after 1 s") as gone:
-            one.wait_ready()
+            client.wait_ready()
         assert all(url in str(gone.value) for url in missing) and there.url not in str(gone.value)
 
 
 def test_what_still_waits_when_the_client_closes_is_given_up_and_its_threads_end():
-    with client(f"http://127.0.0.1:{free_port()}", ref_deadline=600) as one:
-        futures = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
+    with open_client(f"http://127.0.0.1:{free_port()}", ref_deadline=600) as client:
+        futures = [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
         time.sleep(0.5)
     for future in futures:
         with pytest.raises((ServerError, CancelledError)):
@@ -450,17 +454,17 @@ with_nobody.close()
 
 @pytest.mark.slow
 def test_an_answer_cut_at_any_byte_is_asked_for_again_and_right(server):
-    with client(server.url) as one:
-        expected = np.concatenate(one.request_logprobs(PROMPT, COMPLETIONS, "g").result())
+    with open_client(server.url) as client:
+        expected = np.concatenate(client.request_logprobs(PROMPT, COMPLETIONS, "g").result())
 
     def every_eighth(first) -> int:
-        """How many positions, from `first` on, an answer could be cut at."""
+        """Cut an answer at `first` and every eighth byte after it; return how many positions there were."""
         for cut in itertools.count():
             # The first connection is cut, with a close and with a reset in turn; those after it pass.
             plans = itertools.chain([Plan(answer_bytes=first + 8 * cut, reset=bool(cut % 2))], itertools.repeat(Plan()))
             with proxy(server.port, lambda plans=plans: next(plans)) as between:
-                with client(between.url, ref_deadline=60) as one:
-                    rows = np.concatenate(one.request_logprobs(PROMPT, COMPLETIONS, "g").result())
+                with open_client(between.url, ref_deadline=60) as client:
+                    rows = np.concatenate(client.request_logprobs(PROMPT, COMPLETIONS, "g").result())
                 if not between.happened:
                     return cut  # the answer ended before
             np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-5)
@@ -472,8 +476,8 @@ def test_an_answer_cut_at_any_byte_is_asked_for_again_and_right(server):
 @pytest.mark.parametrize("position", [0, 1, 40, 300])
 def test_a_request_cut_on_its_way_is_sent_again(server, position):
     plans = itertools.chain([Plan(request_bytes=position)], itertools.repeat(Plan()))
-    with proxy(server.port, lambda: next(plans)) as between, client(between.url, ref_deadline=30) as one:
-        assert len(one.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
+    with proxy(server.port, lambda: next(plans)) as between, open_client(between.url, ref_deadline=30) as client:
+        assert len(client.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
         assert between.happened == {"request cut": 1}
 
 
@@ -493,34 +497,34 @@ def test_https_with_an_authority_of_ones_own(server, authority, tmp_path, monkey
     ours, others = tmp_path / "ours.pem", tmp_path / "others.pem"
     authority.cert_pem.write_to_path(ours)
     trustme.CA().cert_pem.write_to_path(others)
-    with client(server.url) as one:
-        expected = np.concatenate(one.request_logprobs(PROMPT, COMPLETIONS, "g").result())
+    with open_client(server.url) as client:
+        expected = np.concatenate(client.request_logprobs(PROMPT, COMPLETIONS, "g").result())
     with proxy(server.port, tls=tls(authority, "127.0.0.1")) as front:
-        with client(front.url, ref_ca_file=ours.name) as one:
+        with open_client(front.url, ref_ca_file=ours.name) as client:
             monkeypatch.chdir("/")  # as a reward function may
-            assert one.wait_ready().vocab_size > 0
-            rows = [one.request_logprobs(PROMPT, COMPLETIONS, f"g{number}").result() for number in range(3)]
+            assert client.wait_ready().vocab_size > 0
+            rows = [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}").result() for number in range(3)]
         for row in rows:
             np.testing.assert_allclose(np.concatenate(row), expected, rtol=0, atol=1e-5)
         for settings in ({}, {"ref_ca_file": others}):
             started = time.monotonic()
             with (
-                client(front.url, ref_startup_timeout=300, **settings) as one,
+                open_client(front.url, ref_startup_timeout=300, **settings) as client,
                 pytest.raises(ServerError, match=r"does not verify \(.*set ref_ca_file to the PEM") as refused,
             ):
-                one.wait_ready()
+                client.wait_ready()
             assert front.url in str(refused.value) and time.monotonic() - started < 10
         with (
-            client(front.url.replace("https:", "http:")) as one,
+            open_client(front.url.replace("https:", "http:")) as client,
             pytest.raises(ServersUnavailable, match="cannot be reach"),
         ):
-            one.wait_ready()
+            client.wait_ready()
     with (
         proxy(server.port, tls=tls(authority, "elsewhere.example")) as front,
-        client(front.url, ref_ca_file=ours) as one,
+        open_client(front.url, ref_ca_file=ours) as client,
         pytest.raises(ServerError, match=r"not valid for '127.0.0.1'.*write the host as the certificate does"),
     ):
-        one.wait_ready()
+        client.wait_ready()
 
 
 def test_an_authoritys_file_without_a_certificate_is_refused(tmp_path):
@@ -533,11 +537,11 @@ def test_something_else_on_that_port_is_not_a_reference():
     def page(*_):
         return 200, {}, b"<html>hello</html>"
 
-    with fake(page, page) as server, client(server.url) as one:
+    with fake(page, page) as server, open_client(server.url) as client:
         with pytest.raises(ServerError, match="is something else"):
-            one.wait_ready()
+            client.wait_ready()
         with pytest.raises(ServersUnavailable, match="it is something else"):
-            one.request_logprobs(PROMPT, COMPLETIONS, "g").result()
+            client.request_logprobs(PROMPT, COMPLETIONS, "g").result()
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,24 @@ import copy
 import itertools
 import json
 import signal
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import requests
 import torch
 import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
 from test_ref_server import exact
-from test_reference import COMPLETIONS, HEALTH, MODEL, PROMPT, client, eventually, fake
+from test_reference import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, fake, open_client
 from test_trainer import letters, lines, options, start, timeless, wait_for_steps  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.client import connection as ref_wire
+from grpo.client import connection
 from grpo.client.errors import ServerError, ServersLost
 from grpo.client.reference import check_reference
 from grpo.client.reward import RewardClient
@@ -58,12 +60,12 @@ def train(policy, seed: int, size: float = 0.05) -> None:
 def updated_by(urls, policy, tokenizer, folder, alpha=1.0, **changes):
     """(client, WeightPublisher) of a run with these servers."""
     folder.mkdir(exist_ok=True)
-    with client(*urls, **(SETTINGS | changes)) as one:
-        reference = one.wait_ready()
+    with open_client(*urls, **(SETTINGS | changes)) as client:
+        reference = client.wait_ready()
         config = TrainerConfig(ref_mixup_alpha=alpha, ref_update_steps=1)
-        updates = WeightPublisher(config, one, policy, tokenizer, describe(policy, tokenizer, "p"), folder)
+        updates = WeightPublisher(config, client, policy, tokenizer, describe(policy, tokenizer, "p"), folder)
         updates.begin(reference)
-        yield one, updates
+        yield client, updates
 
 
 def open_server(folder, tmp_path, *words, **options):
@@ -75,9 +77,9 @@ def server(updated_server):
     return updated_server
 
 
-def check_answers(one, model) -> None:
+def check_answers(client, model) -> None:
     for _ in range(6):
-        rows = np.concatenate(one.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60))
+        rows = np.concatenate(client.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60))
         np.testing.assert_allclose(rows, exact(model, PROMPT, COMPLETIONS), atol=1e-5)
 
 
@@ -95,7 +97,7 @@ def begun_with(server, policy, tokenizer, tmp_path, dtype=torch.float32):
 
 def test_a_mixture_is_that_of_a_computation_by_hand_here_and_on_the_server(server, policy, tokenizer, tmp_path):
     policy = begun_with(server, policy, tokenizer, tmp_path)
-    with updated_by([server.url], policy, tokenizer, tmp_path / "run", alpha=0.3) as (one, updates):
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run", alpha=0.3) as (client, updates):
         mixed = parameters(policy)
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["reference-0"]
         for step in (5, 10, 15):
@@ -107,34 +109,34 @@ def test_a_mixture_is_that_of_a_computation_by_hand_here_and_on_the_server(serve
             saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / f"reference-{step}")
             for name, tensor in parameters(saved).items():
                 torch.testing.assert_close(tensor, mixed[name], atol=1e-6, rtol=1e-6)
-            check_answers(one, saved)
+            check_answers(client, saved)
 
 
 def test_alpha_1_replaces_and_what_was_saved_is_served_under_the_same_fingerprint(server, policy, tokenizer, tmp_path):
-    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
-        seen = {one.connection.fingerprint}
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (client, updates):
+        seen = {client.connection.fingerprint}
         for step in (1, 2):
             train(policy, step)
             updates.publish(step)
-            check_answers(one, policy)
+            check_answers(client, policy)
             folder = tmp_path / "run" / f"reference-{step}"
             again = load_reference(ServerConfig(model_name_or_path=str(folder)), torch.device("cpu"))
             found = describe(again, AutoTokenizer.from_pretrained(folder), "x").fingerprint
-            assert found == one.connection.fingerprint and found not in seen
+            assert found == client.connection.fingerprint and found not in seen
             seen.add(found)
         assert all(torch.equal(tensor, parameters(again)[name]) for name, tensor in parameters(policy).items())
 
 
 def test_a_step_too_small_for_the_samples_changes_the_fingerprint_too(server, policy, tokenizer, tmp_path):
     """They are 64 values of each tensor, rounded to bfloat16."""
-    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (client, updates):
         updates.publish(1)
-        before = one.connection.fingerprint
+        before = client.connection.fingerprint
         with torch.no_grad():
             policy.model.embed_tokens.weight[-1, -1] += 1e-6
         updates.publish(2)
-        assert one.connection.fingerprint != before
-        check_answers(one, policy)
+        assert client.connection.fingerprint != before
+        check_answers(client, policy)
 
 
 def test_of_a_policy_with_an_adapter_the_whole_is_published(server, policy, tokenizer, tmp_path):
@@ -142,10 +144,10 @@ def test_of_a_policy_with_an_adapter_the_whole_is_published(server, policy, toke
     policy = begun_with(server, policy, tokenizer, tmp_path)
     described = describe(policy, tokenizer, "p")
     train_adapter(policy, TrainerConfig(use_peft=True, lora_r=4, lora_target_modules=["all-linear"]))
-    with client(server.url, **SETTINGS) as one:
+    with open_client(server.url, **SETTINGS) as client:
         config = TrainerConfig(ref_update_steps=1, ref_mixup_alpha=0.5)
-        updates = WeightPublisher(config, one, policy, tokenizer, described, tmp_path)
-        updates.begin(one.wait_ready())
+        updates = WeightPublisher(config, client, policy, tokenizer, described, tmp_path)
+        updates.begin(client.wait_ready())
         adapter = [tensor for tensor in policy.parameters() if tensor.requires_grad]
         with torch.no_grad():
             for tensor in adapter:
@@ -157,7 +159,7 @@ def test_of_a_policy_with_an_adapter_the_whole_is_published(server, policy, toke
             adapter_b = [tensor for name, tensor in policy.named_parameters() if "lora_B" in name]
             for tensor in adapter_b:
                 tensor.mul_(0.5)  # half of its product is half of the way from the base
-        check_answers(one, policy)
+        check_answers(client, policy)
 
 
 @pytest.mark.slow
@@ -180,24 +182,23 @@ def test_an_upload_that_is_cut_again_and_again_goes_on_from_where_it_was(
     server, policy, tokenizer, tmp_path, monkeypatch, reset
 ):
     """Every connection ends after 130 kB to the server; what came through whole is not sent again."""
-    monkeypatch.setattr(ref_wire, "_PIECE", 100_000)
+    monkeypatch.setattr(connection, "PIECE_BYTES", 100_000)
     with (
         proxy(server.port) as between,
-        updated_by([between.url], policy, tokenizer, tmp_path / "run") as (one, updates),
+        updated_by([between.url], policy, tokenizer, tmp_path / "run") as (client, updates),
     ):
         train(policy, 100 + reset)
         between.plan = lambda: Plan(request_bytes=130_000, reset=reset)
-        one.connection._per_thread = ref_wire.threading.local()  # new connections, to which the plan applies
         updates.publish(1)
         between.plan = Plan
         size = (tmp_path / "run" / "reference-1" / "model.safetensors").stat().st_size
         cuts = between.happened["request reset" if reset else "request cut"]
         assert size / 130_000 - 1 <= cuts <= 2 * size / 100_000
-        check_answers(one, policy)
+        check_answers(client, policy)
 
 
 def describe_of(server) -> str:
-    return ref_wire.requests.get(server.url + "/health", timeout=5).json()["model_fingerprint"]
+    return requests.get(server.url + "/health", timeout=5).json()["model_fingerprint"]
 
 
 @pytest.mark.slow
@@ -205,15 +206,14 @@ def test_an_upload_cut_at_any_byte_of_an_answer_is_done_in_the_end(server, polic
     """The server has done it, and the trainer does not know: a repetition must not harm."""
     with (
         proxy(server.port) as between,
-        updated_by([between.url], policy, tokenizer, tmp_path / "run") as (one, updates),
+        updated_by([between.url], policy, tokenizer, tmp_path / "run") as (client, updates),
     ):
         for step, cut in enumerate(range(0, 600, 47), 1):
             plans = itertools.chain([Plan(answer_bytes=cut)], itertools.repeat(Plan()))
             between.plan = lambda plans=plans: next(plans)
-            one.connection._per_thread = ref_wire.threading.local()
             train(policy, step)
             updates.publish(step)
-            check_answers(one, policy)
+            check_answers(client, policy)
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_an_upload_cut_at_any_byte_of_an_answer_is_done_in_the_end(server, polic
 def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
     model_folder, policy, tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(ref_wire, "_PIECE", 20_000)
+    monkeypatch.setattr(connection, "PIECE_BYTES", 20_000)
     with ExitStack() as servers:
         first = servers.enter_context(open_server(model_folder, tmp_path))
         first.wait_ready()
@@ -233,9 +233,8 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
             return Plan(delay=0.2)
 
         between = servers.enter_context(proxy(first.port))
-        one, updates = servers.enter_context(updated_by([between.url], policy, tokenizer, tmp_path / "run"))
+        client, updates = servers.enter_context(updated_by([between.url], policy, tokenizer, tmp_path / "run"))
         between.plan = plan
-        one.connection._per_thread = ref_wire.threading.local()
         train(policy, 1)
 
         def kill():
@@ -245,12 +244,12 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
             second = servers.enter_context(open_server(model_folder, tmp_path, port=first.port))
             second.wait_ready()
 
-        killer = ref_wire.threading.Thread(target=kill)
+        killer = threading.Thread(target=kill)
         killer.start()
         updates.publish(1)
         killer.join()
         assert first.process.returncode == -signal.SIGKILL
-        check_answers(one, policy)
+        check_answers(client, policy)
 
 
 @pytest.mark.slow
@@ -262,32 +261,32 @@ def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_bac
         stays, dies = (servers.enter_context(open_server(model_folder, tmp_path)) for _ in range(2))
         stays.wait_ready(), dies.wait_ready()
         urls = [stays.url, dies.url]
-        one, updates = servers.enter_context(updated_by(urls, policy, tokenizer, tmp_path / "run"))
+        client, updates = servers.enter_context(updated_by(urls, policy, tokenizer, tmp_path / "run"))
         # As on the other ranks: it is told of the update and sends nothing.
-        other = servers.enter_context(client(*urls, **SETTINGS))
-        other.wait_ready()
+        other_rank = servers.enter_context(open_client(*urls, **SETTINGS))
+        other_rank.wait_ready()
         dies.end(signal.SIGKILL)
         train(policy, 1)
         began = time.monotonic()
         updates.publish(1)
         assert time.monotonic() - began < 20  # it is not waited for
-        other.balancer.use_only(one.connection.fingerprint)
-        for each in (one, other):
-            check_answers(each, policy)
+        other_rank.balancer.use_only(client.connection.fingerprint)
+        for rank_client in (client, other_rank):
+            check_answers(rank_client, policy)
 
         # It is back with its first weights, and takes none: it must never be asked, or not believed.
         with running_server(model_folder, tmp_path, port=dies.port) as closed:
             closed.wait_ready()
             eventually(lambda: "it runs without --update_folder" in caplog.text)
-            for each in (one, other):
-                check_answers(each, policy)
-            eventually(lambda: "has missed an update of the reference" in other.balancer.servers[1].last_outcome)
+            for rank_client in (client, other_rank):
+                check_answers(rank_client, policy)
+            eventually(lambda: "has missed an update of the reference" in other_rank.balancer.servers[1].last_outcome)
         with open_server(model_folder, tmp_path, port=dies.port) as back:
             back.wait_ready()
-            eventually(lambda: describe_of(back) == one.connection.fingerprint)
+            eventually(lambda: describe_of(back) == client.connection.fingerprint)
             stays.end(signal.SIGKILL)
-            for each in (one, other):
-                check_answers(each, policy)
+            for rank_client in (client, other_rank):
+                check_answers(rank_client, policy)
 
 
 def test_where_no_server_can_have_it_the_run_ends_with_what_each_said(policy, tokenizer, tmp_path):
@@ -301,8 +300,8 @@ def test_where_no_server_can_have_it_the_run_ends_with_what_each_said(policy, to
 
 
 def test_servers_that_cannot_be_updated_are_refused_at_the_start(model_folder, tokenizer, tmp_path):
-    with fake() as closed, client(closed.url, **SETTINGS) as one, pytest.raises(ServerError) as refused:
-        one.wait_ready()
+    with fake() as closed, open_client(closed.url, **SETTINGS) as client, pytest.raises(ServerError) as refused:
+        client.wait_ready()
     assert f"{closed.url} takes no new weights: restart it with --update_folder" in str(refused.value)
 
     # A reward model's server need not take any.
@@ -331,17 +330,17 @@ def test_a_run_that_begins_again_has_its_first_reference_again(server, policy, t
     run, saved = tmp_path / "run", []
     for _ in range(2):
         policy = copy.deepcopy(begun)
-        with updated_by([server.url], policy, tokenizer, run, alpha) as (one, updates):
+        with updated_by([server.url], policy, tokenizer, run, alpha) as (client, updates):
             assert updates.step == 0
-            check_answers(one, policy)
+            check_answers(client, policy)
             train(policy, 5)
             updates.publish(5, needed={0})
             assert sorted(path.name for path in run.iterdir()) == ["reference-0", "reference-5"]
         saved.append((run / "reference-5/model.safetensors").read_bytes())
     assert saved[0] == saved[1]
     # Of another policy nothing is there: it begins with what the servers have.
-    with updated_by([server.url], policy, tokenizer, run) as (one, _):
-        assert one.connection.fingerprint == describe_of(server)
+    with updated_by([server.url], policy, tokenizer, run) as (client, _):
+        assert client.connection.fingerprint == describe_of(server)
 
 
 def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
@@ -350,13 +349,13 @@ def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
     begun_with(server, policy, tokenizer, tmp_path)
     policy = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     first = describe_of(server)
-    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (one, updates):
-        assert one.connection.fingerprint == first
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run") as (client, updates):
+        assert client.connection.fingerprint == first
         updates.publish(5, needed={0})
-    with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (one, _):
-        assert one.connection.fingerprint == first != describe_of(server)
+    with updated_by([server.url], policy, tokenizer, tmp_path / "run", ref_deadline=1) as (client, _):
+        assert client.connection.fingerprint == first != describe_of(server)
         with pytest.raises(ServerError, match="has missed an update of the reference"):
-            one.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60)
+            client.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60)
 
 
 @pytest.mark.slow

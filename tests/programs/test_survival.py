@@ -1,7 +1,7 @@
-"""Training goes on, bit for bit, whatever becomes of its reference servers. Real processes, on the demo's settings.
+"""Training continues, bit for bit, whatever happens to its reference servers. Real processes, on the demo's settings.
 
-Every run here is held against one that nothing disturbed: each step once, and every number that is no time the same.
-It takes a deterministic server, whose answers do not depend on what else waits for it.
+Every run is compared with one that nothing disturbed: each step once, and the same numbers except times. It needs a
+deterministic server, whose answers do not depend on what else waits in its queue.
 """
 
 import json
@@ -29,7 +29,7 @@ FEWER = 16  # the learning rate does not depend on max_steps: these are the firs
 
 
 class Training:
-    """A trainer with two ranks, on its way."""
+    """A running trainer with two ranks."""
 
     def __init__(self, process: subprocess.Popen, run: Path, log: Path):
         self.process, self.run, self.log = process, run, log
@@ -46,12 +46,12 @@ class Training:
             time.sleep(0.02)
 
     def finish(self) -> tuple[list[dict], list[str]]:
-        """Wait for a good end. Returns the numbers of each step without times, and the samples with their rewards."""
+        """Wait for exit code 0. Returns the numbers of each step without times, and the samples with their rewards."""
         assert self.process.wait(timeout=300) == 0, self.log.read_text()
         return timeless(self.run), (self.run / "completions.jsonl").read_text().splitlines()
 
-    def said(self, words: str) -> int:
-        """How often the first rank said so."""
+    def count_logged(self, words: str) -> int:
+        """Return how often the words are in the log."""
         return self.log.read_text().count(words)
 
 
@@ -120,7 +120,7 @@ def steps(request) -> int:
 def undisturbed(demo, steady, steps, tmp_path_factory):
     with training(demo, tmp_path_factory.mktemp("undisturbed") / "run", steady.url, max_steps=steps) as run:
         rows, samples = run.finish()
-        assert run.said("out of rotation") == 0
+        assert run.count_logged("out of rotation") == 0
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert all(row["kl"] > 0 for row in rows[12:]) and len({row["grad_norm"] for row in rows}) == steps
     return rows, samples
@@ -150,7 +150,7 @@ def test_a_server_killed_every_third_step_changes_nothing(demo, undisturbed, ste
             server = servers.enter_context(deterministic(demo / "model", tmp_path, server.port))
             server.wait_ready()
         check(run, undisturbed, steps)
-        assert run.said("out of rotation") >= kills // 2
+        assert run.count_logged("out of rotation") >= kills // 2
 
 
 def test_one_of_two_servers_killed_for_good_changes_nothing(demo, steady, undisturbed, tmp_path):
@@ -160,7 +160,7 @@ def test_one_of_two_servers_killed_for_good_changes_nothing(demo, steady, undist
             run.reach(5)
             killed.end(signal.SIGKILL)
             check(run, undisturbed, FEWER)
-            assert run.said(f"{killed.url} cannot be reached") == 1 and run.said("answers again") == 0
+            assert run.count_logged(f"{killed.url} cannot be reached") == 1 and run.count_logged("answers again") == 0
 
 
 def test_a_network_that_delays_cuts_and_swallows_changes_nothing(demo, steady, undisturbed, tmp_path):
@@ -172,7 +172,7 @@ def test_a_network_that_delays_cuts_and_swallows_changes_nothing(demo, steady, u
         for kind in ("answer cut", "answer reset", "request cut", "request reset", "delay"):
             assert network.happened[kind] >= 5, network.happened
         assert network.happened["black hole"] >= 1
-        assert run.said("out of rotation") >= 10
+        assert run.count_logged("out of rotation") >= 10
 
 
 def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(demo, steady, undisturbed, tmp_path):
@@ -186,7 +186,7 @@ def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(demo, stea
             finally:
                 steady.process.send_signal(signal.SIGCONT)
         check(run, undisturbed, FEWER)
-        assert run.said("did not answer in time; out of rotation") == 2 == run.said("answers again")
+        assert run.count_logged("did not answer in time; out of rotation") == 2 == run.count_logged("answers again")
 
 
 def test_a_request_sent_again_to_a_restarted_server_has_the_very_same_answer(model_folder, tmp_path):
@@ -198,13 +198,13 @@ def test_a_request_sent_again_to_a_restarted_server_has_the_very_same_answer(mod
         server.wait_ready()
         client = ReferenceClient(TrainerConfig(ref_servers=[server.url]))
         servers.callback(client.close)
-        one_by_one = [client.request_logprobs(*group, "g").result() for group in zip(prompts, completions, strict=True)]
+        separately = [client.request_logprobs(*group, "g").result() for group in zip(prompts, completions, strict=True)]
         server.process.send_signal(signal.SIGSTOP)  # so that none is answered before the end
         together = [client.request_logprobs(*group, "g") for group in zip(prompts, completions, strict=True)]
         time.sleep(0.5)
         server.end(signal.SIGKILL)
         assert not any(future.done() for future in together)
         servers.enter_context(deterministic(model_folder, tmp_path, server.port))
-        for rows, future in zip(one_by_one, together, strict=True):
+        for rows, future in zip(separately, together, strict=True):
             for row, again in zip(rows, future.result(timeout=60), strict=True):
                 np.testing.assert_array_equal(row, again)

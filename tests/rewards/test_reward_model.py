@@ -149,7 +149,7 @@ CHATS = [
 
 @torch.no_grad()
 def exact(folder: Path, chats=CHATS) -> list[float]:
-    """One text at a time, by what transformers does with the files as they are."""
+    """Score one text at a time, by transformers with the files as they are."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     scores = []
@@ -188,11 +188,11 @@ def test_a_reward_model_judges_the_chat_by_its_own_template(folders, tokenizer):
     """The policy's template, with its control tokens, is another than the reward model's."""
     example = make_example(TrainerConfig(system_prompt=""), tokenizer, 0, {"question": "is it one ?", "answer": "one"})
     assert "<|im_start|>" in example.prompt
-    found = load_reward_funcs([str(folders["gpt2"])])
-    assert list(found) == ["gpt2"]
+    reward_funcs = load_reward_funcs([str(folders["gpt2"])])
+    assert list(reward_funcs) == ["gpt2"]
     config = TrainerConfig(reward_funcs=[str(folders["gpt2"])])
     table = compute_rewards(
-        start_rewards(found, config, CPU), [example.prompt] * 2, ["one", "two"], {}, [example.messages] * 2
+        start_rewards(reward_funcs, config, CPU), [example.prompt] * 2, ["one", "two"], {}, [example.messages] * 2
     )
     chats = [[{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": a}] for a in ("one", "two")]
     np.testing.assert_allclose(table, [exact(folders["gpt2"], chats)], atol=1e-5, rtol=0)
@@ -217,10 +217,11 @@ def test_a_text_beyond_the_model_is_an_error(folders):
 
 
 def test_it_is_frozen_and_keeps_its_settings(folders):
-    judge = in_trainer(folders["qwen2 without padding"])
-    judge.score(CHATS)
-    assert judge._model.config.pad_token_id is None and not judge._model.training
-    assert not any(parameter.requires_grad for parameter in judge._model.parameters())
+    reward_model = in_trainer(folders["qwen2 without padding"])
+    reward_model.score(CHATS)
+    model = reward_model._model
+    assert model.config.pad_token_id is None and not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 # --- finding it
@@ -242,7 +243,7 @@ def test_a_folder_is_a_model_where_it_has_a_slash(folders, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, reason",
     [
         ("some/mine.py", "'some/mine.py', a file: name its function too, as some/mine.py:function"),
         ("./nowhere", "there is no such folder"),
@@ -251,8 +252,8 @@ def test_a_folder_is_a_model_where_it_has_a_slash(folders, monkeypatch):
         (str(REPOSITORY / "docs"), "a folder without a config.json"),
     ],
 )
-def test_what_is_none_of_them_is_refused(name, said):
-    with pytest.raises(ConfigError, match=f"^reward_funcs names .*{said}"):
+def test_what_is_none_of_them_is_refused(name, reason):
+    with pytest.raises(ConfigError, match=f"^reward_funcs names .*{reason}"):
         load_reward_funcs([name])
 
 
@@ -282,13 +283,13 @@ def served(folders, tmp_path_factory):
     limits = ["--max_request_tokens=2000", "--max_request_sequences=32", "--max_length=100", "--max_batch_tokens=256"]
     folder = tmp_path_factory.mktemp("rm")
     environment = {"GRPO_REF_TOKEN": "s3cret"}
-    with running_server(folders["qwen2"], folder, "--task=reward", *limits, environment=environment) as one:
-        one.wait_ready()
-        yield one
+    with running_server(folders["qwen2"], folder, "--task=reward", *limits, environment=environment) as server:
+        server.wait_ready()
+        yield server
 
 
-def post(server, said, headers=TOKEN) -> requests.Response:
-    body = said if isinstance(said, bytes) else json.dumps(said).encode()
+def post(server, content, headers=TOKEN) -> requests.Response:
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
     return requests.post(server.url + "/v1/rewards", data=body, timeout=60, headers=headers)
 
 
@@ -311,10 +312,10 @@ def test_text_in_score_out(served, folders):
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
     answer = post(served, {"inputs": [*texts, *CHATS], "request_id": "r"})
     assert answer.status_code == 200 and answer.headers["Content-Type"] == "application/json"
-    said = RewardAnswer.from_json(answer.content, 2 * len(CHATS))
-    np.testing.assert_allclose(said.scores, exact(folders["qwen2"]) * 2, atol=1e-5, rtol=0)
+    decoded = RewardAnswer.from_json(answer.content, 2 * len(CHATS))
+    np.testing.assert_allclose(decoded.scores, exact(folders["qwen2"]) * 2, atol=1e-5, rtol=0)
     health = ServerInfo.from_json(requests.get(served.url + "/health", timeout=5, headers=TOKEN).content)
-    assert (said.model_fingerprint, said.request_id) == (health.model.fingerprint, "r")
+    assert (decoded.model_fingerprint, decoded.request_id) == (health.model.fingerprint, "r")
     assert (health.task, health.status, health.model.max_length) == ("reward", "ready", 100)
     metrics = requests.get(served.url + "/metrics", timeout=5, headers=TOKEN).text
     assert 'grpo_ref_requests_total{path="/v1/rewards",status="200"}' in metrics
@@ -358,9 +359,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG.values(), ids=WRONG)
-def test_400_for_what_is_malformed(served, said):
-    answer = post(served, said)
+@pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
+def test_400_for_what_is_malformed(served, content):
+    answer = post(served, content)
     assert refusal(answer) == (400, "malformed")
     assert len(answer.content) < 1000
 
@@ -406,14 +407,16 @@ def test_many_clients_share_the_service(served, folders):
 
 @pytest.mark.slow
 def test_a_deterministic_service_gives_the_same_bits_after_a_restart(folders, tmp_path):
-    with running_server(folders["qwen2"], tmp_path, "--task=reward", "--deterministic", "--max_batch_tokens=80") as one:
-        one.wait_ready()
-        first = post(one, {"inputs": CHATS}).json()["scores"]
+    with running_server(
+        folders["qwen2"], tmp_path, "--task=reward", "--deterministic", "--max_batch_tokens=80"
+    ) as server:
+        server.wait_ready()
+        first = post(server, {"inputs": CHATS}).json()["scores"]
         with running_server(
             folders["qwen2"], tmp_path, "--task=reward", "--deterministic", "--max_batch_tokens=80"
-        ) as two:
-            two.wait_ready()
-            assert post(two, {"inputs": CHATS}).json()["scores"] == first
+        ) as again:
+            again.wait_ready()
+            assert post(again, {"inputs": CHATS}).json()["scores"] == first
 
 
 def test_a_server_of_the_other_task_is_refused_both_ways(served, server, folders):
@@ -444,15 +447,15 @@ def test_a_reward_server_that_is_not_there_or_refuses_is_said(served):
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, reason",
     [
         (dict(quantization="8bit"), "quantization='8bit': not for task reward"),
         (dict(device_map="auto"), "device_map='auto': not for task reward"),
         (dict(estimate=True), "estimate=True: not for task reward"),
     ],
 )
-def test_what_a_reward_server_has_not_is_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_a_reward_server_has_not_is_refused(settings, reason):
+    with pytest.raises(ConfigError, match=reason):
         ServerConfig(task="reward", **settings)
 
 

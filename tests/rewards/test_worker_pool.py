@@ -1,4 +1,4 @@
-"""Reward functions that hang, die or wait: real worker processes, killed for real."""
+"""Reward functions that hang, end their process or wait: real worker processes, really killed."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ FUNCTIONS = r'''
 import asyncio, os, re, signal, subprocess, sys, time
 
 def length(prompts, completions, **columns):
-    """Of each completion, unless it is a command."""
+    """Return the length of each completion, after running the completion if it is a command."""
     for completion in completions:
         run(completion)
     return [float(len(completion)) for completion in completions]
@@ -134,6 +134,14 @@ def pooled(functions):
         pool.close()
 
 
+def is_worker(process: psutil.Process) -> bool:
+    """Tell whether a process is a guard or the worker below it."""
+    try:
+        return "rewards.worker import run_worker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
 def rewards(functions: dict, completions: list[str], **columns: list) -> list[list[float]]:
     return compute_rewards(functions, ["p"] * len(completions), completions, columns).tolist()
 
@@ -153,7 +161,7 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
 
 
 @pytest.mark.parametrize(
-    "death, said",
+    "death, reason",
     [
         ("exit", "lost its process (exit code 7)"),
         ("sys.exit", "lost its process (exit code 0)"),
@@ -165,19 +173,19 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
         ("forge", "wrote where its process replies"),
     ],
 )
-def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, said):
+def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, reason):
     length = pooled("length")
     for _ in range(2):
         assert rewards(length, ["a", death, "ccc", "dddd"]) == [[1, -1, 3, 4]]
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == [f"reward function 'length' {said} on the completion '{death}': that earns -1"] * 2
+    assert lines == [f"reward function 'length' {reason} on the completion '{death}': that earns -1"] * 2
 
 
 def test_code_that_stops_the_process_above_it_costs_its_completion_too(pooled, monkeypatch):
     monkeypatch.setattr(worker_pool, "END_SECONDS", 0.5)
     assert rewards(pooled("length", timeout=0.5), ["a", "stop", "ccc"]) == [[1, -1, 3]]
     below = psutil.Process().children(recursive=True)
-    assert sum("rewards.worker import run_worker" in " ".join(one.cmdline()) for one in below if one.is_running()) <= 4
+    assert sum(map(is_worker, below)) <= 4
 
 
 def test_more_hangs_than_processes_are_all_survived(pooled):
@@ -188,7 +196,7 @@ def test_more_hangs_than_processes_are_all_survived(pooled):
 
 def test_the_order_is_that_of_the_completions_whatever_is_ready_first(pooled):
     completions = ["slow", *("x" * n for n in range(1, 30)), "slow", "y"]
-    assert rewards(pooled("slow_first"), completions) == [[len(one) for one in completions]]
+    assert rewards(pooled("slow_first"), completions) == [[len(completion) for completion in completions]]
 
 
 def test_processes_are_reused_and_only_a_lost_one_is_replaced(pooled):
@@ -231,12 +239,12 @@ def test_a_sigterm_to_all_below_the_trainer_costs_no_reward(pooled, tmp_path):
         while not (file.exists() and file.read_text()):
             time.sleep(0.01)
         below = psutil.Process().children(recursive=True)
-        ours = [one for one in below if "rewards.worker import run_worker" in " ".join(one.cmdline())]
+        ours = list(filter(is_worker, below))
         assert len(ours) >= 4  # two workers, each below its guard
-        for one in ours:
-            one.terminate()
+        for process in ours:
+            process.terminate()
         time.sleep(0.5)
-        assert all(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ours)
+        assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ours)
         psutil.Process(int(file.read_text())).terminate()  # what the user's code started does not ignore it
 
     with ThreadPoolExecutor() as pool:
@@ -256,7 +264,7 @@ def test_columns_none_and_a_batch_of_one_arrive_as_in_the_trainer(pooled):
 def test_code_that_forks_is_answered_for_once(pooled):
     completions = ["a", "fork", "ccc", "fork", *("x" * n for n in range(20))]
     for _ in range(2):
-        assert rewards(pooled("length", timeout=5), completions) == [[len(one) for one in completions]]
+        assert rewards(pooled("length", timeout=5), completions) == [[len(completion) for completion in completions]]
 
 
 @pytest.mark.parametrize("where", ["worker", "trainer"])
@@ -267,11 +275,11 @@ def test_what_functions_print_is_shown_up_to_a_limit_for_each_batch(functions, p
         return sum(record.args[0] for record in caplog.records)
 
     def shown(count: int) -> int:
-        """How many arrive, in time, of which so many were printed and are not said to be left out."""
+        """Return how many arrive in time, of `count` that were printed less those that the log says are left out."""
         seen, end = 0, time.monotonic() + 20
         while seen + left_out() < count and time.monotonic() < end:
             seen += "".join(capfd.readouterr()).count("é")
-            rewards(length, ["a"])  # what came too late for a batch is of the next one
+            rewards(length, ["a"])  # prints that come too late for a batch count for the next one
         return seen
 
     for _ in range(2):
@@ -333,7 +341,7 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end, c
     command = [sys.executable, "-c", PARENT, f"{functions}:length", f"{child} {tmp_path / 'pid'}"]
     with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
         guards = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
-        pids = [one.pid for guard in guards for one in (guard, *guard.children())]
+        pids = [process.pid for guard in guards for process in (guard, *guard.children())]
         assert len(pids) == 4
         end_of_wait = time.monotonic() + 20
         while not (tmp_path / "pid").exists() or not (written := (tmp_path / "pid").read_text()):
@@ -440,10 +448,10 @@ def test_without_a_timeout_functions_stay_in_the_trainer(functions):
 def test_with_a_timeout_both_kinds_have_deadlines(functions, caplog):
     both = started(functions, "length", "judged", reward_timeout=0.5, reward_fallback=0.25)
     assert rewards(both, ["a", "sleep", "never", "dddd"]) == [[1, 0.25, 5, 4], [1, 5, 0.25, 4]]
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(said) == 2
-    assert any("'length' gave no answer within 0.5 s on the completion 'sleep'" in line for line in said)
-    assert any("'judged' gave no answer within 0.5 s on the completion 'never'" in line for line in said)
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert any("'length' gave no answer within 0.5 s on the completion 'sleep'" in line for line in errors)
+    assert any("'judged' gave no answer within 0.5 s on the completion 'never'" in line for line in errors)
     with pytest.raises(RewardError, match=r"'judged' failed on the completion 'timeout': TimeoutError\('of its own'\)"):
         rewards({"judged": both["judged"]}, ["a", "timeout"])
 
