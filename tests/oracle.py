@@ -1,4 +1,4 @@
-"""The papers' formulas, one number at a time in Python floats: what advantages, losses and steps are held against.
+"""The papers' formulas, one number at a time in Python floats, to hold advantages, losses and steps against.
 
 Knows neither torch nor grpo/. `settings` is anything with LossSection's field names. Gradients are central differences;
 where a formula stops the gradient, the stopped factor is taken from the unmoved completion (`at`).
@@ -31,23 +31,23 @@ STEP = 1e-5  # of a central difference
 
 @dataclass(frozen=True)
 class Completion:
-    """One sequence, a number a token."""
+    """A completion: lists have a number for each token."""
 
     advantage: float
     logp: list[float]
     entropy: list[float]
     old: list[float] | None = None
-    """None: the current policy drew it"""
+    """log-probs of the policy that drew the completion; None: the current policy drew it"""
     ref: list[float] | None = None
     sampling: list[float] | None = None
-    """NaN: the sampler did not say"""
+    """log-probs as the sampler knew them, NaN where it did not"""
     high_entropy: list[bool] | None = None
-    """None: every token counts"""
+    """tokens that the policy term acts on; None: all"""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a whole step."""
+    """The size of a whole step."""
 
     sequences: int
     tokens: int
@@ -55,9 +55,11 @@ class Size:
 
 
 def size(completions: Sequence[Completion]) -> Size:
-    masks = [mark for one in completions for mark in one.high_entropy or []]
-    masked = any(one.high_entropy is not None for one in completions)
-    return Size(len(completions), sum(len(one.logp) for one in completions), sum(masks) if masked else None)
+    masks = [mark for completion in completions for mark in completion.high_entropy or []]
+    masked = any(completion.high_entropy is not None for completion in completions)
+    return Size(
+        len(completions), sum(len(completion.logp) for completion in completions), sum(masks) if masked else None
+    )
 
 
 def clamp(value: float, low: float, high: float) -> float:
@@ -72,14 +74,14 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def drawn(one: Completion, at: Completion) -> list[float]:
-    """Log-probs of the policy that drew the completion. Where it is the current one they take no gradient."""
-    return at.logp if one.old is None else one.old
+def drawn(completion: Completion, at: Completion) -> list[float]:
+    """Return the log-probs of the policy that drew the completion; those of the current one take no gradient."""
+    return at.logp if completion.old is None else completion.old
 
 
-def ratios(one: Completion, at: Completion, level: str) -> list[float]:
-    """A token's pi / pi_old, or for each token the sequence's (pi / pi_old)^(1 / length), GSPO eq. 7."""
-    differences = [new - old for new, old in zip(one.logp, drawn(one, at), strict=True)]
+def ratios(completion: Completion, at: Completion, level: str) -> list[float]:
+    """Return each token's pi / pi_old, or for each token the sequence's (pi / pi_old)^(1 / length), GSPO eq. 7."""
+    differences = [new - old for new, old in zip(completion.logp, drawn(completion, at), strict=True)]
     if level == "sequence" and differences:
         differences = [mean(differences)] * len(differences)
     return [bounded_exp(difference) for difference in differences]
@@ -115,7 +117,7 @@ def vespo_weight(at: Completion, settings) -> float:
 
 
 def kl(estimator: str, log_ratio: float, stopped_log_ratio: float) -> list[float]:
-    """Terms that add up to the KL of the policy from the reference; log_ratio is log ref - log pi."""
+    """Return terms that add up to the KL of the policy from the reference; log_ratio is log ref - log pi."""
 
     def k3(d: float) -> float:
         exp = math.exp(d) if d <= LIMIT else math.exp(LIMIT) * (1 + d - LIMIT)  # beyond, the tangent
@@ -126,25 +128,26 @@ def kl(estimator: str, log_ratio: float, stopped_log_ratio: float) -> list[float
     return [{"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": k3(log_ratio)}[estimator]]
 
 
-def off_policy_kept(one: Completion, at: Completion, settings) -> bool:
-    """DeepSeek-V3.2 eq. 9: a bad sequence that the policy has left (mean of log pi_old - log pi) teaches nothing.
+def off_policy_kept(completion: Completion, at: Completion, settings) -> bool:
+    """Drop a bad sequence that the policy has left (mean of log pi_old - log pi): DeepSeek-V3.2 eq. 9.
 
-    A token of which the sampler did not say the log-prob counts with a difference of 0, as in TRL.
+    A token whose log-prob the sampler did not know counts with a difference of 0, as in TRL.
     """
-    if settings.off_policy_mask_threshold is None or one.advantage >= 0 or not one.logp:
+    if settings.off_policy_mask_threshold is None or completion.advantage >= 0 or not completion.logp:
         return True
-    olds = drawn(one, at) if one.sampling is None else one.sampling
+    olds = drawn(completion, at) if completion.sampling is None else completion.sampling
     differences = [0.0 if math.isnan(old) else old - now for old, now in zip(olds, at.logp, strict=True)]
     return mean(differences) <= settings.off_policy_mask_threshold
 
 
-def importance(one: Completion, at: Completion, settings) -> list[float]:
-    """Each token's pi_old / pi_sampler, truncated or dropped beyond its bounds; a sequence's is the product."""
+def importance(completion: Completion, at: Completion, settings) -> list[float]:
+    """Return each token's pi_old / pi_sampler, truncated or dropped beyond its bounds; a sequence's is the product."""
     mode = settings.importance_sampling_mode
-    if mode == "none" or one.sampling is None:
-        return [1.0] * len(one.logp)
+    if mode == "none" or completion.sampling is None:
+        return [1.0] * len(completion.logp)
     differences = [
-        0.0 if math.isnan(said) else old - said for old, said in zip(drawn(one, at), one.sampling, strict=True)
+        0.0 if math.isnan(sampled) else old - sampled
+        for old, sampled in zip(drawn(completion, at), completion.sampling, strict=True)
     ]
     if mode.startswith("sequence"):
         differences = [math.fsum(differences)] * len(differences)
@@ -158,32 +161,38 @@ def importance(one: Completion, at: Completion, settings) -> list[float]:
     return [weight if low <= weight <= high else 0.0 for weight in weights]
 
 
-def terms(one: Completion, settings, beta: float, at: Completion) -> list[float]:
-    """The policy term and, where there is a reference, the KL term of each token, before any mean."""
+def terms(completion: Completion, settings, beta: float, at: Completion) -> list[float]:
+    """Return the policy term and, where there is a reference, the KL term of each token, before any mean."""
     level = settings.importance_sampling_level
-    weights = importance(one, at, settings)
-    kept = off_policy_kept(one, at, settings)
-    answer = []
-    for place, (ratio, stopped_ratio) in enumerate(zip(ratios(one, at, level), ratios(at, at, level), strict=True)):
-        if kept and (one.high_entropy is None or one.high_entropy[place]):
+    weights = importance(completion, at, settings)
+    kept = off_policy_kept(completion, at, settings)
+    result = []
+    for place, (ratio, stopped_ratio) in enumerate(
+        zip(ratios(completion, at, level), ratios(at, at, level), strict=True)
+    ):
+        if kept and (completion.high_entropy is None or completion.high_entropy[place]):
             if settings.loss_type == "vespo":
-                answer.append(-vespo_weight(at, settings) * one.advantage * one.logp[place])
+                result.append(-vespo_weight(at, settings) * completion.advantage * completion.logp[place])
             else:
-                policy = policy_term(one.logp[place], ratio, stopped_ratio, one.advantage, settings)
-                answer.append(policy * weights[place])
-        if one.ref is not None:
-            penalty = kl(settings.kl_estimator, one.ref[place] - one.logp[place], one.ref[place] - at.logp[place])
-            answer += [beta * term * (ratio if settings.use_bias_correction_kl else 1.0) for term in penalty]
-    return answer
+                policy = policy_term(completion.logp[place], ratio, stopped_ratio, completion.advantage, settings)
+                result.append(policy * weights[place])
+        if completion.ref is not None:
+            penalty = kl(
+                settings.kl_estimator,
+                completion.ref[place] - completion.logp[place],
+                completion.ref[place] - at.logp[place],
+            )
+            result += [beta * term * (ratio if settings.use_bias_correction_kl else 1.0) for term in penalty]
+    return result
 
 
 def shares(
-    one: Completion, step: Size, settings, beta: float, max_completion_length: int, at: Completion | None = None
+    completion: Completion, step: Size, settings, beta: float, max_completion_length: int, at: Completion | None = None
 ) -> list[float]:
-    """What this sequence adds to the step's loss, term by term; the sum over all sequences is the loss."""
+    """Return what this sequence adds to the step's loss, term by term; the sum over all sequences is the loss."""
     divisor = {
-        "grpo": max(len(one.logp), 1) * step.sequences,
-        "sapo": max(len(one.logp), 1) * step.sequences,
+        "grpo": max(len(completion.logp), 1) * step.sequences,
+        "sapo": max(len(completion.logp), 1) * step.sequences,
         "bnpo": step.tokens,
         "dapo": step.tokens,
         "cispo": step.tokens,
@@ -191,50 +200,55 @@ def shares(
         "luspo": step.sequences,
         "dr_grpo": step.sequences * max_completion_length,
     }[settings.loss_type]
-    answer = [term / divisor for term in terms(one, settings, beta, at or one)]
+    result = [term / divisor for term in terms(completion, settings, beta, at or completion)]
     if settings.entropy_coef:
         acted_on = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens
-        for place, entropy in enumerate(one.entropy):
-            if one.high_entropy is None or one.high_entropy[place]:
-                answer.append(-settings.entropy_coef * entropy / acted_on)
-    return answer
+        for place, entropy in enumerate(completion.entropy):
+            if completion.high_entropy is None or completion.high_entropy[place]:
+                result.append(-settings.entropy_coef * entropy / acted_on)
+    return result
 
 
 def loss(completions: Sequence[Completion], settings, beta: float, max_completion_length: int) -> float:
     step = size(completions)
-    return math.fsum(share for one in completions for share in shares(one, step, settings, beta, max_completion_length))
+    return math.fsum(
+        share for completion in completions for share in shares(completion, step, settings, beta, max_completion_length)
+    )
 
 
 def gradient(
-    one: Completion, step: Size, settings, beta: float, max_completion_length: int
+    completion: Completion, step: Size, settings, beta: float, max_completion_length: int
 ) -> tuple[list[float], list[float]]:
-    """The step's loss by this sequence's log-probs and by its entropies."""
+    """Return the gradient of the step's loss by this sequence's log-probs and by its entropies."""
 
     def slope(field: str, place: int) -> float:
         sides = []
         for shift in (STEP, -STEP):
-            moved = list(getattr(one, field))
+            moved = list(getattr(completion, field))
             moved[place] += shift
-            moved = replace(one, **{field: moved})
-            sides.append(shares(moved, step, settings, beta, max_completion_length, at=one))
+            moved = replace(completion, **{field: moved})
+            sides.append(shares(moved, step, settings, beta, max_completion_length, at=completion))
         # Term by term before the sum: next to a term of 1e8 a small slope would be lost.
         return math.fsum(up - down for up, down in zip(*sides, strict=True)) / (2 * STEP)
 
-    places = range(len(one.logp))
+    places = range(len(completion.logp))
     by_entropy = [slope("entropy", place) for place in places] if settings.entropy_coef else [0.0 for _ in places]
     return [slope("logp", place) for place in places], by_entropy
 
 
 def mark_high_entropy(completions: Sequence[Completion], quantile: float) -> list[Completion]:
     """Mark the tokens in the top `quantile` of all entropies (linear interpolation, the threshold itself is in)."""
-    ordered = sorted(entropy for one in completions for entropy in one.entropy)
+    ordered = sorted(entropy for completion in completions for entropy in completion.entropy)
     if not ordered:
-        return [replace(one, high_entropy=[]) for one in completions]
+        return [replace(completion, high_entropy=[]) for completion in completions]
     place = (1 - quantile) * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     threshold = ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-    return [replace(one, high_entropy=[entropy >= threshold for entropy in one.entropy]) for one in completions]
+    return [
+        replace(completion, high_entropy=[entropy >= threshold for entropy in completion.entropy])
+        for completion in completions
+    ]
 
 
 def known(values: Sequence[float]) -> list[float]:
@@ -242,41 +256,41 @@ def known(values: Sequence[float]) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Standard deviation with ddof 1; 0 where there are not two."""
+    """Return the standard deviation with ddof 1; 0 where there are not two values."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def advantages(groups: Sequence[Sequence[float]], scale: str, tolerance: float = 0.0) -> list[list[float]]:
-    """(reward - group mean) / (std + 1e-4), std of the group or of the whole batch; "none" leaves the division out.
+    """Return (reward - group mean) / (std + 1e-4), std of the group or of the batch; "none" leaves the division out.
 
     NaN is in no mean and has advantage 0, and so has a group whose rewards are within `tolerance` of each other.
     """
     batch = spread([reward for group in groups for reward in known(group)])
-    answer = []
+    result = []
     for group in groups:
         rewards = known(group)
         if not rewards or max(rewards) - min(rewards) <= tolerance:
-            answer.append([0.0] * len(group))
+            result.append([0.0] * len(group))
             continue
         divisor = {"group": spread(rewards) + 1e-4, "batch": batch + 1e-4, "none": 1.0}[scale]
         middle = statistics.fmean(rewards)
-        answer.append([0.0 if math.isnan(reward) else (reward - middle) / divisor for reward in group])
-    return answer
+        result.append([0.0 if math.isnan(reward) else (reward - middle) / divisor for reward in group])
+    return result
 
 
 def weighted_sum(by_function: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """[functions][n] -> [n]; a function that says NaN is left out, a completion of which all say so is NaN."""
-    answer = []
-    for said in zip(*by_function, strict=True):
-        terms = [weight * value for weight, value in zip(weights, said, strict=True) if not math.isnan(value)]
-        answer.append(math.fsum(terms) if terms else math.nan)
-    return answer
+    """Add up [functions][n] -> [n]; NaN is left out, a completion for which all functions have NaN is NaN."""
+    result = []
+    for sampled in zip(*by_function, strict=True):
+        terms = [weight * value for weight, value in zip(weights, sampled, strict=True) if not math.isnan(value)]
+        result.append(math.fsum(terms) if terms else math.nan)
+    return result
 
 
 def decoupled_advantages(
     by_function: Sequence[Sequence[Sequence[float]]], weights: Sequence[float], tolerance: float = 0.0
 ) -> list[list[float]]:
-    """GDPO: [functions][groups][n], each normalised in its group, added up with weights, normalised over the batch."""
+    """Normalise [functions][groups][n] in each group, add up with weights, normalise over the batch: GDPO."""
     normalised = [
         [
             [math.nan if math.isnan(reward) else scaled for reward, scaled in zip(group, row, strict=True)]
@@ -293,7 +307,7 @@ def decoupled_advantages(
 
 
 def overlong_punishment(length: int, max_completion_length: int, cache: int) -> float:
-    """DAPO eq. 13."""
+    """Return the punishment of DAPO eq. 13."""
     if length <= max_completion_length - cache:
         return 0.0
     if length <= max_completion_length:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from oracle import Completion, size
@@ -28,7 +30,7 @@ FAR = 25.0  # in log: beyond where ratios are clamped
 
 
 def completions(seed: int, off_policy=True, sampled=False, far=False) -> list[Completion]:
-    """Empty and one-token sequences among them, an advantage of 0, a sampler that did not say every log-prob.
+    """Make sequences: some empty or of one token, one with advantage 0, a sampler that did not know every log-prob.
 
     `far`: log-ratios beyond the clamp both ways, of single tokens and of a whole sequence.
     """
@@ -36,16 +38,18 @@ def completions(seed: int, off_policy=True, sampled=False, far=False) -> list[Co
     made = []
     for number, length in enumerate(LENGTHS):
         logp = [-draw.uniform(0.01, 6) for _ in range(length)]
-        old, ref, said = ([value + draw.gauss(0, 0.5) for value in logp] for _ in range(3))
+        old, ref, sampling = ([value + draw.gauss(0, 0.5) for value in logp] for _ in range(3))
         entropy = [draw.uniform(0, 4) for _ in logp]
         advantage = 0.0 if number == 5 else draw.gauss(0, 1)
-        said = [math.nan if draw.random() < 0.2 else value for value in said]
+        sampling = [math.nan if draw.random() < 0.2 else value for value in sampling]
         if far and length == 12:
             old = [value + draw.choice([-1, 1]) * FAR for value in logp[:6]] + old[6:]
             ref = ref[:6] + [value + draw.choice([-1, 1]) * FAR for value in logp[6:]]
         if far and length == 7:
             old = [value - FAR for value in logp]
-        made.append(Completion(advantage, logp, entropy, old if off_policy else None, ref, said if sampled else None))
+        made.append(
+            Completion(advantage, logp, entropy, old if off_policy else None, ref, sampling if sampled else None)
+        )
     return made
 
 
@@ -55,24 +59,33 @@ def flat(rows: list[list[float] | None], dtype=torch.float64) -> torch.Tensor | 
     return torch.tensor([value for row in rows for value in row], dtype=dtype)
 
 
-def tokens_of(some: list[Completion], dtype=torch.float64) -> Tokens:
+def tokens_of(batch: list[Completion], dtype=torch.float64) -> Tokens:
     return Tokens(
-        lengths=torch.tensor([len(one.logp) for one in some], dtype=torch.int64),
-        advantages=torch.tensor([one.advantage for one in some], dtype=dtype),
-        logprobs=flat([one.logp for one in some], dtype).requires_grad_(),
-        entropy=flat([one.entropy for one in some], dtype).requires_grad_(),
-        old_logprobs=flat([one.old for one in some], dtype),
-        ref_logprobs=flat([one.ref for one in some], dtype),
-        sampling_logprobs=flat([one.sampling for one in some], dtype),
-        high_entropy=flat([one.high_entropy for one in some], torch.bool),
+        lengths=torch.tensor([len(completion.logp) for completion in batch], dtype=torch.int64),
+        advantages=torch.tensor([completion.advantage for completion in batch], dtype=dtype),
+        logprobs=flat([completion.logp for completion in batch], dtype).requires_grad_(),
+        entropy=flat([completion.entropy for completion in batch], dtype).requires_grad_(),
+        old_logprobs=flat([completion.old for completion in batch], dtype),
+        ref_logprobs=flat([completion.ref for completion in batch], dtype),
+        sampling_logprobs=flat([completion.sampling for completion in batch], dtype),
+        high_entropy=flat([completion.high_entropy for completion in batch], torch.bool),
     )
 
 
-def step_of(some: list[Completion]) -> StepSize:
-    step = size(some)
+def step_of(batch: list[Completion]) -> StepSize:
+    step = size(batch)
     return StepSize(step.sequences, step.tokens, step.high_entropy_tokens)
 
 
 def gradients(loss: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """By log-probs and by entropies, zeros where the loss does not depend on them."""
+    """Return the gradients by log-probs and by entropies, zeros where the loss does not depend on them."""
     return torch.autograd.grad(loss, (tokens.logprobs, tokens.entropy), materialize_grads=True)
+
+
+@contextmanager
+def named(*case: object) -> Iterator[None]:
+    """Begin the message of whatever fails inside with the case."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{', '.join(map(str, case))}: {error}") from error

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 import random
+from itertools import product
 
 import pytest
 import torch
 from oracle import Completion, gradient, loss, mark_high_entropy
-from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
+from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, named, step_of, tokens_of
 
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
 from grpo.algorithm.kl import adapt_beta, kl_divergence
@@ -18,6 +19,7 @@ from grpo.run.metrics import Stats
 
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 LEVELS = ["token", "sequence"]
+LOSSES = [*product(LOSS_TYPES, LEVELS)]
 BETA, LONGEST = 0.3, 12
 
 # What is set beside loss_type, level and estimator; and what the sequences are like.
@@ -45,14 +47,14 @@ MODES = {
 }
 
 
-def drawn(settings: LossSection, seed: int, **kind) -> list[Completion]:
-    some = completions(seed, **kind)
-    return mark_high_entropy(some, settings.top_entropy_quantile) if settings.top_entropy_quantile < 1 else some
+def make_batch(settings: LossSection, seed: int, **kind) -> list[Completion]:
+    batch = completions(seed, **kind)
+    return mark_high_entropy(batch, settings.top_entropy_quantile) if settings.top_entropy_quantile < 1 else batch
 
 
-def ours(some: list[Completion], settings: LossSection, beta=BETA) -> tuple[torch.Tensor, dict, Tokens]:
-    tokens = tokens_of(some)
-    value, metrics = grpo_loss(tokens, step_of(some), settings, beta=beta, **constants(settings))
+def compute(batch: list[Completion], settings: LossSection, beta=BETA) -> tuple[torch.Tensor, dict, Tokens]:
+    tokens = tokens_of(batch)
+    value, metrics = grpo_loss(tokens, step_of(batch), settings, beta=beta, **constants(settings))
     return value, metrics, tokens
 
 
@@ -60,190 +62,203 @@ def constants(settings: LossSection) -> dict:
     return {"entropy_coef": settings.entropy_coef, "max_completion_length": LONGEST}
 
 
+def without_reference(batch: list[Completion]) -> list[Completion]:
+    return [dataclasses.replace(completion, ref=None) for completion in batch]
+
+
 # The other estimators meet nothing else in the modes that are left out.
-OTHERS = ["as drawn", "off-policy", "far off", "bias corrected", "everything"]
-ESTIMATED = [("k3", mode) for mode in MODES] + [(name, mode) for name in ("k1", "k2", "k3+") for mode in OTHERS]
+ESTIMATED = ["as drawn", "off-policy", "far off", "bias corrected", "everything"]
 
 
-@pytest.mark.parametrize("estimator, mode", ESTIMATED)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_value_and_gradient_are_the_papers(loss_type, level, estimator, mode):
+@pytest.mark.parametrize("mode", MODES)
+def test_value_and_gradient_are_the_papers(mode):
     options, kind = MODES[mode]
-    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, kl_estimator=estimator, **options)
-    some = drawn(settings, seed=7, **kind)
-    value, _, tokens = ours(some, settings)
-    assert value.item() == pytest.approx(loss(some, settings, BETA, LONGEST), rel=1e-6)
-    slopes = [gradient(one, step_of(some), settings, BETA, LONGEST) for one in some]
-    for own, expected in zip(gradients(value, tokens), zip(*slopes, strict=True), strict=True):
-        assert own.tolist() == pytest.approx([slope for row in expected for slope in row], rel=1e-5, abs=1e-9)
+    estimators = ["k3", "k1", "k2", "k3+"] if mode in ESTIMATED else ["k3"]
+    for (loss_type, level), estimator in product(LOSSES, estimators):
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level, kl_estimator=estimator, **options)
+        batch = make_batch(settings, seed=7, **kind)
+        with named(loss_type, level, estimator):
+            value, _, tokens = compute(batch, settings)
+            assert value.item() == pytest.approx(loss(batch, settings, BETA, LONGEST), rel=1e-6)
+            slopes = [gradient(completion, step_of(batch), settings, BETA, LONGEST) for completion in batch]
+            for slope, expected in zip(gradients(value, tokens), zip(*slopes, strict=True), strict=True):
+                expected = [number for of_completion in expected for number in of_completion]
+                assert slope.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("seed", range(3))
-def test_without_a_reference_there_is_no_kl(loss_type, seed):
-    settings = LossSection(loss_type=loss_type)
-    some = [dataclasses.replace(one, ref=None) for one in completions(seed)]
-    value, metrics, _ = ours(some, settings)
-    assert value.item() == pytest.approx(loss(some, settings, BETA, LONGEST), rel=1e-6)
-    assert "kl" not in metrics
+def test_without_a_reference_there_is_no_kl():
+    for loss_type, seed in product(LOSS_TYPES, range(3)):
+        settings = LossSection(loss_type=loss_type)
+        batch = without_reference(completions(seed))
+        with named(loss_type, seed):
+            value, metrics, _ = compute(batch, settings)
+            assert value.item() == pytest.approx(loss(batch, settings, BETA, LONGEST), rel=1e-6)
+            assert "kl" not in metrics
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_with_the_kl_in_the_reward_it_is_reported_and_not_in_the_loss(loss_type):
-    some = completions(seed=2)
-    within, metrics, tokens = ours(some, LossSection(loss_type=loss_type, kl_in_reward=True))
-    without, _, other = ours([dataclasses.replace(one, ref=None) for one in some], LossSection(loss_type=loss_type))
-    assert within.item() == without.item() and torch.equal(gradients(within, tokens)[0], gradients(without, other)[0])
-    assert torch.equal(metrics["kl"], ours(some, LossSection(loss_type=loss_type))[1]["kl"])
+def test_with_the_kl_in_the_reward_it_is_reported_and_not_in_the_loss():
+    batch = completions(seed=2)
+    for loss_type in LOSS_TYPES:
+        with named(loss_type):
+            value, metrics, tokens = compute(batch, LossSection(loss_type=loss_type, kl_in_reward=True))
+            plain, _, plain_tokens = compute(without_reference(batch), LossSection(loss_type=loss_type))
+            assert value.item() == plain.item()
+            assert torch.equal(gradients(value, tokens)[0], gradients(plain, plain_tokens)[0])
+            assert torch.equal(metrics["kl"], compute(batch, LossSection(loss_type=loss_type))[1]["kl"])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_as_drawn_the_gradient_is_the_advantage(loss_type, level):
-    settings = LossSection(loss_type=loss_type, importance_sampling_level=level)
-    some = [dataclasses.replace(one, ref=None) for one in completions(seed=3, off_policy=False)]
-    value, _, tokens = ours(some, settings)
-    every = sum(len(one.logp) for one in some)
-    expected = []
-    for one in some:
-        count = len(some)
-        lengths = {"grpo": len(one.logp), "sapo": len(one.logp), "dr_grpo": LONGEST, "luspo": 1}
-        expected += [-one.advantage / (count * lengths.get(loss_type, every / count)) for _ in one.logp]
-    assert gradients(value, tokens)[0].tolist() == pytest.approx(expected, rel=1e-6)
+def test_as_drawn_the_gradient_is_the_advantage():
+    batch = without_reference(completions(seed=3, off_policy=False))
+    mean_length = sum(len(completion.logp) for completion in batch) / len(batch)
+    for loss_type, level in LOSSES:
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level)
+        expected = []
+        for completion in batch:
+            length = len(completion.logp)
+            divisors = {"grpo": length, "sapo": length, "dr_grpo": LONGEST, "luspo": 1}
+            divisor = len(batch) * divisors.get(loss_type, mean_length)
+            expected += [-completion.advantage / divisor for _ in completion.logp]
+        with named(loss_type, level):
+            value, _, tokens = compute(batch, settings)
+            assert gradients(value, tokens)[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", CLIPPED)
-def test_delta_bounds_what_a_bad_token_can_weigh(loss_type):
-    settings = LossSection(loss_type=loss_type, delta=3.0)
+def test_delta_bounds_what_a_bad_token_can_weigh():
     size = StepSize(sequences=1, tokens=1)
-    for ratio in (0.1, 0.9, 1.1, 2.9, 3.1, 1e6):
-        for advantage in (-2.0, 2.0):
-            one = Completion(advantage, [-1.0], [0.0], old=[-1.0 - math.log(ratio)])
-            value = grpo_loss(tokens_of([one]), size, settings, beta=0.0, entropy_coef=0.0, max_completion_length=1)[
-                0
-            ].item()
-            clipped = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
-            assert value == pytest.approx(-(max(clipped, 3 * advantage) if advantage < 0 else clipped), rel=1e-9)
+    for loss_type, ratio, advantage in product(CLIPPED, (0.1, 0.9, 1.1, 2.9, 3.1, 1e6), (-2.0, 2.0)):
+        settings = LossSection(loss_type=loss_type, delta=3.0)
+        tokens = tokens_of([Completion(advantage, [-1.0], [0.0], old=[-1.0 - math.log(ratio)])])
+        value, _ = grpo_loss(tokens, size, settings, beta=0.0, entropy_coef=0.0, max_completion_length=1)
+        clipped = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        expected = -(max(clipped, 3 * advantage) if advantage < 0 else clipped)
+        with named(loss_type, ratio, advantage):
+            assert value.item() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_only_bad_sequences_beyond_the_threshold_are_dropped(loss_type):
+def test_only_bad_sequences_beyond_the_threshold_are_dropped():
     """DeepSeek-V3.2 eq. 9 drops what is above the threshold: the mean over tokens, so 0.125 of 0, 0.25 is still in."""
-    settings = LossSection(loss_type=loss_type, off_policy_mask_threshold=0.125)
     moves = [(0.0, 0.0), (0.0, 0.25), (0.0, 0.3125), (0.25, 0.25), (-0.25, -0.25)]
-    some = [
+    batch = [
         Completion(sign, [-1.0, -1.0], [0.0, 0.0], [-1.0, -1.0], sampling=[-1.0 + move for move in pair])
         for sign in (-1.0, 1.0)
         for pair in moves
     ]
-    value, _, tokens = ours(some, settings)
-    kept = gradients(value, tokens)[0].view(-1, 2).ne(0).all(dim=1).tolist()
-    assert kept == [True, True, False, False, True] + [True] * 5
+    for loss_type in LOSS_TYPES:
+        with named(loss_type):
+            value, _, tokens = compute(batch, LossSection(loss_type=loss_type, off_policy_mask_threshold=0.125))
+            kept = gradients(value, tokens)[0].view(-1, 2).ne(0).all(dim=1).tolist()
+            assert kept == [True, True, False, False, True] + [True] * 5
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_of_one_token_sequences_the_sequence_level_is_the_token_level(loss_type):
-    some = [
-        dataclasses.replace(one, **{name: getattr(one, name)[:1] for name in ("logp", "old", "ref", "entropy")})
-        for one in completions(seed=4)
+def test_of_one_token_sequences_the_sequence_level_is_the_token_level():
+    batch = [
+        dataclasses.replace(
+            completion, **{name: getattr(completion, name)[:1] for name in ("logp", "old", "ref", "entropy")}
+        )
+        for completion in completions(seed=4)
     ]
-    token, _, at_token = ours(some, LossSection(loss_type=loss_type))
-    sequence, _, at_sequence = ours(some, LossSection(loss_type=loss_type, importance_sampling_level="sequence"))
-    assert token.item() == pytest.approx(sequence.item(), rel=1e-12)
-    torch.testing.assert_close(gradients(token, at_token)[0], gradients(sequence, at_sequence)[0])
+    for loss_type in LOSS_TYPES:
+        with named(loss_type):
+            by_token, _, tokens = compute(batch, LossSection(loss_type=loss_type))
+            by_sequence, _, same_tokens = compute(
+                batch, LossSection(loss_type=loss_type, importance_sampling_level="sequence")
+            )
+            assert by_token.item() == pytest.approx(by_sequence.item(), rel=1e-12)
+            torch.testing.assert_close(gradients(by_token, tokens)[0], gradients(by_sequence, same_tokens)[0])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_policy_term_is_linear_in_the_advantages_scale(loss_type, level):
-    settings = LossSection(loss_type=loss_type, importance_sampling_level=level)
-    some = [dataclasses.replace(one, ref=None) for one in completions(seed=5)]
-    scaled = [dataclasses.replace(one, advantage=3 * one.advantage) for one in some]
-    assert ours(scaled, settings)[0].item() == pytest.approx(3 * ours(some, settings)[0].item(), rel=1e-9)
+def test_the_policy_term_is_linear_in_the_advantages_scale():
+    batch = without_reference(completions(seed=5))
+    scaled = [dataclasses.replace(completion, advantage=3 * completion.advantage) for completion in batch]
+    for loss_type, level in LOSSES:
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level)
+        with named(loss_type, level):
+            value = compute(batch, settings)[0].item()
+            assert compute(scaled, settings)[0].item() == pytest.approx(3 * value, rel=1e-9)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_only_differences_of_log_probs_matter(loss_type, level):
+def test_only_differences_of_log_probs_matter():
     """Of the gradient: the value of CISPO's loss is not one of differences."""
-    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, use_bias_correction_kl=True)
-    some = completions(seed=6)
+    batch = completions(seed=6)
     shifted = [
-        dataclasses.replace(one, **{name: [v - 2 for v in getattr(one, name)] for name in ("logp", "old", "ref")})
-        for one in some
+        dataclasses.replace(
+            completion, **{name: [v - 2 for v in getattr(completion, name)] for name in ("logp", "old", "ref")}
+        )
+        for completion in batch
     ]
-    (one, _, at_one), (other, _, at_other) = ours(some, settings), ours(shifted, settings)
-    torch.testing.assert_close(gradients(one, at_one)[0], gradients(other, at_other)[0])
+    for loss_type, level in LOSSES:
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level, use_bias_correction_kl=True)
+        with named(loss_type, level):
+            value, _, tokens = compute(batch, settings)
+            shifted_value, _, shifted_tokens = compute(shifted, settings)
+            torch.testing.assert_close(gradients(value, tokens)[0], gradients(shifted_value, shifted_tokens)[0])
 
 
 @pytest.mark.parametrize("mode", ["off-policy", "everything"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_any_cut_in_any_order_adds_up_to_the_whole(loss_type, level, mode):
+def test_any_cut_in_any_order_adds_up_to_the_whole(mode):
     options, kind = MODES[mode]
-    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
-    some = drawn(settings, seed=8, **kind)
-    step = step_of(some)
-    whole, _, tokens = ours(some, settings)
-    rows = [list(torch.cat([t]).split([len(one.logp) for one in some])) for t in gradients(whole, tokens)]
-    for seed in range(3):
-        order = random.Random(seed).sample(range(len(some)), len(some))
-        cuts = [order[:1], order[1:3], order[3:3], order[3:]]
-        total = 0.0
-        for cut in cuts:
-            own = tokens_of([some[index] for index in cut])
-            part, _ = grpo_loss(own, step, settings, beta=BETA, **constants(settings))
-            total += part.item()
-            for own_gradient, expected in zip(gradients(part, own), rows, strict=True):
-                together = torch.cat([expected[index] for index in cut]) if cut else torch.zeros(0).double()
-                torch.testing.assert_close(own_gradient, together, rtol=1e-12, atol=1e-15)
-        assert total == pytest.approx(whole.item(), rel=1e-12)
+    for loss_type, level in LOSSES:
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
+        batch = make_batch(settings, seed=8, **kind)
+        step, lengths = step_of(batch), [len(completion.logp) for completion in batch]
+        whole, _, tokens = compute(batch, settings)
+        rows = [slope.split(lengths) for slope in gradients(whole, tokens)]
+        for seed in range(3):
+            order = random.Random(seed).sample(range(len(batch)), len(batch))
+            total = 0.0
+            with named(loss_type, level, seed):
+                for cut in (order[:1], order[1:3], order[3:3], order[3:]):
+                    part_tokens = tokens_of([batch[index] for index in cut])
+                    part, _ = grpo_loss(part_tokens, step, settings, beta=BETA, **constants(settings))
+                    total += part.item()
+                    for slope, expected in zip(gradients(part, part_tokens), rows, strict=True):
+                        expected = torch.cat([torch.zeros(0).double(), *(expected[index] for index in cut)])
+                        torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-15)
+                assert total == pytest.approx(whole.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["off-policy", "everything"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_no_token_at_all_gives_zero_and_not_nan(loss_type, level, mode):
+def test_no_token_at_all_gives_zero_and_not_nan(mode):
     options, kind = MODES[mode]
-    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
-    empty = drawn(settings, seed=1, **kind)[0]
-    for some in ([], [empty], [empty, empty]):
-        value, metrics, _ = ours(some, settings)
-        value.backward()
-        assert value.item() == 0.0
-        assert all(math.isfinite(Stats.of(values).total) for values in metrics.values())
+    for (loss_type, level), count in product(LOSSES, range(3)):
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
+        batch = [make_batch(settings, seed=1, **kind)[0]] * count  # the first is empty
+        with named(loss_type, level, count):
+            value, metrics, _ = compute(batch, settings)
+            value.backward()
+            assert value.item() == 0.0
+            assert all(math.isfinite(Stats.of(values).total) for values in metrics.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_no_number_is_fetched_from_the_device(loss_type, level, mode):
+def test_no_number_is_fetched_from_the_device(mode):
     """Device meta has none, and raises where one is asked for."""
     options, kind = MODES[mode]
-    more = {"use_adaptive_entropy": True} if "entropy_coef" in options else {}
-    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options, **more)
-    tokens = tokens_of(some := drawn(settings, seed=1, **kind))
-    values = {field.name: getattr(tokens, field.name) for field in dataclasses.fields(tokens)}
-    apart = Tokens(**{name: value if value is None else value.to("meta") for name, value in values.items()})
-    grpo_loss(apart, step_of(some), settings, beta=BETA, **constants(settings))
+    adaptive = {"use_adaptive_entropy": True} if "entropy_coef" in options else {}
+    for loss_type, level in LOSSES:
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options, **adaptive)
+        tokens = tokens_of(batch := make_batch(settings, seed=1, **kind))
+        values = {field.name: getattr(tokens, field.name) for field in dataclasses.fields(tokens)}
+        on_meta = Tokens(**{name: value if value is None else value.to("meta") for name, value in values.items()})
+        with named(loss_type, level):
+            grpo_loss(on_meta, step_of(batch), settings, beta=BETA, **constants(settings))
 
 
-@pytest.mark.parametrize("distance", [1e3, -1e3])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_extreme_ratios_stay_finite_in_float32(loss_type, level, distance):
-    settings = LossSection(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        use_bias_correction_kl=True,
-        importance_sampling_mode="sequence_truncate",
-    )
-    some = [Completion(a, [-1.0] * 3, [1.0] * 3, *[[-1.0 + distance] * 3] * 2, [-1.0 - distance] * 3) for a in (1, -1)]
-    tokens = tokens_of(some, torch.float32)
-    value, metrics = grpo_loss(tokens, step_of(some), settings, beta=BETA, **constants(settings))
-    assert torch.isfinite(value) and torch.isfinite(gradients(value, tokens)[0]).all()
-    assert all(torch.isfinite(values).all() for values in metrics.values())
+def test_extreme_ratios_stay_finite_in_float32():
+    for (loss_type, level), distance in product(LOSSES, (1e3, -1e3)):
+        settings = LossSection(
+            loss_type=loss_type,
+            importance_sampling_level=level,
+            use_bias_correction_kl=True,
+            importance_sampling_mode="sequence_truncate",
+        )
+        far, farther = [-1.0 + distance] * 3, [-1.0 - distance] * 3
+        batch = [Completion(sign, [-1.0] * 3, [1.0] * 3, far, far, farther) for sign in (1, -1)]
+        tokens = tokens_of(batch, torch.float32)
+        with named(loss_type, level, distance):
+            value, metrics = grpo_loss(tokens, step_of(batch), settings, beta=BETA, **constants(settings))
+            assert torch.isfinite(value) and torch.isfinite(gradients(value, tokens)[0]).all()
+            assert all(torch.isfinite(values).all() for values in metrics.values())
 
 
 def test_the_farthest_tokens_keep_their_pull():
@@ -259,22 +274,23 @@ def test_the_farthest_tokens_keep_their_pull():
 
 
 def test_equal_models_have_no_kl():
-    some = [dataclasses.replace(one, ref=one.logp) for one in completions(seed=2)]
-    metrics = ours(some, LossSection())[1]
-    assert metrics["kl"].tolist() == [0.0] * sum(len(one.logp) for one in some)
+    batch = [dataclasses.replace(completion, ref=completion.logp) for completion in completions(seed=2)]
+    metrics = compute(batch, LossSection())[1]
+    assert metrics["kl"].tolist() == [0.0] * sum(len(completion.logp) for completion in batch)
 
 
-@pytest.mark.parametrize("loss_type", CLIPPED)
-def test_clipping_is_counted_where_it_stops_the_gradient(loss_type):
-    some = [
+def test_clipping_is_counted_where_it_stops_the_gradient():
+    batch = [
         Completion(advantage, [-1.0], [0.0], old=[-1.0 - change])
         for change, advantage in ((0.5, 1.0), (0.5, -1.0), (-0.5, 1.0), (-0.5, -1.0))
     ]
-    value, metrics, tokens = ours(some, LossSection(loss_type=loss_type))
-    assert metrics["clip_ratio/high_mean"].tolist() == [1, 0, 0, 0]
-    assert metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
-    assert metrics["clip_ratio/region_mean"].tolist() == [1, 0, 0, 1]
-    assert (gradients(value, tokens)[0] == 0).tolist() == [True, False, False, True]
+    for loss_type in CLIPPED:
+        with named(loss_type):
+            value, metrics, tokens = compute(batch, LossSection(loss_type=loss_type))
+            assert metrics["clip_ratio/high_mean"].tolist() == [1, 0, 0, 0]
+            assert metrics["clip_ratio/low_mean"].tolist() == [0, 0, 0, 1]
+            assert metrics["clip_ratio/region_mean"].tolist() == [1, 0, 0, 1]
+            assert (gradients(value, tokens)[0] == 0).tolist() == [True, False, False, True]
 
 
 def test_an_adaptive_entropy_coefficient_acts_only_at_or_below_the_target():
@@ -297,7 +313,9 @@ def test_an_adaptive_entropy_coefficient_acts_only_at_or_below_the_target():
     assert applied_entropy_coef(0.01, None, LossSection(entropy_coef=0.01)) == 0.01
 
 
-@pytest.mark.parametrize("kl, error", [(0.05, -0.2), (0.09, -0.1), (0.1, 0.0), (0.115, 0.15), (3.0, 0.2), (-1.0, -0.2)])
-def test_an_adaptive_beta_follows_the_kl_by_a_fifth_at_most(kl, error):
+def test_an_adaptive_beta_follows_the_kl_by_a_fifth_at_most():
     """Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with the horizon in completions."""
-    assert adapt_beta(0.04, kl, sequences=500, target=0.1, horizon=10_000) == pytest.approx(0.04 * (1 + error * 0.05))
+    for kl, error in ((0.05, -0.2), (0.09, -0.1), (0.1, 0.0), (0.115, 0.15), (3.0, 0.2), (-1.0, -0.2)):
+        with named(kl):
+            beta = adapt_beta(0.04, kl, sequences=500, target=0.1, horizon=10_000)
+            assert beta == pytest.approx(0.04 * (1 + error * 0.05))

@@ -8,12 +8,13 @@ import sys
 import warnings
 from collections import defaultdict
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import oracle
 import pytest
 import torch
-from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, step_of, tokens_of
+from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, named, step_of, tokens_of
 
 from grpo.algorithm.advantages import soft_overlong_punishment
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
@@ -101,30 +102,32 @@ def trls_trainer(trl, settings: LossSection, beta: float) -> SimpleNamespace:
     return trainer
 
 
-def theirs(trl, some: list[oracle.Completion], settings: LossSection, beta: float, trainer=None):
+def theirs(trl, batch: list[oracle.Completion], settings: LossSection, beta: float, trainer=None):
     """TRL's loss, its gradients by log-probs and entropies (flat, as ours), the metrics it logs."""
-    logp = padded([one.logp for one in some]).requires_grad_()
-    entropy = padded([one.entropy for one in some]).requires_grad_()
-    mask = torch.tensor([[place < len(one.logp) for place in range(LONGEST + 2)] for one in some]).long()
-    prompts = torch.zeros(len(some), 1, dtype=torch.long)
+    logp = padded([completion.logp for completion in batch]).requires_grad_()
+    entropy = padded([completion.entropy for completion in batch]).requires_grad_()
+    mask = torch.tensor([[place < len(completion.logp) for place in range(LONGEST + 2)] for completion in batch]).long()
+    prompts = torch.zeros(len(batch), 1, dtype=torch.long)
     corrected = settings.importance_sampling_mode != "none"
     inputs = {
         "prompt_ids": prompts,
         "prompt_mask": prompts + 1,
         "completion_ids": mask,
         "completion_mask": mask,
-        "advantages": torch.tensor([one.advantage for one in some], dtype=torch.float64),
+        "advantages": torch.tensor([completion.advantage for completion in batch], dtype=torch.float64),
         "num_items_in_batch": mask.sum(),
     }
-    if some[0].old is not None:
-        inputs["old_per_token_logps"] = padded([one.old for one in some])
-    if some[0].sampling is not None:
-        inputs["sampling_per_token_logps"] = padded([one.sampling for one in some])
+    if batch[0].old is not None:
+        inputs["old_per_token_logps"] = padded([completion.old for completion in batch])
+    if batch[0].sampling is not None:
+        inputs["sampling_per_token_logps"] = padded([completion.sampling for completion in batch])
     if beta:
-        inputs["ref_per_token_logps"] = padded([one.ref for one in some])
+        inputs["ref_per_token_logps"] = padded([completion.ref for completion in batch])
     if corrected:
         # Computed in another method of TRL's, which also generates; the same formula is the oracle's.
-        inputs["importance_sampling_ratio"] = padded([oracle.importance(one, one, settings) for one in some], 1.0)
+        inputs["importance_sampling_ratio"] = padded(
+            [oracle.importance(completion, completion, settings) for completion in batch], 1.0
+        )
     trainer = trainer or trls_trainer(trl, settings, beta)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, entropy, None)
     value = trl.trainer._compute_loss(trainer, trainer.model, inputs)
@@ -137,29 +140,32 @@ def constants(settings: LossSection) -> dict:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_value_and_gradient_are_trls(trl, loss_type, level, mode):
+def test_value_and_gradient_are_trls(trl, mode):
     options, beta, kind = MODES[mode]
-    if loss_type == "cispo" and "epsilon_high" in options:
-        options = options | {"epsilon_high": 1 + options["epsilon_high"]}  # there it bounds the ratio itself
-    settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
-    for seed in range(3):
-        some = completions(seed, **kind)
-        value, slopes, metrics = theirs(trl, some, settings, beta)
-        if not beta:
-            some = [oracle.replace(one, ref=None) for one in some]
-        if settings.top_entropy_quantile < 1:
-            some = oracle.mark_high_entropy(some, settings.top_entropy_quantile)
-        tokens = tokens_of(some)
-        own, own_metrics = grpo_loss(tokens, step_of(some), settings, beta=beta, **constants(settings))
-        assert own.item() == pytest.approx(value, rel=1e-6)
-        for own_slope, slope in zip(gradients(own, tokens), slopes, strict=True):
-            torch.testing.assert_close(own_slope, slope, rtol=1e-5, atol=1e-9)
-        for name in own_metrics.keys() & metrics.keys():
-            # TRL's mean over sequences has the empty ones in it.
-            every = len(some) if level == "sequence" and "clip" in name else len(own_metrics[name])
-            assert own_metrics[name].double().nansum().item() / every == pytest.approx(metrics[name][0], rel=1e-5), name
+    for loss_type, level, seed in product(LOSS_TYPES, ["token", "sequence"], range(3)):
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
+        if loss_type == "cispo" and settings.epsilon_high is not None:
+            settings.epsilon_high += 1  # there it bounds the ratio itself
+        with named(loss_type, level, seed):
+            check_against_trl(trl, settings, beta, completions(seed, **kind))
+
+
+def check_against_trl(trl, settings: LossSection, beta: float, batch: list[oracle.Completion]) -> None:
+    value, slopes, metrics = theirs(trl, batch, settings, beta)
+    if not beta:
+        batch = [oracle.replace(completion, ref=None) for completion in batch]
+    if settings.top_entropy_quantile < 1:
+        batch = oracle.mark_high_entropy(batch, settings.top_entropy_quantile)
+    tokens = tokens_of(batch)
+    our_value, our_metrics = grpo_loss(tokens, step_of(batch), settings, beta=beta, **constants(settings))
+    assert our_value.item() == pytest.approx(value, rel=1e-6)
+    for our_slope, slope in zip(gradients(our_value, tokens), slopes, strict=True):
+        torch.testing.assert_close(our_slope, slope, rtol=1e-5, atol=1e-9)
+    for name in our_metrics.keys() & metrics.keys():
+        # TRL's mean over sequences has the empty ones in it.
+        of_sequences = settings.importance_sampling_level == "sequence" and "clip" in name
+        count = len(batch) if of_sequences else len(our_metrics[name])
+        assert our_metrics[name].double().nansum().item() / count == pytest.approx(metrics[name][0], rel=1e-5), name
 
 
 @pytest.mark.parametrize("quantile", [1.0, 0.4])
@@ -176,42 +182,46 @@ def test_the_adaptive_entropy_bonus_is_trls(trl, quantile):
     )
     trainer, coefficient, last, seen = trls_trainer(trl, settings, 0.0), settings.entropy_coef, None, []
     for seed, scale in enumerate([0.2, 0.3, 1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 1.0]):
-        some = [
-            oracle.replace(one, ref=None, entropy=[scale * value for value in one.entropy]) for one in completions(seed)
+        batch = [
+            oracle.replace(completion, ref=None, entropy=[scale * value for value in completion.entropy])
+            for completion in completions(seed)
         ]
-        value, slopes, metrics = theirs(trl, some, settings, 0.0, trainer)
-        marked = oracle.mark_high_entropy(some, quantile) if quantile < 1 else some
+        value, slopes, metrics = theirs(trl, batch, settings, 0.0, trainer)
+        marked = oracle.mark_high_entropy(batch, quantile) if quantile < 1 else batch
         tokens, applied = tokens_of(marked), applied_entropy_coef(coefficient, last, settings)
-        own, own_metrics = grpo_loss(
+        our_value, our_metrics = grpo_loss(
             tokens, step_of(marked), settings, beta=0.0, entropy_coef=applied, max_completion_length=LONGEST
         )
-        last = own_metrics["entropy_acted_on:none"].double().nanmean().item()
+        last = our_metrics["entropy_acted_on:none"].double().nanmean().item()
         coefficient = adapt_entropy_coef(coefficient, last, settings)
-        assert own.item() == pytest.approx(value, rel=1e-6)
-        for own_slope, slope in zip(gradients(own, tokens), slopes, strict=True):
-            torch.testing.assert_close(own_slope, slope, rtol=1e-5, atol=1e-9)
+        assert our_value.item() == pytest.approx(value, rel=1e-6)
+        for our_slope, slope in zip(gradients(our_value, tokens), slopes, strict=True):
+            torch.testing.assert_close(our_slope, slope, rtol=1e-5, atol=1e-9)
         assert coefficient == metrics["entropy_coef"][-1]
         seen.append(applied)
     assert 0.0 in seen[1:] and len({*seen}) > 2  # it rests, and it moves
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_both_report_the_same_metrics(trl, loss_type):
-    settings = LossSection(loss_type=loss_type)
-    some = completions(seed=1)
-    _, _, metrics = theirs(trl, some, settings, beta=0.3)
-    _, own = grpo_loss(tokens_of(some), step_of(some), settings, beta=0.3, **constants(settings))
-    assert metrics.keys() - {"entropy", "clip_ratio/low_min", "clip_ratio/high_max"} <= own.keys()
+def test_both_report_the_same_metrics(trl):
+    batch = completions(seed=1)
+    for loss_type in LOSS_TYPES:
+        settings = LossSection(loss_type=loss_type)
+        _, _, metrics = theirs(trl, batch, settings, beta=0.3)
+        _, our_metrics = grpo_loss(tokens_of(batch), step_of(batch), settings, beta=0.3, **constants(settings))
+        with named(loss_type):
+            assert metrics.keys() - {"entropy", "clip_ratio/low_min", "clip_ratio/high_max"} <= our_metrics.keys()
 
 
 def test_the_oracles_top_entropies_are_trls(trl):
     for seed, quantile in enumerate((0.1, 0.2, 0.5, 0.9)):
-        some = completions(seed)
-        mask = torch.tensor([[place < len(one.logp) for place in range(LONGEST + 2)] for one in some])
-        entropies = padded([one.entropy for one in some])
+        batch = completions(seed)
+        mask = torch.tensor([[place < len(completion.logp) for place in range(LONGEST + 2)] for completion in batch])
+        entropies = padded([completion.entropy for completion in batch])
         trainer = SimpleNamespace(accelerator=trl.accelerator)
         marks = trl.trainer.get_high_entropy_mask(trainer, entropies, mask.long(), 1 - quantile)
-        expected = [mark for one in oracle.mark_high_entropy(some, quantile) for mark in one.high_entropy]
+        expected = [
+            mark for completion in oracle.mark_high_entropy(batch, quantile) for mark in completion.high_entropy
+        ]
         assert marks[mask].tolist() == expected and not marks[~mask].any()
 
 

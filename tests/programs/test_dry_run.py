@@ -156,6 +156,7 @@ def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, capsys,
     "wrong",
     [
         {"reward_funcs": ["no_such_reward"]},
+        {"loss_type": "nowhere.py:loss"},
         {"deepspeed": "nowhere.json"},
         {"dataset_prompt_column": "problem"},
         {"prompts_per_step": 81},
