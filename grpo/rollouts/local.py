@@ -132,7 +132,7 @@ class LocalSampler(Sampler):
 
 
 class _KeptLogprobs(LogitsProcessor):
-    """Divides the logits by the temperature and keeps each token's log-prob in the distribution that this makes."""
+    """The log-probs of the drawn tokens, in the distribution that dividing the logits by the temperature makes."""
 
     def __init__(self, temperature: float):
         self._temperature = temperature
@@ -158,7 +158,7 @@ class _KeptLogprobs(LogitsProcessor):
 
 
 class _TokenStream(StoppingCriteria):
-    """Shows the ids of a single completion after each token, and stops where `on_token` returns True."""
+    """A criterion that shows a single completion's ids after each token, and stops where `on_token` returns True."""
 
     def __init__(self, prompt_length: int, on_token: Callable[[list[int]], bool]):
         self._prompt_length, self._on_token = prompt_length, on_token
@@ -169,7 +169,7 @@ class _TokenStream(StoppingCriteria):
 
 
 class _FinishedGroups(StoppingCriteria):
-    """Finds, at every LOOK_EVERY-th token, the groups whose rows have all ended. Stops nothing.
+    """A criterion that stops nothing: at every LOOK_EVERY-th token it finds the groups whose rows have all ended.
 
     To look, the host waits for the device, which then idles until it is given the next token to compute.
     """

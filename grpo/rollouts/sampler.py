@@ -16,9 +16,9 @@ class Sampler(Protocol):
     without one at the sampler's largest length. A `Rollout` has the ids that were drawn, never ids of re-tokenised
     text, and the log-prob that each id had when it was drawn (NaN where the sampler does not know it).
 
-    `Rounds` (grpo/trainer/round.py) calls `update_weights` and `sample` in every round, `evaluate`
-    (grpo/trainer/evaluation.py) calls `greedy` and `sample`, and `python -m grpo.chat` calls `stream`. Under several
-    ranks each rank has a sampler and calls it alone, with examples of its own.
+    `Rounds` (grpo/trainer/round.py) calls `update_weights` and `sample` in every round. The trainer calls
+    `update_weights` before each evaluation too, and `evaluate` then calls `greedy` and `sample`.
+    `python -m grpo.chat` calls `stream`. Each rank has a sampler and calls it alone, with its own share of examples.
     """
 
     def sample(

@@ -93,7 +93,7 @@ class Progress:
 
 
 class Checkpoints:
-    """Saves a run's checkpoints and loads one. Every rank has such an object, and all call it together."""
+    """The writer and reader of a run's checkpoints. Every rank has one, and all ranks call it together."""
 
     def __init__(
         self,

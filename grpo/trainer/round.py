@@ -33,7 +33,7 @@ from grpo.trainer.step import policy_logprobs, split_masked, wait_for_reference
 
 
 class Rounds:
-    """Draws a round of completions with the policy as it is, and makes of it what the updates need."""
+    """The source of a run's rounds: completions of the policy as it is, with all that the updates need."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Rounds:
         Returns the batch of each of its steps, and how many groups were replaced on all ranks. Raises ServersLost.
         """
         config = self._config
-        first, share = number * config.steps_per_generation, config.prompts_per_step // self._world_size
-        steps = range(first, first + config.steps_per_generation)
+        first_step, share = number * config.steps_per_generation, config.prompts_per_step // self._world_size
+        steps = range(first_step, first_step + config.steps_per_generation)
         start = self._rank * share
         ids = [step * config.prompts_per_step + start + place for step in steps for place in range(share)]
         examples_by_step = [self._stream.examples_of(step, self._rank, self._world_size) for step in steps]
@@ -75,7 +75,7 @@ class Rounds:
             groups = self._draw(list(chain(*examples_by_step)), ids, attempt=0)
         with clock("reward"):
             by_function = self._reward(groups)
-        replaced = self._replace(groups, by_function, first, clock)
+        replaced = self._replace(groups, by_function, first_step, clock)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
@@ -161,9 +161,9 @@ class Rounds:
             by_function = torch.cat([by_function, punishment.unsqueeze(0)])
         return by_function.view(len(by_function), len(groups), -1)
 
-    def _replace(self, groups: list[Group], by_function: torch.Tensor, first: int, clock: PhaseClock) -> int:
-        """Put groups of other prompts in the place of those without signal, in `groups` and `by_function`, up to
-        max_resample times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
+    def _replace(self, groups: list[Group], by_function: torch.Tensor, first_step: int, clock: PhaseClock) -> int:
+        """Replace groups without signal by groups of other prompts, in `groups` and `by_function`, up to max_resample
+        times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
         config, replaced = self._config, 0
         for attempt in range(1, config.max_resample + 1):
             rows = (~groups_with_signal(by_function, self._weights, config)).nonzero().flatten().tolist()
@@ -178,8 +178,8 @@ class Rounds:
                 if (request := self.requests.pop(group_id, None)) is not None:
                     request.cancel()
             with clock("generate"):
-                places = [group_id - first * config.prompts_per_step for group_id in ids]
-                examples = self._stream.replacements(first, config.steps_per_generation, attempt, places)
+                places = [group_id - first_step * config.prompts_per_step for group_id in ids]
+                examples = self._stream.replacements(first_step, config.steps_per_generation, attempt, places)
                 new_groups = self._draw(examples, ids, attempt)
             with clock("reward"):
                 by_function[:, rows] = self._reward(new_groups)
