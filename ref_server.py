@@ -187,9 +187,9 @@ def main() -> int:
         logging.getLogger(name).setLevel(config.log_level.upper())
     try:
         if config.estimate:
-            from grpo.model.estimate_report import estimate_report
+            from grpo.model.memory_report import server_report
 
-            print(estimate_report(config))
+            print(server_report(config))
             return 0
         return run(config)
     except ConfigError as error:

@@ -29,9 +29,9 @@ from transformers import (
 )
 
 from benchmarks.common import forget_peak, fresh, machine, peak_above, qwen, random_model, table
-from grpo.model.estimate_report import CARDS, fit
 from grpo.model.logprobs import token_logprobs
-from grpo.model.memory import MIB, estimate, weights
+from grpo.model.memory import FORWARD, MIB, server_memory, total, weights
+from grpo.model.memory_report import CARDS, fit
 from grpo.model.trial import make_batcher
 from ref_server import keep_memory_flat
 
@@ -169,7 +169,8 @@ def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def predict(case: Case) -> int:
     """Bytes above the weights."""
     tokens = max(case.batch_tokens, case.longest)
-    return estimate(on_meta(case.config(), case.dtype), case.dtype, "none", tokens, case.longest, "cpu").working
+    model = on_meta(case.config(), case.dtype)
+    return total(server_memory(model, case.dtype, "none", tokens, case.longest, "cpu").phases[FORWARD])
 
 
 @torch.inference_mode()

@@ -38,8 +38,7 @@ from demo.__main__ import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter
-from grpo.model.memory import MIB
-from grpo.model.train_estimate import Load, Memory, Policy, memory
+from grpo.model.memory import MIB, Memory, RankWork, TrainedModel, trainer_memory
 from grpo.model.trial import make_batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
@@ -143,9 +142,9 @@ def main() -> None:
         expected = predict(case)
         measured = run("-m", "benchmarks.train_memory", "--measure", name, case=case, heap=options.heap)
         for phase in PHASES:
-            there, here = measured[phase], expected.held + most_of(expected, phase)
+            there, here = measured[phase], highest_of(expected, phase)
             row += [here // MIB, there // MIB, f"{here / there:.2f}"]
-        here, there = expected.total - expected.process, max(measured[phase] for phase in PHASES)
+        here, there = expected.peak(expected.highest), max(measured[phase] for phase in PHASES)
         rows.append([*row, f"{here / there:.2f}"])
         print(*rows[-1], measured["process"] // MIB, file=sys.stderr, flush=True)
     print(f"{machine()}\n")
@@ -153,8 +152,8 @@ def main() -> None:
     print(table(["MiB above the process", *head, "highest: ratio"], rows))
 
 
-def most_of(expected: Memory, phase: str) -> int:
-    return max(expected.of_phase(name) for name in PHASES[phase])
+def highest_of(expected: Memory, phase: str) -> int:
+    return max(expected.peak(name) for name in PHASES[phase])
 
 
 def predict(case: Case, device: str = "cpu") -> Memory:
@@ -163,8 +162,8 @@ def predict(case: Case, device: str = "cpu") -> Memory:
     if config.use_peft:
         train_adapter(model, config)
     ds_config = engine_config(config, case.ranks, torch.device(device))
-    policy = Policy.of(model, config.longest_sequence)
-    return memory(policy, Load.of(config, ds_config, case.ranks, config.max_prompt_length, 0), device)
+    trained = TrainedModel.of(model, config.longest_sequence)
+    return trainer_memory(trained, RankWork.of(config, ds_config, case.ranks, config.max_prompt_length, 0), device)
 
 
 def phase_sizes(name: str, case: Case, seconds: float) -> tuple[dict[str, int], dict[str, int]]:

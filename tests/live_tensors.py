@@ -1,4 +1,4 @@
-"""Run by test_train_estimate.py: the most bytes that live tensors hold in each phase of a rank, with each DeepSpeed
+"""Run by test_train_memory.py: the most bytes that live tensors hold in each phase of a rank, with each DeepSpeed
 file of a list. Prints a JSON list of {"standing", "sampling", "backward", "step", "predicted": the formula's}.
 
     live_tensors.py CASES
@@ -24,7 +24,7 @@ from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations
-from grpo.model.train_estimate import Load, Policy, memory
+from grpo.model.memory import PHASES, RankWork, TrainedModel, total, trainer_memory
 from grpo.model.trial import make_batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
@@ -136,14 +136,14 @@ def run(case: dict, folder: str) -> dict:
             sequences = [Sample(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
             update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0, {})
         peaks |= {**watched.peaks, "standing": live.now}
-    policy = Policy.of(on_meta(shape, dtype).eval(), PROMPT + COMPLETION)
-    here = memory(policy, Load.of(config, ds_config, ranks, PROMPT, 0), "cpu")
-    begin, end = (here.allocated(f"backward pass, its {name}") for name in ("begin", "end"))
+    trained = TrainedModel.of(on_meta(shape, dtype).eval(), PROMPT + COMPLETION)
+    memory = trainer_memory(trained, RankWork.of(config, ds_config, ranks, PROMPT, 0), "cpu")
+    sampling, begin, end, step = (memory.allocated(phase) for phase in PHASES)
     predicted = {
-        "standing": here.held,
-        "sampling": here.allocated("sampling"),
+        "standing": total(memory.standing),
+        "sampling": sampling,
         "backward": max(begin, end),
-        "step": here.allocated("AdamW's step"),
+        "step": step,
     }
     return peaks | {"predicted": predicted}
 

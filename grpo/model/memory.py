@@ -1,89 +1,110 @@
-"""How much memory the reference server needs, from a model's configuration alone: no weights are loaded.
+"""The memory of the reference server and of a rank of the trainer, computed from a model's configuration.
 
-The formula counts the tensors that live at the same time in one forward pass without gradients, as transformers'
-layers, grpo/model/tree_attention.py and grpo/model/logprobs.py make and drop them. One of three phases is the highest
-point: attention, MLP or head. Layers follow one another, so their number does not count. `python -m benchmarks.memory`
-holds the formula against measured peaks on a CPU; on a GPU it has not been measured.
+No weights are loaded: the model is on device meta. The formula counts the tensors that live at the same time, as
+transformers' layers, grpo/model/tree_attention.py, grpo/model/logprobs.py and DeepSpeed's ZeRO-2 (deepspeed 0.19,
+runtime/zero/stage_1_and_2.py) make and drop them. docs/reference_server.md and docs/dry_run.md explain every term.
+`python -m benchmarks.memory` and `python -m benchmarks.train_memory` compare it with measured peaks on a CPU,
+`python -m benchmarks.gpu --part memory` on a GPU. grpo/model/memory_report.py prints it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+from dataclasses import dataclass, field
+from inspect import signature
+from itertools import chain
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations import sdpa_attention
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32
-from grpo.model.tree_attention import ROWS
+from grpo.config.trainer import TrainerConfig
+from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32, body_of
+from grpo.model.optimizer import in_8_bits, parameter_groups
+from grpo.model.packing import Tree
+from grpo.model.tree_attention import ROWS, segments
 
-MIB = 2**20
-CPU_PROCESS = 400 * MIB  # Python, torch and the rest: a server with a model of 0.1 M parameters holds 365
-# What glibc's heap holds beside the tensors in use, and the matrix products' own buffers: fitted to measured peaks.
-CPU_HEAP, CPU_HOLES = 160 * MIB, 0.1
+MIB, GIB = 2**20, 2**30
+# Measured: processes that have loaded Python, torch and the rest, but no model.
+SERVER_PROCESS, TRAINER_PROCESS = 400 * MIB, 550 * MIB
+# A margin that every measured peak stays below: what glibc's heap keeps beside the tensors, and ALLOCATOR_SHARE.
+CPU_HEAP = 160 * MIB
 # Assumed, not measured; the report says so.
-CUDA_PROCESS = 900 * MIB  # CUDA's context, and kernels, which are loaded when they are first used
-CUDA_SCRATCH = 32 * MIB
-CUDA_ROUNDING = 0.1  # of the tensors, by torch's allocator
-ALLOCATOR, HEAP = "allocator", "heap"
-"""names of the terms that are no tensors"""
+CUDA_PROCESS = 900 * MIB  # CUDA's context, and the kernels, which are loaded when they are first used
+CUDA_WORKSPACE = 32 * MIB  # of matrix products
+NCCL_BUFFERS = 2 * 256 * MIB  # for two groups of ranks: the run's, and ZeRO's
+ALLOCATOR_SHARE = 0.1
 GROUP = 8  # completions of a prompt: flash attention lays the prompt's keys out for each
+FLASH_ROWS = 128  # flash attention's backward pass pads each segment of its fp32 accumulator to a multiple of this
+REPEATS_KEYS = not hasattr(sdpa_attention, "pack_gqa")  # transformers before 5.23: a layer's keys, for each new token
 
+ALLOCATOR, FORWARD = "allocator", "forward pass"
+PHASES = "sampling", "backward pass, its begin", "backward pass, its end", "AdamW's step"
+# Activations that are one kernel; others are written in Python and make temporaries.
 FUSED = {"silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "tanh", "sigmoid"}
-"""activations that are one kernel; others are written in Python and make temporaries"""
+
+Terms = dict[str, int]
+"""bytes by the name of a tensor or a kind of tensors"""
+
+
+def total(terms: Terms) -> int:
+    return sum(terms.values())
 
 
 @dataclass(frozen=True)
-class Term:
-    name: str
-    size: int
-    """bytes"""
-    why: str
+class Memory:
+    """The bytes that one process needs, term by term."""
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes, of one forward pass."""
-
-    weights: int
-    terms: list[Term]
-    """of the working memory at its highest point"""
-    process: int
-    """what there is without any model: the process on a CPU, its context on a GPU"""
+    outside: Terms
+    """what torch's allocator does not know: the process on a CPU; on a GPU its context, kernels and NCCL's buffers"""
+    standing: Terms
+    """the tensors that always exist"""
+    phases: dict[str, Terms]
+    """what each phase adds to the standing tensors at its highest point"""
+    host: Terms = field(default_factory=dict)
+    """what is in the machine's memory, where the optimizer is offloaded from a GPU"""
 
     @property
-    def working(self) -> int:
-        return sum(term.size for term in self.terms)
+    def highest(self) -> str:
+        return max(self.phases, key=lambda name: total(self.phases[name]))
 
     @property
     def total(self) -> int:
-        return self.weights + self.working + self.process
+        return total(self.outside) + self.peak(self.highest)
+
+    def peak(self, phase: str) -> int:
+        return total(self.standing) + total(self.phases[phase])
+
+    def allocated(self, phase: str) -> int:
+        """Return what torch.cuda.max_memory_allocated() should show after a phase: all tensors, and nothing else."""
+        return self.peak(phase) - self.phases[phase][ALLOCATOR]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the working memory depends on. Widths are numbers of one token."""
+    """The sizes of a model that its working memory depends on. A width is the numbers of one token."""
 
     hidden: int
-    wide: int
-    """of the MLP"""
-    wide_alive: int
-    """how many tensors of that width the MLP holds at once"""
-    queries: int
-    keys: int
-    """of the keys; the values are as wide"""
+    mlp_width: int
+    mlp_tensors: int
+    """tensors of the MLP's width that exist at once"""
+    query_width: int
+    key_width: int
+    """width of the keys; the values are as wide"""
     heads: int
     head_width: int
     vocabulary: int
-    softcap: bool
-    """of the attention scores, which no fused kernel knows"""
+    softcapped: bool
+    """whether attention scores are softcapped, which no fused kernel can do"""
     eager: bool
-    """whether a padded batch makes all its scores at once"""
+    """whether a padded batch makes all its attention scores at once"""
     window: int | None
     rotary: bool
-    largest: int
-    """parameters of the largest linear layer but the head"""
+    largest_linear: int
+    """parameters of the largest linear layer except the head"""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
@@ -91,169 +112,513 @@ class Shape:
         config = model.config.get_text_config()
         if getattr(config, "num_attention_heads", None) is None:
             raise NotImplementedError(f"{type(model).__name__} has no attention heads, which the formula counts")
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        head_width = getattr(config, "head_dim", None) or hidden // heads
-        names = "intermediate_size", "n_inner", "ffn_dim"
-        wide = next((width for name in names if (width := getattr(config, name, None))), 4 * hidden)
-        names = "hidden_activation", "hidden_act", "activation_function"
-        activation = next((act for name in names if (act := getattr(config, name, None))), None)
+        heads = config.num_attention_heads
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        mlp_width = _first(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * config.hidden_size
+        activation = _first(config, "hidden_activation", "hidden_act", "activation_function")
         gated = any(name.endswith(("gate_proj", "gate_up_proj")) for name, _ in model.named_modules())
-        kinds = getattr(config, "layer_types", None)
-        slides = not kinds or "sliding_attention" in kinds
+        layer_types = getattr(config, "layer_types", None)
+        slides = not layer_types or "sliding_attention" in layer_types
         return cls(
-            hidden=hidden,
-            wide=wide,
-            # Gated: what the activation gave, the other half, and their product. Else: what goes in and what comes out.
-            # An activation in Python holds its input and three more.
-            wide_alive=max(3 if gated else 2, 2 if activation in FUSED else 4),
-            queries=heads * head_width,
-            keys=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+            hidden=config.hidden_size,
+            mlp_width=mlp_width,
+            # Gated: the activation's result, the other half, and their product. Else: input and output. An activation
+            # in Python holds its input and three more.
+            mlp_tensors=max(3 if gated else 2, 2 if activation in FUSED else 4),
+            query_width=heads * head_width,
+            key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
             heads=heads,
             head_width=head_width,
             vocabulary=len(model.get_output_embeddings().weight),
-            softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+            softcapped=getattr(config, "attn_logit_softcapping", None) is not None,
             eager=model.config._attn_implementation == "eager",
             window=getattr(config, "sliding_window", None) if slides else None,
             rotary=bool(getattr(config, "rope_parameters", None)),
-            largest=max((layer.weight.numel() for layer in _linears(model)), default=0),
+            largest_linear=max((layer.weight.numel() for layer in _linear_layers(model)), default=0),
         )
 
 
-def estimate(
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    quantization: str,
-    batch_tokens: int,
-    longest: int,
-    device_type: str,
-) -> Estimate:
-    """One forward pass of `batch_tokens`, its longest sequence of `longest` tokens. The model may be on device meta."""
-    return Estimate(
-        weights(model, dtype, quantization),
-        working(Shape.of(model), dtype, quantization, batch_tokens, longest, device_type),
-        CUDA_PROCESS if device_type == "cuda" else CPU_PROCESS,
-    )
+def _first(config, *names: str):
+    """Return the first of these attributes that is set: models name the same thing differently."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
+    head = model.get_output_embeddings()
+    layers = [layer for name, layer in model.named_modules() if ".lora_" not in name]
+    return [layer for layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
 
 
 def weights(model: PreTrainedModel, dtype: torch.dtype, quantization: str) -> int:
-    """Bytes. A tied head counts once.
+    """Return the bytes of the weights. A tied head counts once.
 
-    As bitsandbytes lays them out: all linear layers but the head, in 8 bits with a float32 for each output, in 4 bits
-    with a byte for every 64 numbers and a float32 for every 256 such bytes. Embeddings, head, norms, biases and an
-    adapter stay in `dtype`.
+    As bitsandbytes lays them out: all linear layers except the head, in 8 bits with a float32 for each output, in 4
+    bits with a byte for every 64 numbers and a float32 for every 256 such bytes. Embeddings, head, norms, biases and
+    an adapter stay in `dtype`.
     """
     size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     if quantization == "none":
         return size
-    for layer in _linears(model):
+    for layer in _linear_layers(model):
         count, outputs = layer.weight.numel(), layer.nf if isinstance(layer, Conv1D) else layer.out_features
         blocks = -(-count // 64)
-        small = count + 4 * outputs if quantization == "8bit" else -(-count // 2) + blocks + 4 * -(-blocks // 256)
-        size += small - count * dtype.itemsize
+        packed = count + 4 * outputs if quantization == "8bit" else -(-count // 2) + blocks + 4 * -(-blocks // 256)
+        size += packed - count * dtype.itemsize
     return size
 
 
-def working(
-    shape: Shape, dtype: torch.dtype, quantization: str, tokens: int, longest: int, device_type: str
-) -> list[Term]:
-    """The terms of one forward pass at its highest point. Grows with `tokens` and with `longest`."""
-    terms = forward(shape, dtype, quantization, tokens, longest, device_type)
-    return terms + overhead(terms, device_type)
+def server_memory(
+    model: PreTrainedModel, dtype: torch.dtype, quantization: str, tokens: int, longest: int, device_type: str
+) -> Memory:
+    """Return what a reference server needs for one forward pass of `tokens` with a sequence of `longest` tokens."""
+    cuda = device_type == "cuda"
+    terms = forward_terms(Shape.of(model), dtype, quantization, tokens, longest, cuda)
+    return Memory(
+        outside={"process": CUDA_PROCESS if cuda else SERVER_PROCESS},
+        standing={"weights": weights(model, dtype, quantization)},
+        phases={FORWARD: with_allocator(terms, cuda)},
+    )
 
 
-def forward(
+def with_allocator(terms: Terms, cuda: bool) -> Terms:
+    """Add what the device's allocator takes beside the tensors of a phase."""
+    share = round(ALLOCATOR_SHARE * total(terms))
+    if cuda:
+        return terms | {"products' workspace": CUDA_WORKSPACE, ALLOCATOR: share}
+    return terms | {ALLOCATOR: CPU_HEAP + share}
+
+
+def forward_terms(
     shape: Shape,
     dtype: torch.dtype,
     quantization: str,
     tokens: int,
     longest: int,
-    device_type: str,
+    cuda: bool,
     scoring: bool = True,
-) -> list[Term]:
-    """As `working`, without what the device's allocator takes beside the tensors. `scoring`: of a packed batch, with
-    log-probs; else of a padded one, whose last tokens alone go through the head, as generate has it."""
-    item, cuda = dtype.itemsize, device_type == "cuda"
-    row = tokens * item  # bytes of a number for every token
-    hidden, wide, queries, keys = shape.hidden, shape.wide, shape.queries, shape.keys
+) -> Terms:
+    """Return the tensors of one forward pass without gradients at its highest point: attention, MLP or head.
 
-    body = [Term("embeddings, layer's input", 2 * hidden * row, "the model holds the first, its loop the second")]
+    Layers follow one another, so their number does not count. The sizes grow with `tokens` and with `longest`, the
+    tokens of the longest sequence. `scoring`: the batch is packed and gives log-probs; else it is padded, and only its
+    last tokens go through the head, as in `generate`.
+    """
+    item = dtype.itemsize
+    unit = tokens * item  # bytes of a tensor that has one number for every token
+    hidden, queries, keys = shape.hidden, shape.query_width, shape.key_width
+
+    body = {"embeddings, layer's input": 2 * hidden * unit}
     if shape.rotary:
-        body.append(Term("cosines and sines", 2 * shape.head_width * row, "of all positions, for all layers"))
+        body["cosines and sines"] = 2 * shape.head_width * unit
     else:
-        body.append(Term("learned positions", 2 * hidden * row, "their embeddings, and the attention's output"))
+        body["learned positions"] = 2 * hidden * unit
 
-    # Keys and values of its prompt beside its own for one segment at a time; for flash attention for all of them.
-    varlen = cuda and item == 2 and not shape.softcap
-    prompts = 2 * keys * ((GROUP + 1) * row if varlen else longest * item)
-    rotated = max(4 * queries + 2 * keys, 2 * queries + 5 * keys)
-    attention = [
-        Term("input of the attention", hidden * row, "normed, beside the layer's own"),
-        Term("queries, keys, values", max(rotated, 3 * queries + 2 * keys) * row, "rotated one after the other"),
-    ]
+    varlen = cuda and item == 2 and not shape.softcapped
+    attention = {
+        "input of the attention": hidden * unit,
+        "queries, keys, values": max(4 * queries + 2 * keys, 2 * queries + 5 * keys) * unit,
+    }
     if scoring:
-        attention.append(Term("prompts' keys again", prompts, f"groups of {GROUP}" if varlen else "of one segment"))
-    elif queries != keys:
-        attention.append(Term("keys repeated", 2 * queries * row, "to as many heads as the queries have"))
-    if scoring and not varlen and (cuda or shape.softcap):
-        repeated = 2 * queries * longest * item
-        attention.append(Term("keys repeated", repeated, "to as many heads as the queries have, of one segment"))
-        scores = 8 * shape.heads * ROWS * longest
-        attention.append(Term("scores", scores, f"of {ROWS} rows at a time, two in fp32"))
-    elif not scoring and shape.eager:
-        scores = (4 + item) * shape.heads * tokens * longest
-        attention.append(Term("scores", scores, "in fp32 and as the model has them"))
-    if scoring and shape.window is not None and longest > shape.window:
-        pairs = tokens * longest
-        size = pairs * (8 * shape.heads + 2 * item) if shape.eager else pairs * (1 + item)
-        attention.append(Term("beyond the window", size, "padded batches: a mask, and scores where no kernel knows it"))
+        # The keys and values of a prompt beside a completion's: of one segment, for flash attention of all.
+        attention["prompts' keys again"] = 2 * keys * ((GROUP + 1) * unit if varlen else longest * item)
+        if not varlen and (cuda or shape.softcapped):
+            attention["keys repeated"] = 2 * queries * longest * item  # for all heads, of one segment
+            attention["scores"] = 8 * shape.heads * ROWS * longest  # of ROWS rows at a time, two in fp32
+        if shape.window is not None and longest > shape.window:
+            # Such batches are padded: a mask, and scores where no kernel knows it.
+            pair = 8 * shape.heads + 2 * item if shape.eager else 1 + item
+            attention["beyond the window"] = pair * tokens * longest
+    else:
+        if queries != keys:
+            attention["keys repeated"] = 2 * queries * unit
+        if shape.eager:
+            attention["scores"] = (4 + item) * shape.heads * tokens * longest  # in fp32 and in the model's dtype
 
-    mlp = [
-        Term("residual, input of the MLP", 2 * hidden * row, "after the attention"),
-        Term("inside of the MLP", shape.wide_alive * wide * row, f"{shape.wide_alive} tensors of width {wide}"),
-    ]
+    mlp = {
+        "residual, input of the MLP": 2 * hidden * unit,
+        "inside of the MLP": shape.mlp_tensors * shape.mlp_width * unit,
+    }
     if quantization == "8bit":
-        product = (4 + 2) * wide if cuda else 4 * 4 * wide
-        size = tokens * (3 * hidden + product) + (0 if cuda else 4 * shape.largest)
-        mlp.append(
-            Term("8 bit product", size, "the input in 16 and 8 bits, the product in int32 and what is made of it")
-        )
+        # The input in 16 and 8 bits, the product in int32 and in 16 bits.
+        mlp["8 bit product"] = tokens * (3 * hidden + 6 * shape.mlp_width)
     elif quantization == "4bit":
-        mlp.append(Term("4 bit weights unpacked", item * shape.largest, "of the largest layer, for its product"))
+        mlp["4 bit weights unpacked"] = item * shape.largest_linear
 
-    if not cuda and item == 2:
-        mlp.append(Term("16 bit product", item * shape.largest, "the library lays a layer's weights out anew"))
-
-    rows, columns = CUDA_BLOCK if cuda else CPU_BLOCK
-    rows, columns = min(rows, tokens), min(columns, shape.vocabulary)
+    block, rows, columns = _logits_block(shape, tokens, cuda)
     casts = 0 if item == 4 or (cuda and MM_GIVES_FP32) else 4 * (rows + columns) * hidden
-    head = [
-        Term("last hidden states", 2 * hidden * row, "all, and those that predict a completion token"),
-        Term("block of logits", 4 * rows * columns + casts, f"{rows} x {columns} in fp32"),
-        Term("targets and answers", 64 * tokens, "places, ids, log-probs"),
-    ]
-    phases = [body + attention, body + mlp, *([head] if scoring else [])]
-    terms = [
-        *max(phases, key=lambda phase: sum(term.size for term in phase)),
-        Term("ids and positions", 48 * tokens, "64-bit integers"),
-    ]
+    head = {
+        "last hidden states": 2 * hidden * unit,  # all, and those that predict a completion token
+        "block of logits": block + casts,
+        "targets and answers": 64 * tokens,
+    }
+    phases = [body | attention, body | mlp, *([head] if scoring else [])]
+    terms = max(phases, key=total) | {"ids and positions": 48 * tokens}
     if scoring and not varlen:
         width = 1 << max(0, longest - 1).bit_length()  # cached in powers of two, as grpo/model/tree_attention.py does
-        masks = item * (64 * ROWS**2 + ROWS * (2 * width + 8 * ROWS))
-        terms.append(Term("masks", masks, "of groups and of completions, kept for the next pass"))
+        terms["masks"] = item * (64 * ROWS**2 + ROWS * (2 * width + 8 * ROWS))
     return terms
 
 
-def overhead(terms: list[Term], device_type: str) -> list[Term]:
-    """What the device's allocator takes beside these tensors."""
-    tensors = sum(term.size for term in terms)
-    if device_type == "cuda":
-        rounding = Term(ALLOCATOR, round(CUDA_ROUNDING * tensors), f"assumed: {CUDA_ROUNDING:.0%} of the above")
-        return [Term("products' workspace", CUDA_SCRATCH, "assumed"), rounding]
-    kept = CPU_HEAP + round(CPU_HOLES * tensors)
-    return [Term(HEAP, kept, f"{CPU_HEAP // MIB} MiB and {CPU_HOLES:.0%}: what glibc does not give back")]
+def _logits_block(shape: Shape, tokens: int, cuda: bool) -> tuple[int, int, int]:
+    """Return the bytes, rows and columns of a block of the head's logits (grpo/model/logprobs.py)."""
+    rows, columns = CUDA_BLOCK if cuda else CPU_BLOCK
+    rows, columns = min(rows, tokens), min(columns, shape.vocabulary)
+    return 4 * rows * columns, rows, columns
 
 
-def _linears(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
-    head = model.get_output_embeddings()
-    layers = [layer for name, layer in model.named_modules() if ".lora_" not in name]
-    return [layer for layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
+@dataclass(frozen=True)
+class TrainedModel:
+    """What the trainer's formula needs of a model."""
+
+    shape: Shape
+    dtype: torch.dtype
+    layers: int
+    weights: int
+    """bytes of the weights as a run has them"""
+    trained: tuple[int, ...]
+    """sizes of the trained parameters, in the optimizer's order; counted as one group, as norms and biases are small"""
+    head: int
+    """parameters of the head, 0 where it is not trained"""
+    kept: int
+    """bytes that all layers keep for the backward pass, for one token"""
+    quantization: str
+    in_8_bits: int
+    """trained parameters whose moments are in 8 bits"""
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, longest: int, quantization: str = "none", optim: str = "adamw_torch"
+    ) -> TrainedModel:
+        """Describe a model on device meta, with its adapter if it trains one. `longest`: tokens of a sequence.
+
+        On device meta the weights are not quantized: `quantization` is how a run has them. Raises NotImplementedError
+        where the model cannot run without numbers.
+        """
+        head = model.get_output_embeddings().weight
+        return cls(
+            shape=Shape.of(model),
+            dtype=model.dtype,
+            layers=model.config.get_text_config().num_hidden_layers,
+            weights=weights(model, model.dtype, quantization),
+            trained=tuple(parameter.numel() for parameter in chain(*parameter_groups(model))),
+            head=head.numel() if head.requires_grad else 0,
+            kept=kept_for_backward(model, longest),
+            quantization=quantization,
+            in_8_bits=sum(weight.numel() for weight in in_8_bits(model)) if optim == "adamw_8bit" else 0,
+        )
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """The work of one rank, from the settings."""
+
+    ranks: int
+    prompts: int
+    """prompts of a rank in a step"""
+    longest_prompt: int
+    longest_completion: int
+    generations: int
+    """completions of a prompt"""
+    micro_batch_tokens: int
+    rows: int
+    """sequences in one call of generate, in training or evaluation"""
+    checkpointing: bool
+    buckets: int
+    """buckets of gradients on their way to another rank"""
+    bucket: int
+    """numbers in a bucket"""
+    fp32_gradients: bool
+    """whether micro-batches are added up in fp32, whatever the dtype of the weights is"""
+    offloaded: bool
+    """whether masters and moments are in the machine's memory, not on the GPU"""
+
+    @classmethod
+    def of(cls, config: TrainerConfig, ds_config: dict, ranks: int, longest_prompt: int, held_out: int) -> RankWork:
+        """Derive it from the settings. `held_out`: examples to evaluate on."""
+        zero, prompts = ds_config["zero_optimization"], config.prompts_per_step // ranks
+        drawn = max(config.sequences_per_generate // config.num_generations, 1) * config.num_generations
+        drawn = min(drawn, prompts * config.steps_per_generation * config.num_generations)
+        return cls(
+            ranks=ranks,
+            prompts=prompts,
+            longest_prompt=longest_prompt,
+            longest_completion=config.max_completion_length,
+            generations=config.num_generations,
+            micro_batch_tokens=config.micro_batch_tokens,
+            rows=max(drawn, min(config.sequences_per_generate, held_out)),
+            checkpointing=config.gradient_checkpointing,
+            # The defaults are DeepSpeed's.
+            buckets=1 + bool(zero.get("overlap_comm")),
+            bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
+            fp32_gradients=ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+            offloaded=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
+        )
+
+    @property
+    def sequence(self) -> int:
+        """The most tokens of a prompt with a completion."""
+        return self.longest_prompt + self.longest_completion
+
+    @property
+    def group(self) -> int:
+        """The most tokens of a prompt with all its completions."""
+        return self.longest_prompt + self.generations * self.longest_completion
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a micro-batch. A sequence that is longer than the budget goes alone."""
+        return min(max(self.micro_batch_tokens, self.sequence), self.prompts * self.group)
+
+    @property
+    def laid_out(self) -> float:
+        """The keys of a micro-batch as flash attention wants them: a prompt's again before each completion."""
+        return self.tokens * (self.longest_prompt + self.generations * self.sequence) / self.group
+
+
+def trainer_memory(model: TrainedModel, work: RankWork, device_type: str) -> Memory:
+    """Return what a rank holds from the second step on."""
+    cuda, item = device_type == "cuda", model.dtype.itemsize
+    share, largest = _share(model, work), max(model.trained)
+    outside = {"CUDA": CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS}
+    if cuda and work.ranks > 1:
+        outside["NCCL's buffers"] = NCCL_BUFFERS
+    packed = -(-model.in_8_bits // work.ranks)  # a byte for each of both moments, and two constants for 256
+    optimizer = {"masters": 4 * share, "AdamW's moments": 8 * (share - packed) + 2 * packed + 8 * -(-packed // 256)}
+    standing = {"weights": model.weights}
+    if work.offloaded:
+        standing["a gradient"] = item * largest
+        summed = 0 if _sums_in_place(model, work) else item * _touched(model, work)
+        optimizer["gradients in fp32"] = 4 * share
+        optimizer["gradients as they come"] = summed + item * largest
+        optimizer["weights on their way back"] = item * share
+    in_host = cuda and work.offloaded
+    parts = _sampling, _backward_begin, _backward_end, _optimizer_step
+    return Memory(
+        outside=outside,
+        standing=standing if in_host else standing | optimizer,
+        phases={name: with_allocator(part(model, work, cuda), cuda) for name, part in zip(PHASES, parts, strict=True)},
+        host=optimizer if in_host else {},
+    )
+
+
+def _share(model: TrainedModel, work: RankWork) -> int:
+    """Return the trained numbers of one rank."""
+    return -(-sum(model.trained) // work.ranks)
+
+
+def _touched(model: TrainedModel, work: RankWork) -> int:
+    """Return the numbers of all parameters in the fullest rank's share, also in part: their gradients stay whole."""
+    share, held, start = _share(model, work), [0] * work.ranks, 0
+    for size in model.trained:
+        for rank in range(start // share, (start + size - 1) // share + 1):
+            held[rank] += size
+        start += size
+    return max(held)
+
+
+def _sums_in_place(model: TrainedModel, work: RankWork) -> bool:
+    """Tell whether DeepSpeed adds gradients up in one piece in fp32, which AdamW reads too."""
+    return work.fp32_gradients and model.dtype.itemsize == 2
+
+
+def _sampling(model: TrainedModel, work: RankWork, cuda: bool) -> Terms:
+    """Return the higher of the prompts' forward pass and that of the last token."""
+    shape, item, prompt = model.shape, model.dtype.itemsize, work.longest_prompt
+    cache = 2 * model.layers * shape.key_width * work.rows * item  # for one token of every sequence
+    tokens = work.rows * prompt
+    prompts = forward_terms(shape, model.dtype, model.quantization, tokens, prompt, cuda, scoring=False)
+    first = {
+        "KV cache": cache * prompt,
+        "their forward pass": total(prompts),  # each completion's prompt by itself
+        "their masks": tokens * prompt * (1 + item),  # prompts of several lengths are padded
+    }
+    last = {
+        "KV cache": cache * work.sequence,
+        "a layer's keys again": cache * work.sequence // model.layers // 2,  # made anew to take a token in
+        "next token's logits": 24 * work.rows * shape.vocabulary,  # six in fp32
+        **_unpacked_weights(model),
+    }
+    if REPEATS_KEYS:
+        last["keys repeated"] = 2 * shape.query_width * work.rows * work.sequence * item
+    return max(first, last, key=total)
+
+
+def _unpacked_weights(model: TrainedModel) -> Terms:
+    """Return the weight that is unpacked for a product, forwards and backwards, and dropped after it."""
+    size = model.dtype.itemsize * model.shape.largest_linear
+    return {"4 bit weights unpacked": size} if model.quantization == "4bit" else {}
+
+
+def _backward_begin(model: TrainedModel, work: RankWork, cuda: bool) -> Terms:
+    """Return the higher of two moments: at the head, and in the layer where the backward pass begins."""
+    shape, item, tokens = model.shape, model.dtype.itemsize, work.tokens
+    copies = _copied_keys(model, work, cuda)
+    if work.checkpointing:
+        inputs = {"layers' inputs": model.layers * shape.hidden * tokens * item}
+        at_head = inputs | {"last norm": (4 + item) * shape.hidden * tokens}  # its input in fp32, and normed
+        in_layer = inputs | {"a layer's activations": model.kept // model.layers * tokens + copies}
+    else:
+        at_head = in_layer = {"activations": model.kept * tokens + model.layers * copies}
+    at_head = at_head | {
+        "head: hidden states": (4 + 2 * item) * tokens * shape.hidden,  # and their gradient in fp32
+        # The logits, their gradient, and what is made of them.
+        "head: blocks of logits": 3 * _logits_block(shape, tokens, cuda)[0],
+    }
+    in_layer = in_layer | _layer_gradients(model, work, cuda) | _unpacked_weights(model)
+    gradients = _backward_end(model, work, cuda, at_end=False)
+    both = {
+        "head's gradient": model.head * item,  # kept until the embeddings' is there, where they are tied
+        "ids and losses": 200 * tokens,
+        "gradients so far": gradients["gradients so far"],
+    }
+    # A CPU's memory is taken when it is written to: buckets and gradients are, as layer after layer is done.
+    return max(at_head | both, in_layer | both | (gradients if cuda else {}), key=total)
+
+
+def _layer_gradients(model: TrainedModel, work: RankWork, cuda: bool) -> Terms:
+    """Return the gradients within a layer: the higher of its MLP's and its attention's."""
+    shape, tokens, item = model.shape, work.tokens, model.dtype.itemsize
+    mlp = {"gradients in a layer": (3 * shape.mlp_width + 2 * shape.hidden) * tokens * item}
+    key_width = _varlen_key_width(model, cuda)
+    if key_width is None:
+        return mlp
+    # However short the prompts are, and those that a cut leaves over.
+    generations = work.generations
+    segment_count = tokens * (1 + generations) // (generations * work.longest_completion) + 1 + generations
+    padded_width = -(-shape.head_width // 32) * 32
+    laid_out = round(work.laid_out * item)
+    attention = {
+        "attention: queries' sum": 4 * (tokens + FLASH_ROWS * segment_count) * shape.heads * padded_width,  # in fp32
+        "attention: gradients": 3 * shape.query_width * tokens * item,  # of result, queries, input
+        "attention: keys'": 2 * key_width * laid_out,  # of keys and values, with a prompt's copies
+    }
+    if key_width != shape.query_width:
+        attention["attention: for all heads"] = 2 * shape.query_width * laid_out  # before they are added up
+    return max(mlp, attention, key=total)
+
+
+def _varlen_key_width(model: TrainedModel, cuda: bool) -> int | None:
+    """Return the width of a token's keys where attention is one call of flash attention for the whole row, else None.
+
+    See grpo/model/tree_attention.py.
+    """
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None  # since torch 2.10
+    if not cuda or model.dtype.itemsize != 2 or model.shape.softcapped or not has_varlen:
+        return None
+    from torch.nn.attention.varlen import varlen_attn  # loads half of torch
+
+    grouped = "enable_gqa" in signature(varlen_attn).parameters
+    return model.shape.key_width if grouped else model.shape.query_width
+
+
+def _copied_keys(model: TrainedModel, work: RankWork, cuda: bool) -> int:
+    """Return the bytes of keys and values that a layer keeps beside each token's own.
+
+    A completion's stand after a copy of its prompt's (grpo/model/tree_attention.py).
+    """
+    item, keys = model.dtype.itemsize, work.tokens * model.shape.key_width
+    if (width := _varlen_key_width(model, cuda)) is not None:
+        # All are laid out in one; the ones that they were copied from are dropped.
+        return round(2 * item * (work.laid_out * width - keys))
+    return round(2 * item * keys * work.generations * work.sequence / work.group)
+
+
+def _backward_end(model: TrainedModel, work: RankWork, cuda: bool, at_end: bool = True) -> Terms:
+    """Return ZeRO-2's gradients. A CPU's memory is taken when it is written to.
+
+    `at_end`: when the embeddings' gradient is there, the largest; else when the first layer's are.
+    """
+    item, largest, share = model.dtype.itemsize, max(model.trained), _share(model, work)
+    # A parameter beyond the bucket's size is reduced by itself: its gradient is there, and what is summed.
+    small = sum(size for size in model.trained if size <= work.bucket)
+    reduced = item * max(min(small, work.bucket), 2 * largest if largest > work.bucket and at_end else 0)
+    several = work.prompts * work.group > work.micro_batch_tokens
+    if _sums_in_place(model, work):
+        # What is summed is added to the share's fp32 at once, a parameter at a time.
+        earlier, current = 4 * share, reduced + (4 * largest if at_end else 0) + (0 if several else 4 * share)
+    elif work.offloaded:
+        earlier, current = 0, reduced
+    else:
+        touched = _touched(model, work)
+        arrived = touched if cuda else max(0, touched - work.bucket)
+        earlier, current = item * touched, item * arrived + max(reduced, item * (touched - arrived))
+    buckets = work.buckets * work.bucket
+    return {
+        "gradients so far": earlier if several else 0,  # of the micro-batches before
+        "buckets": item * (buckets if cuda else min(small, buckets)),
+        "gradients": current,
+    }
+
+
+def _optimizer_step(model: TrainedModel, work: RankWork, cuda: bool) -> Terms:
+    """Return AdamW's own copy of the gradient, or the norm before it; AdamW itself is one kernel that makes nothing."""
+    item, largest, share = model.dtype.itemsize, max(model.trained), _share(model, work)
+    in_fp64 = {"one in fp64": 8 * min(largest, share)}  # the largest, for the norm
+    if _sums_in_place(model, work):
+        return {"gradients": 4 * share} | in_fp64
+    if work.offloaded:
+        return {"a gradient": item * largest} | in_fp64  # they come back one by one
+    gradients = {"gradients": item * _touched(model, work)}
+    in_one_piece = {"in one piece": share * item + (4 * share if item == 2 else 0)}  # and in fp32
+    in_fp32 = {"gradients in fp32": 4 * share}
+    if model.in_8_bits and not cuda:
+        in_fp32["of bitsandbytes' AdamW"] = 20 * share  # on a CPU it has both moments in fp32
+    return max(gradients | in_fp64, gradients | in_one_piece, in_fp32, key=total)
+
+
+def kept_for_backward(model: PreTrainedModel, longest: int) -> int:
+    """Count the bytes a token that the model's body keeps for its backward pass, in a forward pass on device meta.
+
+    A fused attention keeps queries, keys, values and result; where no kernel knows the scores' softcap, also the
+    scores of `longest` tokens. Raises NotImplementedError where the model cannot run without numbers.
+    """
+    softcapped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    tokens = longest if softcapped else ROWS
+    implementation = model.config._attn_implementation
+    AttentionInterface.register("grpo_counted", _counted_attention)
+    AttentionMaskInterface.register("grpo_counted", ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}  # by storage; alive, so that no other storage gets the same number
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    # A mask in four dimensions is handed on as it is, see grpo/model/logprobs.py.
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
+    model.set_attn_implementation("grpo_counted")
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            body_of(model)(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+    # A model's code may fail in any way where it meets tensors without numbers or a mask that it does not know.
+    except Exception as error:
+        raise NotImplementedError(f"{type(model).__name__} does not run without numbers: {error}") from error
+    finally:
+        model.set_attn_implementation(implementation)
+    size = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in parameters)
+    return -(-size // tokens)
+
+
+def _counted_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **options
+) -> tuple[torch.Tensor, None]:
+    if (softcap := options.get("softcap")) is not None:
+        tree = Tree([(query.shape[2], [])])
+        return segments(query, key, value, tree, options.get("scaling") or 1.0, softcap), None
+    # Copied, as the segments' results are.
+    return _FusedAttention.apply(query, key, value).transpose(1, 2).clone(memory_format=torch.contiguous_format), None
+
+
+class _FusedAttention(torch.autograd.Function):
+    """An attention that keeps what flash attention keeps, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError("no backward pass follows")

@@ -19,15 +19,13 @@ from grpo.client.errors import RequestFailed, ServerError
 from grpo.client.reference import check_reference
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.model.estimate_report import has_experts, on_meta
 from grpo.model.fingerprint import describe_without_weights
 from grpo.model.load import check_lengths, checkpoint_activations, load_tokenizer, resolve_dtype
 from grpo.model.logprobs import check_router
-from grpo.model.lora import base_of, check_adapter, need, put_adapter, train_adapter
-from grpo.model.memory import Term
+from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
+from grpo.model.memory import Memory, RankWork, Terms, TrainedModel, trainer_memory
+from grpo.model.memory_report import change_lines, experts_lines, on_meta, trainer_lines
 from grpo.model.packing import Batcher
-from grpo.model.train_estimate import Load, Policy
-from grpo.model.train_report import breakdown, cards
 from grpo.rewards.compute import load_reward_funcs
 from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
 from grpo.rollouts.records import Example
@@ -69,16 +67,12 @@ def dry_run(config: TrainerConfig) -> None:
         check_router(model, config.router_aux_loss_coef)
 
     longest = max(len(one.prompt_ids) for one in examples)
-    loads = {
-        count: Load.of(config, ds_config, count, longest, len(held_out))
-        for count in range(1, config.prompts_per_step + 1)
-        if config.prompts_per_step % count == 0
-    }
+    work = RankWork.of(config, ds_config, ranks, longest, len(held_out))
     parts = [
         _found(config, rewards, examples, held_out, model, own)
         + ([f"  goes on    from {checkpoint}"] if checkpoint else []),
-        _step(config, loads[ranks], examples),
-        _memory(config, loads, model, own, rewards, ranks, device),
+        _step(config, work, examples),
+        _memory(config, work, len(held_out), rewards, device) + experts_lines(model),
     ]
     print("\n\n".join("\n".join(lines) for lines in parts))
 
@@ -141,87 +135,73 @@ def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, own: M
     return f"is ready: {said.name}, {said.dtype} on {said.device}"
 
 
-def _step(config: TrainerConfig, load: Load, examples: list[Example]) -> list[str]:
-    mean = sum(len(one.prompt_ids) for one in examples) / len(examples)
-    full = [([row], range(load.completion)) for row in range(load.share) for _ in range(load.generations)]
-    full = [([*prompt, *range(load.prompt - 1)], completion) for prompt, completion in full]
-    cut = Batcher(0, 2**31).cut(full, config.micro_batch_tokens)
-    at_once = min(max(1, config.sequences_per_generate // load.generations), load.groups)
-    calls = -(-load.groups // at_once)
+def _step(config: TrainerConfig, work: RankWork, examples: list[Example]) -> list[str]:
+    mean = sum(len(example.prompt_ids) for example in examples) / len(examples)
+    group = range(work.generations)
+    full = [([prompt], range(work.longest_completion)) for prompt in range(work.prompts) for _ in group]
+    full = [([*prompt, *range(work.longest_prompt - 1)], completion) for prompt, completion in full]
+    micro_batches = Batcher(0, 2**31).cut(full, config.micro_batch_tokens)
+    groups = work.prompts * config.steps_per_generation
+    groups_per_call = min(max(1, config.sequences_per_generate // work.generations), groups)
+    calls = -(-groups // groups_per_call)
     return [
-        f"A step: {config.prompts_per_step} prompts x {load.generations} completions over {load.ranks} "
-        f"rank{'s' if load.ranks > 1 else ''}; on each",
-        f"  groups         {load.share} of {load.generations} completions",
-        f"  sampling       {calls} call{'s' if calls > 1 else ''} of generate a round, {at_once} groups in "
+        f"A step: {config.prompts_per_step} prompts x {work.generations} completions over {work.ranks} "
+        f"rank{'s' if work.ranks > 1 else ''}; on each",
+        f"  groups         {work.prompts} of {work.generations} completions",
+        f"  sampling       {calls} call{'s' if calls > 1 else ''} of generate a round, {groups_per_call} groups in "
         f"each; a round feeds {config.steps_per_generation * config.num_iterations} updates",
-        f"  tokens         {load.share * load.group:,} at most, a shared prompt once",
-        f"                 {load.share * (mean + load.generations * load.completion):,.0f} with prompts of mean length "
-        "and all completions at full length",
-        f"  micro-batches  {len(cut)} at most, of {load.tokens:,} tokens at most",
+        f"  tokens         {work.prompts * work.group:,} at most, a shared prompt once",
+        f"                 {work.prompts * (mean + work.generations * work.longest_completion):,.0f} with prompts of "
+        "mean length and all completions at full length",
+        f"  micro-batches  {len(micro_batches)} at most, of {work.tokens:,} tokens at most",
     ]
 
 
-def _memory(
-    config: TrainerConfig,
-    loads: dict[int, Load],
-    model: PreTrainedModel,
-    own: ModelInfo,
-    rewards: dict,
-    ranks: int,
-    device: torch.device,
-) -> list[str]:
-    cuda, load = torch.device("cuda"), loads[ranks]
+def _memory(config: TrainerConfig, work: RankWork, held_out: int, rewards: dict, device: torch.device) -> list[str]:
+    """Return what a rank needs on this machine, and on a card: as set, and with each change that lowers it."""
+    cuda = torch.device("cuda")
+
+    def needed(config: TrainerConfig, ranks: int, device: torch.device) -> Memory:
+        model = policy_on_meta(config, resolve_dtype(config, device))
+        trained = TrainedModel.of(model, config.longest_sequence, config.quantization, config.optim)
+        changed = RankWork.of(config, engine_config(config, ranks, device), ranks, work.longest_prompt, held_out)
+        memory = trainer_memory(trained, changed, device.type)
+        return replace(memory, standing=memory.standing | _reward_models(config, rewards, device))
+
     try:
-        here = Policy.of(model, config.longest_sequence, config.quantization, config.optim)
-        on_cuda = policy_on_meta(config, resolve_dtype(config, cuda))
-        there = Policy.of(on_cuda, config.longest_sequence, config.quantization, config.optim)
-        instead: dict[str, tuple[Policy, Load]] = {}
-        if not config.gradient_checkpointing:
-            recomputing = replace(config, gradient_checkpointing=True)
-            with suppress(ConfigError):  # for a model that does not know how it is no choice
-                with_checkpoints = policy_on_meta(recomputing, there.dtype)
-                instead["gradient_checkpointing"] = (
-                    Policy.of(with_checkpoints, config.longest_sequence, config.quantization, config.optim),
-                    replace(load, checkpointing=True),
-                )
-        if not load.offloaded:
-            instead["offload_optimizer"] = there, replace(load, offloaded=True)
-        if config.dtype == "float32":
-            half = policy_on_meta(config, torch.bfloat16)
-            instead["dtype bfloat16"] = (
-                Policy.of(half, config.longest_sequence, config.quantization, config.optim),
-                load,
-            )
-        if not config.use_peft and config.optim == "adamw_torch" and not load.offloaded:
+        memories = {"as set": needed(config, work.ranks, cuda)}
+        for changes, ranks in _changes(config, work):
+            # What a run would refuse, or what needs a package that is not installed, is no choice.
             with suppress(ConfigError):
-                need("optim", "adamw_8bit", "bitsandbytes")
-                instead["optim adamw_8bit"] = Policy.of(on_cuda, config.longest_sequence, optim="adamw_8bit"), load
-        if not config.use_peft:
-            adapted = replace(config, use_peft=True)
-            # Without peft, or for a kind of model of which peft knows no layers, it is no choice.
-            with suppress(ConfigError):
-                check_adapter(adapted)
-                with_adapter = policy_on_meta(adapted, there.dtype)
-                instead["use_peft"] = Policy.of(with_adapter, config.longest_sequence), load
-        elif config.quantization == "none":
-            with suppress(ConfigError):
-                check_adapter(replace(config, quantization="4bit"))
-                instead["quantization 4bit"] = Policy.of(on_cuda, config.longest_sequence, "4bit"), load
+                changed = replace(config, **changes)
+                changed.check_ranks(ranks)
+                check_adapter(changed)
+                memory = needed(changed, ranks, cuda)
+                if memory.total < memories["as set"].total:
+                    name = " ".join(f"{field} {value}" for field, value in changes.items()) or f"{ranks} ranks"
+                    memories[name] = memory
+        lines = trainer_lines(
+            needed(config, work.ranks, device), resolve_dtype(config, device), work.ranks, device.type
+        )
     except NotImplementedError as error:
         return [f"Memory: no estimate ({' '.join(str(error).split())[:300]})"]
-    lines = [
-        *breakdown(here, load, _reward_models(config, rewards, device), device),
-        "",
-        *cards(there, load, _reward_models(config, rewards, cuda), own.max_length, [*loads.values()], instead),
-    ]
-    if has_experts(model):
-        lines += ["", "This model has experts, which the formula does not know: it may need more."]
-    return lines
+    return [*lines, "", *change_lines(memories, resolve_dtype(config, cuda))]
 
 
-def _reward_models(config: TrainerConfig, rewards: dict, device: torch.device) -> list[Term]:
-    """The weights of reward models that every rank loads. Raises ConfigError where there is no such model."""
-    terms = []
+def _changes(config: TrainerConfig, work: RankWork) -> list[tuple[dict[str, object], int]]:
+    """Return changes of one setting that may lower a rank's memory, each with the number of ranks."""
+    halved = "micro_batch_tokens", "sequences_per_generate", "max_completion_length"
+    changes = [{name: getattr(config, name) // 2} for name in halved]
+    changes += [{"gradient_checkpointing": True}, {"dtype": "bfloat16"}, {"optim": "adamw_8bit"}]
+    if not work.offloaded:
+        changes.append({"deepspeed": "configs/ds_offload.json"})
+    changes += [{"use_peft": True}, {"quantization": "4bit"}]
+    return [({}, 2 * work.ranks), *((change, work.ranks) for change in changes)]
+
+
+def _reward_models(config: TrainerConfig, rewards: dict, device: torch.device) -> Terms:
+    """Return the weights of the reward models that every rank loads. Raises ConfigError where there is none."""
+    terms = {}
     for name in rewards.values():
         if not isinstance(name, str) or name.startswith(("http://", "https://")):
             continue
@@ -233,5 +213,5 @@ def _reward_models(config: TrainerConfig, rewards: dict, device: torch.device) -
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"reward_funcs={name!r}: cannot be loaded as a reward model ({reason})") from error
         count = sum(parameter.numel() for parameter in model.parameters())
-        terms.append(Term("reward model", count * resolve_dtype(config, device).itemsize, name))
+        terms[f"reward model {name}"] = count * resolve_dtype(config, device).itemsize
     return terms

@@ -33,13 +33,13 @@ from grpo.config.errors import ConfigError
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.model.estimate_report import CARD_USABLE, GIB
 from grpo.model.fingerprint import describe
 from grpo.model.load import checkpoint_activations, load_model, load_reference
 from grpo.model.lora import OwnReference, train_adapter
+from grpo.model.memory import GIB, RankWork, TrainedModel, trainer_memory
+from grpo.model.memory_report import CARD_USABLE
 from grpo.model.optimizer import make_optimizer
 from grpo.model.quantization import unpacked
-from grpo.model.train_estimate import Load, Policy, memory
 from grpo.model.trial import make_batcher
 from grpo.rollouts.trial import make_sampler
 from grpo.run.folder import save_model
@@ -276,12 +276,11 @@ def test_7b_fits_a_card_of_24_gb_by_the_dry_runs_count():
     adapter = layers * config.lora_r * sides
     whole = 2 * vocabulary * hidden + hidden + layers * outside + adapter
     packed = layers * inside
-    policy = Policy.of(model, config.longest_sequence, "4bit")
-    load = Load.of(config, engine_config(config, 1, torch.device("cuda")), 1, config.max_prompt_length, 256)
-    here = memory(policy, load, "cuda")
-    standing = {term.name: term.size for term in here.standing}
+    described = TrainedModel.of(model, config.longest_sequence, "4bit")
+    work = RankWork.of(config, engine_config(config, 1, torch.device("cuda")), 1, config.max_prompt_length, 256)
+    memory = trainer_memory(described, work, "cuda")
+    standing = memory.standing
     assert standing["weights"] == 2 * whole + packed // 2 + packed // 64 + 4 * (packed // 64 // 256)
     assert standing["masters"] == 4 * adapter and standing["AdamW's moments"] == 8 * adapter
-    at_work = {term.name: term.size for term in here.phases["backward pass, its begin"]}
-    assert at_work["4 bit weights unpacked"] == 2 * wide * hidden
-    assert here.total < CARD_USABLE * 24 * GIB
+    assert memory.phases["backward pass, its begin"]["4 bit weights unpacked"] == 2 * wide * hidden
+    assert memory.total < CARD_USABLE * 24 * GIB

@@ -9,15 +9,14 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port
-from test_train_estimate import LOAD
-from test_train_estimate import policy as policy_of
-from transformers import AutoConfig, BloomConfig, JetMoeConfig, MambaConfig, RwkvConfig
+from test_train_memory import WORK, described
+from transformers import AutoConfig, AutoTokenizer, BloomConfig, JetMoeConfig, MambaConfig, Qwen2Config, RwkvConfig
 
 from demo.task import write_dataset
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.model.estimate_report import CARDS
-from grpo.model.train_report import breakdown
+from grpo.model.memory import trainer_memory
+from grpo.model.memory_report import trainer_lines
 from grpo.trainer.dry_run import dry_run
 
 
@@ -74,8 +73,25 @@ def test_it_finds_everything_and_leaves_nothing(given, model, capsys, tmp_path):
     assert "6 prompts x 4 completions over 1 rank" in said and "1 call of generate a round, 6 groups" in said
     for words in ("masters", "AdamW's moments", "KV cache", "buckets", "layers' inputs", "one run on an H100"):
         assert words in said
-    assert all(f"{card} GB" in said for card in CARDS) and "use_peft" in said
+    as_set, *changed = said.split("as set  ")[1].splitlines()
+    assert "fits a card of 8 GB" in as_set and any("use_peft True" in line for line in changed)
+    # Each line is a change that needs less.
+    needed = [float(line.split(" GiB")[0].split()[-1]) for line in (as_set, *changed)]
+    assert len(needed) > 3 and all(size <= needed[0] for size in needed)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
+def test_an_optimizer_in_8_bits_and_one_on_the_cpu_are_choices_but_not_together(given, optim, capsys, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    # Embeddings stay in 32 bits, so in the tiny model itself 8 bits would spare nothing worth a line.
+    wide = Qwen2Config(hidden_size=512, num_hidden_layers=2, num_attention_heads=4, intermediate_size=2048)
+    wide.save_pretrained(tmp_path / "wide")
+    AutoTokenizer.from_pretrained(given["model_name_or_path"]).save_pretrained(tmp_path / "wide")
+    dry_run(TrainerConfig(**given | {"model_name_or_path": str(tmp_path / "wide"), "optim": optim}))
+    choices = capsys.readouterr().out.split("On a card")[1]
+    plain = optim == "adamw_torch"
+    assert ("optim adamw_8bit" in choices) == plain and ("deepspeed configs/ds_offload.json" in choices) == plain
 
 
 def test_a_step_is_cut_as_the_update_cuts_it(given, capsys, monkeypatch):
@@ -132,24 +148,24 @@ def test_an_offloaded_optimizer_is_counted_in_the_machines_memory(given, capsys,
     settings |= {"zero_force_ds_cpu_optimizer": False, "data_types": {"grad_accum_dtype": "fp32"}}
     settings["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
     (tmp_path / "offload.json").write_text(json.dumps(settings))
-    dry_run(TrainerConfig(**given))
-    assert "offload_optimizer" in capsys.readouterr().out.split("On a card")[1]  # a column: what would do
     dry_run(TrainerConfig(**given | {"deepspeed": str(tmp_path / "offload.json")}))
     said = capsys.readouterr().out
-    assert "gradients as they come" in said and "offload_optimizer" not in said.split("On a card")[1]
+    assert "gradients as they come" in said and "ds_offload" not in said.split("On a card")[1]
     # On a card the host has them, of all ranks of the machine.
     monkeypatch.setenv("LOCAL_SIZE", "3")
-    trained = (10**6, 10**6)
-    one = dataclasses.replace(policy_of(), trained=trained)
-    load = dataclasses.replace(LOAD, offloaded=True)
-    lines = breakdown(one, load, [], torch.device("cuda"))
+    offloaded = dataclasses.replace(WORK, offloaded=True)
+
+    def lines_of(trained: tuple[int, ...]) -> list[str]:
+        memory = trainer_memory(dataclasses.replace(described(), trained=trained), offloaded, "cuda")
+        return trainer_lines(memory, torch.float32, 1, "cuda")
+
+    lines = lines_of((10**6, 10**6))
     [together] = [line for line in lines if "times 3 ranks here" in line]
     size = 4 * 2e6 + 8 * 2e6 + 4 * 2e6 + 4 * 3e6 + 4 * 2e6  # fp32 weights: all gradients and the largest
     assert int(together.split()[1].replace(",", "")) == round(size / 2**20)
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert f"{3 * size / 2**30:.1f} of {ram / 2**30:.1f} GiB: it fits" in together
-    larger = breakdown(dataclasses.replace(one, trained=(ram // 16,)), load, [], torch.device("cuda"))
-    assert any("it does NOT fit" in line for line in larger)
+    assert any("it does NOT fit" in line for line in lines_of((ram // 16,)))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """The trainer's memory that --dry_run computes, against numbers counted by hand, real passes and real peaks."""
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from inspect import signature
 
 import pytest
@@ -16,13 +16,20 @@ from transformers import Gemma2Config, GPT2Config, LlamaConfig
 
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
-from benchmarks.train_memory import Case, most_of, predict, run
+from benchmarks.train_memory import Case, highest_of, predict, run
 from grpo.config.trainer import TrainerConfig
-from grpo.model.activations import kept_for_backward
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import train_adapter
-from grpo.model.memory import MIB
-from grpo.model.train_estimate import Load, Policy, memory
+from grpo.model.memory import (
+    ALLOCATOR,
+    MIB,
+    PHASES,
+    RankWork,
+    TrainedModel,
+    kept_for_backward,
+    total,
+    trainer_memory,
+)
 from grpo.model.trial import make_batcher
 
 SMALL = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
@@ -32,14 +39,13 @@ CONFIGS = {
     "gpt2": GPT2Config(vocab_size=100, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0),
     "gemma2, softcapped scores": Gemma2Config(**SMALL, head_dim=32, num_hidden_layers=2, vocab_size=100),
 }
-LOAD = Load(
+WORK = RankWork(
     ranks=1,
-    share=4,
-    prompt=100,
-    completion=50,
+    prompts=4,
+    longest_prompt=100,
+    longest_completion=50,
     generations=8,
     micro_batch_tokens=1000,
-    groups=4,
     rows=16,
     checkpointing=False,
     buckets=2,
@@ -47,13 +53,14 @@ LOAD = Load(
     fp32_gradients=False,
     offloaded=False,
 )
+_, BEGIN, END, STEP = PHASES
 
 
-def policy(name: str = "qwen2", dtype: torch.dtype = torch.float32, **adapter) -> Policy:
+def described(name: str = "qwen2", dtype: torch.dtype = torch.float32, **adapter) -> TrainedModel:
     model = on_meta(CONFIGS[name], dtype).eval()
     if adapter:
         train_adapter(model, TrainerConfig(use_peft=True, **adapter))
-    return Policy.of(model, 150)
+    return TrainedModel.of(model, 150)
 
 
 def really_kept(model, tokens: int) -> float:
@@ -68,7 +75,7 @@ def really_kept(model, tokens: int) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_logprobs(model, batch, 1.0)
-    return sum(one.untyped_storage().nbytes() for place, one in kept.items() if place not in parameters) / tokens
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in parameters) / tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,122 +92,116 @@ def test_the_activations_of_qwen2_by_hand():
     # four of its width. The last norm's result is the head's to keep.
     layer = 6 * hidden + 3 * hidden + 2 * keys + 4 * wide
     last_norm, positions = 2 * hidden, 2 * 32
-    assert policy().kept == pytest.approx(4 * (2 * layer + last_norm + positions), abs=64)
+    assert described().kept == pytest.approx(4 * (2 * layer + last_norm + positions), abs=64)
 
 
 def test_an_adapter_keeps_less_and_trains_what_peft_trains():
-    whole, adapted = policy(), policy(lora_target_modules=["q_proj"], lora_r=4)
+    whole, adapted = described(), described(lora_target_modules=["q_proj"], lora_r=4)
     assert sum(adapted.trained) == 2 * 4 * (128 + 128) and adapted.head == 0
-    assert adapted.count == whole.count + sum(adapted.trained) and whole.head == 100 * 128
+    assert adapted.weights == whole.weights + 4 * sum(adapted.trained) and whole.head == 100 * 128
     assert adapted.kept < whole.kept
-
-
-def sizes(policy: Policy, load: Load, device: str = "cpu") -> dict[str, int]:
-    here = memory(policy, load, device)
-    return {term.name: term.size for terms in (here.standing, *here.phases.values()) for term in terms}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_stands_by_hand(ranks):
-    one = policy(dtype=torch.bfloat16)
     count = sum(parameter.numel() for parameter in random_model(CONFIGS["qwen2"]).parameters())
-    here = memory(one, dataclasses.replace(LOAD, ranks=ranks), "cuda")
-    assert [term.size for term in here.standing] == [2 * count, 4 * -(-count // ranks), 8 * -(-count // ranks)]
+    share = -(-count // ranks)
+    memory = trainer_memory(described(dtype=torch.bfloat16), replace(WORK, ranks=ranks), "cuda")
+    assert memory.standing == {"weights": 2 * count, "masters": 4 * share, "AdamW's moments": 8 * share}
 
 
 def test_gradients_and_buckets_by_hand():
-    one = dataclasses.replace(policy(), trained=(50, 30, 20), head=0)
+    model = replace(described(), trained=(50, 30, 20), head=0)
     # Ranks own 0..49 and 50..99; a bucket of 40 holds the second or the third, the first goes by itself.
-    small = dataclasses.replace(LOAD, ranks=2, bucket=40, micro_batch_tokens=10**6)
-    found = sizes(one, small)
-    assert found["gradients so far"] == 0 and found["buckets"] == 4 * 50
-    assert sizes(one, small, "cuda")["buckets"] == 4 * 2 * 40
+    small = replace(WORK, ranks=2, bucket=40, micro_batch_tokens=10**6)
+    end = trainer_memory(model, small, "cpu").phases[END]
     # When the first is summed: 10 are there that no bucket holds, its gradient, and the sum.
-    by_name = {term.name: term.size for term in memory(one, small, "cpu").phases["backward pass, its end"]}
-    assert by_name["gradients"] == 4 * (10 + 2 * 50)
-    assert sizes(one, dataclasses.replace(small, micro_batch_tokens=100))["gradients so far"] == 4 * 50
+    assert end["gradients so far"] == 0 and end["buckets"] == 4 * 50 and end["gradients"] == 4 * (10 + 2 * 50)
+    end = trainer_memory(model, small, "cuda").phases[END]
+    assert end["buckets"] == 4 * 2 * 40 and end["gradients"] == 4 * (50 + 2 * 50)
+    several = replace(small, micro_batch_tokens=100)
+    assert trainer_memory(model, several, "cpu").phases[END]["gradients so far"] == 4 * 50
     # A parameter that lies on both sides of the border is kept whole by both ranks.
-    across = dataclasses.replace(one, trained=(30, 50, 20))
-    assert sizes(across, dataclasses.replace(small, micro_batch_tokens=100))["gradients so far"] == 4 * 80
+    across = replace(model, trained=(30, 50, 20))
+    assert trainer_memory(across, several, "cpu").phases[END]["gradients so far"] == 4 * 80
 
 
 def test_the_cache_by_hand():
-    found = sizes(policy(), dataclasses.replace(LOAD, completion=900))
-    assert found["KV cache"] == 2 * 2 * 64 * 4 * 16 * 1000  # keys and values, layers, width, bytes, rows, tokens
-    assert found["next token's logits"] == 24 * 16 * 100
+    sampling = trainer_memory(described(), replace(WORK, longest_completion=900), "cpu").phases["sampling"]
+    assert sampling["KV cache"] == 2 * 2 * 64 * 4 * 16 * 1000  # keys and values, layers, width, bytes, rows, tokens
+    assert sampling["next token's logits"] == 24 * 16 * 100
 
 
 def test_checkpointing_keeps_each_layers_input_and_one_layer():
-    found = sizes(policy(), dataclasses.replace(LOAD, checkpointing=True))
-    assert found["layers' inputs"] == 2 * 128 * 4 * LOAD.tokens
-    assert policy().kept // 2 * LOAD.tokens <= found["a layer's activations"] < policy().kept * LOAD.tokens
+    begin = trainer_memory(described(), replace(WORK, checkpointing=True), "cpu").phases[BEGIN]
+    assert begin["layers' inputs"] == 2 * 128 * 4 * WORK.tokens
+    assert described().kept // 2 * WORK.tokens <= begin["a layer's activations"] < described().kept * WORK.tokens
 
 
 def test_a_group_of_ranks_costs_what_nccl_takes():
-    one, two = (memory(policy(), dataclasses.replace(LOAD, ranks=ranks), "cuda") for ranks in (1, 2))
-    assert two.process - one.process == 2 * 256 * MIB
-    assert memory(policy(), dataclasses.replace(LOAD, ranks=2), "cpu").process == memory(policy(), LOAD, "cpu").process
+    two = replace(WORK, ranks=2)
+    alone, together = (total(trainer_memory(described(), work, "cuda").outside) for work in (WORK, two))
+    assert together - alone == 2 * 256 * MIB
+    assert trainer_memory(described(), two, "cpu").outside == trainer_memory(described(), WORK, "cpu").outside
 
 
 def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
-    one = dataclasses.replace(policy(dtype=torch.bfloat16), trained=(5000, 3000, 2000), head=0)
-    load = dataclasses.replace(LOAD, micro_batch_tokens=100)
-    here, away = (memory(one, dataclasses.replace(load, offloaded=offloaded), "cuda") for offloaded in (False, True))
+    model = replace(described(dtype=torch.bfloat16), trained=(5000, 3000, 2000), head=0)
+    work = replace(WORK, micro_batch_tokens=100)
+    on_card, away = (trainer_memory(model, replace(work, offloaded=value), "cuda") for value in (False, True))
     # Masters and moments go; a buffer for the largest gradient, in 16 bit, comes.
-    assert here.held - away.held == 12 * 10000 - 2 * 5000 and here.host == []
-    assert {term.name: term.size for term in away.host} == {
+    assert total(on_card.standing) - total(away.standing) == 12 * 10000 - 2 * 5000 and on_card.host == {}
+    assert away.host == {
         "masters": 4 * 10000,
         "AdamW's moments": 8 * 10000,
         "gradients in fp32": 4 * 10000,
         "gradients as they come": 2 * (10000 + 5000),
         "weights on their way back": 2 * 10000,
     }
-    end = {term.name: term.size for term in away.phases["backward pass, its end"]}
+    end = away.phases[END]
     assert end["gradients so far"] == 0 and end["gradients"] == 2 * 10000  # what a bucket holds
     # On a CPU it is one memory.
-    assert memory(one, dataclasses.replace(load, offloaded=True), "cpu").host == []
+    assert trainer_memory(model, replace(work, offloaded=True), "cpu").host == {}
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_gradients_in_fp32_are_there_once(several):
-    one = dataclasses.replace(policy(dtype=torch.bfloat16), trained=(5000, 3000, 2000), head=0)
-    load = dataclasses.replace(LOAD, fp32_gradients=True, micro_batch_tokens=100 if several else 10**6)
-    here = memory(one, load, "cuda")
-    end = {term.name: term.size for term in here.phases["backward pass, its end"]}
+    model = replace(described(dtype=torch.bfloat16), trained=(5000, 3000, 2000), head=0)
+    work = replace(WORK, fp32_gradients=True, micro_batch_tokens=100 if several else 10**6)
+    phases = trainer_memory(model, work, "cuda").phases
     # 4 bytes a parameter, from the first micro-batch on or from this one; a bucket's sum, and its largest in fp32.
-    assert end["gradients so far"] == (4 * 10000 if several else 0)
-    assert end["gradients so far"] + end["gradients"] == 4 * 10000 + 2 * 10000 + 4 * 5000
-    step = {term.name: term.size for term in here.phases["AdamW's step"]}
-    assert step["gradients"] == 4 * 10000 and step["one in fp64"] == 8 * 5000 and "in one piece" not in step
+    assert phases[END]["gradients so far"] == (4 * 10000 if several else 0)
+    assert phases[END]["gradients so far"] + phases[END]["gradients"] == 4 * 10000 + 2 * 10000 + 4 * 5000
+    assert phases[STEP]["gradients"] == 4 * 10000 and phases[STEP]["one in fp64"] == 8 * 5000
+    assert "in one piece" not in phases[STEP]
     # Weights in fp32 have such gradients anyway.
-    assert sizes(policy(), load) == sizes(policy(), dataclasses.replace(load, fp32_gradients=False))
+    assert trainer_memory(described(), work, "cpu") == trainer_memory(
+        described(), replace(work, fp32_gradients=False), "cpu"
+    )
 
 
 def test_flash_attentions_own_gradients_by_hand():
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     # So wide in its attention, and so narrow in its MLP, that the attention is the layer's highest point.
     shape = SMALL | dict(intermediate_size=32, head_dim=96, num_key_value_heads=2)
-    one = Policy.of(on_meta(qwen(2, 100, **shape), torch.bfloat16).eval(), 150)
-    found = sizes(one, dataclasses.replace(LOAD, micro_batch_tokens=1000, checkpointing=True), "cuda")
+    model = TrainedModel.of(on_meta(qwen(2, 100, **shape), torch.bfloat16).eval(), 150)
+    begin = trainer_memory(model, replace(WORK, checkpointing=True), "cuda").phases[BEGIN]
     # At most 22 segments in 1,000 tokens, as 8 completions of 50 have 9, and 9 that a cut may leave over.
     queries, keys, laid_out = 4 * 96, 2 * 96, 2 * (100 + 8 * 150)
-    assert found["attention: queries' sum"] == 4 * (1000 + 128 * 31) * 4 * 96
-    assert found["attention: gradients"] == 3 * queries * 2 * 1000
+    assert begin["attention: queries' sum"] == 4 * (1000 + 128 * 31) * 4 * 96
+    assert begin["attention: gradients"] == 3 * queries * 2 * 1000
     if "enable_gqa" in signature(varlen.varlen_attn).parameters:
-        assert found["attention: keys'"] == 2 * keys * 2 * laid_out
-        assert found["attention: for all heads"] == 2 * queries * 2 * laid_out
+        assert begin["attention: keys'"] == 2 * keys * 2 * laid_out
+        assert begin["attention: for all heads"] == 2 * queries * 2 * laid_out
     else:
-        assert found["attention: keys'"] == 2 * queries * 2 * laid_out
+        assert begin["attention: keys'"] == 2 * queries * 2 * laid_out
 
 
 def test_what_a_card_allocates_is_all_but_what_is_outside_of_tensors():
-    one = Policy.of(on_meta(qwen(2, 100, **SMALL), torch.bfloat16).eval(), 150)
-    of = memory(one, dataclasses.replace(LOAD, ranks=2), "cuda")
-    kept_free = {
-        name: next(term.size for term in terms if term.name == "allocator") for name, terms in of.phases.items()
-    }
-    outside = sum(term.size for term in of.outside)
-    assert of.total == outside + of.allocated(of.highest) + kept_free[of.highest] and outside > 0
+    model = TrainedModel.of(on_meta(qwen(2, 100, **SMALL), torch.bfloat16).eval(), 150)
+    memory = trainer_memory(model, replace(WORK, ranks=2), "cuda")
+    outside, margin = total(memory.outside), memory.phases[memory.highest][ALLOCATOR]
+    assert memory.total == outside + memory.allocated(memory.highest) + margin and outside > 0
 
 
 PLAIN = {"dtype": "bfloat16", "micro_batch_tokens": 896, "deepspeed": {}}
@@ -233,7 +234,7 @@ def test_what_tensors_really_hold_is_near_the_prediction(few):
         assert measured["sampling"] < predicted["sampling"] < 1.25 * measured["sampling"], name
 
 
-META = {name: policy(name, dtype) for name, dtype in (("qwen2", torch.float32), ("gpt2", torch.bfloat16))}
+META = {name: described(name, dtype) for name, dtype in (("qwen2", torch.float32), ("gpt2", torch.bfloat16))}
 
 
 @settings(max_examples=100, deadline=None)
@@ -241,25 +242,24 @@ META = {name: policy(name, dtype) for name, dtype in (("qwen2", torch.float32), 
     st.sampled_from(list(META)),
     st.sampled_from(["cpu", "cuda"]),
     st.booleans(),
-    st.sampled_from(["prompt", "micro_batch_tokens", "rows", "share"]),
+    st.sampled_from(["longest_prompt", "micro_batch_tokens", "rows", "prompts"]),
     st.integers(1, 900),  # a micro-batch of all that there is would need no sum over several
 )
 def test_more_of_anything_never_needs_less(name, device, checkpointing, field, more):
-    less = dataclasses.replace(LOAD, checkpointing=checkpointing)
-    larger = dataclasses.replace(less, **{field: getattr(less, field) + more})
-    one, other = memory(META[name], less, device), memory(META[name], larger, device)
-    assert 0 < one.held == other.held
-    assert all(one.of_phase(phase) <= other.of_phase(phase) for phase in one.phases)
+    less = replace(WORK, checkpointing=checkpointing)
+    larger = replace(less, **{field: getattr(less, field) + more})
+    small, large = trainer_memory(META[name], less, device), trainer_memory(META[name], larger, device)
+    assert small.standing == large.standing and total(small.standing) > 0
+    assert all(small.peak(phase) <= large.peak(phase) for phase in PHASES)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_more_ranks_and_checkpointing_never_need_more(device):
-    one = META["qwen2"]
-    totals = [memory(one, dataclasses.replace(LOAD, ranks=ranks), device).held for ranks in (1, 2, 4)]
+    model = META["qwen2"]
+    totals = [total(trainer_memory(model, replace(WORK, ranks=ranks), device).standing) for ranks in (1, 2, 4)]
     assert totals == sorted(totals, reverse=True) and totals[0] > totals[-1]
-    saved = memory(one, dataclasses.replace(LOAD, checkpointing=True), device)
-    name = "backward pass, its begin"
-    assert saved.of_phase(name) < memory(one, LOAD, device).of_phase(name)
+    checkpointing = trainer_memory(model, replace(WORK, checkpointing=True), device)
+    assert checkpointing.peak(BEGIN) < trainer_memory(model, WORK, device).peak(BEGIN)
 
 
 @pytest.mark.rare
@@ -268,11 +268,12 @@ def test_a_measured_peak_is_near_the_prediction():
     shape = "lambda: qwen(2, 8192, hidden_size=512, intermediate_size=2048, num_attention_heads=8)"
     case = f"Case({shape}, NO_CHECKPOINTS)"
     script = f"from benchmarks.train_memory import *; print(json.dumps(measure({case}, sys.argv[1]))); os._exit(0)"
-    one = Case(
+    same_case = Case(
         lambda: qwen(2, 8192, hidden_size=512, intermediate_size=2048, num_attention_heads=8),
         {"gradient_checkpointing": False},
     )
-    measured, expected = run("-c", script, case=one), predict(one)
+    measured, memory = run("-c", script, case=same_case), predict(same_case)
     for phase in ("sampling", "backward", "AdamW's step"):
-        here = expected.held + most_of(expected, phase)
-        assert abs(here - measured[phase]) < 0.15 * measured[phase] + 128 * MIB, (phase, here, measured)
+        predicted = highest_of(memory, phase)
+        # The margin for the heap is a constant, and large beside so small a model: not a factor alone.
+        assert 0.95 * measured[phase] < predicted < 1.15 * measured[phase] + 160 * MIB, (phase, predicted, measured)
