@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import torch
 from oracle import Completion, size
@@ -15,6 +16,26 @@ from grpo.algorithm.tokens import StepSize, Tokens
 
 LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
 LOSS_TYPES = [*LOSSES]
+LEVELS = [
+    *product([loss_type for loss_type in LOSS_TYPES if loss_type != "luspo"], ["token"]),
+    *product([loss_type for loss_type in LOSS_TYPES if loss_type != "vespo"], ["sequence"]),
+]
+"""each (loss_type, importance_sampling_level) that may be set"""
+
+
+def cases(options: dict) -> Iterator[tuple[str, str, dict]]:
+    """Yield (loss_type, importance_sampling_level, those of the options that may be set with both)."""
+    for loss_type, level in LEVELS:
+        if loss_type == "vespo" and options.get("importance_sampling_mode", "").startswith("sequence"):
+            continue
+        without_clip = loss_type in ("cispo", "sapo", "vespo")
+        yield loss_type, level, {name: options[name] for name in options if not (without_clip and name == "delta")}
+
+
+def level_of(loss_type: str) -> str:
+    return "sequence" if loss_type == "luspo" else "token"
+
+
 BOUNDS = {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6}
 EVERYTHING = {
     "delta": 1.7,

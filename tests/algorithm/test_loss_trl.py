@@ -14,7 +14,18 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
-from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, completions, gradients, named, step_of, tokens_of
+from ragged import (
+    BOUNDS,
+    EVERYTHING,
+    LOSS_TYPES,
+    cases,
+    completions,
+    gradients,
+    level_of,
+    named,
+    step_of,
+    tokens_of,
+)
 
 from grpo.algorithm.advantages import soft_overlong_punishment
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
@@ -142,8 +153,8 @@ def constants(settings: LossSection) -> dict:
 @pytest.mark.parametrize("mode", MODES)
 def test_value_and_gradient_are_trls(trl, mode):
     options, beta, kind = MODES[mode]
-    for loss_type, level, seed in product(LOSS_TYPES, ["token", "sequence"], range(3)):
-        settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **options)
+    for (loss_type, level, allowed), seed in product(cases(options), range(3)):
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level, **allowed)
         if loss_type == "cispo" and settings.epsilon_high is not None:
             settings.epsilon_high += 1  # there it bounds the ratio itself
         with named(loss_type, level, seed):
@@ -205,7 +216,7 @@ def test_the_adaptive_entropy_bonus_is_trls(trl, quantile):
 def test_both_report_the_same_metrics(trl):
     batch = completions(seed=1)
     for loss_type in LOSS_TYPES:
-        settings = LossSection(loss_type=loss_type)
+        settings = LossSection(loss_type=loss_type, importance_sampling_level=level_of(loss_type))
         _, _, metrics = theirs(trl, batch, settings, beta=0.3)
         _, our_metrics = grpo_loss(tokens_of(batch), step_of(batch), settings, beta=0.3, **constants(settings))
         with named(loss_type):
