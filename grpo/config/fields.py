@@ -59,7 +59,7 @@ def check_limits(config: Any) -> None:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float):
                 require(-math.inf < number < math.inf, field.name, value, "use a finite number")
-                require(limits is None or number in limits, field.name, value, f"use {limits}")
+                require(limits is None or number in limits, field.name, number, f"use {limits}")
 
 
 class Section:
