@@ -81,7 +81,7 @@ class _Request(HTTPRequestParser):
         allowed, refusal = server.admit(self.path, self.headers)
         self.known = allowed and refusal is None
         if not self.known:
-            self.headers["CONNECTION"] = "close"  # else one connection could send small requests for minutes
+            self.headers["CONNECTION"] = "close"  # else a few bytes of many requests could keep it busy for minutes
         fits = self.content_length < self.adj.max_request_body_size  # waitress refuses a larger one itself
         if refusal is None and fits and not server.make_room_for_body(self.channel):
             refusal = too_many_bodies()

@@ -128,9 +128,9 @@ def limited(model_folder, tmp_path_factory):
     options = ["--max_request_mb", "1", "--max_queue_tokens", "2000", "--max_request_sequences", "3"]
     options += ["--max_length", "501"]
     environment = {"GRPO_REF_TOKEN": "s3cret"}
-    with running_server(model_folder, tmp_path_factory.mktemp("limited"), *options, environment=environment) as one:
-        one.wait_ready()
-        yield one
+    with running_server(model_folder, tmp_path_factory.mktemp("limited"), *options, environment=environment) as server:
+        server.wait_ready()
+        yield server
 
 
 def test_413_for_too_large_a_body(limited):
@@ -400,23 +400,23 @@ def test_the_time_to_come_back_is_honest(model_folder, tmp_path):
 @pytest.mark.parametrize("deterministic", ["true", "false"])
 def test_answers_beside_other_work_and_after_a_restart(model_folder, tmp_path, deterministic):
     """Deterministic to the bit, otherwise to 1e-5."""
-    asked = ([5, 6, 7], [[8] * 70, [9] * 3, [10] * 33])
+    request = ([5, 6, 7], [[8] * 70, [9] * 3, [10] * 33])
 
-    def answers(server, others: int) -> list[np.ndarray]:
-        with ThreadPoolExecutor(others + 1) as pool:
-            for number in range(others):
+    def answers(server, count: int) -> list[np.ndarray]:
+        with ThreadPoolExecutor(count + 1) as pool:
+            for number in range(count):
                 pool.submit(ask, server, [5, 6, 7], [[number] * (number + 1)] * 9)
-            same = [pool.submit(ask, server, *asked) for _ in range(5)]
-            return [decode_answer(one.result().content, 106).logprobs for one in same]
+            same = [pool.submit(ask, server, *request) for _ in range(5)]
+            return [decode_answer(future.result().content, 106).logprobs for future in same]
 
-    found = []
+    rows = []
     for _ in range(2):
         with running_server(model_folder, tmp_path, "--deterministic", deterministic) as server:
             server.wait_ready()
-            found += answers(server, 0) + answers(server, 20)
-    for row in found:
-        np.testing.assert_allclose(row, found[0], atol=1e-5)
-        assert deterministic == "false" or row.tobytes() == found[0].tobytes()
+            rows += answers(server, 0) + answers(server, 20)
+    for row in rows:
+        np.testing.assert_allclose(row, rows[0], atol=1e-5)
+        assert deterministic == "false" or row.tobytes() == rows[0].tobytes()
 
 
 @pytest.mark.slow
@@ -491,9 +491,9 @@ def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(mo
 
         assert refusal(ask(server, [5], [[401]]))[:2] == (503, "worker_died")
         assert server.process.wait(timeout=30) == 1
-        said = server.log.read_text()
-        assert said.splitlines()[-1] == "RuntimeError: the device is gone"
-        assert "the worker died; nothing can be scored any more:\nTraceback" in said
+        log = server.log.read_text()
+        assert log.splitlines()[-1] == "RuntimeError: the device is gone"
+        assert "the worker died; nothing can be scored any more:\nTraceback" in log
 
 
 @pytest.mark.slow
@@ -504,20 +504,21 @@ def test_what_cannot_be_served_is_said_in_one_line(server, model_folder):
         ("--host", "0.0.0.0"): "host='0.0.0.0'",
         ("--host", "192.0.2.1", "--token", "x"): "choose another host",
     }
-    for options, said in cases.items():
+    for options, complaint in cases.items():
         command = [sys.executable, "ref_server.py", *options]
         ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 2
-        assert said in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
+        assert complaint in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow
 def test_two_servers_of_different_weights_differ_in_their_fingerprint(server, tmp_path):
-    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as other:
-        other.wait_ready()
-        here, there = (requests.get(one.url + "/health", timeout=5).json() for one in (server, other))
-    assert here["model_fingerprint"] != there["model_fingerprint"]
-    assert here["tokenizer_fingerprint"] == there["tokenizer_fingerprint"]
+    with running_server(write_model(tmp_path / "other", seed=1), tmp_path) as second_server:
+        second_server.wait_ready()
+        urls = server.url, second_server.url
+        first, second = (requests.get(url + "/health", timeout=5).json() for url in urls)
+    assert first["model_fingerprint"] != second["model_fingerprint"]
+    assert first["tokenizer_fingerprint"] == second["tokenizer_fingerprint"]
 
 
 @pytest.mark.slow
@@ -539,8 +540,8 @@ def test_a_server_that_runs_out_of_memory_goes_on_with_smaller_batches(tmp_path,
         assert answer.status_code == 200
         logprobs = decode_answer(answer.content, 20_000).logprobs.reshape(40, 500)
         np.testing.assert_allclose(logprobs, logprobs[:1].repeat(40, 0), atol=1e-5)
-        said = [line for line in server.log.read_text().splitlines() if "out of memory" in line]
-        assert 1 <= len(said) <= 6 and "tokens from now on" in said[-1]
+        warnings = [line for line in server.log.read_text().splitlines() if "out of memory" in line]
+        assert 1 <= len(warnings) <= 6 and "tokens from now on" in warnings[-1]
         again = requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
         assert again.status_code == 200
-        assert len([line for line in server.log.read_text().splitlines() if "out of memory" in line]) == len(said)
+        assert len([line for line in server.log.read_text().splitlines() if "out of memory" in line]) == len(warnings)

@@ -30,20 +30,22 @@ LATE = 20.0  # seconds on a busy machine
 @pytest.fixture(scope="module")
 def low(model_folder, tmp_path_factory):
     """A server with low limits."""
-    with running_server(model_folder, tmp_path_factory.mktemp("low"), *LIMITS, code=SOON) as one:
-        one.wait_ready()
-        yield one
-        assert "Traceback" not in one.log.read_text()
+    with running_server(model_folder, tmp_path_factory.mktemp("low"), *LIMITS, code=SOON) as server:
+        server.wait_ready()
+        yield server
+        assert "Traceback" not in server.log.read_text()
 
 
 @pytest.fixture(scope="module")
 def locked(model_folder, tmp_path_factory):
     """A server with low limits and a token."""
     token = {"GRPO_REF_TOKEN": "s3cret"}
-    with running_server(model_folder, tmp_path_factory.mktemp("locked"), *LIMITS, environment=token, code=SOON) as one:
-        one.wait_ready()
-        yield one
-        assert "Traceback" not in one.log.read_text()
+    with running_server(
+        model_folder, tmp_path_factory.mktemp("locked"), *LIMITS, environment=token, code=SOON
+    ) as server:
+        server.wait_ready()
+        yield server
+        assert "Traceback" not in server.log.read_text()
 
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -68,19 +70,19 @@ def read(connection: socket.socket, count: int) -> list[Answer]:
     return answers
 
 
-def talk(server, sent: bytes, most: int = 9) -> list[Answer]:
+def talk(server, sent: bytes, limit: int = 9) -> list[Answer]:
     """All answers to these bytes, until the server ends the connection: the last request should say that it may."""
     with connect(server) as connection:
         connection.sendall(sent)
-        return read(connection, most)
+        return read(connection, limit)
 
 
 def refused(answer: Answer) -> tuple[int, str]:
     status, headers, body = answer
-    said = json.loads(body)
-    assert headers["content-type"] == "application/json" and said.keys() == {"error"}
-    assert said["error"].keys() == {"code", "message"} and said["error"]["message"]
-    return status, said["error"]["code"]
+    error = json.loads(body)
+    assert headers["content-type"] == "application/json" and error.keys() == {"error"}
+    assert error["error"].keys() == {"code", "message"} and error["error"]["message"]
+    return status, error["error"]["code"]
 
 
 BODY = save(
@@ -350,9 +352,9 @@ PATHS = [b"GET /", b"GET /health", b"GET /status", b"GET /nothing", b"POST /v1/l
 
 @pytest.mark.parametrize("host", HERE)
 def test_without_a_token_the_server_answers_its_own_machine(server, host):
-    asked = b"GET /status HTTP/1.1\r\nConnection: close\r\nHost: " + host + b"\r\n"
-    assert talk(server, asked + b"\r\n")[0][0] == 200
-    assert talk(server, asked + b"Origin: http://" + host + b"\r\n\r\n")[0][0] == 200
+    request = b"GET /status HTTP/1.1\r\nConnection: close\r\nHost: " + host + b"\r\n"
+    assert talk(server, request + b"\r\n")[0][0] == 200
+    assert talk(server, request + b"Origin: http://" + host + b"\r\n\r\n")[0][0] == 200
 
 
 @pytest.mark.parametrize("path", PATHS)

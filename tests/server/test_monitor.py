@@ -27,12 +27,12 @@ def samples(server) -> dict[str, float]:
     """Every sample of /metrics, by `name{label,values}`."""
     answer = requests.get(server.url + "/metrics", timeout=5)
     assert answer.status_code == 200 and answer.headers["Content-Type"].startswith("text/plain")
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(answer.text):
-        for one in family.samples:
-            labels = ",".join(one.labels.values())
-            found[f"{one.name}{{{labels}}}" if labels else one.name] = one.value
-    return found
+        for sample in family.samples:
+            labels = ",".join(sample.labels.values())
+            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def watched(model_folder, tmp_path_factory):
     options = ["--log_level", "debug", "--max_batch_tokens", "100"]
     with running_server(
         model_folder, tmp_path_factory.mktemp("watched"), *options, code=code_for(summarise_each_second)
-    ) as one:
-        one.wait_ready()
-        yield one
+    ) as server:
+        server.wait_ready()
+        yield server
 
 
 def test_metrics_count_what_was_asked(watched):
@@ -162,7 +162,7 @@ def test_a_while_in_which_everything_was_refused_has_a_summary_too():
     """It has no latencies, and the server's own thread writes it."""
     monitor = Monitor()
     monitor.answered("POST", "/v1/logprobs", 400, 0.01, "127.0.0.1", error=ProtocolError(400, "malformed", "no"))
-    said = monitor.summary({})
-    assert "answers 1 x 400; 0 tokens/s" in said, said
+    summary = monitor.summary({})
+    assert "answers 1 x 400; 0 tokens/s" in summary, summary
     assert monitor.summary({}) is None
     assert "answers none" in monitor.summary({"one": (7, 1)})

@@ -22,9 +22,9 @@ HOSTILE = '<img src=x onerror="document.title=window.pwned=1"><script>window.pwn
 
 @pytest.fixture
 def browser(tmp_path):
-    with chromium(tmp_path) as one:
-        one.screen(1280, 800)
-        yield one
+    with chromium(tmp_path) as page:
+        page.screen(1280, 800)
+        yield page
 
 
 @contextmanager
@@ -132,8 +132,8 @@ def test_what_strangers_send_is_shown_and_never_run(server, browser):
     for name in names:
         body = encode_request(LogprobsRequest.of([5], [[6]], 1.0, client=name))
         assert requests.post(f"{server.url}/v1/logprobs", data=body, timeout=60).status_code == 200
-    one = np.ones(1, np.int32)
-    refused = save(dict.fromkeys(["input_ids", "prompt_lengths", "completion_lengths", HOSTILE], one))
+    ones = np.ones(1, np.int32)
+    refused = save(dict.fromkeys(["input_ids", "prompt_lengths", "completion_lengths", HOSTILE], ones))
     error = requests.post(f"{server.url}/v1/logprobs", data=refused, timeout=60).json()["error"]
     assert HOSTILE[:20] in error["message"]
     browser.screen(375, 812)

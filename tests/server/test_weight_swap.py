@@ -121,14 +121,14 @@ def test_weights_may_come_in_another_dtype(server, make):
     half = make(2, lambda name, tensor: tensor.copy_(tensor.bfloat16()), torch.bfloat16)
     assert len(half.body) < 0.6 * len(make(2).body)
     half.swap(server)
-    found, _ = logprobs(server, [5, 6], [[7, 8, 9]])
-    np.testing.assert_allclose(found, exact(half.model, [5, 6], [[7, 8, 9]]), atol=1e-5)
+    values, _ = logprobs(server, [5, 6], [[7, 8, 9]])
+    np.testing.assert_allclose(values, exact(half.model, [5, 6], [[7, 8, 9]]), atol=1e-5)
 
 
 def test_each_answer_beside_swaps_is_wholly_of_one_model(server, make):
     """Each request takes several passes; the answers of one model must be the same to the last bit."""
     prompt, completions = [5, 6, 7], [[number] * 50 for number in range(8, 16)]
-    models = {one.becomes: one for one in map(make, range(10, 14))}
+    models = {update.becomes: update for update in map(make, range(10, 14))}
     answers, done = [], threading.Event()
 
     def ask():
@@ -138,18 +138,18 @@ def test_each_answer_beside_swaps_is_wholly_of_one_model(server, make):
     first = next(iter(models.values()))
     first.swap(server)
     with ThreadPoolExecutor(4) as threads:
-        asking = [threads.submit(ask) for _ in range(4)]
+        clients = [threads.submit(ask) for _ in range(4)]
         try:
-            for one in (*models.values(), *models.values()):
+            for update in (*models.values(), *models.values()):
                 seen = len(answers)
-                one.swap(server)
-                while len(answers) < seen + 6 and not asking[0].done():
+                update.swap(server)
+                while len(answers) < seen + 6 and not clients[0].done():
                     time.sleep(0.01)
         finally:
             done.set()
-        for one in asking:
-            one.result()
-    by_model = {name: {row.tobytes() for row, found in answers if found == name} for _, name in answers}
+        for future in clients:
+            future.result()
+    by_model = {name: {row.tobytes() for row, fingerprint in answers if fingerprint == name} for _, name in answers}
     assert by_model.keys() == models.keys()
     for name, rows in by_model.items():
         (only,) = rows
@@ -174,17 +174,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_weights_that_are_not_of_this_model_are_refused(server, make, said):
+@pytest.mark.parametrize("complaint", WRONG)
+def test_weights_that_are_not_of_this_model_are_refused(server, make, complaint):
     update = make(3)
-    update.body = save(WRONG[said](named_weights(update.model)))
+    update.body = save(WRONG[complaint](named_weights(update.model)))
     update.sha256 = hashlib.sha256(update.body).hexdigest()
     before = served(server)
     answer = update.send(server)
     if answer.status_code == 200:
         answer = update.commit(server)
     status, code, message = refusal(answer)
-    assert (status, code) == (422, "wrong_weights") and said in message
+    assert (status, code) == (422, "wrong_weights") and complaint in message
     assert served(server) == before
     # It is forgotten: nothing of it is here.
     assert refusal(update.commit(server))[2] == "the upload is not complete: 0 bytes of it are here"
@@ -278,12 +278,12 @@ def test_finite_weights_with_which_nothing_can_be_scored_are_refused_and_the_old
         before = logprobs(server, prompt, completions)
         assert before[1] == good.becomes
         with ThreadPoolExecutor(4) as threads:
-            asking = [threads.submit(logprobs, server, prompt, completions) for _ in range(40)]
+            clients = [threads.submit(logprobs, server, prompt, completions) for _ in range(40)]
             for _ in range(2):
                 bad.send(server)
                 status, code, message = refusal(bad.commit(server))
                 assert (status, code) == (422, "wrong_weights") and "nothing can be scored" in message
-        answers = [one.result() for one in asking] + [logprobs(server, prompt, completions)]
+        answers = [future.result() for future in clients] + [logprobs(server, prompt, completions)]
         assert {(row.tobytes(), name) for row, name in answers} == {(before[0].tobytes(), before[1])}
         assert served(server) == good.becomes and server.process.poll() is None
 
@@ -358,8 +358,8 @@ def test_a_model_over_all_devices_takes_updates_too(model_folder, make, tmp_path
     with running_server(model_folder, tmp_path, *options) as server:
         server.wait_ready()
         update.swap(server)
-        found, _ = logprobs(server, [5, 6], [[7, 8, 9]])
-        np.testing.assert_allclose(found, exact(update.model, [5, 6], [[7, 8, 9]]), atol=1e-5)
+        values, _ = logprobs(server, [5, 6], [[7, 8, 9]])
+        np.testing.assert_allclose(values, exact(update.model, [5, 6], [[7, 8, 9]]), atol=1e-5)
 
 
 @pytest.mark.slow

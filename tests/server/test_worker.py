@@ -76,8 +76,8 @@ class Desk:
     def exact(self, prompt, completions, temperature=1.0) -> np.ndarray:
         """One padded sequence at a time, by a model of the same weights without the hook."""
         alone = Batcher(0, longest_packed=0)
-        rows = [token_logprobs(self.plain, alone.make([(prompt, one)], "cpu"), temperature)[0] for one in completions]
-        return torch.cat(rows).numpy()
+        batches = [alone.make([(prompt, completion)], "cpu") for completion in completions]
+        return torch.cat([token_logprobs(self.plain, batch, temperature)[0] for batch in batches]).numpy()
 
 
 def close_to(answer: Future, exact: np.ndarray) -> bool:
@@ -86,13 +86,13 @@ def close_to(answer: Future, exact: np.ndarray) -> bool:
 
 def test_what_waits_shares_a_pass_and_equal_prompts_are_fed_once():
     desk = Desk(budget=100)
-    asked = [([5, 6, 7], [[8, 9]], "a"), ([10, 11], [[12, 13, 14]], "b"), ([5, 6, 7], [[15, 16], [17, 18]], "c")]
-    answers = [desk.ask(*one) for one in asked]
+    requests = [([5, 6, 7], [[8, 9]], "a"), ([10, 11], [[12, 13, 14]], "b"), ([5, 6, 7], [[15, 16], [17, 18]], "c")]
+    answers = [desk.ask(*request) for request in requests]
     desk.go()
     answers[-1].result(30)
     # The last token of a completion predicts nothing and is not fed.
     assert desk.fed() == [[5, 6, 7, 8, 15, 17, 10, 11, 12, 13]]
-    for answer, (prompt, completions, _) in zip(answers, asked, strict=True):
+    for answer, (prompt, completions, _) in zip(answers, requests, strict=True):
         assert close_to(answer, desk.exact(prompt, completions))
 
 
@@ -217,19 +217,19 @@ def test_an_answered_request_is_not_kept_until_the_garbage_collector_comes(deter
 
 
 def test_deterministic_answers_are_the_same_bits_whatever_else_waits():
-    asked = [([5, 6, 7], [[8] * n for n in (9, 30, 2, 17)]), ([5, 6, 7], [[9] * 12]), ([10] * 20, [[11, 12]])]
+    requests = [([5, 6, 7], [[8] * n for n in (9, 30, 2, 17)]), ([5, 6, 7], [[9] * 12]), ([10] * 20, [[11, 12]])]
     quiet = Desk(budget=40, deterministic=True)
     quiet.go()
-    alone = [quiet.ask(*one).result(30) for one in asked]
+    alone = [quiet.ask(*request).result(30) for request in requests]
 
     busy = Desk(budget=40, deterministic=True)
     waiting = [busy.ask([5, 6, 7], [[8] * 5, [20] * 8], f"other {n}") for n in range(5)]
-    answers = [busy.ask(*one, client=f"client {n % 2}") for n, one in enumerate(asked)]
+    answers = [busy.ask(*request, client=f"client {n % 2}") for n, request in enumerate(requests)]
     waiting += [busy.ask([5, 6, 7], [[8] * 30], "client 0")]
     busy.go()
-    for answer, expected, one in zip(answers, alone, asked, strict=True):
+    for answer, expected, request in zip(answers, alone, requests, strict=True):
         assert answer.result(30).values.tobytes() == expected.values.tobytes()
-        assert close_to(answer, busy.exact(*one))
+        assert close_to(answer, busy.exact(*request))
     for answer in waiting:
         answer.result(30)
     assert all(ids.numel() <= 40 for ids in busy.passes)
@@ -272,8 +272,8 @@ def test_a_pass_with_empty_completions_saves_nothing_that_was_not_there():
 @pytest.mark.parametrize("config", ["qwen2", "bloom, alibi"])
 def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(config, caplog):
     desk = Desk(budget=64, config=config, fits=20)
-    asked = [([number], [[number + 1] * 8]) for number in range(10, 18)]  # 8 tokens fed each
-    answers = [desk.ask(*one, client=str(one[0])) for one in asked]
+    requests = [([number], [[number + 1] * 8]) for number in range(10, 18)]  # 8 tokens fed each
+    answers = [desk.ask(*request, client=str(request[0])) for request in requests]
     desk.go()
     for answer in answers:
         answer.result(30)
@@ -282,9 +282,9 @@ def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(con
         f"out of memory: batches of {budget} tokens from now on (--max_batch_tokens)" for budget in (32, 16)
     ]
     before = len(desk.passes)
-    again = [desk.ask(*one, client=str(one[0])) for one in asked]
-    for answer, one in zip(answers + again, asked + asked, strict=True):
-        assert close_to(answer, desk.exact(*one))
+    again = [desk.ask(*request, client=str(request[0])) for request in requests]
+    for answer, request in zip(answers + again, requests + requests, strict=True):
+        assert close_to(answer, desk.exact(*request))
     assert all(ids.numel() <= 20 for ids in desk.passes[before:])
     assert not desk.dead
 
@@ -315,12 +315,12 @@ def test_a_sequence_that_does_not_fit_alone_is_its_requests_507_and_nobody_elses
 def test_a_request_that_fails_in_a_shared_pass_fails_alone(error):
     """Torch's errors are RuntimeErrors of many kinds; only those that speak of memory are about memory."""
     desk = Desk(budget=100, poison=33, error=error)
-    good, bad, other = (desk.ask([token], [[1, 2]], str(token)) for token in (5, 33, 6))
+    good, bad, second = (desk.ask([token], [[1, 2]], str(token)) for token in (5, 33, 6))
     desk.go()
     with pytest.raises(ProtocolError, match="token 33 hurts") as refusal:
         bad.result(30)
     assert refusal.value.status == 500
-    assert close_to(good, desk.exact([5], [[1, 2]])) and close_to(other, desk.exact([6], [[1, 2]]))
+    assert close_to(good, desk.exact([5], [[1, 2]])) and close_to(second, desk.exact([6], [[1, 2]]))
     assert not desk.dead
 
 

@@ -45,9 +45,9 @@ def fuzzed(model_folder, tmp_path_factory):
     # What glibc keeps for each of the server's many threads fills up for hours, and would hide a leak.
     flat = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}
     folder = tmp_path_factory.mktemp("fuzzed")
-    with running_server(model_folder, folder, *limits, "--max_length", "100", environment=flat) as one:
-        one.wait_ready()
-        yield one
+    with running_server(model_folder, folder, *limits, "--max_length", "100", environment=flat) as server:
+        server.wait_ready()
+        yield server
 
 
 # Valid requests
@@ -157,18 +157,17 @@ TEMPERATURES += ["", " 1 ", "1_0", "0x1", "warm", "1,0", "9" * 500, "é", "\x00"
 
 def metadata(draw, body):
     header, data = apart(body)
-    said = header["__metadata__"]
+    texts = header["__metadata__"]
     change = draw.randrange(5)
     if change == 0:
-        said["temperature"] = draw.choice(TEMPERATURES)
+        texts["temperature"] = draw.choice(TEMPERATURES)
     elif change == 1:
-        said[draw.choice(list(said))] = draw.choice([1, 1.5, None, True, [], {}, ["x"], {"a": "b"}])
+        texts[draw.choice(list(texts))] = draw.choice([1, 1.5, None, True, [], {}, ["x"], {"a": "b"}])
     elif change == 2:
-        said[draw.choice(["request_id", "client"])] = draw.choice(["x", "é", "\n", "\x00", "\U0001f600"]) * draw.choice(
-            [1, 127, 128, 129, 50_000]
-        )
+        character = draw.choice(["x", "é", "\n", "\x00", "\U0001f600"])
+        texts[draw.choice(["request_id", "client"])] = character * draw.choice([1, 127, 128, 129, 50_000])
     elif change == 3:
-        said[draw.choice(["", "other", "k" * 10_000])] = draw.choice(["", "v" * 10_000])
+        texts[draw.choice(["", "other", "k" * 10_000])] = draw.choice(["", "v" * 10_000])
     else:
         header["__metadata__"] = draw.choice([None, [], "text", 1, {}])
     return together(header, data)
@@ -184,13 +183,13 @@ DTYPES = ["I64", "F32", "F64", "BF16", "F16", "BOOL", "U8", "I8", "U32", "F8_E4M
 def header_fields(draw, body):
     header, data = apart(body)
     field = draw.choice(["dtype", "shape", "data_offsets"])
-    one, other = draw.sample(TENSORS, 2)
+    name, second = draw.sample(TENSORS, 2)
     if draw.random() < 0.2:
-        header[one][field] = header[other][field]
+        header[name][field] = header[second][field]
     elif draw.random() < 0.2:
-        del header[one][field]
+        del header[name][field]
     else:
-        header[one][field] = draw.choice({"dtype": DTYPES, "shape": SHAPES, "data_offsets": OFFSETS}[field])
+        header[name][field] = draw.choice({"dtype": DTYPES, "shape": SHAPES, "data_offsets": OFFSETS}[field])
     return together(header, data)
 
 
@@ -259,9 +258,9 @@ def resident_bytes(pid: int) -> int:
 
 
 def check_refusal(status: int, kind: str, body: bytes, codes: dict[int, set[str]]) -> None:
-    said = json.loads(body)
-    assert kind == "application/json" and said.keys() == {"error"} and said["error"].keys() == {"code", "message"}
-    assert said["error"]["code"] in codes[status] and said["error"]["message"] and len(body) < 4000
+    answer = json.loads(body)
+    assert kind == "application/json" and answer.keys() == {"error"} and answer["error"].keys() == {"code", "message"}
+    assert answer["error"]["code"] in codes[status] and answer["error"]["message"] and len(body) < 4000
 
 
 FIXED = [5, 6, 7], [[8, 9], [10], [11, 12, 13, 14]]
@@ -284,9 +283,9 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
     prompt, completions = FIXED
     fixed = save(
         {
-            "input_ids": np.array([i for one in completions for i in prompt + one], np.int32),
+            "input_ids": np.array([i for completion in completions for i in prompt + completion], np.int32),
             "prompt_lengths": np.full(len(completions), len(prompt), np.int32),
-            "completion_lengths": np.array([len(one) for one in completions], np.int32),
+            "completion_lengths": np.array([len(completion) for completion in completions], np.int32),
         }
     )
     right = exact(model_folder, prompt, completions)
@@ -308,10 +307,10 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
     def example(seed):
         draw = random.Random(seed)
         damage = [draw.choice(DAMAGE), draw.choice([nothing, nothing, nothing, *ON_BYTES])]
-        note(f"damage: {', '.join(one.__name__ for one in damage)}")
+        note(f"damage: {', '.join(harm.__name__ for harm in damage)}")
         body = valid(draw)
-        for one in damage:
-            body = one(draw, body) if body else b""
+        for harm in damage:
+            body = harm(draw, body) if body else b""
         status, kind, answer = ask(body)
         seen[status] += 1
         if status == 200:

@@ -88,9 +88,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("changes, said", WRONG.values(), ids=WRONG)
-def test_a_malformed_request_is_refused_with_its_reason(changes, said):
-    with pytest.raises(ProtocolError, match=said) as refused:
+@pytest.mark.parametrize("changes, complaint", WRONG.values(), ids=WRONG)
+def test_a_malformed_request_is_refused_with_its_reason(changes, complaint):
+    with pytest.raises(ProtocolError, match=complaint) as refused:
         decode(body(**changes))
     assert (refused.value.status, refused.value.code) == (400, "malformed")
 
@@ -126,8 +126,8 @@ def test_a_request_may_be_as_large_as_its_limits_and_no_larger():
     for completions, size in (([[2] * 7] * 4, (4, 32)), ([[2] * 7] * 4 + [[2] * 6], (5, 39)), ([[2] * 7] * 5, (5, 40))):
         received = decode(encode_request(LogprobsRequest.of([1], completions, 1.0)))
         assert (len(received.prompt_lengths), len(received.input_ids)) == size
-    for completions, said in (([[2]] * 6, "6 sequences.* is 5"), ([[2] * 7] * 4 + [[2] * 8], "41 tokens.* is 40")):
-        with pytest.raises(ProtocolError, match=said) as refused:
+    for completions, complaint in (([[2]] * 6, "6 sequences.* is 5"), ([[2] * 7] * 4 + [[2] * 8], "41 tokens.* is 40")):
+        with pytest.raises(ProtocolError, match=complaint) as refused:
             decode(encode_request(LogprobsRequest.of([1], completions, 1.0)))
         assert refused.value.status == 413 and refused.value.code.startswith("too_many_")
 
@@ -167,7 +167,7 @@ TENSOR = b'"input_ids":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}'
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, complaint",
     [
         (b"{" + TENSOR + b"," + TENSOR + b"}", "a name twice"),
         (b'{"__metadata__":{"client":"a","client":"b"},' + TENSOR + b"}", "a name twice"),
@@ -182,8 +182,8 @@ TENSOR = b'"input_ids":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}'
         (b"{" + TENSOR.replace(b"[0,4]", b"[4,8]") + b"}", "do not fill its"),
     ],
 )
-def test_a_header_that_two_readers_could_take_in_two_ways_is_refused(text, said):
-    with pytest.raises(ProtocolError, match=said) as refused:
+def test_a_header_that_two_readers_could_take_in_two_ways_is_refused(text, complaint):
+    with pytest.raises(ProtocolError, match=complaint) as refused:
         decode(with_header(text, bytes(4)))
     assert (refused.value.status, refused.value.code) == (400, "malformed")
 
