@@ -5,7 +5,6 @@ import math
 import shutil
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,6 @@ import pytest
 import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -39,7 +36,6 @@ from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewar
 from grpo.rewards.functions import RewardError
 from grpo.rewards.local_model import RewardModel
 from grpo.rollouts.prompts import make_example, render_prompt
-from grpo.wire.errors import ProtocolError
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 from grpo.wire.rewards import RewardAnswer, RewardRequest
@@ -457,93 +453,6 @@ def test_a_reward_server_that_is_not_there_or_refuses_is_said(served):
 def test_what_a_reward_server_has_not_is_refused(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         ServerConfig(task="reward", **settings)
-
-
-@pytest.mark.parametrize(
-    "answer", [b"", b"[]", b"{}", b'{"scores": [1.0]}', b'{"scores": [1.0, NaN]}', b'{"scores": 2}']
-)
-def test_an_answer_that_is_not_two_scores_is_refused(answer):
-    with pytest.raises(ProtocolError):
-        RewardAnswer.from_json(answer, 2)
-
-
-VALID = RewardRequest(["one", CHATS[0]], "r", "c").to_json()
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=5))
-@example([(103, 9)])  # makes two texts three
-def test_damage_is_refused_or_still_a_request(damage):
-    damaged = bytearray(VALID)
-    for place, value in damage:
-        damaged[place] = value
-    try:
-        request = RewardRequest.from_json(bytes(damaged), 100)
-    except ProtocolError as error:
-        assert (error.status, error.code) == (400, "malformed") and len(error.message) <= 500
-    else:
-        assert vars(request) == json.loads(damaged)
-
-
-chats = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": TEXTS}), min_size=1, max_size=3)
-bodies = st.fixed_dictionaries(
-    {"inputs": st.lists(TEXTS | chats, min_size=1, max_size=3)}, optional={"request_id": TEXTS, "client": TEXTS}
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(bodies, st.booleans(), st.sampled_from([None, 0, 2, "\t"]), st.sampled_from([(",", ":"), (" , ", "\r\n: ")]))
-def test_a_request_is_read_however_its_json_is_written(body, ascii_only, indent, separators):
-    text = json.dumps(body, ensure_ascii=ascii_only, indent=indent, separators=separators)
-    assert vars(RewardRequest.from_json(f" {text}\n".encode(), 3)) == {"request_id": "", "client": "", **body}
-
-
-MANY = 300_000
-LARGE = {
-    "lists": (b'{"inputs": [[],' + b"[]," * MANY, 400),
-    "objects": (b'{"inputs": [' + b"{}," * MANY, 400),
-    "numbers": (b'{"inputs": [' + b"1," * MANY, 400),
-    "texts": (b'{"inputs": [' + b'"",' * MANY, 413),
-    "fields of a message": (b'{"inputs": [[{' + b'"":"",' * MANY, 400),
-    "lists of a message": (b'{"inputs": [[{"role": [' + b"[]," * MANY, 400),
-    "fields": (b"{" + b'"":[],' * MANY, 400),
-    "a name of lists": (b'{"client": [' + b"[]," * MANY, 400),
-}
-
-
-@pytest.mark.parametrize("body, status", LARGE.values(), ids=LARGE)
-def test_a_large_body_is_refused_before_it_is_a_tree(body, status):
-    """Of 62 MiB such a tree took 1.6 GiB, and nothing else of the server went on while it was built."""
-    tracemalloc.start()
-    with pytest.raises(ProtocolError) as refused:
-        RewardRequest.from_json(body, 4096)
-    assert tracemalloc.get_traced_memory()[1] < len(body) + (1 << 20)  # its text, and little else
-    tracemalloc.stop()
-    assert refused.value.status == status
-
-
-def test_a_request_may_have_so_many_messages_and_no_more():
-    chat = [{"role": "user", "content": ""}] * 32_768
-    assert len(RewardRequest.from_json(RewardRequest([chat, chat]).to_json(), 2).inputs) == 2
-    with pytest.raises(ProtocolError, match="65537 messages in one request: the limit is 65536") as refused:
-        RewardRequest.from_json(RewardRequest([chat, chat + chat[:1]]).to_json(), 2)
-    assert (refused.value.status, refused.value.code) == (413, "too_many_messages")
-
-
-def test_an_answer_of_far_more_than_its_scores_is_not_read():
-    worst = np.full(1000, np.float32(-1.1754943508222875e-38))
-    for indent in (None, 8):
-        body = json.dumps(json.loads(RewardAnswer(worst, "f").to_json()), indent=indent).encode()
-        assert len(RewardAnswer.from_json(body, 1000).scores) == 1000
-    with pytest.raises(ProtocolError, match="the answer has 200016 bytes, for 2 scores"):
-        RewardAnswer.from_json(b'{"scores": [1.0]' + b" " * 200_000, 2)
-
-
-def test_scores_survive_the_way_to_the_last_bit():
-    scores = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    sent = RewardAnswer(scores, "f", "r")
-    np.testing.assert_array_equal(RewardAnswer.from_json(sent.to_json(), 1000).scores, scores)
 
 
 # --- a whole run

@@ -1,0 +1,243 @@
+"""How the functions that `reward_funcs` names are found, called and checked."""
+
+import asyncio
+import copy
+import signal
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo.config.errors import ConfigError
+from grpo.rewards.compute import RewardError, add_deadline, compute_rewards, load_reward_funcs
+from reward import correctness_reward, format_reward
+
+# --- finding the functions
+
+
+def test_functions_of_reward_py_load_in_the_order_of_their_names():
+    functions = load_reward_funcs(["format_reward", "correctness_reward"])
+    assert list(functions.items()) == [("format_reward", format_reward), ("correctness_reward", correctness_reward)]
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "LOADED = []\n"
+        "def length(completions, **columns): return [float(len(c)) for c in completions]\n"
+        "def other(prompts, completions, **columns): return [0.0 for _ in completions]\n"
+        "def format_reward(completions, **columns): return [0.0 for _ in completions]\n"
+        "def helper(text): return text\n"
+        "CONSTANT = 3\n"
+    )
+    return path
+
+
+def test_functions_of_another_file_are_keyed_by_function_name(user_file):
+    functions = load_reward_funcs([f"{user_file}:length", "correctness_reward", f"{user_file}:other"])
+    assert list(functions) == ["length", "correctness_reward", "other"]
+    assert functions["length"](completions=["abc"]) == [3.0]
+    assert functions["length"].__globals__ is functions["other"].__globals__
+
+
+@pytest.mark.parametrize("name", ["no_such_reward", "TAGS", "", "mine.py"])
+def test_an_unknown_function_of_reward_py_is_refused_with_those_it_has(name):
+    with pytest.raises(ConfigError) as caught:
+        load_reward_funcs([name])
+    message = str(caught.value)
+    assert message.startswith(f"reward_funcs names {name!r}, but reward.py has no such function")
+    assert "(correctness_reward, format_reward)" in message
+    assert message.count(". ") == 0
+
+
+@pytest.mark.parametrize("function", ["missing", "CONSTANT", ""])
+def test_an_unknown_function_of_another_file_is_refused_with_those_it_has(user_file, function):
+    with pytest.raises(ConfigError, match=r"^reward_funcs names .* has no such .*\(format_reward, length, other\)"):
+        load_reward_funcs([f"{user_file}:{function}"])
+
+
+@pytest.mark.parametrize("path", ["nowhere/mine.py", ".", "notes.txt"])
+def test_a_missing_file_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    with pytest.raises(ConfigError, match=f"^reward_funcs names '{path}:f', but {path} is not a Python file"):
+        load_reward_funcs([f"{path}:f"])
+
+
+def test_two_functions_of_one_name_are_refused(user_file):
+    for names in (["format_reward", "format_reward"], ["format_reward", f"{user_file}:format_reward"]):
+        with pytest.raises(ConfigError, match=r"^reward_funcs names 'format_reward' twice"):
+            load_reward_funcs(names)
+
+
+# --- calling them
+
+
+def test_rewards_are_a_row_for_each_function_with_nan_for_none():
+    def only_short(prompts, completions, **columns):
+        return [1 if len(completion) < 3 else None for completion in completions]
+
+    def by_column(prompts, completions, level, **columns):
+        return np.array(level) / 2
+
+    functions = {"only_short": only_short, "by_column": by_column}
+    rewards = compute_rewards(functions, ["p"] * 3, ["a", "long", "bc"], {"level": [1, 2, 3], "id": [7, 8, 9]})
+    assert rewards.dtype == np.float64
+    np.testing.assert_array_equal(rewards, [[1.0, np.nan, 1.0], [0.5, 1.0, 1.5]])
+
+
+def test_a_function_sees_the_whole_batch_once():
+    calls = []
+
+    def spy(prompts, completions, **columns):
+        calls.append((prompts, completions, columns))
+        return [0.0, 0.0]
+
+    compute_rewards({"spy": spy}, ["p", "q"], ["a", "b"], {"answer": ["1", "2"]})
+    assert calls == [(["p", "q"], ["a", "b"], {"answer": ["1", "2"]})]
+
+
+def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
+    class Listener:
+        def score(self, conversations):
+            self.conversations = conversations
+            return [1.0] * len(conversations)
+
+    listener, question = Listener(), [{"role": "user", "content": "2+2?"}]
+    begun = [*question, {"role": "assistant", "content": "It is"}]
+    compute_rewards({"listener": listener}, ["p", "q"], ["4", " 4"], {}, [question, begun])
+    assert listener.conversations == [
+        [*question, {"role": "assistant", "content": "4"}],
+        [*question, {"role": "assistant", "content": "It is 4"}],
+    ]
+    assert begun[1]["content"] == "It is", "the example's own messages stay"
+
+
+def test_no_functions_or_no_completions_give_an_empty_table():
+    assert compute_rewards({}, ["p"], ["a"], {}).shape == (0, 1)
+    assert compute_rewards({"format_reward": format_reward}, [], [], {}).shape == (1, 0)
+
+
+def test_the_completion_on_which_a_function_raises_is_named():
+    def fragile(prompts, completions, answer, **columns):
+        return [1.0 / len(completion) + float(gold) for completion, gold in zip(completions, answer, strict=True)]
+
+    with pytest.raises(RewardError, match="'fragile' failed on the completion 'bad one': ValueError") as caught:
+        compute_rewards({"fragile": fragile}, ["p"] * 3, ["a", "bad one", ""], {"answer": ["1", "x", "2"]})
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.__cause__.__traceback__.tb_next.tb_frame.f_code.co_name == "fragile"
+
+
+def test_a_failure_of_the_batch_alone_is_said_to_be_that():
+    def fragile(prompts, completions, **columns):
+        assert len(completions) < 2
+        return [0.0]
+
+    with pytest.raises(RewardError, match="on the batch of 3 completions, though on none of them alone: Assert"):
+        compute_rewards({"fragile": fragile}, ["p"] * 3, ["a", "b", "c"], {})
+
+
+def test_a_wrong_number_of_rewards_names_the_completion_that_got_none():
+    def drops(prompts, completions, **columns):
+        return [1.0 for completion in completions if "x" not in completion]
+
+    with pytest.raises(RewardError, match=r"'drops' failed on the completion 'xyz': .*returned 2 rewards for 3"):
+        compute_rewards({"drops": drops}, ["p"] * 3, ["a", "xyz", "c"], {})
+
+
+@pytest.mark.parametrize("returned", [None, 1.0])
+def test_a_return_that_is_no_list_is_refused(returned):
+    with pytest.raises(RewardError, match="'f' failed on the completion 'a': TypeError"):
+        compute_rewards({"f": lambda **_: returned}, ["p"], ["a"], {})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 1j, np.float32("nan")])
+def test_a_reward_that_is_no_finite_number_is_refused(bad):
+    with pytest.raises(RewardError, match=r"'f' returned .* for the completion 'b': a reward is a finite number"):
+        compute_rewards({"f": lambda **_: [1.0, bad]}, ["p"] * 2, ["a", "b"], {})
+
+
+@pytest.mark.parametrize("good", [2, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(3)])
+def test_any_real_number_is_a_reward(good):
+    assert compute_rewards({"f": lambda **_: [good]}, ["p"], ["a"], {}) == [[float(good)]]
+
+
+def test_a_long_completion_is_cut_in_the_message():
+    with pytest.raises(RewardError) as caught:
+        compute_rewards({"f": lambda **_: ["?"]}, ["p"], ["y" * 10_000], {})
+    assert "y" * 500 + "'..." in str(caught.value)
+    assert "y" * 501 not in str(caught.value)
+
+
+def test_an_interrupt_is_not_a_failure_of_the_function():
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compute_rewards({"f": interrupted}, ["p"], ["a"], {})
+
+
+@pytest.fixture
+def quiet_interrupts():
+    """As in a run, whose handler of Ctrl-C raises nothing."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class NoException(BaseException):
+    """As pytest.fail's and others', which `except Exception` does not catch."""
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, NoException])
+@pytest.mark.parametrize("kind", ["blocking", "lazy", "async", "async in a task", "async with a deadline"])
+def test_whatever_a_function_raises_is_its_failure(error, kind, quiet_interrupts):
+    def fail(completions):
+        if "bad" in completions:
+            raise error
+        return [1.0 for _ in completions]
+
+    async def fail_later(completions):
+        return fail(completions)
+
+    async def awaited(completions, **columns):
+        return await (asyncio.create_task(fail_later(completions)) if "task" in kind else fail_later(completions))
+
+    def blocking(completions, **columns):
+        return (fail([completion])[0] for completion in completions) if kind == "lazy" else fail(completions)
+
+    function = awaited if "async" in kind else blocking
+    if "deadline" in kind:
+        function = add_deadline("f", awaited, 20.0, 0.0)
+    for _ in range(2):  # the loop of async functions has outlived the first
+        with pytest.raises(RewardError, match=f"'f' failed on the completion 'bad': {error.__name__}"):
+            compute_rewards({"f": function}, ["p"] * 2, ["good", "bad"], {})
+    assert compute_rewards({"f": function}, ["p"], ["good"], {}) == [[1.0]]
+
+
+def test_no_function_sees_what_another_has_changed():
+    """Neither in its lists nor in the dataset's values, which later steps are given again."""
+    seen = []
+
+    def spoils(prompts, completions, tests, **columns):
+        seen.append((list(prompts), list(completions), copy.deepcopy(tests)))
+        tests[0]["hidden"].append("spoiled")
+        prompts[:] = completions[:] = tests[:] = ["spoiled"] * len(prompts)
+        return [0.0 for _ in prompts]
+
+    async def spoils_too(**columns):
+        return spoils(**columns)
+
+    given = ["p", "q"], ["a", "b"], {"tests": [{"hidden": ["1"]}, {"hidden": ["2"]}]}
+    before = copy.deepcopy(given)
+    functions = {"spoils": spoils, "again": lambda **columns: spoils(**columns), "spoils_too": spoils_too}
+    functions["late"] = add_deadline("late", spoils_too, 20.0, 0.0)
+    compute_rewards(functions, *given)
+    assert given == before
+    prompts, completions, columns = before
+    assert seen.count((prompts, completions, columns["tests"])) == 3
+    alone = [([prompts[i]], [completions[i]], [columns["tests"][i]]) for i in range(2)]
+    assert len(seen) == 5 and all(call in seen for call in alone)
