@@ -1,4 +1,4 @@
-"""The device that a process works on: which it is, where none can be used, and what is particular to some cards."""
+"""The device that a process works on: choose it, say why none can be used, and avoid known faults of some GPUs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _GIB = 2**30
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether the memory of the host or of a card was too small.
 
-    Only torch's own allocator has a class for it. cuBLAS, cuDNN, NCCL and CUDA itself take memory beside it, and their
-    errors are RuntimeErrors, as a broken device's are.
+    Only torch's own allocator has an exception class for it. cuBLAS, cuDNN, NCCL and CUDA itself allocate memory beside
+    it, and raise RuntimeErrors, as a broken device does.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -32,31 +32,31 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def wants_card() -> bool:
-    """Tell whether this process is to work on a card: one is there or named, and nothing asks for the CPU.
+    """Tell whether this process should use a card: the machine has one or one is named, and nothing asks for the CPU.
 
-    Call it before CUDA starts: where DS_ACCELERATOR is cpu it hides the cards from all libraries.
+    Must be called before CUDA starts: where DS_ACCELERATOR is cpu it hides the cards from all libraries.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
-        # To ranks on a CPU DeepSpeed's launcher gives numbers too, which would be those of cards.
+        # DeepSpeed's launcher gives numbers to ranks on a CPU too, which would be read as cards.
         os.environ[_VISIBLE] = ""
     return asks_for_card(os.environ, torch.cuda.is_available() or _cards_of_machine() > 0)
 
 
-def asks_for_card(environment: Mapping[str, str], there: bool) -> bool:
-    """As `wants_card`, on a machine where cards are `there` or not."""
+def asks_for_card(environment: Mapping[str, str], has_cards: bool) -> bool:
+    """Tell the same as `wants_card` from an environment, for a machine that has cards or not."""
     visible = environment.get(_VISIBLE)
     if visible is None:
-        return there
+        return has_cards
     # CUDA reads up to the first name that it does not know.
     if not re.match(r"\s*\+?\d|GPU-|MIG-", visible):
         return False
-    return there or "LOCAL_RANK" not in environment  # then the user wrote it, and not the launcher
+    return has_cards or "LOCAL_RANK" not in environment  # then the user set it, and not the launcher
 
 
 def take_device(local_rank: int) -> torch.device:
-    """Take the card of this rank of the machine, or the CPU where no card is wanted.
+    """Select the card of this rank of the machine, or the CPU where no card is wanted.
 
-    Raises ConfigError where the card cannot be used: the CPU in its place would be many times slower, without a word.
+    Raises ConfigError where the card cannot be used: falling back to the CPU would silently be many times slower.
     """
     if not wants_card():
         return torch.device("cpu")
@@ -80,14 +80,16 @@ def explain_too_many(environment: Mapping[str, str], cards: int) -> str:
 
 def explain_unusable(environment: Mapping[str, str], reason: str) -> str:
     """Say why torch can use no card, and what to do."""
-    here = f"{reason}; {_VISIBLE} is {environment.get(_VISIBLE, 'not set')}"
+    details = f"{reason}; {_VISIBLE} is {environment.get(_VISIBLE, 'not set')}"
     if torch.version.cuda is None and torch.version.hip is None:
         remedy = "install a torch that is built for CUDA (https://pytorch.org/get-started/locally)"
     elif _VISIBLE in environment and "No CUDA GPUs" in reason:
         remedy = f"set {_VISIBLE} to cards that 'nvidia-smi -L' lists"
     else:
         remedy = "update NVIDIA's driver, or install a torch that is built for the CUDA that nvidia-smi names"
-    return f"torch={torch.__version__}: it can use no card ({here}): {remedy}, or set DS_ACCELERATOR=cpu to use the CPU"
+    return (
+        f"torch={torch.__version__}: it can use no card ({details}): {remedy}, or set DS_ACCELERATOR=cpu to use the CPU"
+    )
 
 
 def _reason() -> str:
@@ -105,7 +107,7 @@ def _cards_of_machine() -> int:
 
 
 def prepare_nccl() -> str:
-    """Keep NCCL from what these cards lack, before it starts. Return what may help where the first collective hangs."""
+    """Switch off NCCL's transports that these cards lack, before it starts. Return a hint for a hanging collective."""
     names = [torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())]
     try:
         driver = find_driver_version(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
@@ -119,13 +121,13 @@ def prepare_nccl() -> str:
 
 
 def find_driver_version(text: str) -> str | None:
-    """Find it, such as 550.54.14, in what NVIDIA's driver says of itself under /proc."""
+    """Find the version, such as 550.54.14, in the text of NVIDIA's driver under /proc."""
     version = re.search(r"^NVRM version:.*?\s(\d+(?:\.\d+)+)\s", text, re.MULTILINE)
     return version[1] if version else None
 
 
 def lacks_p2p(names: list[str], driver: str | None) -> bool:
-    """Tell whether NCCL must be kept from direct ways between these cards.
+    """Tell whether NCCL must not use direct transports between these cards.
 
     Drivers before 550.40.07 offer P2P between GeForce cards of the 40 series, which have none: the first collective
     hangs. The same rule as accelerate.utils.check_cuda_p2p_ib_support.
@@ -136,7 +138,7 @@ def lacks_p2p(names: list[str], driver: str | None) -> bool:
 
 
 def p2p_hint(names: list[str]) -> str:
-    """Say what helps where the first collective of these cards hangs; empty where nothing is known to."""
+    """Say what may help where the first collective of these cards hangs; empty where no remedy is known."""
     geforce = [name for name in names if "GeForce" in name]
     if not geforce or os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return ""
@@ -147,7 +149,7 @@ def p2p_hint(names: list[str]) -> str:
 
 
 def memory_of_others(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of a card that others hold, and all that it has; ask before anything is put there."""
+    """Return the bytes of a card that other programs hold, and its total. Call it before anything is on the card."""
     if device.type == "cpu":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)
@@ -155,9 +157,9 @@ def memory_of_others(device: torch.device) -> tuple[int, int]:
 
 
 def describe_shared_cards(held: list[tuple[int, int]]) -> str:
-    """Say which ranks' cards others use already, from each rank's `memory_of_others`; empty where it is none.
+    """Name the ranks' cards that other programs use, from each rank's `memory_of_others`; empty where there are none.
 
-    What a desktop or a context takes is below a tenth.
+    A desktop or a CUDA context takes less than a tenth of a card.
     """
     taken = [
         f"{others / _GIB:.1f} of {total / _GIB:.1f} GiB of rank {rank}'s"

@@ -1,4 +1,4 @@
-"""Are two models the same?"""
+"""Describe a model so that two processes can tell whether they have the same one."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def fingerprint_with(model: PreTrainedModel, tokens: str, weights: WeightsFile, digest: str) -> str:
-    """The fingerprint that `describe` would give `model` with these weights and `weights_sha256: digest` in its config.
+    """Return the fingerprint that `describe` would give `model` with these weights.
 
-    `tokens` is its tokenizer's fingerprint. The digest tells weights apart that differ by less than the samples show.
+    Its config then has `weights_sha256: digest`, which tells weights apart that differ by less than the samples show.
+    `tokens` is its tokenizer's fingerprint.
     """
     samples = (weights.read(name, sample(values.numel())) for name, values in model.named_parameters())
     return _fingerprint(model, tokens, samples, digest)
@@ -54,16 +55,16 @@ def fingerprint_with(model: PreTrainedModel, tokens: str, weights: WeightsFile, 
 
 def _fingerprint(model: PreTrainedModel, tokens: str, samples: Iterable[torch.Tensor], digest: str) -> str:
     settings = _settings(model)
-    if of_adapter := scalings(model):
-        settings["adapter_scalings"] = of_adapter
-    # Rounded to bfloat16, so that the same weights loaded in another dtype agree.
+    if adapter_scalings := scalings(model):
+        settings["adapter_scalings"] = adapter_scalings
+    # Rounded to bfloat16, so that the same weights loaded in another dtype give the same fingerprint.
     rounded = [values.to(torch.bfloat16).float().cpu().numpy() for values in samples]
     return fingerprint(settings, tokens, np.concatenate(rounded).tobytes(), *([digest] if digest else []))
 
 
 def _settings(model: PreTrainedModel) -> dict:
-    """The configuration, without what two models may differ in and be one."""
+    """Return the configuration, without the fields in which two equal models may differ."""
     settings = model.config.to_dict()
     volatile = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "weights_sha256"}
-    volatile |= {"quantization_config"}  # the samples are of what it leaves of the weights
+    volatile |= {"quantization_config"}  # the samples are those of the unpacked weights
     return {name: value for name, value in settings.items() if name not in volatile}

@@ -1,4 +1,4 @@
-"""Tokenizer, policy and frozen reference, from the hub or a local folder: of a model, or of an adapter for one."""
+"""Load the tokenizer, the policy and the frozen reference: of a model or an adapter, from the hub or a folder."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NO_LIMIT = 2**31 - 1
 def resolve_dtype(config: SharedConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    # Without units for it bfloat16 is slower than float32: on a CPU 5 to 14 times, on a GPU before Ampere, too, which
-    # emulates it. A GPU that is not here (--dry_run) is taken to have them.
-    has_units = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if device.type == "cuda" and has_units else torch.float32
+    # Without hardware for it bfloat16 is slower than float32: on a CPU 5 to 14 times, and on a GPU before Ampere, which
+    # emulates it. --dry_run assumes that a GPU which this machine does not have is newer.
+    has_bfloat16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if device.type == "cuda" and has_bfloat16 else torch.float32
 
 
 def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
-    """Raises ConfigError where there is none, or one without an end-of-sequence token."""
+    """Load the tokenizer. Raises ConfigError where there is none, or one without an end-of-sequence token."""
     tokenizer = load_auto(AutoTokenizer, config)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -51,15 +51,15 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: SharedConfig, device: torch.device, device_map: str | None = None) -> PreTrainedModel:
-    """The causal language model in its dtype on `device`, in evaluation mode, its head checked against ours.
+    """Load the causal language model in its dtype on `device`, in evaluation mode, and check its head.
 
-    It is quantized where the configuration says so, and over all devices with a `device_map`. Nothing puts it into
-    training mode: its log-probs would be those of another distribution than it sampled from.
+    It is quantized where the configuration says so, and spread over all devices with a `device_map`. It must never be
+    put into training mode: its log-probs would be those of another distribution than it sampled from.
 
     Raises ConfigError where a package that this needs is not installed.
     """
-    # cuDNN's, torch's first choice on an H100, plans anew for every shape, and fails at some of ours ("Expected
-    # mha_graph.execute(...) to be true"). Without it torch takes flash attention.
+    # torch's first choice on an H100 is cuDNN's attention, which makes a new plan for every shape and fails at some of
+    # ours ("Expected mha_graph.execute(...) to be true"). Without it torch takes flash attention.
     torch.backends.cuda.enable_cudnn_sdp(False)
     dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
     if device_map is not None:
@@ -83,26 +83,27 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
 
 
 def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedModel:
-    """As `load_model`, frozen."""
+    """Load the model as `load_model` does, and freeze it."""
     return load_model(config, device, config.device_map).requires_grad_(False)
 
 
 def load_settings(config: SharedConfig) -> PretrainedConfig:
-    """The model's configuration, without dropout of units or layers."""
+    """Load the model's configuration, and switch dropout of units and layers off in it."""
     settings = load_auto(AutoConfig, config)
-    for part in (settings, settings.get_text_config()):
-        for name, value in vars(part).items():
+    for section in (settings, settings.get_text_config()):
+        for name, value in vars(section).items():
             if isinstance(value, float) and "drop" in name:
-                setattr(part, name, 0.0)
+                setattr(section, name, 0.0)
     return settings
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass; not reentrant, for the reason given in grpo/model/logprobs.py.
+    """Recompute activations in the backward pass, not reentrant.
 
-    Raises ConfigError where the model does not know how.
+    grpo/model/logprobs.py switches it on and off for each forward pass. Raises ConfigError where the model cannot
+    recompute.
     """
-    # Renamed in transformers 5.23; before, only the old name is there.
+    # Renamed in transformers 5.23; earlier versions have only the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -113,14 +114,14 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a completion: the tokenizer's eos and those of the model's generation config."""
-    also = model.generation_config.eos_token_id if model.generation_config else None
-    ids = also if isinstance(also, list) else [also]
+    """Return every id that ends a completion: the tokenizer's eos and those of the model's generation config."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
     return sorted({tokenizer.eos_token_id, *ids} - {None})
 
 
 def length_limits(config: PretrainedConfig) -> dict[str, int]:
-    """Give the settings of a model that limit the tokens of a sequence.
+    """Return the fields of a model's configuration that limit the tokens of a sequence.
 
     `max_position_embeddings` holds for every sequence. Beyond the others a sequence's log-probs depend on the rest of
     its batch, so they hold wherever sequences share one. Beyond the first length of longrope positions
@@ -141,12 +142,12 @@ def length_limits(config: PretrainedConfig) -> dict[str, int]:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence whose log-probs are its own, whatever else is in its batch; None is no limit."""
+    """Return the tokens of the longest sequence whose log-probs do not depend on its batch; None is no limit."""
     return min(length_limits(config).values(), default=None)
 
 
 def check_lengths(config: AnsweringConfig, settings: PretrainedConfig) -> None:
-    """Raises ConfigError where the longest sequence that there may be is too long for the model, or for its batches."""
+    """Raise ConfigError where the longest possible sequence is too long for the model, or for its batches."""
     limits = length_limits(settings)
     name = min(limits, key=limits.get, default=None)
     if name is None or config.longest_sequence <= limits[name]:
@@ -163,19 +164,19 @@ def check_lengths(config: AnsweringConfig, settings: PretrainedConfig) -> None:
 
 
 def cards_of(model: PreTrainedModel) -> list[torch.device]:
-    """The GPUs that hold some of the model."""
-    return sorted({values.device for values in model.parameters() if values.device.type == "cuda"}, key=str)
+    """Return the GPUs that hold parts of the model."""
+    return sorted({weight.device for weight in model.parameters() if weight.device.type == "cuda"}, key=str)
 
 
 def device_memory(cards: list[torch.device]) -> tuple[int, int, int]:
-    """Bytes that torch holds on these GPUs, that they have, and that tensors took at most since the peak was reset."""
+    """Return the bytes that torch holds on these GPUs, their total, and the peak of tensors since it was reset."""
     total = sum(torch.cuda.get_device_properties(card).total_memory for card in cards)
     peak = sum(torch.cuda.max_memory_allocated(card) for card in cards)
     return sum(torch.cuda.memory_reserved(card) for card in cards), total, peak
 
 
 def load_auto(auto_class, shared: SharedConfig, **options):
-    """What the name stands for; where it is an adapter, what its base has: the tokenizer only if it has none itself."""
+    """Load by the model's name; for an adapter from its base, but its own tokenizer where it has one."""
     name = shared.model_name_or_path
     try:
         source = base_of(name) or name

@@ -1,9 +1,9 @@
-"""Token log-probs in fp32: the one function that policy and reference share, so that equal weights give equal numbers.
+"""Token log-probs in fp32: the function that policy and reference share, so that equal weights give equal numbers.
 
 The body of the model runs once over the batch (grpo/model/packing.py). The head runs over completion positions only, a
 block of tokens by a block of the vocabulary at a time: a block's logits are reduced to their logsumexp while they are
-in cache, and computed again in the backward pass. So neither (T, V) logits nor (B, L, V) ones ever exist, and memory
-grows with neither. The sum over vocabulary blocks is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009,
+in cache, and computed again in the backward pass. So logits of (T, V) or (B, L, V) never exist, and memory grows with
+neither T nor V. The sum over vocabulary blocks is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009,
 section 4).
 """
 
@@ -17,20 +17,20 @@ from torch import nn
 from grpo.config.errors import ConfigError
 from grpo.model.packing import Batch
 
-# Tokens and vocabulary of a block of logits: 16 MB stay in a CPU's cache, a GPU wants few large launches.
+# Tokens and vocabulary of a block of logits: 16 MB fit a CPU's cache, a GPU is faster with few large launches.
 CPU_BLOCK = (1024, 4096)
 CUDA_BLOCK = (4096, 16384)
-# torch.mm has out_dtype on a GPU, with `out` too.
+# Since torch 2.8 torch.mm has out_dtype on a GPU, with `out` too.
 MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 def token_logprobs(
     model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log p(token | all before it) of every completion token, and on request the entropy of its distribution.
+    """Return log p(token | all tokens before it) of every completion token, and on request the entropy there.
 
-    Both float32 [T] in the order of `batch.targets`, of the distribution softmax(logits / temperature), the entropy in
-    nats; both carry gradients.
+    Both are float32 [T] in the order of `batch.targets`, of the distribution softmax(logits / temperature), the entropy
+    in nats; both carry gradients.
     """
     return _of_body(_body(model, batch), model, batch, temperature, with_entropy)
 
@@ -38,26 +38,26 @@ def token_logprobs(
 def with_router_logits(
     model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As `token_logprobs`, and what `router_logits` gives, of one forward pass."""
+    """Return the results of `token_logprobs` and `router_logits` from one forward pass."""
     body = _body(model, batch, output_router_logits=True)
     return *_of_body(body, model, batch, temperature, with_entropy), _of_routers(body, batch)
 
 
 def router_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """What the routers of a mixture of experts say where each completion token is predicted: [layers, T, experts]."""
+    """Return a mixture of experts' router logits where completion tokens are predicted: [layers, T, experts]."""
     return _of_routers(_body(model, batch, output_router_logits=True), batch)
 
 
 @torch.no_grad()
 def check_router(model: nn.Module, coefficient: float) -> None:
-    """Raises ConfigError where the model has no routers, or none that show what they say."""
+    """Raise ConfigError where the model has no routers, or does not return their logits."""
     config = model.config.get_text_config()
-    shown = hasattr(config, "output_router_logits") and hasattr(config, "num_experts_per_tok")
-    if shown and model.device.type != "meta":
+    has_logits = hasattr(config, "output_router_logits") and hasattr(config, "num_experts_per_tok")
+    if has_logits and model.device.type != "meta":
         ids = torch.arange(4, device=model.device).unsqueeze(0)
         body = body_of(model)(input_ids=ids, use_cache=False, output_router_logits=True)
-        shown = bool(getattr(body, "router_logits", None))
-    if not shown:
+        has_logits = bool(getattr(body, "router_logits", None))
+    if not has_logits:
         raise ConfigError(
             f"router_aux_loss_coef={coefficient!r}: {type(model).__name__} has no experts, or does not show how it "
             "chooses among them: leave it out"
@@ -65,11 +65,11 @@ def check_router(model: nn.Module, coefficient: float) -> None:
 
 
 def _body(model: nn.Module, batch: Batch, **options):
-    """The output of the model's body for a batch; `options` are for its forward."""
+    """Run the model's body over a batch and return its output; `options` go to its forward."""
     inputs = {"input_ids": batch.input_ids, "use_cache": False}
-    # Padded: no attention mask, for the padding is on the right, where no token of a causal model can see it.
+    # A padded batch needs no attention mask: padding is on the right, where no token of a causal model can see it.
     if batch.tree is not None:
-        # A mask in four dimensions is what transformers hands on as it is; without one it would build one, N by N.
+        # transformers hands a mask in four dimensions on as it is; without one it would build one, N by N.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         inputs |= {"position_ids": batch.position_ids, "attention_mask": mask, "tree": batch.tree}
     _recompute(model, wanted=torch.is_grad_enabled())
@@ -82,7 +82,7 @@ def _of_routers(body, batch: Batch) -> torch.Tensor:
 
 
 def _predicting(states: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The rows that predict the completion tokens, [T, size], on the device of `states`, any of the model's."""
+    """Return the rows that predict the completion tokens, [T, size], on the device of `states`."""
     rows = states.flatten(0, -2)
     return rows[batch.predicts.to(rows.device)]
 
@@ -97,17 +97,17 @@ def _of_body(
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    """The model below its head, `model` itself where it is not known."""
-    # The prefix of Llama4ForCausalLM names a part that only the model with images has.
+    """Return the model below its head, or `model` itself where that is not known."""
+    # The base_model_prefix of Llama4ForCausalLM names a part that only the model with images has.
     return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 
 def _recompute(model: nn.Module, wanted: bool) -> None:
     """Tell the layers that can recompute their activations (`checkpoint_activations`) whether to do so.
 
-    They ask for training mode, which they must still have in the backward pass. The rest of the model never gets it: it
-    computes as the sampler's and the server's do. Training mode also turns on noise that no setting turns off (PhiMoE
-    draws its experts by chance).
+    Layers recompute only in training mode, which they must still have in the backward pass. The rest of the model stays
+    in evaluation mode and computes as the sampler's and the server's models do. Training mode also turns on noise that
+    no setting turns off (PhiMoE draws its experts at random).
     """
     for layer in model.modules():
         if getattr(layer, "gradient_checkpointing", False):
@@ -116,11 +116,10 @@ def _recompute(model: nn.Module, wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class Head:
-    """The way from last hidden states to logits, as the model's own forward goes it, but with fp32 logits.
+    """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32.
 
-    Some models change their logits after lm_head; each way known is done here: `final_logit_softcapping` (Gemma),
-    `logit_scale` (Cohere), `logits_scaling` (Granite). `check` tells whether that is all the model does. The
-    temperature divides last.
+    Some models change their logits after lm_head: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere),
+    `logits_scaling` (Granite). `check` tells whether the model does anything else. The temperature divides last.
     """
 
     weight: torch.Tensor
@@ -138,7 +137,7 @@ class Head:
         return cls(linear.weight, getattr(linear, "bias", None), scale, softcap, temperature)
 
     def logits(self, hidden: torch.Tensor, tokens: slice, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, hidden size] -> float32 [n, len(tokens)], over the temperature. `buffer` may be used, and hold them."""
+        """Compute logits over the temperature: [n, hidden size] -> float32 [n, len(tokens)], perhaps in `buffer`."""
         logits = _linear_fp32(hidden, self.weight[tokens], buffer)
         if self.bias is not None:
             logits += self.bias[tokens].float()
@@ -149,14 +148,17 @@ class Head:
         return logits
 
     def all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden size] -> float32 [n, vocabulary], over the temperature; for few rows, and without gradients."""
+        """Compute all logits over the temperature, [n, hidden size] -> float32 [n, vocabulary], without gradients.
+
+        For few rows only.
+        """
         if hidden.is_cuda and MM_GIVES_FP32:
             return self.logits(hidden, slice(None))
-        # The weight is cast: a block of it at a time.
+        # The weight is cast to fp32, a block at a time.
         return torch.cat([self.logits(hidden, block) for block in self.blocks(hidden)[1]], dim=1)
 
     def back_through(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The gradient by `logits` -> that by hidden @ weight + bias, in place."""
+        """Turn the gradient of `logits` into that of hidden @ weight + bias, in place."""
         if self.softcap is not None:
             gradient *= 1 - (logits * (self.temperature / self.softcap)).square_()
         if self.scale != self.temperature:
@@ -164,7 +166,7 @@ class Head:
         return gradient
 
     def blocks(self, hidden: torch.Tensor) -> tuple[int, list[slice], torch.Tensor]:
-        """Tokens at a time, the slices of the vocabulary, and a buffer for a block's logits."""
+        """Return the tokens of a block, the slices of the vocabulary, and a buffer for a block's logits."""
         tokens, vocabulary = CPU_BLOCK if hidden.device.type == "cpu" else CUDA_BLOCK
         tokens = max(1, min(tokens, len(hidden)))
         slices = [slice(start, start + vocabulary) for start in range(0, len(self.weight), vocabulary)]
@@ -174,10 +176,10 @@ class Head:
     @classmethod
     @torch.no_grad()
     def check(cls, model: nn.Module) -> None:
-        """Hold this head against the model's own on a few tokens. Raises ConfigError where they differ."""
+        """Compare this head with the model's own on a few tokens. Raises ConfigError where they differ."""
         embedding = model.get_input_embeddings().weight
         ids = torch.arange(16, device=embedding.device).unsqueeze(0) % len(embedding)
-        linear, fed = model.get_output_embeddings(), []
+        linear, head_inputs = model.get_output_embeddings(), []
         body = body_of(model)(input_ids=ids, use_cache=False)
         hidden = getattr(body, "last_hidden_state", None)
         if linear is None or hidden is None or hidden.shape[-1] != linear.weight.shape[1]:
@@ -185,23 +187,24 @@ class Head:
                 f"{type(model).__name__} is not made of a body and a linear head over its last hidden states: use "
                 "another model"
             )
-        hook = linear.register_forward_pre_hook(lambda linear, inputs: fed.append(inputs[0]))
+        hook = linear.register_forward_pre_hook(lambda linear, inputs: head_inputs.append(inputs[0]))
         try:
-            own = model(input_ids=ids, use_cache=False).logits[0].float()
+            expected = model(input_ids=ids, use_cache=False).logits[0].float()
         finally:
             hook.remove()
         head = cls.of(model)
         hidden = hidden[0].to(head.weight)
-        # In 16 bit two passes may round differently, and a deep model makes much of it, for some tokens everything. So
-        # the head is held against what it was fed with in the same pass; that against the body, by a quarter of tokens.
-        same_pass = fed[-1].view_as(hidden).to(head.weight) if fed else hidden
-        ours = head.logits(same_pass, slice(None)).to(own.device)
-        single = hidden.dtype == torch.float32
+        # In 16 bit two passes may round differently, and a deep model amplifies that, for some tokens without limit. So
+        # the head is compared on its own input of the same pass, and that input with the body's output by the quarter
+        # of tokens that differ least.
+        same_pass = head_inputs[-1].view_as(hidden).to(head.weight) if head_inputs else hidden
+        computed = head.logits(same_pass, slice(None)).to(expected.device)
+        is_fp32 = hidden.dtype == torch.float32
         moved, size = (states.float().norm(dim=1) for states in (same_pass - hidden, hidden))
         between = (moved / size.clamp(min=1e-9)).quantile(0.25).item()
-        difference = ((own - ours).abs().max() / own.abs().max().clamp(min=1.0)).item()
+        difference = ((expected - computed).abs().max() / expected.abs().max().clamp(min=1.0)).item()
         # bfloat16 keeps 8 bits: the model's own logits are that coarse.
-        if not (difference <= (1e-4 if single else 0.03) and between <= (1e-4 if single else 0.3)):
+        if not (difference <= (1e-4 if is_fp32 else 0.03) and between <= (1e-4 if is_fp32 else 0.3)):
             raise ConfigError(
                 f"{type(model).__name__} does something to its logits that grpo/model/logprobs.py does not know "
                 f"(relative difference {max(difference, between):.1e}): add it to Head, or use another model"
@@ -209,21 +212,22 @@ class Head:
 
 
 class _Logprobs(torch.autograd.Function):
-    """[T, hidden size] -> log-probs of the targets and entropies, float32 [T]; the second is None unless asked for.
+    """Log-probs of the targets, and entropies or None, float32 [T], from hidden states [T, hidden size].
 
-    One node for all blocks, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires each time.
+    All blocks are one node of the graph, so that the weight's gradient comes once: ZeRO reduces it in a hook that fires
+    each time.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, head: Head, with_entropy: bool):
         tokens, slices, buffer = head.blocks(hidden)
         logprobs, entropies, normalisers = [], [], []
-        for rows, wanted in zip(hidden.split(tokens), targets.split(tokens), strict=True):
+        for rows, row_targets in zip(hidden.split(tokens), targets.split(tokens), strict=True):
             of_target = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
             parts, mean_logits = [], []
             for block in slices:
                 logits = head.logits(rows, block, buffer)
-                place, inside = _places(wanted, block, logits)
+                place, inside = _places(row_targets, block, logits)
                 of_target = torch.where(inside, logits.gather(1, place).squeeze(1), of_target)
                 # logsumexp in place: another 16 MB beside the block would leave the cache, and fragment the heap.
                 top = logits.amax(1, keepdim=True)
@@ -236,12 +240,12 @@ class _Logprobs(torch.autograd.Function):
                 else:
                     total = below.exp_().sum(1)
                 parts.append(total.log_() + top.squeeze(1))
-            every = torch.stack(parts)
-            normalisers.append(normaliser := every.logsumexp(0))
+            block_sums = torch.stack(parts)
+            normalisers.append(normaliser := block_sums.logsumexp(0))
             logprobs.append(of_target - normaliser)
             if with_entropy:
                 # A block's mean logit weighs as much as the block's share of the probability.
-                entropies.append(normaliser - (torch.exp(every - normaliser) * torch.stack(mean_logits)).sum(0))
+                entropies.append(normaliser - (torch.exp(block_sums - normaliser) * torch.stack(mean_logits)).sum(0))
         entropy = torch.cat(entropies) if with_entropy else None
         ctx.head = head
         ctx.set_materialize_grads(False)  # an output that no loss uses has None for a gradient, and costs nothing
@@ -261,7 +265,7 @@ class _Logprobs(torch.autograd.Function):
         of_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), tokens):
             part = slice(start, start + tokens)
-            rows, wanted, upstream = hidden[part], targets[part], gradient[part].unsqueeze(1)
+            rows, row_targets, upstream = hidden[part], targets[part], gradient[part].unsqueeze(1)
             for block in slices:
                 logits = head.logits(rows, block, buffer)
                 slope = logits - normalisers[part].unsqueeze(1)
@@ -274,7 +278,7 @@ class _Logprobs(torch.autograd.Function):
                     of_entropy = entropy_gradient[part].unsqueeze(1)
                     slope.add_(entropy[part].unsqueeze(1)).mul_(of_entropy).add_(upstream).mul_(share).neg_()
                     del share
-                place, inside = _places(wanted, block, logits)
+                place, inside = _places(row_targets, block, logits)
                 slope.scatter_add_(1, place, torch.where(inside.unsqueeze(1), upstream, 0.0))
                 slope = head.back_through(slope, logits)
                 if of_bias is not None:
@@ -288,14 +292,14 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _places(targets: torch.Tensor, block: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in the block each target is, int64 [n, 1], and whether it is in it, bool [n]."""
+    """Return each target's column in the block, int64 [n, 1], and whether the block contains it, bool [n]."""
     place = targets - (block.start or 0)
     width = logits.shape[1]
     return place.clamp(0, width - 1).unsqueeze(1), (place >= 0) & (place < width)
 
 
 def _linear_fp32(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
-    """rows @ weight.T with float32 output, also where both are bfloat16.
+    """Compute rows @ weight.T with float32 output, also where both are bfloat16.
 
     Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL where there is none; casting the whole
     weight to float32 instead would cost a second copy of it.

@@ -1,8 +1,8 @@
-"""LoRA, rsLoRA and DoRA: peft's layers put into the model itself, so that everything else sees the model it knows.
+"""LoRA, rsLoRA and DoRA: peft's layers, put into the model itself.
 
-There is one adapter, named "default" as peft names it. Its layers are the model's own modules afterwards; `generate`,
-the head, attention and `save_pretrained` work on it as on any other model of transformers, which saves the adapter
-alone. It is never merged while it is used: in 16 bits a merged weight is another one.
+There is one adapter, named "default" as peft names it. Its layers are modules of the model; `generate`, the head and
+attention work as without it, and `save_pretrained` saves the adapter alone. It is never merged while it is used: in 16
+bits merging rounds the weights.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 NAME = "default"
 QUANTIZERS = "accelerate", "bitsandbytes"
-# What LoRA, rsLoRA and DoRA need, and where they come from. Anything else in an adapter's configuration that is not as
-# peft has it by default makes another kind of adapter, or one that changes the base too.
+# Fields that LoRA, rsLoRA and DoRA need, or that say where the adapter comes from. Any other field that is not peft's
+# default makes another kind of adapter, or one that changes the base too.
 _KNOWN_FIELDS = {
     "peft_type",
     "task_type",
@@ -56,20 +56,20 @@ _KNOWN_FIELDS = {
     "alpha_pattern",
     "fan_in_fan_out",
 }
-# Ways to begin that leave the base as it is; what they gave is in the file.
+# Initialisations that leave the base as it is; their result is in the file.
 _KNOWN_STARTS = (True, False, "gaussian", "orthogonal")
 
 
 def need(field: str, value: object, *packages: str) -> None:
-    """Raises ConfigError where a package that a setting needs is not installed."""
+    """Raise ConfigError where a package that a setting needs is not installed."""
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ConfigError(f"{field}={value!r}: {missing[0]} is not installed: pip install {' '.join(missing)}")
 
 
 def base_of(name: str) -> str | None:
-    """The model that an adapter was trained on, from its folder or hub id; None where `name` is no adapter.
+    """Return the model that an adapter was trained on, from its folder or hub id; None where `name` is no adapter.
 
-    Raises OSError where the hub knows no such name, ConfigError where the adapter does not say.
+    Raises OSError where the hub knows no such name, ConfigError where the adapter does not name its base.
     """
     path = find_adapter_config_file(name)
     if path is None:
@@ -84,7 +84,7 @@ def base_of(name: str) -> str | None:
 
 
 def check_adapter(config: PolicyConfig) -> None:
-    """Refuse what can be known before a model is loaded. Raises ConfigError."""
+    """Raise ConfigError for an adapter's mistakes that can be found before a model is loaded."""
     if config.quantization != "none":
         need("quantization", config.quantization, *QUANTIZERS)
     if config.use_peft:
@@ -111,7 +111,7 @@ def load_adapter(model: PreTrainedModel, name: str) -> None:
 
 
 def put_adapter(model: PreTrainedModel, name: str) -> None:
-    """As `load_adapter`, without the weights: the model may be on device meta."""
+    """Put in the adapter's layers as `load_adapter` does, without weights: the model may be on device meta."""
     need("model_name_or_path", name, "peft")
     from peft import LoraConfig, PeftConfig
 
@@ -135,15 +135,16 @@ def _refused(name: str, reason: str) -> ConfigError:
 
 
 def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
-    """Give the model an adapter, drawn from the run's seed, or go on with the one that it came with; freeze the rest.
+    """Give the model an adapter, drawn from the run's seed, or continue with the one it came with; freeze the rest.
 
-    Returns whether it came with one. A new one changes nothing yet: its second matrix is 0. Raises ConfigError where
-    it fits no layer.
+    Return whether it came with one. A new adapter changes no output yet: its second matrix is 0. Raises
+    ConfigError where it fits no layer.
     """
     if hasattr(model, "peft_config"):
-        own = model.peft_config[NAME]
-        kind = "DoRA" if own.use_dora else "rsLoRA" if own.use_rslora else "LoRA"
-        log.info("going on with %s: %s, r %d, alpha %g", config.model_name_or_path, kind, own.r, own.lora_alpha)
+        adapter = model.peft_config[NAME]
+        kind = "DoRA" if adapter.use_dora else "rsLoRA" if adapter.use_rslora else "LoRA"
+        name, rank, alpha = config.model_name_or_path, adapter.r, adapter.lora_alpha
+        log.info("going on with %s: %s, r %d, alpha %g", name, kind, rank, alpha)
         return True
     from peft import LoraConfig
 
@@ -159,13 +160,13 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     torch.manual_seed(config.seed)
     _put_in(model, settings, "lora_target_modules", targets)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    kinds = sorted({name.rsplit(".", 1)[-1] for name in settings.target_modules})
-    log.info("a new adapter: %s parameters in %s", f"{trained:,}", " ".join(kinds))
+    layers = sorted({name.rsplit(".", 1)[-1] for name in settings.target_modules})
+    log.info("a new adapter: %s parameters in %s", f"{trained:,}", " ".join(layers))
     return False
 
 
 def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: object) -> None:
-    """`field` and `value` are the setting to name where it does not fit."""
+    """Add an adapter's layers to the model. Raises ConfigError, naming `field` and `value`, where they do not fit."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     try:
@@ -182,13 +183,13 @@ def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: objec
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
-    # Whoever loads the saved adapter may do so from another directory.
+    # The saved adapter may be loaded from another directory.
     base = config.base_model_name_or_path
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
 
 
 def scalings(model: PreTrainedModel) -> list[float]:
-    """What each layer's adapter is multiplied by, which no parameter tells; none where there is no adapter."""
+    """Return the factor of each layer's adapter, which is in no parameter; empty where there is no adapter."""
     if not hasattr(model, "peft_config"):
         return []
     from peft.tuners.lora import LoraLayer
@@ -198,7 +199,7 @@ def scalings(model: PreTrainedModel) -> list[float]:
 
 @contextmanager
 def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
-    """While no weight changes: compute DoRA's norms once. peft does so in every call, for every sampled token."""
+    """Compute DoRA's norms once, while no weight changes. peft does so in every call, for every sampled token."""
     layers = []
     if hasattr(model, "peft_config") and model.peft_config[NAME].use_dora:
         from peft.tuners.lora import LoraLayer
@@ -209,7 +210,7 @@ def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
         for layer, magnitude in zip(layers, magnitudes, strict=True):
             product = magnitude.get_lora_weight(layer.lora_A[NAME], layer.lora_B[NAME])
             norm = magnitude.get_weight_norm(unpacked(layer.get_base_layer().weight), product, layer.scaling[NAME])
-            # The product is asked for its norm alone, so anything may stand for it.
+            # peft uses the product for its norm alone, so any value may replace it.
             magnitude.get_lora_weight = magnitude.get_weight_norm = lambda *_, norm=norm, **__: norm
     try:
         yield
@@ -220,9 +221,9 @@ def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def trained_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model's state dict is what is trained.
+    """Limit the model's state dict to the trained parameters.
 
-    DeepSpeed's `exclude_frozen_parameters` leaves a tied head in, and the constants of weights in 4 bits.
+    DeepSpeed's `exclude_frozen_parameters` keeps a tied head, and the constants of weights in 4 bits.
     """
 
     def leave_out(model: PreTrainedModel, weights: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
@@ -241,15 +242,15 @@ class OwnReference:
     """The reference without a server: the policy with its adapter off, or with the adapter that the run began with."""
 
     def __init__(self, model: PreTrainedModel, began_with_adapter: bool):
-        """Before the first update: a copy of the adapter is kept where it is the reference."""
+        """Must be called before the first update. Keeps a copy of the adapter that the run began with, if it did."""
         self._model = model
         self._adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._start = [weight.detach().clone() for weight in self._adapter] if began_with_adapter else None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the policy's model is the reference."""
-        now = [parameter.data for parameter in self._adapter]
+        """Turn the policy's model into the reference, and back at the end."""
+        trained = [parameter.data for parameter in self._adapter]
         try:
             if self._start is None:
                 self._model.disable_adapters()
@@ -258,21 +259,21 @@ class OwnReference:
                     parameter.data = start
             yield
         finally:
-            # The very tensors from before: the optimizer's are views of them.
-            for parameter, own in zip(self._adapter, now, strict=True):
-                parameter.data = own
+            # These must be the same tensors as before, not copies: the optimizer's are views of them.
+            for parameter, weight in zip(self._adapter, trained, strict=True):
+                parameter.data = weight
             if self._start is None:
                 self._model.enable_adapters()
 
 
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """A plain model to save, with the adapter merged into its weights; `model` stays as it is.
+    """Return a plain model to save, with the adapter merged into its weights; `model` stays as it is.
 
-    It cannot compute: buffers that are not saved are not there.
-    The merged weights are new, on the CPU: they take as much memory there as the layers with an adapter have. So are
-    those that were in 4 bits, unpacked into the model's dtype: the saved model is the base that was trained on. The
-    others are the model's own. On the model's device a single layer is merged at a time.
+    It cannot compute: it lacks buffers that are not saved. The merged weights are new tensors on the CPU and take as
+    much memory there as the layers with an adapter have. Weights in 4 bits are unpacked into the model's dtype, on the
+    CPU too: the saved model is the base that the adapter was trained on. All other weights are shared with `model`. On
+    the model's device one layer is merged at a time.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -298,16 +299,16 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _merged_weight(layer: LoraLayer) -> torch.Tensor:
-    """What the layer's product with its adapter is one with; the layer stays as it is."""
+    """Return the weight of a plain layer that computes the same. The layer itself stays as it is."""
     base = layer.get_base_layer()
     if is_packed(base.weight):  # peft would pack the sum into 4 bits again
         plain, kind = unpacked(base.weight), layer.lora_variant.get(NAME)
         return plain + layer.get_delta_weight(NAME) if kind is None else kind.merge_safe(layer, NAME, plain)
-    own = base.weight.data
+    original = base.weight.data
     try:
         layer.merge(safe_merge=True, adapter_names=[NAME])  # into a copy, which takes the weight's place
         return base.weight.data
     finally:
         # Unmerging would subtract what was added, and leave the rounding of both.
-        base.weight.data = own
+        base.weight.data = original
         layer.merged_adapters.clear()

@@ -1,4 +1,4 @@
-"""AdamW over what is trained, and its learning rate from update to update, as the Trainer of transformers has both."""
+"""AdamW over the trained parameters, and its learning-rate schedule, both as in the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from grpo.config.trainer import TrainerConfig
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
-_MOST = 2**30  # numbers in a group of bitsandbytes' AdamW
+_LARGEST_GROUP = 2**30  # numbers in a group of bitsandbytes' AdamW
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """torch's own AdamW: DeepSpeed's would be compiled at the first start. Fused, it makes no copy of what it steps.
+    """Make torch's AdamW, or with optim=adamw_8bit that of bitsandbytes.
 
-    Raises ConfigError where the weights are in less than 16 bits and would stay as they are.
+    DeepSpeed's would be compiled at the first start. Fused, AdamW makes no copy of what it steps. Raises ConfigError
+    where the weights are in less than 16 bits, which cannot be trained.
     """
     if not config.use_peft and any(weight.dtype.itemsize < 2 for weight in model.parameters()):
         raise ConfigError(
@@ -40,47 +41,48 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What is trained: parameters that decay, and those that do not, biases and the weights of norms.
+    """Return the trained parameters: those with weight decay, and those without, biases and the weights of norms.
 
-    A norm is known by its name or by its class, as in `Trainer.get_decay_parameter_names`.
+    A norm is recognised by its name or by its class, as in `Trainer.get_decay_parameter_names`.
     """
     layer_norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     norms = {id(parameter) for module in layer_norms for parameter in module.parameters()}
-    decayed, others = [], []
+    decayed, not_decayed = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            bare = id(parameter) in norms or _NOT_DECAYED.search(name.lower())
-            (others if bare else decayed).append(parameter)
-    return decayed, others
+            is_bare = id(parameter) in norms or _NOT_DECAYED.search(name.lower())
+            (not_decayed if is_bare else decayed).append(parameter)
+    return decayed, not_decayed
 
 
 def in_8_bits(model: nn.Module) -> list[nn.Parameter]:
-    """What is trained with moments in 8 bits: matrices, but no embeddings and nothing small.
+    """Return the parameters whose moments are in 8 bits: matrices, but no embeddings and nothing small.
 
-    `Trainer` and bitsandbytes leave those out too; but of a group ZeRO-2 makes one tensor, which is never small.
+    `Trainer` and bitsandbytes leave those out too; but ZeRO-2 makes one tensor of a group, which is never small, so
+    bitsandbytes could not see it.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [weight for weight in parameter_groups(model)[0] if id(weight) not in embeddings and weight.numel() >= 4096]
 
 
 def _with_8_bits(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW, each group with its `optim_bits`."""
+    """Make bitsandbytes' AdamW, each group with its `optim_bits`."""
     from bitsandbytes.optim import AdamW8bit
 
     class AdamW(AdamW8bit):
         def get_config(self, group_index: int, index: int, group: dict) -> dict:
             return super().get_config(group_index, index, group) | {"optim_bits": group["optim_bits"]}
 
-    decayed, others = parameter_groups(model)
+    decayed, not_decayed = parameter_groups(model)
     large = in_8_bits(model)
-    known = {id(weight) for weight in large}
-    small = [weight for weight in decayed if id(weight) not in known]
+    large_ids = {id(weight) for weight in large}
+    small = [weight for weight in decayed if id(weight) not in large_ids]
     groups = [
         {"params": part, "weight_decay": decay, "optim_bits": bits}
         for weights, decay, bits in (
             (large, config.weight_decay, 8),
             (small, config.weight_decay, 32),
-            (others, 0.0, 32),
+            (not_decayed, 0.0, 32),
         )
         for part in _parts(weights)
     ]
@@ -88,10 +90,10 @@ def _with_8_bits(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimiz
 
 
 def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """In their order, so many at a time that bitsandbytes' kernels, which count in 32 bits, can count them."""
-    parts, size = [], _MOST
+    """Split weights, in their order, into groups that bitsandbytes' kernels, which count in 32 bits, can count."""
+    parts, size = [], _LARGEST_GROUP
     for weight in weights:
-        if size + weight.numel() > _MOST:
+        if size + weight.numel() > _LARGEST_GROUP:
             parts.append([])
             size = 0
         parts[-1].append(weight)
@@ -100,18 +102,18 @@ def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LambdaLR:
-    """`transformers.get_scheduler` gives the same numbers, but its module loads peft and bitsandbytes."""
+    """Make the learning-rate schedule. `transformers.get_scheduler` gives the same rates, but loads bitsandbytes."""
     return LambdaLR(optimizer, lambda updates: rate_factor(updates, config))
 
 
 def rate_factor(updates: int, config: TrainerConfig) -> float:
-    """The share of `learning_rate` after so many updates: a linear warm-up, then what lr_scheduler_type says."""
-    warmup, end = config.warmup_steps, config.max_steps
+    """Return the factor of `learning_rate` after so many updates: a linear warm-up, then lr_scheduler_type."""
+    warmup, last = config.warmup_steps, config.max_steps
     if updates < warmup:
         return updates / warmup
     if config.lr_scheduler_type == "constant_with_warmup":
         return 1.0
-    whole = max(1, end - warmup)
+    whole = max(1, last - warmup)
     if config.lr_scheduler_type == "linear":
-        return max(0.0, (end - updates) / whole)
+        return max(0.0, (last - updates) / whole)
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((updates - warmup) / whole))))

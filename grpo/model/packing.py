@@ -1,8 +1,8 @@
-"""Ragged sequences -> the tensors of one forward pass, and the cutting of many sequences by a token budget.
+"""Lay out sequences of different lengths for one forward pass, and cut many sequences by a token budget.
 
 Packed, where the model allows it: one row without padding, in which every prompt stands once and is followed by its
-completions; attention (grpo/model/tree_attention.py) lets each completion see its prompt and itself. Padded, otherwise:
-a row a sequence, filled up on the right, where no token of a causal model can see the filling.
+completions; attention (grpo/model/tree_attention.py) lets each completion see its prompt and itself. Otherwise padded:
+one row for each sequence, padded on the right, where no token of a causal model can see the padding.
 
     prompt [7, 8] with completions [1, 2, 3] and [4, 5], prompt [9] with completion [6]
 
@@ -29,33 +29,38 @@ Ids = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Tree:
-    """How a packed row is built: each prompt, then its completions."""
+    """The lengths in a packed row: each prompt, then its completions."""
 
     groups: list[tuple[int, list[int]]]
-    """tokens of a prompt, and of each completion that follows it (none of them 0)"""
+    """tokens of a prompt, and tokens of each completion that follows it (none of them 0)"""
     _ends: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
     def segments(self) -> list[int]:
-        """Tokens of each prompt and each completion, in the order of the row."""
+        """Return the tokens of each prompt and each completion, in the order of the row."""
         return [length for prompt, completions in self.groups for length in (prompt, *completions)]
 
     @cached_property
     def key_lengths(self) -> list[int]:
-        """Keys that each segment sees: a prompt its own, a completion its prompt's and its own."""
+        """Return how many keys each segment sees: a prompt its own, a completion its prompt's and its own."""
         return [
-            keys for prompt, completions in self.groups for keys in (prompt, *(prompt + own for own in completions))
+            keys
+            for prompt, completions in self.groups
+            for keys in (prompt, *(prompt + completion for completion in completions))
         ]
 
     def ends(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each segment's queries begin and end, and its keys when they are laid out one after the other.
+        """Return where each segment's queries begin and end, and its keys when they are laid out one after the other.
 
-        int32 [segments + 1] both, made once for each device: a copy in each layer would let it wait for the card.
+        Both are int32 [segments + 1] and made once for each device: a copy in each layer would make it wait for the
+        GPU.
         """
         if device not in self._ends:
-            each = (self.segments, self.key_lengths)
-            both = (torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32) for lengths in each)
-            self._ends[device] = tuple(ends.to(device) for ends in both)
+            ends = (
+                torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+                for lengths in (self.segments, self.key_lengths)
+            )
+            self._ends[device] = tuple(tensor.to(device) for tensor in ends)
         return self._ends[device]
 
 
@@ -68,26 +73,26 @@ class Batch:
     position_ids: torch.Tensor | None
     """int64 [1, N]; None for a padded batch, whose rows count from 0 as every model does by itself"""
     tree: Tree | None
-    """None for a padded batch"""
+    """the lengths of a packed row; None for a padded batch"""
     predicts: torch.Tensor
-    """int64 [T], places in the flattened input_ids whose hidden states predict the completion tokens"""
+    """int64 [T], positions in the flattened input_ids whose hidden states predict the completion tokens"""
     targets: torch.Tensor
     """int64 [T], the completion tokens: sequence after sequence, in the order given"""
 
 
 @dataclass(frozen=True)
 class Batcher:
-    """How sequences become batches for one model. A sequence is (prompt ids, completion ids)."""
+    """The way to make batches for one model. A sequence is (prompt ids, completion ids)."""
 
     pad_token_id: int
     longest_packed: int
-    """tokens of the longest sequence that may be packed: beyond it the model's attention has a window. 0: none may"""
+    """tokens of the longest sequence that may be packed: beyond it the model's attention has a window; 0 packs none"""
 
     def cut(self, sequences: Sequence[tuple[Ids, Ids]], budget: int) -> list[list[int]]:
-        """Indices of sequences in batches of at most `budget` tokens, filling included, a shared prompt counted once.
+        """Cut sequences into batches of at most `budget` tokens, and return the indices of each batch.
 
-        The completions of a prompt stay together where they fit. A sequence longer than the budget is a batch of its
-        own.
+        Padding counts; a shared prompt counts once. The completions of a prompt stay together where they fit. A
+        sequence longer than the budget is a batch by itself.
         """
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
         packed = [index for index, length in enumerate(lengths) if length <= self.longest_packed]
@@ -95,7 +100,7 @@ class Batcher:
         return _cut_packed(sequences, packed, budget) + _cut_padded(lengths, padded, budget)
 
     def make(self, sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> Batch:
-        """One batch of all the sequences. Every prompt has a token at least; a completion may be empty."""
+        """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty."""
         longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
         if longest <= self.longest_packed:
             return _pack(sequences, device)
@@ -103,16 +108,16 @@ class Batcher:
 
 
 def by_prompt(sequences: Sequence[tuple[Ids, Ids]], indices: Sequence[int]) -> list[list[int]]:
-    """The indices, those of equal prompts together, in order of first appearance."""
-    together: dict[bytes, list[int]] = {}
+    """Group the indices of equal prompts, in order of first appearance."""
+    groups: dict[bytes, list[int]] = {}
     for index in indices:
-        together.setdefault(np.asarray(sequences[index][0], np.int32).tobytes(), []).append(index)
-    return list(together.values())
+        groups.setdefault(np.asarray(sequences[index][0], np.int32).tobytes(), []).append(index)
+    return list(groups.values())
 
 
 def _cut_packed(sequences: Sequence[tuple[Ids, Ids]], indices: list[int], budget: int) -> list[list[int]]:
     batches: list[list[int]] = []
-    used = budget  # the first sequence opens a batch
+    used = budget  # so that the first sequence opens a batch
     for group in by_prompt(sequences, indices):
         prompt = len(sequences[group[0]][0])
         whole = prompt + sum(len(sequences[index][1]) for index in group)
@@ -144,25 +149,25 @@ def _pack(sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> B
     positions: list[np.ndarray] = []
     groups: list[tuple[int, list[int]]] = []
     predicts: list[np.ndarray] = [np.empty(0, np.int64)] * len(sequences)
-    at = 0
+    start = 0
     for group in by_prompt(sequences, range(len(sequences))):
         prompt = np.asarray(sequences[group[0]][0], np.int64)
         ids.append(prompt)
         positions.append(np.arange(len(prompt)))
-        last = at + len(prompt) - 1  # of the prompt, which predicts every first token
-        at += len(prompt)
+        last_of_prompt = start + len(prompt) - 1  # it predicts every first token
+        start += len(prompt)
         groups.append((len(prompt), fed := []))
         for index in group:
             completion = np.asarray(sequences[index][1], np.int64)
             if len(completion) == 0:
                 continue
-            own = len(completion) - 1
-            predicts[index] = np.concatenate([[last], np.arange(at, at + own)])
-            if own:
+            count = len(completion) - 1
+            predicts[index] = np.concatenate([[last_of_prompt], np.arange(start, start + count)])
+            if count:
                 ids.append(completion[:-1])
-                positions.append(np.arange(len(prompt), len(prompt) + own))
-                fed.append(own)
-            at += own
+                positions.append(np.arange(len(prompt), len(prompt) + count))
+                fed.append(count)
+            start += count
     return Batch(
         torch.from_numpy(np.concatenate(ids)).unsqueeze(0).to(device),
         torch.from_numpy(np.concatenate(positions)).unsqueeze(0).to(device),
@@ -191,4 +196,6 @@ def _pad(sequences: Sequence[tuple[Ids, Ids]], pad_token_id: int, device: torch.
 
 
 def _targets(sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(rest, np.int64) for _, rest in sequences])).to(device)
+    return torch.from_numpy(np.concatenate([np.asarray(completion, np.int64) for _, completion in sequences])).to(
+        device
+    )

@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits, by bitsandbytes: how they are made, kept, and unpacked again."""
+"""Weights in 4 or 8 bits, by bitsandbytes: make, keep and unpack them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 def layout(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """4 bits are QLoRA's (Dettmers et al. 2023, arXiv:2305.14314, section 3): NF4, its constants in 8 bits."""
+    """Return the settings of bitsandbytes for 4 or 8 bits.
+
+    4 bits are QLoRA's (Dettmers et al. 2023, arXiv:2305.14314, section 3): NF4, its constants in 8 bits.
+    """
     return BitsAndBytesConfig(
         load_in_8bit=quantization == "8bit",
         load_in_4bit=quantization == "4bit",
@@ -18,10 +21,10 @@ def layout(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def keep_layout(model: PreTrainedModel) -> None:
-    """Let 4 bit weights stay what a gradient can be taken through.
+    """Keep 4 bit weights in the layout that gradients can pass through.
 
-    On a CPU with AVX512-BF16, bitsandbytes packs a layer's weights anew in the first pass without gradients: for a
-    product in bfloat16, whatever the dtype, through which no gradient comes back any more.
+    On a CPU with AVX512-BF16, bitsandbytes packs a layer's weights anew in the first pass without gradients, for a
+    product in bfloat16, whatever the dtype is. No gradient passes through that product.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -33,17 +36,17 @@ def is_quantized(model: PreTrainedModel, quantization: str) -> bool:
 
 
 def quantization_of(model: PreTrainedModel) -> str:
-    """What the setting `quantization` calls it."""
+    """Return the value of the setting `quantization` that the model was loaded with."""
     return next((name for name in ("4bit", "8bit") if is_quantized(model, name)), "none")
 
 
 def is_packed(weight: torch.Tensor) -> bool:
-    """Whether it is in 4 bits."""
+    """Tell whether a weight is in 4 bits."""
     return getattr(weight, "quant_state", None) is not None
 
 
 def unpacked(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers that a layer multiplies with, in the model's dtype: of a weight in 4 bits, a copy."""
+    """Return the numbers that a layer multiplies with, in the model's dtype; for a weight in 4 bits, a copy."""
     if not is_packed(weight):
         return weight.detach()
     from bitsandbytes.functional import dequantize_4bit

@@ -1,10 +1,11 @@
 """A reward model: a sequence-classification model with one output, which scores a whole text.
 
-A chat is rendered by the reward model's own template, which need not be the policy's: control tokens of another model
-would be plain words to it. A template writes every special token, so the tokenizer adds none; without a template the
-messages follow each other as plain text, and the tokenizer adds its own ([CLS] and [SEP], say).
+A chat is rendered by the reward model's own template, which may differ from the policy's: another model's control
+tokens would be plain words to it. A template writes every special token, so the tokenizer adds none. Without a template
+the messages follow each other as plain text, and the tokenizer adds its special tokens ([CLS] and [SEP], for example).
 
-A score is what transformers gives for the text by itself, whatever is in its batch. Rows are filled up on the right.
+A text's score does not depend on its batch: it is what transformers computes for the text alone. Rows are padded on the
+right.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.rewards import Input, Message, RewardRequest
 
 PADDED = Batcher(pad_token_id=0, longest_packed=0)
-"""cuts by a token budget; the rows are filled up in `sequence_scores`"""
+"""cuts texts by a token budget; `sequence_scores` pads the rows"""
 
 _CHARACTERS_A_TOKEN = 64
-"""more than these on average has no text: a longer one is refused before it is tokenised"""
+"""no text has more characters a token on average: a longer text is refused before it is tokenised"""
 
 
 def load_reward_model(
     config: SharedConfig, field: str, name: str, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Raises ConfigError, naming `field`, where there is none, or one that does not give one score."""
+    """Load a reward model. Raises ConfigError, naming `field`, where there is none, or it does not give one score."""
     options = {"trust_remote_code": config.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
@@ -72,47 +73,47 @@ def load_reward_model(
 def describe_reward(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
     """Return what identifies a reward model."""
     info = describe(model, tokenizer, name)
-    # The tokenizer knows it better: RoBERTa has two positions more than it takes tokens.
+    # The tokenizer's limit is the right one: RoBERTa has two more positions than it takes tokens.
     return replace(info, max_length=min(info.max_length, tokenizer.model_max_length))
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, inputs: Iterable[Input], max_length: int) -> Iterator[np.ndarray]:
-    """Texts, and chats by the tokenizer's template -> int32 ids of each.
+    """Tokenise texts, and chats by the tokenizer's template, and yield the int32 ids of each.
 
     Raises ProtocolError: 422 for a text of more than `max_length` tokens, 400 for one that cannot be scored at all.
     """
     added = tokenizer.chat_template is None
-    for place, one in enumerate(inputs):
-        text = one if isinstance(one, str) else _render(tokenizer, place, one)
-        much = f"{len(text)} characters"
+    for place, item in enumerate(inputs):
+        text = item if isinstance(item, str) else _render(tokenizer, place, item)
+        size = f"{len(text)} characters"
         if len(text) <= _CHARACTERS_A_TOKEN * max_length:
-            # Not verbose: the tokenizer only warns of what is refused here.
+            # Not verbose: the tokenizer only warns of lengths that are refused below.
             ids = np.asarray(tokenizer(text, add_special_tokens=added, verbose=False)["input_ids"], np.int32)
-            much = f"{len(ids)} tokens"
+            size = f"{len(ids)} tokens"
             if len(ids) == 0:
                 raise malformed(f"input {place} is a text without a token, which has no score")
             if len(ids) <= max_length:
                 yield ids
                 continue
-        message = f"sequence {place} has {much}: this model takes at most {max_length} tokens"
+        message = f"sequence {place} has {size}: this model takes at most {max_length} tokens"
         raise ProtocolError(422, "sequence_too_long", message)
 
 
 def read_request(
     tokenizer: PreTrainedTokenizerBase, body: bytes, max_length: int, max_sequences: int, max_tokens: int
 ) -> LogprobsRequest:
-    """A request's bytes -> its texts' tokens, as prompts without a completion, for the server's queue.
+    """Read a request's texts as tokens for the server's queue: prompts without a completion.
 
     Raises ProtocolError: 400 for anything malformed, 413 and 422 for what is beyond the limits.
     """
     request = RewardRequest.from_json(body, max_sequences)
     ids: list[np.ndarray] = []
     tokens = 0
-    for one in tokenize(tokenizer, request.inputs, max_length):
-        ids.append(one)
-        tokens += len(one)
+    for text in tokenize(tokenizer, request.inputs, max_length):
+        ids.append(text)
+        tokens += len(text)
         check_number("tokens", tokens, max_tokens)
-    lengths = np.array([len(one) for one in ids], np.int32)
+    lengths = np.array([len(text) for text in ids], np.int32)
     return LogprobsRequest(
         np.concatenate(ids), lengths, np.zeros_like(lengths), request_id=request.request_id, client=request.client
     )
@@ -120,42 +121,42 @@ def read_request(
 
 @torch.inference_mode()
 def sequence_scores(model: PreTrainedModel, texts: list[np.ndarray]) -> np.ndarray:
-    """Texts' ids -> float32 [texts], in one forward pass."""
+    """Score texts, given as ids, in one forward pass. Return float32 [texts]."""
     pad = _padding(model, texts)
     ids = np.full((len(texts), max(map(len, texts))), pad, np.int64)
     mask = np.zeros_like(ids)
     for row, text in enumerate(texts):
         ids[row, : len(text)], mask[row, : len(text)] = text, 1
     config = model.config.get_text_config()
-    own, config.pad_token_id = config.pad_token_id, pad
+    original, config.pad_token_id = config.pad_token_id, pad
     try:
         logits = model(
             input_ids=torch.from_numpy(ids).to(model.device), attention_mask=torch.from_numpy(mask).to(model.device)
         ).logits
     finally:
-        config.pad_token_id = own
+        config.pad_token_id = original
     return logits[:, 0].float().cpu().numpy()
 
 
 def scores_for_queue(
     model: PreTrainedModel, batcher: Batcher, sequences: list[tuple[np.ndarray, np.ndarray]], temperature: float
 ) -> tuple[list[np.ndarray], int]:
-    """What the server's Worker computes for a batch: float32 [1] of each sequence, and the tokens that were fed."""
-    texts = [np.concatenate(sequence) for sequence in sequences]  # only its probe has a completion
+    """Score a batch for the server's Worker: float32 [1] of each sequence, and the tokens of the forward pass."""
+    texts = [np.concatenate(sequence) for sequence in sequences]  # only the Worker's probe has a completion
     return np.split(sequence_scores(model, texts), len(texts)), len(texts) * max(map(len, texts))
 
 
 def _padding(model: PreTrainedModel, texts: list[np.ndarray]) -> int:
-    """The model's own padding id; where it has none, one that no text ends in.
+    """Return the model's padding id, or where it has none, an id that no text ends in.
 
-    A decoder takes its score at a row's last token that is no padding. Without a padding id that is, for a text by
-    itself, its very last token, and has to be so in a batch too.
+    A decoder takes its score at a row's last token that is not padding. Without a padding id that is the last token of
+    a text alone, and must be the last one in a batch too.
     """
-    own = model.config.get_text_config().pad_token_id
-    if own is not None and own >= 0:
-        return own
-    last = {int(text[-1]) for text in texts}
-    return next(token for token in range(len(last) + 1) if token not in last)
+    configured = model.config.get_text_config().pad_token_id
+    if configured is not None and configured >= 0:
+        return configured
+    last_tokens = {int(text[-1]) for text in texts}
+    return next(token for token in range(len(last_tokens) + 1) if token not in last_tokens)
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Message]) -> str:

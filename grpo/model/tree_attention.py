@@ -1,8 +1,8 @@
 """Attention over packed rows (grpo/model/packing.py), registered with transformers as an attention implementation.
 
-A prompt attends to itself; a completion attends to its prompt and to itself. That is done a segment at a time, so no
-score between two segments that do not see each other is ever computed, and no mask of the whole row exists.
-`switch_on` puts it under a model, whose other calls (generate, padded batches) go on through the implementation it had.
+A prompt attends to itself; a completion attends to its prompt and to itself. Attention runs one segment at a time, so
+no score between two segments that do not see each other is ever computed, and no mask of the whole row exists.
+`switch_on` installs it in a model, whose other calls (generate, padded batches) still use the implementation it had.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo.model.packing import Tree
 
-ROWS = 256  # queries of one call: few scores are computed in vain, and its mask is small
+ROWS = 256  # queries of one call: few scores are computed for nothing, and its mask is small
 _PREFIX = "grpo_packed_"
 
 
 def segments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """A call a segment, a small group in one. [1, heads, N, d], [1, kv heads, N, d] twice -> [1, N, heads, d]."""
+    """Attend with one call for each segment, and one for a whole small group.
+
+    Queries [1, heads, N, d], keys and values [1, kv heads, N, d] -> [1, N, heads, d].
+    """
     # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
     sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
     out: list[torch.Tensor] = []
@@ -41,19 +44,24 @@ def segments(
             out.append(_attend(queries, keys, values, mask, scaling, softcap))
             continue
         lengths = [prompt, *completions]
-        own_queries, own_keys, own_values = (states.split(lengths, dim=2) for states in (queries, keys, values))
-        out += _causal(own_queries[0], own_keys[0], own_values[0], scaling, softcap)
+        segment_queries, segment_keys, segment_values = (
+            states.split(lengths, dim=2) for states in (queries, keys, values)
+        )
+        out += _causal(segment_queries[0], segment_keys[0], segment_values[0], scaling, softcap)
         for segment in range(1, len(lengths)):
-            seen_keys = torch.cat([own_keys[0], own_keys[segment]], dim=2)
-            seen_values = torch.cat([own_values[0], own_values[segment]], dim=2)
-            out += _causal(own_queries[segment], seen_keys, seen_values, scaling, softcap)
+            seen_keys = torch.cat([segment_keys[0], segment_keys[segment]], dim=2)
+            seen_values = torch.cat([segment_values[0], segment_values[segment]], dim=2)
+            out += _causal(segment_queries[segment], seen_keys, seen_values, scaling, softcap)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
 def varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """One call for the row, by flash attention over segments of any length. CUDA, 16 bit. Shapes as `segments`."""
+    """Attend with one call for the row: flash attention over segments of any length. CUDA, 16 bit.
+
+    Shapes as in `segments`.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     if softcap is not None:
@@ -62,7 +70,7 @@ def varlen(
     if (repeat := query.shape[1] // key.shape[1]) > 1:
         if "enable_gqa" in signature(varlen_attn).parameters:
             options["enable_gqa"] = True
-        else:  # torch 2.11 has it for as many key heads as query heads alone
+        else:  # torch 2.11 takes only as many key heads as query heads
             key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
 
     def laid_out(states: torch.Tensor) -> torch.Tensor:
@@ -94,23 +102,23 @@ VARIANTS: dict[str, Callable[..., torch.Tensor]] = {"varlen": varlen, "segments"
 
 
 def variants_for(model: PreTrainedModel) -> list[str]:
-    """Those that may work on the model's device and in its dtype, fastest first."""
+    """Return the variants that may work on the model's device and in its dtype, fastest first."""
     half_on_cuda = model.device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
     return list(VARIANTS) if half_on_cuda else ["segments"]
 
 
 def switch_on(model: PreTrainedModel, variant: str) -> None:
-    """From now on a forward pass of the model's body with `tree=` attends by the tree."""
+    """Let forward passes of the model's body with `tree=` attend by the tree."""
     switch_off(model)
-    own = model.config._attn_implementation
-    name = f"{_PREFIX}{variant}_{own}"
-    AttentionInterface.register(name, partial(_dispatch, VARIANTS[variant], own))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
+    original = model.config._attn_implementation
+    name = f"{_PREFIX}{variant}_{original}"
+    AttentionInterface.register(name, partial(_dispatch, VARIANTS[variant], original))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
     model.set_attn_implementation(name)
 
 
 def switch_off(model: PreTrainedModel) -> None:
-    """Back to the attention that the model was loaded with."""
+    """Give the model the attention back that it was loaded with."""
     name = model.config._attn_implementation
     if name.startswith(_PREFIX):
         model.set_attn_implementation(name.removeprefix(_PREFIX).split("_", 1)[1])
@@ -118,7 +126,7 @@ def switch_off(model: PreTrainedModel) -> None:
 
 def _dispatch(
     packed: Callable[..., torch.Tensor],
-    own: str,
+    original: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -129,7 +137,9 @@ def _dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if tree is None:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)(module, query, key, value, attention_mask, **options)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(
+            module, query, key, value, attention_mask, **options
+        )
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     return packed(query, key, value, tree, scaling, options.get("softcap")), None
 
@@ -137,13 +147,13 @@ def _dispatch(
 def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, softcap: float | None
 ) -> list[torch.Tensor]:
-    """Attention of the last tokens of a sequence, [1, heads, n, d], to all of it, some rows at a time."""
-    own, all_keys = query.shape[2], key.shape[2]
-    if own == all_keys and softcap is None:
+    """Attend from the last tokens of a sequence, [1, heads, n, d], to all of it, ROWS queries at a time."""
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == keys and softcap is None:
         return [_attend(query, key, value, None, scaling, softcap)]
     out = []
-    for start, rows in zip(range(0, own, ROWS), query.split(ROWS, dim=2), strict=True):
-        seen = all_keys - own + start
+    for start, rows in zip(range(0, queries, ROWS), query.split(ROWS, dim=2), strict=True):
+        seen = keys - queries + start
         end = seen + rows.shape[2]
         mask = _mask(rows.shape[2], seen, query.dtype, query.device)
         if query.is_cuda:
@@ -160,9 +170,9 @@ def _attend(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One call, causal where there is no mask. [1, heads, n, d], as the query."""
+    """Attend with one call, causal where there is no mask. Return [1, heads, n, d], as the query."""
     repeat = query.shape[1] // key.shape[1]
-    # Grouped heads natively on a CPU; elsewhere they and a mask together fall back to a slow kernel.
+    # On a CPU the kernel takes grouped heads; elsewhere grouped heads with a mask fall back to a slow kernel.
     grouped = repeat > 1 and query.device.type == "cpu" and softcap is None
     if repeat > 1 and not grouped:
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
@@ -174,13 +184,17 @@ def _attend(
     return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
 
 
-@lru_cache(maxsize=64)  # of 256 kB at most; each serves all layers
+@lru_cache(maxsize=64)  # 256 kB each at most; one mask serves all layers
 @torch.inference_mode(False)  # a mask that was made in inference mode could not be used in a backward pass later
 def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[n, n] of a whole group: 0 for a token's own segment and the prompt, up to itself; -inf for the rest."""
+    """Return the mask of a whole group, [n, n].
+
+    It is 0 for a token's own segment and the prompt, up to the token itself, and -inf for the rest.
+    """
     lengths = torch.tensor([prompt, *completions]).to(device)
-    of_each = torch.arange(len(lengths), device=device)
-    segment = of_each.repeat_interleave(lengths, output_size=prompt + sum(completions))  # or it would wait for the sum
+    numbers = torch.arange(len(lengths), device=device)
+    # Without output_size the call would wait for the GPU to add the lengths up.
+    segment = numbers.repeat_interleave(lengths, output_size=prompt + sum(completions))
     seen = (segment == 0) | (segment == segment.unsqueeze(1))
     return _aligned(torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen.tril(), -torch.inf))
 
@@ -195,13 +209,13 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[rows, seen + rows]: 0 where a row may look, -inf where it may not. Of floats, as a bool mask is slower."""
-    width = 1 << (seen - 1).bit_length() if seen else 0  # powers of two, so that few are ever made
+    """Return a causal mask, [rows, seen + rows]: 0 where a row may attend, -inf elsewhere. A bool mask is slower."""
+    width = 1 << (seen - 1).bit_length() if seen else 0  # powers of two, so that few masks are ever made
     return _whole_mask(ROWS, width, dtype, device)[:rows, width - seen : width + rows]
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # as above
+@torch.inference_mode(False)  # as for _group_mask
 def _whole_mask(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     above = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu(1)
     return torch.cat([torch.zeros(rows, width, dtype=dtype, device=device), above], dim=1)

@@ -1,4 +1,4 @@
-"""A model's weights in one safetensors file, written and read a block at a time: memory never holds a second model.
+"""Write and read a model's weights in one safetensors file, a block at a time: memory never holds a second model.
 
 The format is https://github.com/huggingface/safetensors#format; the file is one that `from_pretrained` reads.
 """
@@ -17,27 +17,27 @@ import torch
 from grpo.wire.tensor_header import HeaderError, data_begins, read_header
 
 _LONGEST_HEADER = 16 << 20
-_BLOCK = 4 << 20  # values that are in memory at a time
+_BLOCK = 4 << 20  # values of a block
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WIDTHS = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What makes up a saved model: parameters and saved buffers of floating point, tied ones once. Not copies."""
+    """Return the tensors of a saved model, not copies: floating-point parameters and saved buffers, tied ones once."""
     saved = model.state_dict().keys()
-    everything = (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor.detach() for name, tensor in everything if name in saved and tensor.is_floating_point()}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in tensors if name in saved and tensor.is_floating_point()}
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """So many values, in parts of which a few fit the memory at a time."""
+    """Split `count` values into slices small enough that a few of them fit in memory."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
 
 
 def sample(count: int) -> slice:
-    """Which of so many values stand for all of them in a fingerprint: 64 at most."""
+    """Return the slice of `count` values that a fingerprint is computed from: at most 64 values."""
     step = max(1, count // 64)
     return slice(0, 64 * step, step)
 
@@ -48,16 +48,16 @@ def write_weights(
     dtype: torch.dtype | None = None,
     change: Callable[[str, slice, torch.Tensor], torch.Tensor] | None = None,
 ) -> str:
-    """Write tensors to a file, in `dtype` or each in its own. Returns the file's SHA-256 in hex.
+    """Write tensors to a file, in `dtype` or each in its own, and return the file's SHA-256 in hex.
 
-    `change(name, part, values)` may give other values for the flat part of a tensor.
+    `change(name, part, values)` may replace the values of a slice of the flattened tensor.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    stop = 0
     for name, tensor in weights.items():
-        kept = dtype or tensor.dtype
-        start, end = end, end + tensor.numel() * kept.itemsize
-        header[name] = {"dtype": _NAMES[kept], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        file_dtype = dtype or tensor.dtype
+        start, stop = stop, stop + tensor.numel() * file_dtype.itemsize
+        header[name] = {"dtype": _NAMES[file_dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -79,16 +79,16 @@ def write_weights(
 
 
 class WeightsFile:
-    """Reads parts of tensors from a safetensors file. Only its header need be there when it is made."""
+    """A safetensors file of which parts of tensors can be read. At first only its header must be complete."""
 
     def __init__(self, file: BinaryIO, size: int):
-        """`size` is what the file has when it is whole. Raises HeaderError if its header does not fit that."""
+        """`size`: bytes of the complete file. Raises HeaderError if the header does not fit it."""
         self._file = file
         text = self._pread(data_begins(self._pread(8, 0), size, _LONGEST_HEADER) - 8, 8)
         self.entries, _ = read_header(text, size, _WIDTHS)
 
     def read(self, name: str, part: slice) -> torch.Tensor:
-        """What `tensor.flatten()[part]` gives of a tensor, on the CPU."""
+        """Read `tensor.flatten()[part]` of the named tensor, to the CPU."""
         entry = self.entries[name]
         dtype, places = _DTYPES[entry.dtype], range(entry.count)[part]
         width = dtype.itemsize

@@ -12,7 +12,7 @@ from grpo.config.errors import ConfigError
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.model.trial import _apart, _refusal, _sequences
+from grpo.model.trial import distance, refused_distance, trial_sequences
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 
@@ -23,7 +23,7 @@ def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: 
     Raises ConfigError where the model cannot draw them, or where the log-probs that they are drawn with are not those
     that the loss gives them.
     """
-    *_, (longer, rest), (prompt, _) = _sequences(model)
+    *_, (longer, rest), (prompt, _) = trial_sequences(model)
     examples = [Example(0, "", [*ids], {}) for ids in (prompt, [*longer, *rest])]
     try:
         drawn, _ = sampler.sample(examples, 2, 1.0, seed=0)
@@ -33,7 +33,7 @@ def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: 
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
-    batcher, (*_, (different, _)) = Batcher(pad_token_id, longest_packed=0), _sequences(model, prompts_at=5)
+    batcher, (*_, (different, _)) = Batcher(pad_token_id, longest_packed=0), trial_sequences(model, prompts_at=5)
     with torch.no_grad():
         scored, moved = (
             token_logprobs(
@@ -41,8 +41,8 @@ def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: 
             )[0].cpu()
             for ids in (prompt, different)
         )
-    difference = _apart(torch.tensor([value for rollout in drawn for value in rollout.sampling_logprobs]), scored)
-    if not difference <= _refusal(model, _apart(moved, scored)):
+    difference = distance(torch.tensor([value for rollout in drawn for value in rollout.sampling_logprobs]), scored)
+    if not difference <= refused_distance(model, distance(moved, scored)):
         raise ConfigError(
             f"{type(model).__name__} draws tokens with other log-probs (by {difference:.1e} on average) than it gives "
             "them afterwards, in a batch with a longer prompt: use another model"

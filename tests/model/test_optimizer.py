@@ -125,7 +125,7 @@ def test_the_dry_run_counts_the_moments_that_there_are():
 def test_no_group_has_more_numbers_than_bitsandbytes_can_count(monkeypatch):
     pytest.importorskip("bitsandbytes")
     whole, _ = updated("adamw_8bit")
-    monkeypatch.setattr("grpo.model.optimizer._MOST", 20_000)
+    monkeypatch.setattr("grpo.model.optimizer._LARGEST_GROUP", 20_000)
     model, optimizer = updated("adamw_8bit")
     sizes = [sum(parameter.numel() for parameter in group["params"]) for group in optimizer.param_groups]
     assert max(sizes) <= 20_000 and sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
