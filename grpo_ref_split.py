@@ -37,7 +37,7 @@ from grpo.rewards.functions import RewardError
 from grpo.run.exit import exit_code
 from grpo.run.folder import SaveError
 from grpo.run.phase_clock import PhaseClock
-from grpo.run.preflight import check_alike, given, open_run
+from grpo.run.preflight import check_alike, describe_inputs, open_run
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.ending import finish, raise_if_over, saved_at_the_end
 from grpo.trainer.engine import join_ranks
@@ -55,7 +55,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
     ranks = join_ranks(config)
     try:
         inputs = read_inputs(config, ranks)
-        check_alike(given(config, inputs.ds_config, inputs.reward_funcs, [inputs.examples, inputs.held_out]))
+        check_alike(describe_inputs(config, inputs.ds_config, inputs.reward_funcs, [inputs.examples, inputs.held_out]))
         checkpoint, folder, done = open_run(config, ranks.rank, ranks.size)
         if not done:
             run = set_up(config, ranks, inputs, folder, checkpoint, launcher)

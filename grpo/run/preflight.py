@@ -1,4 +1,4 @@
-"""What the ranks of a run must have alike, looked at before it begins. On one machine little of it can differ."""
+"""Checks before a run begins: all ranks see one folder, take one checkpoint, and have the same settings and data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# Where something is may be another place on each machine; what is there is compared, or compared by the server.
+# Settings that say where something is may differ between machines. Its content is compared, here or by the server.
 _PLACES = {
     *("model_name_or_path", "dataset_name", "deepspeed"),
     *("ref_servers", "port", "token", "token_file", "ref_ca_file"),
@@ -37,30 +37,30 @@ _PLACES = {
 
 
 def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
-    """Return the checkpoint to continue from, None where the run begins; its folder; whether the run is done already.
+    """Return (checkpoint to continue from, run folder, whether the run is done already); None as checkpoint: it begins.
 
-    Rank 0 finds and makes them. Raises ConfigError on every rank: as create_run, where a machine does not see the
-    folder, as whole_checkpoint, and where a run that has ended would be erased.
+    Rank 0 alone finds the checkpoint and makes the folder. Raises ConfigError on every rank: as create_run, where a
+    machine does not see the folder, as whole_checkpoint, and where a run that has ended would be erased.
     """
 
-    def create() -> tuple[Path, Path]:
+    def create_folder() -> tuple[Path, Path]:
         folder = create_run(config)
-        sign = folder / f"seen-{secrets.token_hex(4)}"  # of no earlier run
+        marker = folder / f"seen-{secrets.token_hex(4)}"  # a new name: an older file may be seen on another disk
         with writable("output_dir", folder):
-            sign.touch()
-        return folder, sign
+            marker.touch()
+        return folder, marker
 
-    folder, sign = _by_first(rank, create)
-    looked = gather((socket.gethostname(), str(folder.absolute()), sign.exists()))
+    folder, marker = _on_first(rank, create_folder)
+    views = gather((socket.gethostname(), str(folder.absolute()), marker.exists()))
     if rank == 0:
-        sign.unlink()
-    for host, path, seen in looked:
-        if not seen:
+        marker.unlink()
+    for host, path, is_visible in views:
+        if not is_visible:
             raise ConfigError(
-                f"output_dir='{folder}': {host} does not see in its {path} what {looked[0][0]} wrote into it: name a "
+                f"output_dir='{folder}': {host} does not see in its {path} what {views[0][0]} wrote into it: name a "
                 "folder on a disk that all machines share, at the same path on each"
             )
-    # Whoever names a checkpoint wants to train from there on, done or not.
+    # A checkpoint that is named is trained from, whether the run is done or not.
     steps = from_first(finished_steps(folder) if config.resume_from_checkpoint == "last" else 0)
     if steps >= config.max_steps:
         return None, folder.absolute(), True
@@ -71,31 +71,31 @@ def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
             "go on from: set output_dir to another folder, or delete this one"
         )
 
-    def begin() -> None:
+    def write_settings() -> None:
         with writable("output_dir", folder):
             write_config(config, folder / "config.yaml")
 
     if checkpoint is None:
-        _by_first(rank, begin)
+        _on_first(rank, write_settings)
     # A reward function may change the directory.
     return checkpoint and checkpoint.absolute(), folder.absolute(), False
 
 
 def whole_checkpoint(config: TrainerConfig, rank: int, world_size: int) -> Path | None:
-    """Return the newest checkpoint to continue from that is as it was written; None where there is none at all.
+    """Return the newest undamaged checkpoint to continue from; None where there is no checkpoint at all.
 
-    What is newer is put aside as `checkpoint-STEP.damaged`. Raises ConfigError on every rank as find_checkpoints, where
-    a checkpoint is of another format, and where all of them are damaged.
+    Newer ones, which are damaged, are renamed to `checkpoint-STEP.damaged`. Raises ConfigError on every rank as
+    find_checkpoints, where a checkpoint is of another format, and where all of them are damaged.
     """
     damaged: dict[Path, str] = {}
-    for checkpoint in _by_first(rank, lambda: find_checkpoints(config)):
+    for checkpoint in _on_first(rank, lambda: find_checkpoints(config)):
         try:
             reason: str | ConfigError | None = damage(checkpoint, rank, world_size)
         except ConfigError as error:
             reason = error
         reasons = list(filter(None, gather(reason)))
         if not reasons:
-            _by_first(rank, partial(_put_aside, damaged, checkpoint))
+            _on_first(rank, partial(_rename_damaged, damaged, checkpoint))
             return checkpoint
         if isinstance(reasons[0], ConfigError):
             raise reasons[0]
@@ -106,28 +106,28 @@ def whole_checkpoint(config: TrainerConfig, rank: int, world_size: int) -> Path 
             )
         damaged[checkpoint] = reasons[0]
     if damaged:
-        every = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
+        details = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
         raise ConfigError(
-            f"resume_from_checkpoint='last': every checkpoint of {config.output_dir} is damaged: {every}: put back "
+            f"resume_from_checkpoint='last': every checkpoint of {config.output_dir} is damaged: {details}: put back "
             "what was there, or delete them to begin again"
         )
     return None
 
 
-def _put_aside(damaged: Mapping[Path, str], instead: Path) -> None:
+def _rename_damaged(damaged: Mapping[Path, str], used: Path) -> None:
     for checkpoint, reason in damaged.items():
-        aside = checkpoint.with_name(checkpoint.name + ".damaged")
+        new_path = checkpoint.with_name(checkpoint.name + ".damaged")
         log.warning(
             "%s is damaged: %s. It is called %s now, and the run goes on from %s",
-            *(checkpoint, reason, aside.name, instead.name),
+            *(checkpoint, reason, new_path.name, used.name),
         )
         with writable("output_dir", checkpoint.parent):
-            shutil.rmtree(aside, ignore_errors=True)
-            checkpoint.rename(aside)
+            shutil.rmtree(new_path, ignore_errors=True)
+            checkpoint.rename(new_path)
 
 
-def _by_first(rank: int, action: Callable[[], _T]) -> _T:
-    """Do it on rank 0; return the result, or raise its ConfigError, on every rank."""
+def _on_first(rank: int, action: Callable[[], _T]) -> _T:
+    """Run the action on rank 0 alone; return its result, or raise its ConfigError, on every rank."""
     result: _T | ConfigError | None = None
     if rank == 0:
         try:
@@ -140,36 +140,36 @@ def _by_first(rank: int, action: Callable[[], _T]) -> _T:
     return result
 
 
-def given(
+def describe_inputs(
     config: TrainerConfig, ds_config: dict[str, Any], rewards: Mapping[str, Callable | str], data: list[list[Example]]
 ) -> dict[str, Any]:
-    """All that this rank was given and that every rank must have: settings, data, versions, the program itself."""
+    """Describe what must be the same on every rank: settings, data, versions, the program itself."""
     settings = {name: value for name, value in asdict(config).items() if name not in _PLACES}
     problems = {
-        f"the fingerprint of {what}": fingerprint(*([one.prompt, one.columns["answer"]] for one in examples))
+        f"the fingerprint of {what}": fingerprint(*([row.prompt, row.columns["answer"]] for row in examples))
         for what, examples in zip(("the prompts and answers", "the held-out ones"), data, strict=True)
     }
-    files = {str(one.relative_to(REPOSITORY)): one for one in sorted(REPOSITORY.glob("grpo/**/*.py"))}
+    files = {str(path.relative_to(REPOSITORY)): path for path in sorted(REPOSITORY.glob("grpo/**/*.py"))}
     files["grpo_ref_split.py"] = REPOSITORY / "grpo_ref_split.py"
     if ":" in config.loss_type:
         files[f"the file of {config.loss_type}"] = Path(config.loss_type.rpartition(":")[0])
-    for name, one in rewards.items():
-        written = getattr(sys.modules.get(one.__module__), "__file__", None) if callable(one) else None
-        if written:
-            files[f"the file of {name}"] = Path(written)
+    for name, reward in rewards.items():
+        file = getattr(sys.modules.get(reward.__module__), "__file__", None) if callable(reward) else None
+        if file:
+            files[f"the file of {name}"] = Path(file)
     program = {f"the fingerprint of {name}": fingerprint(path.read_bytes()) for name, path in files.items()}
     versions = {f"the version of {name}": version(name) for name in LIBRARIES}
     return settings | {"deepspeed": ds_config} | problems | versions | program
 
 
-def check_alike(own: Mapping[str, Any]) -> None:
-    """Raises ConfigError on every rank, naming the first difference, unless all have what rank 0 has."""
-    everyone = gather((socket.gethostname(), dict(own)))
-    first_host, first = everyone[0]
-    for rank, (host, other) in enumerate(everyone):
-        for name in [*first, *other]:
-            if first.get(name) != other.get(name):
+def check_alike(local_values: Mapping[str, Any]) -> None:
+    """Raise ConfigError on every rank, naming the first difference, unless all have the values of rank 0."""
+    by_rank = gather((socket.gethostname(), dict(local_values)))
+    first_host, first = by_rank[0]
+    for rank, (host, values) in enumerate(by_rank):
+        for name in [*first, *values]:
+            if first.get(name) != values.get(name):
                 raise ConfigError(
-                    f"{name} is {first.get(name)!r} for rank 0 on {first_host} and {other.get(name)!r} for rank {rank} "
-                    f"on {host}: give every machine the same settings, data and programs"
+                    f"{name} is {first.get(name)!r} for rank 0 on {first_host} and {values.get(name)!r} for rank "
+                    f"{rank} on {host}: give every machine the same settings, data and programs"
                 )

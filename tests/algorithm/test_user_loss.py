@@ -17,7 +17,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.loss import LOSS_TYPES, LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.run.metrics import add_stats, step_metrics
-from grpo.run.preflight import given
+from grpo.run.preflight import describe_inputs
 
 COPIES = '''
 """GRPO's loss and VESPO's, written out."""
@@ -157,9 +157,9 @@ def test_it_is_the_file_that_was_tried_wherever_a_reward_function_goes(copies, t
 
 def test_its_file_must_be_the_same_on_every_machine(copies):
     config = parse_arguments(TrainerConfig, "", ["--loss_type", f"{copies}:copy_of_grpo"])
-    first = given(config, {}, {}, [[], []])
+    first = describe_inputs(config, {}, {}, [[], []])
     Path(copies).write_text(COPIES + "\n")
-    second = given(config, {}, {}, [[], []])
+    second = describe_inputs(config, {}, {}, [[], []])
     name = f"the fingerprint of the file of {copies}:copy_of_grpo"
     assert {one for one in first if first[one] != second[one]} == {name}
 

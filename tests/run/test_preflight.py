@@ -15,7 +15,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import load_reward_funcs
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import sum_files, write_progress
-from grpo.run.preflight import check_alike, given, open_run
+from grpo.run.preflight import check_alike, describe_inputs, open_run
 
 
 def examples(answers: str) -> list[Example]:
@@ -29,9 +29,8 @@ def compare(other: bool, settings: dict | None = None, train="45", held_out="6",
     sys.modules.pop(str(Path("own.py").resolve()), None)
     config = TrainerConfig(**settings)
     data = [examples(train if other else "45"), examples(held_out if other else "6")]
-    check_alike(
-        given(config, (engine if other else None) or {"stage": 2}, load_reward_funcs(config.reward_funcs), data)
-    )
+    ds_config = (engine if other else None) or {"stage": 2}
+    check_alike(describe_inputs(config, ds_config, load_reward_funcs(config.reward_funcs), data))
 
 
 PLACES = {
