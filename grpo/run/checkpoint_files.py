@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, whether they are as they were written, and which of them it goes on from."""
+"""The checkpoints of a run: which there are, whether they are damaged, and which of them the run continues from."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from grpo.config.trainer import TrainerConfig
 
 FORMAT = 4
 PROGRESS = "progress.json"
-"""written last: a folder that has it was saved to its end"""
+"""the file that is written last: a folder that has it is complete"""
 
-_PIECE = 1 << 20  # bytes that are read at once
-_THREADS = 4  # files that are read at the same time
+_PIECE = 1 << 20  # bytes read at once
+_THREADS = 4  # files read at the same time
 
 Sums = dict[str, list]
 """size in bytes and SHA-256 by the file's path in the checkpoint"""
 
 
 class Damaged(Exception):
-    """What was saved cannot be used. The message names the file and what is wrong with it."""
+    """A saved folder that cannot be used. The message names the file and what is wrong with it."""
 
 
 def find_checkpoints(config: TrainerConfig) -> list[Path]:
     """Return the checkpoints to continue from, the newest first; none where the run begins.
 
-    Raises ConfigError where the one that is named cannot be it.
+    Raises ConfigError where the run cannot continue from the checkpoint that is named.
     """
-    asked = config.resume_from_checkpoint
-    if asked is None:
+    name = config.resume_from_checkpoint
+    if name is None:
         return []
-    if asked == "last":
+    if name == "last":
         if config.output_dir is None:
             raise ConfigError("resume_from_checkpoint='last': of which run? set output_dir to its folder")
         return checkpoints(Path(config.output_dir))[::-1]
-    path = Path(asked)
+    path = Path(name)
     if not (path / PROGRESS).is_file():
         raise ConfigError(
             f"resume_from_checkpoint='{path}': there is no {PROGRESS} in it: name a folder checkpoint-STEP of a run, "
@@ -51,7 +51,8 @@ def find_checkpoints(config: TrainerConfig) -> list[Path]:
             f"resume_from_checkpoint='{path}': it is of the run {path.parent}, not of "
             f"output_dir='{config.output_dir}': leave output_dir out"
         )
-    if later := [other.name for other in checkpoints(path.parent) if step_of(other) > step_of(path)]:
+    later = [checkpoint.name for checkpoint in checkpoints(path.parent) if step_of(checkpoint) > step_of(path)]
+    if later:
         raise ConfigError(
             f"resume_from_checkpoint='{path}': the run has {' and '.join(later)} too, which go another way from there: "
             "delete them, or use 'last'"
@@ -60,25 +61,25 @@ def find_checkpoints(config: TrainerConfig) -> list[Path]:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """List those of a run's folder that were saved to their end, the oldest first."""
+    """List the complete checkpoints in a run's folder, the oldest first."""
     folders = [path.parent for path in run.glob(f"checkpoint-*/{PROGRESS}")]
     return sorted((folder for folder in folders if folder.name[11:].isdecimal()), key=step_of)
 
 
 def readable(run: Path) -> dict[Path, dict[str, Any]]:
-    """Read those of this format whose progress.json is not damaged, the oldest first.
+    """Return progress.json of each checkpoint of this format, the oldest first, without the damaged ones.
 
-    A damaged one must not keep a run from being saved. A run that goes on from it says so.
+    A damaged checkpoint must not keep the run from saving new ones. It is reported when a run resumes from it.
     """
-    known = {}
+    contents = {}
     for checkpoint in checkpoints(run):
         with suppress(Damaged):
-            known[checkpoint] = read_progress(checkpoint)
-    return {checkpoint: about for checkpoint, about in known.items() if about["format"] == FORMAT}
+            contents[checkpoint] = read_progress(checkpoint)
+    return {checkpoint: content for checkpoint, content in contents.items() if content["format"] == FORMAT}
 
 
 def finished_steps(run: Path) -> int:
-    """Return after how many steps the run has ended and saved its model; 0 where it has not."""
+    """Return after how many steps the run ended and saved its model; 0 where it has not ended."""
     try:
         return read_progress(run / "model").get("step", 0)
     except Damaged:
@@ -86,40 +87,41 @@ def finished_steps(run: Path) -> int:
 
 
 def step_of(checkpoint: Path) -> int:
+    """Return the step in the checkpoint's name."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def best(accuracies: dict[Path, float | None]) -> Path | None:
     """Return the newest of the checkpoints with the highest accuracy."""
-    known = {path: (accuracy, step_of(path)) for path, accuracy in accuracies.items() if accuracy is not None}
-    return max(known, key=known.get, default=None)
+    ranking = {path: (accuracy, step_of(path)) for path, accuracy in accuracies.items() if accuracy is not None}
+    return max(ranking, key=ranking.get, default=None)
 
 
-def write_progress(folder: Path, about: dict[str, Any]) -> None:
-    """Write what is in the folder, and a sum of that."""
-    about = {"format": FORMAT} | about
-    text = json.dumps(about | {"sha256": _sum_of(about)}, indent=2)
+def write_progress(folder: Path, content: dict[str, Any]) -> None:
+    """Write progress.json: the content, the format's number and the SHA-256 of both."""
+    content = {"format": FORMAT} | content
+    text = json.dumps(content | {"sha256": _sum_content(content)}, indent=2)
     (folder / PROGRESS).write_text(text + "\n", encoding="utf-8")
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """Read what write_progress wrote, of whatever format. Raises Damaged."""
+    """Read what write_progress wrote, in this or any earlier format. Raises Damaged."""
     try:
-        about = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        content = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
     except OSError as error:
         raise Damaged(f"{PROGRESS} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError):
-        about = None
-    if isinstance(about, dict) and isinstance(about.get("format"), int):
-        written = about.pop("sha256", None)
-        # Format 2 and those before had no sum.
-        if written == _sum_of(about) or (written is None and about["format"] < 3):
-            return about
+        content = None
+    if isinstance(content, dict) and isinstance(content.get("format"), int):
+        written_sum = content.pop("sha256", None)
+        # Formats 1 and 2 had no sum.
+        if written_sum == _sum_content(content) or (written_sum is None and content["format"] < 3):
+            return content
     raise Damaged(f"{PROGRESS} is not as it was written")
 
 
 def sum_files(folder: Path, names: Iterable[str]) -> Sums:
-    """Read these files and sum them. Raises OSError."""
+    """Return size and SHA-256 of each of these files. Raises OSError."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return dict(threads.map(lambda name: (name, _sum_file(folder / name)), names))
 
@@ -127,34 +129,33 @@ def sum_files(folder: Path, names: Iterable[str]) -> Sums:
 def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
     """Return what is wrong with the checkpoint; None where all is as it was written.
 
-    This looks at progress.json and at one of `shares` equal parts of the other files.
-
-    Raises ConfigError where the checkpoint is of another format.
+    Checks progress.json, and of `shares` equal parts of the other files part number `share`. Raises ConfigError where
+    the checkpoint is of another format.
     """
     try:
-        about = read_progress(checkpoint)
+        content = read_progress(checkpoint)
     except Damaged as damaged:
         return str(damaged)
-    if about["format"] != FORMAT:
+    if content["format"] != FORMAT:
         raise ConfigError(
-            f"resume_from_checkpoint='{checkpoint}': the checkpoint's format is {about['format']!r} there and {FORMAT} "
-            "here: use the version of this program that wrote it"
+            f"resume_from_checkpoint='{checkpoint}': the checkpoint's format is {content['format']!r} there and "
+            f"{FORMAT} here: use the version of this program that wrote it"
         )
-    written: Sums = about["files"]
+    written: Sums = content["files"]
 
-    def wrong(name: str) -> str | None:
+    def check_file(name: str) -> str | None:
         size, _ = written[name]
         try:
-            left = (checkpoint / name).stat().st_size
-            if left != size:
-                return f"{name} has {left} bytes and had {size}"
+            size_now = (checkpoint / name).stat().st_size
+            if size_now != size:
+                return f"{name} has {size_now} bytes and had {size}"
             return None if _sum_file(checkpoint / name) == written[name] else f"{name} is not as it was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
 
     names = sorted(written, key=lambda name: (written[name][0], name), reverse=True)
     with ThreadPoolExecutor(_THREADS) as threads:
-        return next(filter(None, threads.map(wrong, names[share::shares])), None)
+        return next(filter(None, threads.map(check_file, names[share::shares])), None)
 
 
 def _sum_file(path: Path) -> list:
@@ -166,5 +167,5 @@ def _sum_file(path: Path) -> list:
     return [size, digest.hexdigest()]
 
 
-def _sum_of(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+def _sum_content(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

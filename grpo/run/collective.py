@@ -1,4 +1,4 @@
-"""Which of the launched processes this one is, and the device that it works on."""
+"""Which rank this process is and the device that it works on; values that ranks exchange."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ _T = TypeVar("_T")
 
 
 def own_place() -> tuple[int, int, torch.device]:
-    """(rank, number of ranks, device), as the launcher's environment says; without a launcher (0, 1, device).
+    """Take this rank's device and return (rank, number of ranks, device); without a launcher (0, 1, device).
 
-    Takes the device, and a fair share of the cores where that is the CPU. Only rank 0 goes on to show progress bars.
-    Raises ConfigError as take_device.
+    A rank on a CPU takes an equal share of the cores. Only rank 0 goes on to show progress bars. Raises ConfigError as
+    take_device.
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if rank != 0:
         disable_progress_bar()
     device = take_device(local_rank)
-    # The launcher sets none, and ranks would fight for the cores.
+    # The launcher does not set it, and each rank would use all cores.
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
     return rank, world_size, device
 
 
 def from_first(value: _T) -> _T:
-    """What rank 0 has, on every rank. All must call it."""
+    """Return rank 0's value on every rank. All ranks must call it."""
     box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box)
     return box[0]
 
 
-def gather(own: Any) -> list[Any]:
-    """What each rank has, by rank. All must call it; all get the result. One alone needs no process group."""
+def gather(local_value: Any) -> list[Any]:
+    """Return the values of all ranks, by rank, on every rank. All ranks must call it; a single one needs no group."""
     if not dist.is_initialized():
-        return [own]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone
+        return [local_value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, local_value)
+    return values
 
 
 def raise_together(error: Exception | None, kind: type[Exception], device: torch.device) -> None:
-    """Raise `kind` on every rank, with the first rank's message, where some rank has an error. All must call it."""
+    """Raise `kind` on every rank if any rank has an error, with the first one's message. All ranks must call it."""
     failed = torch.tensor(int(error is not None), device=device)
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if failed:

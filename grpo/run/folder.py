@@ -1,4 +1,4 @@
-"""A run's folder, and what is saved in it: whole or not at all, whatever kills the process or the machine."""
+"""A run's folder, and folders in it that are written whole or not at all, even if the process or machine dies."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from grpo.run.lock import lock_run
 
 
 class SaveError(RuntimeError):
-    """What a run leaves could not be written. The message says where and why. No half of a model is left."""
+    """A failed write of what a run leaves. The message says where and why; nothing half written stays behind."""
 
 
 def create_run(config: TrainerConfig) -> Path:
-    """Make the run's folder, if it is not there, and take it for this process alone.
+    """Make the run's folder, if it is not there, and lock it for this process.
 
-    Raises ConfigError as find_checkpoints, where it cannot be written, where another trainer writes there and, unless
-    the run may go on, where it has results.
+    Raises ConfigError as find_checkpoints, where the folder cannot be written, where another trainer writes there and,
+    unless the run may be resumed, where the folder has results.
     """
     checkpoint = next(iter(find_checkpoints(config)), None)  # a mistake is refused before anything is made
-    again = config.resume_from_checkpoint is not None
+    resumes = config.resume_from_checkpoint is not None
     folder = checkpoint.parent if checkpoint else Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    if not again:
+    if not resumes:
         check_unused("output_dir", folder)
     with writable("output_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
-    if not again:
+    if not resumes:
         check_unused("output_dir", folder)  # another trainer may have had it until now
     return folder
 
@@ -47,7 +47,7 @@ def create_run(config: TrainerConfig) -> Path:
 def new_folder(field: str, name: str, config: EvaluateConfig) -> Path:
     """Make a folder for results and write the resolved config into it.
 
-    Raises ConfigError where it cannot be written or has results.
+    Raises ConfigError where the folder cannot be written or has results.
     """
     folder = Path(name)
     check_unused(field, folder)
@@ -59,7 +59,7 @@ def new_folder(field: str, name: str, config: EvaluateConfig) -> Path:
 
 @contextmanager
 def writable(field: str, folder: Path) -> Iterator[None]:
-    """Raise ConfigError where what is done inside cannot write into the folder."""
+    """Raise ConfigError where the body of the `with` cannot write into the folder."""
     try:
         yield
     except OSError as error:
@@ -67,7 +67,7 @@ def writable(field: str, folder: Path) -> Iterator[None]:
 
 
 def check_unused(field: str, folder: Path) -> None:
-    """Raises ConfigError where the folder has results."""
+    """Raise ConfigError where the folder has results."""
     if any((folder / results).exists() for results in ("metrics.jsonl", "metrics.json")):
         raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
 
@@ -75,10 +75,10 @@ def check_unused(field: str, folder: Path) -> None:
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool = False, step: int = 0
 ) -> None:
-    """Write model and tokenizer as `from_pretrained` reads them. Raises SaveError; `folder` is then not there.
+    """Write model and tokenizer as `from_pretrained` reads them, and the `step` of the run that they are of.
 
-    Of a model with an adapter only the adapter is written, or with `merge_adapter` the whole, merged. Beside it stands
-    after which `step` of the run it is.
+    Of a model with an adapter this writes the adapter alone, or with `merge_adapter` the whole model, merged. Raises
+    SaveError; `folder` is then not there.
     """
     with whole_folder(folder, "model") as unfinished:
         write_model(model, tokenizer, unfinished, merge_adapter)
@@ -86,14 +86,14 @@ def save_model(
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool) -> None:
-    """As save_model, file by file, into a folder that may be left half written. Raises what the libraries raise."""
+    """Write as save_model does, but into a folder that may stay half written. Raises what the libraries raise."""
     if merge_adapter:
         model = merged(model)
     if hasattr(model, "peft_config"):
         model.save_pretrained(folder)
     else:
-        # ZeRO has all weights in one storage, and transformers would copy each that shares one with others. From DLPack
-        # comes the same memory as a storage of its own. Of weights on a GPU one shard is in the host's memory.
+        # ZeRO keeps all weights in one storage, and transformers would copy each that shares its storage. DLPack gives
+        # the same memory a storage of its own. Of weights on a GPU one shard at a time is in the host's memory.
         weights = {name: torch.from_dlpack(weight.detach()) for name, weight in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
     tokenizer.save_pretrained(folder)
@@ -101,7 +101,7 @@ def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
 @contextmanager
 def whole_folder(folder: Path, what: str) -> Iterator[Path]:
-    """A folder to write `what` into, which takes its name when all is written.
+    """Yield a folder to write `what` into, and give it its name when all is written.
 
     Raises SaveError for whatever goes wrong inside; `folder` is then not there.
     """
@@ -119,7 +119,7 @@ def whole_folder(folder: Path, what: str) -> Iterator[Path]:
 
 
 def put_in_place(unfinished: Path, folder: Path) -> None:
-    """Give a written folder its name. One of that name is there until then."""
+    """Give a written folder its name. An older folder of that name stays readable until then."""
     to_disk(unfinished)
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
@@ -131,7 +131,7 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
 
 
 def to_disk(top: Path, deep: bool = True) -> None:
-    """Wait until a file, or a folder's names and with `deep` all that is in it, would outlive a power cut."""
+    """Wait until a file, or the names in a folder and with `deep` all its content, would survive a power cut."""
     for path in [*(top.rglob("*") if deep else ()), top]:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Files of one JSON record a line: metrics.jsonl, completions.jsonl, bad_steps.jsonl."""
+"""Files with one JSON record a line: metrics.jsonl, completions.jsonl, bad_steps.jsonl."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from typing import Any
 
 
 def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
-    """One record and a line's end. A number that does not exist (NaN) or is infinite is null: JSON has neither."""
-
-    def known(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    finite = {name: known(value) for name, value in record.items()}
+    """Format one record and the line's end. NaN and infinite numbers become null: JSON has neither."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
     return json.dumps(finite, ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
 
 
 def some_of(numbers: list[int]) -> str:
-    """Show the first of them, and how many there are."""
+    """Format the first five numbers, and how many there are."""
     return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "") + f" ({len(numbers)} in all)"
 
 
 def read_record(raw: bytes) -> dict[str, Any] | None:
-    """A line of a run's files; None where it is damaged or has no step."""
+    """Parse a line of a run's files; return None where it is damaged or has no step."""
     try:
         record = json.loads(raw.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
