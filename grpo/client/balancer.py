@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from grpo.client.connection import Answer, Connection, WeightsToSend
-from grpo.client.errors import ModelOutdated, RequestFailed, ServerError, ServersUnavailable
+from grpo.client.errors import ModelOutdated, RequestFailure, ServerError, ServersUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Balancer:
             sent_at, failure = time.monotonic(), None
             try:
                 return self._connection.request(server.url, body, decode, deadline.seconds_left())
-            except RequestFailed as error:
+            except RequestFailure as error:
                 failure = error
             finally:
                 self._release_server(server, size, load, sent_at, failure)
@@ -129,7 +129,7 @@ class Balancer:
                 if server.in_rotation:
                     server.in_rotation, server.has_trial_request, server.failures = False, False, 0
                     server.last_outcome = "has not got all of it yet"
-                    self._start_recovery(server, RequestFailed(server.last_outcome))
+                    self._start_recovery(server, RequestFailure(server.last_outcome))
 
             def is_settled() -> bool:
                 waiting = [server for server in self.servers if not server.in_rotation]
@@ -176,7 +176,7 @@ class Balancer:
         raise ServerError(f"{name} was given up: the client is closed")
 
     def _release_server(
-        self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailed | None
+        self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailure | None
     ) -> None:
         """Record how a request ended, and take the server out of rotation where it failed."""
         now = time.monotonic()
@@ -197,7 +197,7 @@ class Balancer:
                 self._start_recovery(server, failure)
             self._changed.notify_all()
 
-    def _record_failure(self, server: Server, failure: RequestFailed) -> None:
+    def _record_failure(self, server: Server, failure: RequestFailure) -> None:
         if failure.other_model and not server.other_model:
             log.error("%s %s; out of rotation until it is restarted with the right one", server.url, failure)
         elif not server.failures:
@@ -205,20 +205,20 @@ class Balancer:
         server.last_outcome, server.other_model = str(failure), failure.other_model
         server.failures += 1
 
-    def _start_recovery(self, server: Server, failure: RequestFailed) -> None:
+    def _start_recovery(self, server: Server, failure: RequestFailure) -> None:
         threading.Thread(target=self._recover, args=(server, failure), name="recovery", daemon=True).start()
 
-    def _recover(self, server: Server, failure: RequestFailed) -> None:
+    def _recover(self, server: Server, failure: RequestFailure) -> None:
         """Probe a server that is out of rotation until it can come back. Each such server has one thread for this."""
         must_probe = not failure.retry_after  # a server that names a time is alive
         while not self._closing.wait(_seconds_to_next_probe(server.failures, failure.retry_after)):
             try:
                 if must_probe or self._weights is not None:
                     self._probe(server)
-            except RequestFailed as error:
+            except RequestFailure as error:
                 failure = error
             except ServerError as error:  # a wrong token or another program, which may change too
-                failure = RequestFailed(str(error).removeprefix(f"{server.url} "))
+                failure = RequestFailure(str(error).removeprefix(f"{server.url} "))
                 if str(failure) != server.last_outcome:
                     log.warning("%s", error)
             else:
@@ -231,7 +231,7 @@ class Balancer:
                 self._changed.notify_all()
 
     def _probe(self, server: Server) -> None:
-        """Check that a server is ready; send it the weights if it lacks them. Raises RequestFailed, ServerError."""
+        """Check that a server is ready; send it the weights if it lacks them. Raises RequestFailure, ServerError."""
         try:
             self._connection.health(server.url)
         except ModelOutdated as outdated:
@@ -241,11 +241,11 @@ class Balancer:
             try:
                 for _ in self._connection.upload_weights(server.url, weights, outdated.fingerprint):
                     if self._closing.is_set() or self._weights is not weights:
-                        raise RequestFailed("was being sent a reference that is not wanted any more") from outdated
+                        raise RequestFailure("was being sent a reference that is not wanted any more") from outdated
                     self._last_progress = time.monotonic()
                     server.failures = min(server.failures, 1)  # after progress the next probe need not wait long
             except OSError as error:
-                raise RequestFailed(f"cannot be sent {weights.file} ({error.strerror or error})") from error
+                raise RequestFailure(f"cannot be sent {weights.file} ({error.strerror or error})") from error
             seconds = time.monotonic() - began
             log.info("%s has the new reference: %d MiB in %.1f s", server.url, weights.size >> 20, seconds)
 

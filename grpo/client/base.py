@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, list_outcomes
 from grpo.client.connection import Connection
-from grpo.client.errors import ModelLoading, RequestFailed, ServersUnavailable
+from grpo.client.errors import ModelLoading, RequestFailure, ServersUnavailable
 from grpo.config.connection import ReferenceConfig
 from grpo.wire.health import ServerInfo
 
@@ -54,7 +54,7 @@ class TaskClient:
             for server in waiting:
                 try:
                     answers[server.url] = self.connection.health(server.url)
-                except RequestFailed as failure:
+                except RequestFailure as failure:
                     server.last_outcome = str(failure)
                     if isinstance(failure, ModelLoading):
                         deadlines[server] = Deadline(patience)

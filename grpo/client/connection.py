@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import requests
 
-from grpo.client.errors import ModelLoading, ModelOutdated, RequestFailed, ServerError
+from grpo.client.errors import ModelLoading, ModelOutdated, RequestFailure, ServerError
 from grpo.config.connection import ReferenceConfig
 from grpo.wire.errors import ProtocolError
 from grpo.wire.health import ServerInfo
@@ -68,20 +68,20 @@ class Connection:
     def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:
         """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less.
 
-        Raises RequestFailed, or ServerError where sending it again cannot help.
+        Raises RequestFailure, or ServerError where sending it again cannot help.
         """
         response = self._post(url, TASK_PATHS[self._task], body, seconds)
         try:
             answer = decode(response.content)
         except ProtocolError as error:
-            raise RequestFailed(f"sent a damaged answer ({error})") from error
+            raise RequestFailure(f"sent a damaged answer ({error})") from error
         self._check_model(answer.model_fingerprint)
         return answer
 
     def upload_weights(self, url: str, weights: WeightsToSend, replaces: str) -> Iterator[None]:
         """Replace the server's model, whose fingerprint is `replaces`. Yields after each piece that the server took.
 
-        Begins where an earlier upload of the same file ended. Raises RequestFailed, ServerError.
+        Begins where an earlier upload of the same file ended. Raises RequestFailure, ServerError.
         """
         seconds, data, received = self._config.ref_request_timeout, b"", 0
         with open(weights.file, "rb") as file:
@@ -91,9 +91,11 @@ class Connection:
                 try:
                     now_received = int(response.json()["received"])
                 except (ValueError, KeyError, TypeError) as error:
-                    raise RequestFailed(f"sent a damaged answer ({response.text[:200]!r})") from error
+                    raise RequestFailure(f"sent a damaged answer ({response.text[:200]!r})") from error
                 if data and now_received <= received:
-                    raise RequestFailed(f"does not take in the weights: it had {received} bytes and now {now_received}")
+                    raise RequestFailure(
+                        f"does not take in the weights: it had {received} bytes and now {now_received}"
+                    )
                 received = now_received
                 if data:
                     yield
@@ -105,7 +107,7 @@ class Connection:
         self._post(url, COMMIT_PATH, b"", seconds, asdict(commit))
 
     def _post(self, url: str, path: str, body: bytes, seconds: float, query: dict | None = None) -> requests.Response:
-        """Return a response with status 200. Raises RequestFailed, ServerError."""
+        """Return a response with status 200. Raises RequestFailure, ServerError."""
         read_seconds = max(0.1, min(self._config.ref_request_timeout, seconds))
         try:
             response = self._session().post(
@@ -115,13 +117,13 @@ class Connection:
             raise _connection_failed(error) from error
         if response.status_code in _RETRIED:
             reason = f"said {response.status_code}: {_read_error_message(response)}"
-            raise RequestFailed(reason, _read_retry_after(response))
+            raise RequestFailure(reason, _read_retry_after(response))
         if response.status_code != 200:
             raise ServerError(f"{url} refused a request with {response.status_code}: {_read_error_message(response)}")
         return response
 
     def health(self, url: str) -> ServerInfo:
-        """Return what a ready server says of itself. Raises RequestFailed, or ServerError where waiting cannot help."""
+        """Return what a ready server says of itself. Raises RequestFailure, or ServerError where waiting is no help."""
         try:
             response = self._session().get(url + HEALTH_PATH, timeout=_CONNECT_SECONDS)
         except requests.RequestException as error:
@@ -137,7 +139,7 @@ class Connection:
             with suppress(ValueError):  # the answer is no ServerInfo: a proxy sent it
                 if (health := ServerInfo.from_json(response.content)).status == "loading":
                     raise ModelLoading(f"is loading {health.model.name}", _read_retry_after(response))
-            raise RequestFailed(f"said {response.status_code}: {response.text[:200]}", _read_retry_after(response))
+            raise RequestFailure(f"said {response.status_code}: {response.text[:200]}", _read_retry_after(response))
         try:
             health = ServerInfo.from_json(response.content)
         except ValueError as error:
@@ -156,7 +158,7 @@ class Connection:
             return
         if fingerprint in self.outdated:
             raise ModelOutdated(fingerprint)
-        raise RequestFailed(
+        raise RequestFailure(
             f"now serves another model ({fingerprint}, and this run's is {self.fingerprint})", other_model=fingerprint
         )
 
@@ -173,11 +175,11 @@ class Connection:
         return self._per_thread.session
 
 
-def _connection_failed(error: requests.RequestException) -> RequestFailed:
+def _connection_failed(error: requests.RequestException) -> RequestFailure:
     root = _root_cause(error)
     if isinstance(root, TimeoutError):
-        return RequestFailed("did not answer in time")
-    return RequestFailed(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
+        return RequestFailure("did not answer in time")
+    return RequestFailure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
 
 
 def _root_cause(error: BaseException) -> BaseException:

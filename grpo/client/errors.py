@@ -3,7 +3,7 @@
 ServerError (a RuntimeError)   the servers cannot serve this run: it ends
 +-- ServersUnavailable         no server answered before the deadline
 +-- ServersLost                a rank has no answer; every rank raises it at the same place
-RequestFailed                  one request failed: the client sends it again
+RequestFailure                 one request failed: the client sends it again
 +-- ModelLoading               the server is loading its model
 +-- ModelOutdated              the server has weights that this run has replaced
 """
@@ -23,7 +23,7 @@ class ServersLost(ServerError):
     """A request of some rank that got no answer. Every rank raises it, with weights as after the last step."""
 
 
-class RequestFailed(Exception):
+class RequestFailure(Exception):
     """A request that failed where another may not. The message follows the server's URL in a sentence."""
 
     def __init__(self, reason: str, retry_after: float = 0.0, other_model: str = ""):
@@ -34,11 +34,11 @@ class RequestFailed(Exception):
         """fingerprint of the model that the server has, where this run never had that one"""
 
 
-class ModelLoading(RequestFailed):
+class ModelLoading(RequestFailure):
     """A request to a server that is loading its model."""
 
 
-class ModelOutdated(RequestFailed):
+class ModelOutdated(RequestFailure):
     """A request to a server with weights that this run has replaced."""
 
     def __init__(self, fingerprint: str):

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from grpo.algorithm.loss import try_loss
 from grpo.client.connection import Connection
-from grpo.client.errors import RequestFailed, ServerError
+from grpo.client.errors import RequestFailure, ServerError
 from grpo.client.reference import check_reference
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -128,7 +128,7 @@ def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, own: M
         said = wire.health(url).model
         if config is not None and own is not None:
             check_reference(config, replace(own, fingerprint=said.fingerprint), said)
-    except RequestFailed as failure:
+    except RequestFailure as failure:
         return f"{failure}: a run would wait for it"
     except ServerError as error:
         return f"cannot serve this run: {str(error).removeprefix(f'{url} ')}"
