@@ -1,4 +1,4 @@
-"""The files of a run, and TensorBoard and wandb."""
+"""Writes what a run records: its files, TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import ConfigError
+from grpo.config.records import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.run.folder import SaveError
 from grpo.run.json_lines import read_record, some_of, to_json
@@ -17,16 +18,16 @@ from grpo.run.json_lines import read_record, some_of, to_json
 log = logging.getLogger(__name__)
 
 BAD_STEPS = "bad_steps.jsonl"
-"""of a run's folder: the completions of the steps that were skipped"""
+"""the file of a run with the completions of the steps that were skipped"""
 
 
 class Recorder:
-    """The files of a run, written by rank 0: metrics.jsonl, completions.jsonl, bad_steps.jsonl where there was one, and
-    what `report_to` names."""
+    """The files of a run: metrics.jsonl, completions.jsonl, bad_steps.jsonl where a step was skipped, and what
+    `report_to` names. Rank 0 has the only one."""
 
     def __init__(self, config: TrainerConfig, folder: Path, after: int | None = None):
-        """`after`: the run goes on after this step (-1: it begins again); what is recorded of later ones is cut off,
-        to be recorded again. None appends to what is there."""
+        """Open the files. `after`: the run goes on after this step (-1: it begins again), and what is recorded of later
+        steps is cut off, to be recorded again; None appends to the files as they are."""
         self._bad_steps = folder / BAD_STEPS
         for name in ("metrics.jsonl", "completions.jsonl", BAD_STEPS) if after is not None else ():
             _cut_after(folder / name, after)
@@ -45,12 +46,12 @@ class Recorder:
             self._wandb = wandb.init(project="grpo", dir=str(folder), config=vars(config) | {"token": None})
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One line a step, appended. Raises SaveError where the run's folder is not there any more."""
+        """Append a step's line. Raises SaveError where the file is no longer in the run's folder."""
         try:
-            there = os.path.samestat(os.stat(self._metrics.name), os.fstat(self._metrics.fileno()))
+            is_same_file = os.path.samestat(os.stat(self._metrics.name), os.fstat(self._metrics.fileno()))
         except FileNotFoundError:
-            there = False
-        if not there:
+            is_same_file = False
+        if not is_same_file:
             raise SaveError(
                 f"{self._metrics.name} was moved, replaced or deleted while the run was writing it: put the run's "
                 "folder back and start the run again, or begin a new one"
@@ -63,10 +64,12 @@ class Recorder:
             self._wandb.log(dict(values), step=step)
 
     def completions(self, step: int, phase: str, samples: list[dict[str, Any]]) -> None:
+        """Append samples; `phase` is "train" or "eval"."""
         for sample in samples:
             self._completions.write(to_json({"step": step, "phase": phase, **sample}))
 
     def bad_step(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Append the samples of a step that was skipped."""
         with open(self._bad_steps, "a", encoding="utf-8") as file:
             file.writelines(to_json({"step": step, **sample}) for sample in samples)
 
@@ -80,7 +83,7 @@ class Recorder:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Leave the lines up to the last of this step. A killed run may end within a line; one that is damaged before that
+    """Cut off what follows the last line of this step. A killed run may end within a line. A damaged line before that
     stays, and readers leave it out."""
     if not path.exists():
         if step > 0 and path.name != BAD_STEPS:
@@ -88,22 +91,22 @@ def _cut_after(path: Path, step: int) -> None:
         return
     damaged: list[int] = []
     with open(path, "rb+") as file:
-        end = whole = length = 0
+        kept_bytes = last_kept = bytes_read = 0
         for number, line in enumerate(file, 1):
-            length += len(line)
+            bytes_read += len(line)
             record = read_record(line)
             if record is None:
                 damaged.append(number)
             elif record["step"] > step or not line.endswith(b"\n"):
                 break
             else:
-                end, whole = length, number
-        file.truncate(end)
-    if damaged := [number for number in damaged if number < whole]:
+                kept_bytes, last_kept = bytes_read, number
+        file.truncate(kept_bytes)
+    if damaged := [number for number in damaged if number < last_kept]:
         log.warning("damaged lines of %s that are left out: %s", path, some_of(damaged))
 
 
-def check_report_to(config: TrainerConfig) -> None:
-    """Raises ConfigError where `report_to` names wandb and it is not installed."""
+def check_report_to(config: RecordSection) -> None:
+    """Raise ConfigError where `report_to` names wandb and it is not installed."""
     if "wandb" in config.report_to and importlib.util.find_spec("wandb") is None:
         raise ConfigError("report_to='wandb': it is not installed: 'pip install wandb', or leave it out")
