@@ -54,7 +54,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
     """Set up, loop, and save the model. Raises ConfigError before a model is loaded where the mistake shows by then."""
     ranks = join_ranks(config)
     try:
-        inputs = read_inputs(config, ranks)
+        inputs = read_inputs(config, ranks.rank, ranks.size, ranks.device)
         check_alike(describe_inputs(config, inputs.ds_config, inputs.reward_funcs, [inputs.examples, inputs.held_out]))
         checkpoint, folder, done = open_run(config, ranks.rank, ranks.size)
         if not done:

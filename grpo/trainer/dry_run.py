@@ -13,72 +13,57 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from grpo.algorithm.loss import try_loss
 from grpo.client.connection import Connection
 from grpo.client.errors import RequestFailure, ServerError
 from grpo.client.reference import check_reference
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe_without_weights
-from grpo.model.load import check_lengths, checkpoint_activations, load_tokenizer, resolve_dtype
+from grpo.model.load import check_lengths, checkpoint_activations, resolve_dtype
 from grpo.model.logprobs import check_router
 from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
 from grpo.model.memory import Memory, RankWork, Terms, TrainedModel, trainer_memory
 from grpo.model.memory_report import change_lines, experts_lines, on_meta, trainer_lines
 from grpo.model.packing import Batcher
-from grpo.rewards.compute import load_reward_funcs
-from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import find_checkpoints
 from grpo.run.collective import own_place
 from grpo.run.folder import check_unused
-from grpo.run.recorder import check_report_to
 from grpo.trainer.engine import engine_config
+from grpo.trainer.setup import Inputs, read_inputs
 from grpo.wire.health import ModelInfo
 
 
 def dry_run(config: TrainerConfig) -> None:
-    """Print it, on rank 0. Raises ConfigError as a run would."""
+    """Print what a run would do, on rank 0. Raises ConfigError as a run would."""
     rank, ranks, device = own_place()
     config.check_ranks(ranks)
     if rank != 0:
         return
     logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # adapters that are only counted are no news
-    # In the order of `train`, so that of several mistakes nearly always the same is said.
-    check_report_to(config)
-    rewards = load_reward_funcs(config.reward_funcs)
-    try_loss(config)
-    ds_config = engine_config(config, ranks, device)
-    tokenizer = load_tokenizer(config)
-    check_adapter(config)
-    examples = load_examples(config, config.dataset_train_split, tokenizer)
-    check_reward_columns(config, examples)
-    PromptStream(examples, config.prompts_per_step, config.seed)
-    held_out = []
-    if config.eval_steps:
-        held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples)
+    inputs = read_inputs(config, rank, ranks, device)
     checkpoint = next(iter(find_checkpoints(config)), None)
     if config.output_dir and config.resume_from_checkpoint is None:
         check_unused("output_dir", Path(config.output_dir))
     model = policy_on_meta(config, resolve_dtype(config, device))
-    own = describe_without_weights(model, tokenizer, config.model_name_or_path)
+    policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path)
     check_lengths(config, model.config)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
 
-    longest = max(len(one.prompt_ids) for one in examples)
-    work = RankWork.of(config, ds_config, ranks, longest, len(held_out))
+    longest = max(len(example.prompt_ids) for example in inputs.examples)
+    work = RankWork.of(config, inputs.ds_config, ranks, longest, len(inputs.held_out))
     parts = [
-        _found(config, rewards, examples, held_out, model, own)
+        _describe_inputs(config, inputs, model, policy_info)
         + ([f"  goes on    from {checkpoint}"] if checkpoint else []),
-        _step(config, work, examples),
-        _memory(config, work, len(held_out), rewards, device) + experts_lines(model),
+        _step(config, work, inputs.examples),
+        _memory(config, work, len(inputs.held_out), inputs.reward_funcs, device) + experts_lines(model),
     ]
     print("\n\n".join("\n".join(lines) for lines in parts))
 
 
 def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """What would be trained, without its weights. Raises ConfigError as a run would."""
+    """Return what would be trained, without its weights. Raises ConfigError as a run would."""
     model = on_meta(config, dtype)
     if base_of(config.model_name_or_path) is not None:
         put_adapter(model, config.model_name_or_path)
@@ -89,25 +74,23 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
-def _found(
-    config: TrainerConfig,
-    rewards: dict,
-    examples: list[Example],
-    held_out: list[Example],
-    model: PreTrainedModel,
-    own: ModelInfo,
+def _describe_inputs(
+    config: TrainerConfig, inputs: Inputs, model: PreTrainedModel, policy_info: ModelInfo
 ) -> list[str]:
-    named = [f"{name} x {weight:g}" for name, weight in zip(rewards, config.reward_weights, strict=True)]
+    """Return what a run would train on, with what rewards, and what the servers answer."""
+    rewards = inputs.reward_funcs
+    weighted = [f"{name} x {weight:g}" for name, weight in zip(rewards, config.reward_weights, strict=True)]
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    lengths = [len(one.prompt_ids) for one in examples]
+    lengths = [len(example.prompt_ids) for example in inputs.examples]
     lines = [
         "Dry run: no weights were loaded, nothing was started or written.",
-        f"  model      {own.name}: {count:,} parameters, {trained:,} of them trained",
-        f"  tokenizer  {own.vocab_size:,} tokens in the model's vocabulary, {own.max_length:,} in its longest sequence",
-        f"  dataset    {config.dataset_name}: {len(examples):,} prompts to train on, of {min(lengths)} to "
-        f"{max(lengths)} tokens (mean {sum(lengths) / len(lengths):.0f}), {len(held_out):,} held out",
-        f"  rewards    {', '.join(named)}",
+        f"  model      {policy_info.name}: {count:,} parameters, {trained:,} of them trained",
+        f"  tokenizer  {policy_info.vocab_size:,} tokens in the model's vocabulary, {policy_info.max_length:,} in its "
+        "longest sequence",
+        f"  dataset    {config.dataset_name}: {len(inputs.examples):,} prompts to train on, of {min(lengths)} to "
+        f"{max(lengths)} tokens (mean {sum(lengths) / len(lengths):.0f}), {len(inputs.held_out):,} held out",
+        f"  rewards    {', '.join(weighted)}",
     ]
     if config.beta == 0:
         lines.append("  reference  none: beta is 0")
@@ -115,27 +98,31 @@ def _found(
         lines.append("  reference  the trainer itself, its adapter off")
     else:
         wire = Connection(config, "logprobs")
-        lines += [f"  reference  {url} {_ask(wire, url, config, own)}" for url in config.ref_servers]
+        lines += [f"  reference  {url} {_ask(wire, url, config, policy_info)}" for url in config.ref_servers]
     for reward in rewards.values():
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             lines.append(f"  rewards    {reward} {_ask(Connection(config, 'reward'), reward)}")
     return lines
 
 
-def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, own: ModelInfo | None = None) -> str:
-    """Once, what a server says of itself, as the rest of a sentence. That it does not fit ends a run, not this one."""
+def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, policy_info: ModelInfo | None = None) -> str:
+    """Ask a server once what it serves, and return the answer as the rest of a sentence.
+
+    A server that does not fit ends a run, but not a dry run.
+    """
     try:
-        said = wire.health(url).model
-        if config is not None and own is not None:
-            check_reference(config, replace(own, fingerprint=said.fingerprint), said)
+        model_info = wire.health(url).model
+        if config is not None and policy_info is not None:
+            check_reference(config, replace(policy_info, fingerprint=model_info.fingerprint), model_info)
     except RequestFailure as failure:
         return f"{failure}: a run would wait for it"
     except ServerError as error:
         return f"cannot serve this run: {str(error).removeprefix(f'{url} ')}"
-    return f"is ready: {said.name}, {said.dtype} on {said.device}"
+    return f"is ready: {model_info.name}, {model_info.dtype} on {model_info.device}"
 
 
 def _step(config: TrainerConfig, work: RankWork, examples: list[Example]) -> list[str]:
+    """Return how a step is cut into ranks, calls of generate and micro-batches."""
     mean = sum(len(example.prompt_ids) for example in examples) / len(examples)
     group = range(work.generations)
     full = [([prompt], range(work.longest_completion)) for prompt in range(work.prompts) for _ in group]

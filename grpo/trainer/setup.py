@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
@@ -84,15 +85,18 @@ class Run:
     watchdog: Watchdog
 
 
-def read_inputs(config: TrainerConfig, ranks: Ranks) -> Inputs:
-    """Read settings files, reward functions and data. Raises ConfigError for a mistake in any of them."""
+def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
+    """Read settings files, reward functions and data. Raises ConfigError for a mistake in any of them.
+
+    `--dry_run` calls it too, so that both refuse the same mistake first.
+    """
     check_report_to(config)
     reward_funcs = load_reward_funcs(config.reward_funcs)
     try_loss(config)
-    ds_config = engine_config(config, ranks.size, ranks.device)
+    ds_config = engine_config(config, world_size, device)
     tokenizer = load_tokenizer(config)
     check_adapter(config)
-    progress = ranks.rank == 0
+    progress = rank == 0
     examples = load_examples(config, config.dataset_train_split, tokenizer, progress=progress)
     check_reward_columns(config, examples)
     stream = PromptStream(examples, config.prompts_per_step, config.seed)
