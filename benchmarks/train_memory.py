@@ -38,12 +38,13 @@ from demo.__main__ import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter
-from grpo.model.memory import MIB, Memory, RankWork, TrainedModel, trainer_memory
+from grpo.model.memory import MIB, Memory
 from grpo.model.trial import make_batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config
+from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
 from grpo.trainer.step import update
 
 PROMPT, COMPLETION, GENERATIONS = 64, 48, 8

@@ -24,12 +24,13 @@ from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations
-from grpo.model.memory import PHASES, RankWork, TrainedModel, total, trainer_memory
+from grpo.model.memory import total
 from grpo.model.trial import make_batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config, join_ranks, start_engine
+from grpo.trainer.memory import PHASES, RankWork, TrainedModel, trainer_memory
 from grpo.trainer.step import update
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -22,7 +22,7 @@ from grpo.model.fingerprint import describe_without_weights
 from grpo.model.load import check_lengths, checkpoint_activations, resolve_dtype
 from grpo.model.logprobs import check_router
 from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
-from grpo.model.memory import Memory, RankWork, Terms, TrainedModel, trainer_memory
+from grpo.model.memory import Memory, Terms
 from grpo.model.memory_report import change_lines, experts_lines, on_meta, trainer_lines
 from grpo.model.packing import Batcher
 from grpo.rollouts.records import Example
@@ -30,6 +30,7 @@ from grpo.run.checkpoint_files import find_checkpoints
 from grpo.run.collective import own_place
 from grpo.run.folder import check_unused
 from grpo.trainer.engine import engine_config
+from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
 from grpo.trainer.setup import Inputs, read_inputs
 from grpo.wire.health import ModelInfo
 

@@ -22,9 +22,9 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
 from grpo.model.load import resolve_dtype
 from grpo.model.lora import need
-from grpo.model.optimizer import make_optimizer, make_schedule
 from grpo.run.collective import gather, own_place
 from grpo.run.watchdog import TIME_OUT, Watchdog
+from grpo.trainer.optimizer import make_optimizer, make_schedule
 from grpo.trainer.out_of_memory import START, explain_shortage
 
 if not wants_card():

@@ -36,14 +36,15 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import checkpoint_activations, load_model, load_reference
 from grpo.model.lora import OwnReference, train_adapter
-from grpo.model.memory import GIB, RankWork, TrainedModel, trainer_memory
+from grpo.model.memory import GIB
 from grpo.model.memory_report import CARD_USABLE
-from grpo.model.optimizer import make_optimizer
 from grpo.model.quantization import unpacked
 from grpo.model.trial import make_batcher
 from grpo.rollouts.trial import make_sampler
 from grpo.run.folder import save_model
 from grpo.trainer.engine import engine_config
+from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
+from grpo.trainer.optimizer import make_optimizer
 
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")

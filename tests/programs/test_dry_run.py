@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoTokenizer, BloomConfig, JetMoeConfig, M
 from demo.task import write_dataset
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.model.memory import trainer_memory
 from grpo.model.memory_report import trainer_lines
 from grpo.trainer.dry_run import dry_run
+from grpo.trainer.memory import trainer_memory
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from benchmarks.memory import on_meta
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import train_adapter
-from grpo.model.memory import RankWork, TrainedModel, trainer_memory
-from grpo.model.optimizer import make_optimizer, make_schedule, parameter_groups
+from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
+from grpo.trainer.optimizer import make_optimizer, make_schedule, parameter_groups
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -125,7 +125,7 @@ def test_the_dry_run_counts_the_moments_that_there_are():
 def test_no_group_has_more_numbers_than_bitsandbytes_can_count(monkeypatch):
     pytest.importorskip("bitsandbytes")
     whole, _ = updated("adamw_8bit")
-    monkeypatch.setattr("grpo.model.optimizer._LARGEST_GROUP", 20_000)
+    monkeypatch.setattr("grpo.trainer.optimizer._LARGEST_GROUP", 20_000)
     model, optimizer = updated("adamw_8bit")
     sizes = [sum(parameter.numel() for parameter in group["params"]) for group in optimizer.param_groups]
     assert max(sizes) <= 20_000 and sum(sizes) == sum(parameter.numel() for parameter in model.parameters())

@@ -20,17 +20,9 @@ from benchmarks.train_memory import Case, highest_of, predict, run
 from grpo.config.trainer import TrainerConfig
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import train_adapter
-from grpo.model.memory import (
-    ALLOCATOR,
-    MIB,
-    PHASES,
-    RankWork,
-    TrainedModel,
-    kept_for_backward,
-    total,
-    trainer_memory,
-)
+from grpo.model.memory import ALLOCATOR, MIB, total
 from grpo.model.trial import make_batcher
+from grpo.trainer.memory import PHASES, RankWork, TrainedModel, kept_for_backward, trainer_memory
 
 SMALL = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
 CONFIGS = {
