@@ -86,6 +86,12 @@ def fail_half_way() -> None:
     WeightSwap._install = broken
 
 
+def shorten_header_deadline(seconds: float) -> None:
+    from grpo.server import channel
+
+    channel.HEADER_SECONDS = seconds
+
+
 def summarise_each_second() -> None:
     from grpo.server import monitor
 

@@ -245,9 +245,8 @@ class Channel(HTTPChannel):
                 return
             if partial.body_began is None:
                 part, limit = "headers", HEADER_SECONDS
-                since = (
-                    partial.began if self.asked_before else self.opened
-                )  # empty lines before the headers do not count
+                # The first request has its time from the connection's start: empty lines before it do not count.
+                since = partial.began if self.asked_before else self.opened
             else:
                 part, limit, since = "body", config.body_timeout, partial.body_began
             if now - since <= limit:
