@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import ConfigError
-from grpo.config.trainer import TrainerConfig
+from grpo.config.records import RecordSection
 
 FORMAT = 4
 PROGRESS = "progress.json"
@@ -28,7 +28,7 @@ class Damaged(Exception):
     """A saved folder that cannot be used. The message names the file and what is wrong with it."""
 
 
-def find_checkpoints(config: TrainerConfig) -> list[Path]:
+def find_checkpoints(config: RecordSection) -> list[Path]:
     """Return the checkpoints to continue from, the newest first; none where the run begins.
 
     Raises ConfigError where the run cannot continue from the checkpoint that is named.

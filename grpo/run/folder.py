@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.config.command_line import write_config
 from grpo.config.errors import ConfigError
 from grpo.config.generation import EvaluateConfig
-from grpo.config.trainer import TrainerConfig
+from grpo.config.records import RecordSection
 from grpo.model.lora import merged
 from grpo.run.checkpoint_files import find_checkpoints, write_progress
 from grpo.run.lock import lock_run
@@ -25,7 +25,7 @@ class SaveError(RuntimeError):
     """A failed write of what a run leaves. The message says where and why; nothing half written stays behind."""
 
 
-def create_run(config: TrainerConfig) -> Path:
+def create_run(config: RecordSection) -> Path:
     """Make the run's folder, if it is not there, and lock it for this process.
 
     Raises ConfigError as find_checkpoints, where the folder cannot be written, where another trainer writes there and,

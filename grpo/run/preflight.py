@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from grpo.config.command_line import write_config
 from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
+from grpo.config.records import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
@@ -81,7 +82,7 @@ def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
     return checkpoint and checkpoint.absolute(), folder.absolute(), False
 
 
-def whole_checkpoint(config: TrainerConfig, rank: int, world_size: int) -> Path | None:
+def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path | None:
     """Return the newest undamaged checkpoint to continue from; None where there is no checkpoint at all.
 
     Newer ones, which are damaged, are renamed to `checkpoint-STEP.damaged`. Raises ConfigError on every rank as
