@@ -57,7 +57,7 @@ class Browser:
         return self.js(f"document.querySelector({json.dumps(selector)}).innerText").replace("\xa0", " ")
 
     def wait(self, expression: str, seconds: float = 30):
-        """The value of the expression once it is true."""
+        """Return the value of the expression once it is true."""
         deadline = time.monotonic() + seconds
         while not (value := self.js(expression)):
             assert time.monotonic() < deadline, f"never true: {expression}\n{self.text('body')}"
@@ -89,11 +89,11 @@ class Browser:
         return base64.b64decode(self.devtools("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
 
     def console(self) -> list[str]:
-        """What was logged since the last call: errors, violations of the policy."""
+        """Return what was logged since the last call: errors, violations of the policy."""
         return [entry["message"] for entry in self.do("se/log", type="browser")]
 
     def hosts(self) -> set[str]:
-        """The hosts that were asked for something since the last call."""
+        """Return the hosts that got a request since the last call."""
         events = [json.loads(entry["message"])["message"] for entry in self.do("se/log", type="performance")]
         sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
         urls = [urlsplit(event["params"]["request"]["url"]) for event in sent]

@@ -128,20 +128,20 @@ def test_every_metric_is_in_exactly_one_chart_and_what_nobody_knows_comes_last()
         [*KNOWN, "eval_accuracy_se", "eval_avg@8_se", "time/update", "what/is[this]?", "lonely_se"], 0.5
     )
     charts = make_charts([a_run({1: row})], 5)
-    drawn = [name for some in charts.values() for chart in some for name in chart.curves]
+    drawn = [name for section in charts.values() for chart in section for name in chart.curves]
     assert sorted(drawn) == sorted([*KNOWN, "what/is[this]?", "lonely_se"])
     assert list(charts)[-1] == REST
     assert [name for chart in charts[REST] for name in chart.curves] == ["num_tokens", "what/is[this]?", "lonely_se"]
-    overview = [name for some in charts.values() for chart in some if chart.overview for name in chart.curves]
+    overview = [name for section in charts.values() for chart in section if chart.overview for name in chart.curves]
     assert overview == ["reward", "eval_accuracy", "eval_format", "kl", "completions/mean_length"]
 
 
 def test_errors_stay_with_their_values_and_what_is_evaluated_is_not_smoothed():
-    one = a_run(
+    long_run = a_run(
         {step: {"eval_accuracy": step / 10, "eval_accuracy_se": step / 100, "reward": step} for step in range(9)}
     )
-    other = a_run({5: {"reward": 1.0}})
-    charts = make_charts([one, other], 5)
+    short_run = a_run({5: {"reward": 1.0}})
+    charts = make_charts([long_run, short_run], 5)
     (line,) = charts["Held-out problems"][0].curves["eval_accuracy"]
     assert (line.run, line.values[3], line.errors[3], line.smooth) == (0, 0.3, 0.03, [])
     first, second = charts["Reward"][0].curves["reward"]

@@ -90,8 +90,8 @@ def test_what_is_no_run_is_refused_and_what_is_missing_said(tmp_path):
         (tmp_path / "empty", "it has no metrics.jsonl: name one that the trainer made"),
         (begun, "metrics.jsonl has no step yet"),
     ]
-    for folder, said in cases:
-        with pytest.raises(ConfigError, match=said) as raised:
+    for folder, message in cases:
+        with pytest.raises(ConfigError, match=message) as raised:
             read_run(folder)
         assert str(raised.value).startswith(f"runs='{folder}': ")
     bare = read_run(write(tmp_path / "bare", [{"step": 1, "reward": 1}], settings=None))
@@ -116,7 +116,7 @@ def test_completions_are_grouped_by_prompt_and_keep_their_facts(tmp_path):
         {"correct": True},
     ]
     (group,) = blocks[1]["groups"]
-    assert [one["facts"] for one in group["completions"]] == [
+    assert [shown["facts"] for shown in group["completions"]] == [
         {"reward": 1.0, "advantage": sign} for sign in (0.5, -0.5)
     ]
     assert group["completions"][0]["text"] == '{"not": "text"}'

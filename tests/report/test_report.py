@@ -62,8 +62,8 @@ def test_a_page_and_pictures_beside_the_run(main, tmp_path):
     run = write(tmp_path / "run", metrics(30, **no_formula), [completion(step) for step in range(1, 31)])
     (run / "report").mkdir()
     (run / "report/report.unfinished").write_text("killed")
-    code, written, said = main(run)
-    assert (code, said) == (0, [])
+    code, written, errors = main(run)
+    assert (code, errors) == (0, [])
     names = ["report.html", "reward.png", "held_out_problems.png", "policy.png", "speed.png", "everything_else.png"]
     assert written == [str(run / "report" / name) for name in [*names, "time.png"]]
     assert sorted(path.name for path in (run / "report").iterdir()) == sorted([*names, "time.png"])
@@ -78,11 +78,11 @@ def test_a_page_and_pictures_beside_the_run(main, tmp_path):
 
 
 def test_several_runs_by_name_and_what_differs_in_their_settings(main, tmp_path):
-    one = write(tmp_path / "a/run", metrics(3), settings="beta: 0.04\nseed: 1\nreward_funcs: [x]\noutput_dir: a\n")
-    other = write(tmp_path / "b/run", metrics(5), settings="beta: 0.04\nseed: 2\nuse_peft: true\noutput_dir: b\n")
-    code, written, said = main(one, other, "--output", tmp_path / "both")
+    first = write(tmp_path / "a/run", metrics(3), settings="beta: 0.04\nseed: 1\nreward_funcs: [x]\noutput_dir: a\n")
+    second = write(tmp_path / "b/run", metrics(5), settings="beta: 0.04\nseed: 2\nuse_peft: true\noutput_dir: b\n")
+    code, written, errors = main(first, second, "--output", tmp_path / "both")
     assert code == 0 and written[0] == str(tmp_path / "both/report.html")
-    assert said == [f"{run}: there is no completions.jsonl: no completions are shown" for run in (one, other)]
+    assert errors == [f"{run}: there is no completions.jsonl: no completions are shown" for run in (first, second)]
     data = page_data(tmp_path / "both")
     assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
     assert data["settings"] == {"seed": ["1", "2"], "reward_funcs": ['["x"]', None], "use_peft": [None, "true"]}
@@ -100,7 +100,7 @@ def test_runs_are_named_by_their_paths_from_the_folder_that_holds_all(tmp_path):
 
 def test_mistakes_end_in_one_line_and_nothing_is_written(main, tmp_path):
     run = write(tmp_path / "run", metrics(3), [])
-    other = write(tmp_path / "other", metrics(3))
+    another_run = write(tmp_path / "other", metrics(3))
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation/metrics.json").write_text("{}")
     (tmp_path / "mine").mkdir()
@@ -112,17 +112,17 @@ def test_mistakes_end_in_one_line_and_nothing_is_written(main, tmp_path):
         ([run, tmp_path / "other/../run"], "it is named twice"),
         ([run] * 11, "only 10 can be told apart"),
         ([run, "--smoothing", -1], "smoothing=-1: use 0 or more"),
-        ([run, "--output", other], "it holds something else: name a new folder, or that of an older report"),
+        ([run, "--output", another_run], "it holds something else: name a new folder, or that of an older report"),
         ([run, "--output", tmp_path / "mine"], "it holds something else"),
         ([run, "--output", run / "config.yaml"], "it is a file"),
         ([run, "--outputs", "x"], "did you mean output?"),
     ]
     before = sorted(tmp_path.rglob("*"))
     for arguments, message in cases:
-        code, written, said = main(*arguments)
-        assert (code, written, len(said)) == (2, [], 1) and message in said[0], arguments
-    code, _, said = main(run, "--output", "/proc/report")
-    assert code == 1 and said[0].startswith("report: error: ") and "/proc/report" in said[0]
+        code, written, errors = main(*arguments)
+        assert (code, written, len(errors)) == (2, [], 1) and message in errors[0], arguments
+    code, _, errors = main(run, "--output", "/proc/report")
+    assert code == 1 and errors[0].startswith("report: error: ") and "/proc/report" in errors[0]
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine/report.html").read_text() == "<h1>my own</h1>"
 
 
@@ -131,11 +131,11 @@ def test_a_run_that_still_goes_on_is_shown_as_far_as_it_is(main, tmp_path):
     for name in ("metrics.jsonl", "completions.jsonl"):
         with open(run / name, "a") as file:
             file.write('{"step": 4, "rew')
-    code, _, said = main(run)
+    code, _, errors = main(run)
     half = "is half written and left out: the run was killed or still goes on"
     assert code == 0
-    assert said == [f"{run}: the last line of {name}.jsonl {half}" for name in ("metrics", "completions")]
-    assert page_data(run / "report")["runs"][0]["notes"] == [line.removeprefix(f"{run}: ") for line in said]
+    assert errors == [f"{run}: the last line of {name}.jsonl {half}" for name in ("metrics", "completions")]
+    assert page_data(run / "report")["runs"][0]["notes"] == [line.removeprefix(f"{run}: ") for line in errors]
 
 
 def test_what_is_embedded_cannot_leave_its_place():
@@ -153,16 +153,16 @@ def test_a_long_run_of_long_completions_gives_a_page_that_opens(main, tmp_path):
     run = write(
         tmp_path / "run", rows, [completion(step, completion=text) for step in range(1, 500) for _ in range(10)]
     )
-    code, _, said = main(run)
-    assert code == 0 and len(said) == 1
-    shown, recorded = map(int, re.search(r"completions of (\d+) of (\d+) training steps are shown", said[0]).groups())
+    code, _, errors = main(run)
+    assert code == 0 and len(errors) == 1
+    shown, recorded = map(int, re.search(r"completions of (\d+) of (\d+) training steps are shown", errors[0]).groups())
     assert recorded == 499 and 200 < shown < 300
     assert 5_000_000 < (run / "report/report.html").stat().st_size < 7_000_000
 
 
 @pytest.fixture(scope="module")
 def trained(model_folder, data_folder, tmp_path_factory):
-    """The folder of a short run of the real trainer, held against a real server."""
+    """Train a few steps with the real programs and return the run's folder."""
     folder = tmp_path_factory.mktemp("trained")
     with running_server(model_folder, folder) as server:
         server.wait_ready()
@@ -172,13 +172,13 @@ def trained(model_folder, data_folder, tmp_path_factory):
     return folder / "run"
 
 
-def every(browser, selector: str) -> list[str]:
-    """The texts of all elements that match, as they are and not as they are laid out."""
-    return browser.js(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)")
+def texts_of(browser, selector: str) -> list[str]:
+    """Return the texts of all elements that match, as they are and not as they are laid out."""
+    return browser.js(f"[...document.querySelectorAll({json.dumps(selector)})].map((element) => element.textContent)")
 
 
 def visible(text: str) -> str:
-    """With the characters that cannot be seen as the page writes them."""
+    """Return the text as the page shows it, with numbers for the characters that cannot be seen."""
     hidden = {
         character
         for character in set(text) - set("\t\n\u200c\u200d")
@@ -196,31 +196,33 @@ def opened(browser, folder) -> None:
     browser.screen(1280, 900)
     browser.open((folder / "report.html").as_uri())
     browser.wait("document.querySelectorAll('svg.plot path').length > 8")
-    paths = "[...document.querySelectorAll('svg.plot :is(path, circle, line, text)')].map((one) => one.outerHTML)"
+    paths = (
+        "[...document.querySelectorAll('svg.plot :is(path, circle, line, text)')].map((element) => element.outerHTML)"
+    )
     assert not re.search("NaN|Infinity|undefined", browser.js(f"{paths}.join()"))
 
 
 @pytest.mark.rare
 @needs_browser
 def test_the_page_of_real_runs_is_read_with_keys(main, trained, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(trained, other, ignore=shutil.ignore_patterns("model", "tensorboard"))
-    code, written, said = main(trained, other, "--output", tmp_path / "report")
-    assert (code, said) == (0, []) and len(written) > 6
+    copy = tmp_path / "other"
+    shutil.copytree(trained, copy, ignore=shutil.ignore_patterns("model", "tensorboard"))
+    code, written, errors = main(trained, copy, "--output", tmp_path / "report")
+    assert (code, errors) == (0, []) and len(written) > 6
     rows, recorded = (
         [json.loads(line) for line in (trained / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "completions.jsonl")
     )
     with chromium(tmp_path) as browser:
         opened(browser, tmp_path / "report")
-        assert every(browser, "section h2")[-2:] == ["Time by phase", "Completions"]
+        assert texts_of(browser, "section h2")[-2:] == ["Time by phase", "Completions"]
 
         # The legend hides and shows a run.
         lines = "document.querySelector('svg.plot').querySelectorAll('path').length"
         assert browser.js(lines) == 4  # of two runs the values and their average
-        for left in (2, 4):
+        for count in (2, 4):
             browser.js("document.querySelectorAll('#legend input')[1].click()")
-            assert browser.js(lines) == left
+            assert browser.js(lines) == count
 
         # Arrow keys move a chart's cursor, and what stands there is the run's own number, averaged over five steps.
         browser.js("document.querySelector('svg.plot').focus()")
@@ -236,15 +238,15 @@ def test_the_page_of_real_runs_is_read_with_keys(main, trained, tmp_path):
             choose(browser, "phase", phase)
             browser.js("document.querySelector('#place').focus()")
             browser.press("Home")
-            steps = list(dict.fromkeys(one["step"] for one in recorded if one["phase"] == phase))
+            steps = list(dict.fromkeys(row["step"] for row in recorded if row["phase"] == phase))
             for place, step in enumerate(steps):
                 assert browser.js("document.querySelector('#step').value") == str(step)
                 assert browser.text("#which") == f"{place + 1} of {len(steps)}"
-                mine = [one for one in recorded if (one["phase"], one["step"]) == (phase, step)]
-                assert every(browser, ".completion pre") == [visible(one["completion"]) for one in mine]
-                prompts = [prompt for prompt, _ in itertools.groupby(one["prompt"] for one in mine)]
-                assert every(browser, ".group dd:nth-of-type(1)") == prompts
-                facts = every(browser, ".completion:first-of-type .facts")[0]
+                shown = [row for row in recorded if (row["phase"], row["step"]) == (phase, step)]
+                assert texts_of(browser, ".completion pre") == [visible(row["completion"]) for row in shown]
+                prompts = [prompt for prompt, _ in itertools.groupby(row["prompt"] for row in shown)]
+                assert texts_of(browser, ".group dd:nth-of-type(1)") == prompts
+                facts = texts_of(browser, ".completion:first-of-type .facts")[0]
                 assert ("reward" in facts and "advantage" in facts) if phase == "train" else "correct" in facts
                 browser.press("ArrowRight")
         choose(browser, "step", "2")
@@ -276,15 +278,15 @@ def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
     assert main(*runs, "--output", tmp_path / "report")[0] == 0
     with chromium(tmp_path) as browser:
         opened(browser, tmp_path / "report")
-        assert every(browser, ".completion pre") == [
+        assert texts_of(browser, ".completion pre") == [
             *HOSTILE[:2],
             "lineU+2028paragraphU+2029lone U+D800 surrogate U+DFFF and U+0000U+001B[31m controls",
             "left U+202Eright to leftU+202C U+200BU+FEFF يمين",
         ]
-        assert every(browser, ".group dd") == HOSTILE[:2]
+        assert texts_of(browser, ".group dd") == HOSTILE[:2]
         for selector in ("#settings tbody th", "#sections h3"):
-            assert HOSTILE[0] in every(browser, selector)
-        assert HOSTILE[1] in every(browser, "#settings td")
+            assert HOSTILE[0] in texts_of(browser, selector)
+        assert HOSTILE[1] in texts_of(browser, "#settings td")
         assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 2]
         browser.screen(400, 800)
         assert not browser.js("document.documentElement.scrollWidth > innerWidth")
@@ -295,5 +297,5 @@ def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
         browser.js("new Image().src = 'http://127.0.0.1:9/image'")
         browser.js("fetch('http://127.0.0.1:9/').catch(() => 0)")
         assert browser.js("window.pwned ?? null") is None
-        said = browser.console()
-        assert len(said) >= 3 and all("Content Security Policy" in line for line in said)
+        errors = browser.console()
+        assert len(errors) >= 3 and all("Content Security Policy" in line for line in errors)

@@ -42,23 +42,23 @@ def holder(folder):
 def test_a_second_trainer_is_refused_and_one_after_its_death_is_let_in(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_WAIT", 0.3)
     settings = TrainerConfig(output_dir=str(tmp_path))
-    with holder(tmp_path) as (other, _):
+    with holder(tmp_path) as (trainer, _):
         with pytest.raises(ConfigError):
             lock_run(tmp_path)
         with pytest.raises(ConfigError) as refused:
             open_run(settings, 0, 1)
-        said = rf"^output_dir='{tmp_path}': another trainer \(process {other.pid} on .+\) writes there: wait for"
-        assert refused.match(said)
-        assert (tmp_path / LOCK).read_text().startswith(f"process {other.pid} on ")
+        message = rf"^output_dir='{tmp_path}': another trainer \(process {trainer.pid} on .+\) writes there: wait for"
+        assert refused.match(message)
+        assert (tmp_path / LOCK).read_text().startswith(f"process {trainer.pid} on ")
         assert [path.name for path in tmp_path.iterdir()] == [LOCK]
-        other.kill(), other.wait()
+        trainer.kill(), trainer.wait()
         lock_run(tmp_path)  # what it has forked off still lives, and holds nothing
-        assert not (tmp_path / LOCK).read_text().startswith(f"process {other.pid} on ")
+        assert not (tmp_path / LOCK).read_text().startswith(f"process {trainer.pid} on ")
 
 
 def test_one_that_is_about_to_end_is_waited_for(tmp_path, caplog):
     caplog.set_level("INFO")
-    with holder(tmp_path) as (other, _), subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {other.pid}"]):
+    with holder(tmp_path) as (trainer, _), subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {trainer.pid}"]):
         lock_run(tmp_path)
     assert caplog.text.count("waiting at most 20 s for the end of the trainer (process ") == 1
 

@@ -1,4 +1,4 @@
-"""What ranks must have alike, between two real processes that do not."""
+"""The checks before a run, between two real processes whose settings, data, files or disks differ."""
 
 import json
 import os
@@ -22,14 +22,14 @@ def examples(answers: str) -> list[Example]:
     return [Example(place, "2+2?", [1], {"answer": answer}, []) for place, answer in enumerate(answers)]
 
 
-def compare(other: bool, settings: dict | None = None, train="45", held_out="6", engine=None, own="") -> None:
-    """`other`: this rank is the one that was given something else."""
-    settings = {"reward_funcs": ["own.py:own"]} | ((settings or {}) if other else {})
-    Path("own.py").write_text("def own(completions, **_):\n    return [0.0 for _ in completions]\n" + own * other)
+def compare(differs: bool, settings: dict | None = None, train="45", held_out="6", engine=None, own="") -> None:
+    """Compare this rank's inputs with the other rank's; `differs` is True on the rank whose inputs are changed."""
+    settings = {"reward_funcs": ["own.py:own"]} | ((settings or {}) if differs else {})
+    Path("own.py").write_text("def own(completions, **_):\n    return [0.0 for _ in completions]\n" + own * differs)
     sys.modules.pop(str(Path("own.py").resolve()), None)
     config = TrainerConfig(**settings)
-    data = [examples(train if other else "45"), examples(held_out if other else "6")]
-    ds_config = (engine if other else None) or {"stage": 2}
+    data = [examples(train if differs else "45"), examples(held_out if differs else "6")]
+    ds_config = (engine if differs else None) or {"stage": 2}
     check_alike(describe_inputs(config, ds_config, load_reward_funcs(config.reward_funcs), data))
 
 
@@ -40,7 +40,7 @@ PLACES = {
     "token": "d",
     "deepspeed": "/e.json",
 }
-# What the second rank has otherwise, and what both say.
+# What differs on the second rank, and the message on both.
 CASES = [
     ({"settings": PLACES}, None),
     ({"settings": {"learning_rate": 2e-6}}, "learning_rate is 1e-06 for rank 0 on .* and 2e-06 for rank 1 on "),
@@ -54,16 +54,16 @@ CASES = [
 
 
 def rank_of_two(rank: int, folder: Path) -> None:
-    """Both have a current directory of their own, and so other disks as far as relative paths go."""
+    """Run as one of two ranks. Each has its own current directory, so that relative paths are on different disks."""
     os.chdir(folder / str(rank))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    said = []
+    results = []
 
     def attempt(action, *arguments, **options) -> None:
         try:
-            said.append([str(one) for one in action(*arguments, **options) or ()])
+            results.append([str(value) for value in action(*arguments, **options) or ()])
         except ConfigError as error:
-            said.append(str(error))
+            results.append(str(error))
 
     for changes, _ in CASES:
         attempt(compare, rank == 1, **changes)
@@ -79,7 +79,7 @@ def rank_of_two(rank: int, folder: Path) -> None:
         dist.barrier()
         attempt(open_run, TrainerConfig(**again), rank, 2)
     dist.destroy_process_group()
-    (folder / f"said-{rank}").write_text(json.dumps(said))
+    (folder / f"results-{rank}").write_text(json.dumps(results))
 
 
 @pytest.mark.slow
@@ -93,20 +93,20 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
         (checkpoint / "large").write_bytes(b"12"), (checkpoint / "small").write_bytes(b"1")
         write_progress(checkpoint, {"files": sum_files(checkpoint, ["large", "small"])})
     processes.spawn(rank_of_two, (tmp_path,), nprocs=2)
-    said, by_other = (json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2))
-    assert said == by_other
-    alike, (shared, hidden, refused, *goes_on) = said[: len(CASES)], said[len(CASES) :]
-    for (changes, expected), found in zip(CASES, alike, strict=True):
+    results, second_results = (json.loads((tmp_path / f"results-{rank}").read_text()) for rank in range(2))
+    assert results == second_results
+    alike, (shared, hidden, refused, *resumed) = results[: len(CASES)], results[len(CASES) :]
+    for (changes, expected), result in zip(CASES, alike, strict=True):
         if expected is None:
-            assert found == [], changes
+            assert result == [], changes
         else:
-            assert re.match(expected, found) and found.endswith("the same settings, data and programs"), changes
+            assert re.match(expected, result) and result.endswith("the same settings, data and programs"), changes
     assert shared == ["None", str(tmp_path / "shared"), "False"]
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["config.yaml", "trainer.lock"]
     assert hidden.startswith("output_dir='runs': ") and f" does not see in its {tmp_path}/1/runs what " in hidden
     assert refused.startswith(f"output_dir='{used}': it holds a run")
-    assert goes_on[:2] == [[str(used / f"checkpoint-{step}"), str(used), "False"] for step in (3, 2)]
-    assert goes_on[2] == (
+    assert resumed[:2] == [[str(used / f"checkpoint-{step}"), str(used), "False"] for step in (3, 2)]
+    assert resumed[2] == (
         f"resume_from_checkpoint='last': every checkpoint of {used} is damaged: checkpoint-2: progress.json is not as "
         "it was written: put back what was there, or delete them to begin again"
     )
