@@ -62,7 +62,8 @@ def draw_phases(phases: Sequence[Phases], names: Sequence[str], path: Path) -> P
         for place, phase in enumerate(phases[0].totals)
     }
     for axes, of_run, name in zip(grid, phases, names, strict=False):
-        axes.set_title(_plain(name) if len(phases) > 1 else "seconds per step")
+        axes.set_title(_plain(name) if len(phases) > 1 else "time by phase")
+        axes.set_ylabel("seconds per step")
         if of_run.steps:
             axes.stackplot(
                 of_run.steps,
