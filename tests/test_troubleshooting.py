@@ -26,6 +26,7 @@ NAMING = [REPOSITORY / "grpo_ref_split.py"]
 NAMED_BY = (
     "run/metrics",
     "run/phase_clock",
+    "trainer/numbers",
     "trainer/round",
     "trainer/step",
     "algorithm/loss",

@@ -17,8 +17,8 @@ def load_file(field: str, name: str, path: str) -> ModuleType:
     """
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ConfigError(
-            f"{field} names {name!r}, but {path} is not a Python file: "
-            "write it as path/to/file.py:function, with a path that exists from the current directory."
+            f"{field}={name!r}: {path} is not a Python file: write path/to/file.py:function, with a path that exists "
+            "from the current directory"
         )
     module_name = str(Path(path).resolve())
     if module_name not in sys.modules:

@@ -136,7 +136,7 @@ def test_what_cannot_be_used_is_refused_before_the_run(tmp_path):
         with pytest.raises(ConfigError, match=f"^loss_type='{file}:loss': .*{reason}"):
             try_loss(settings)
     for path in (tmp_path / "nowhere.py", tmp_path):
-        with pytest.raises(ConfigError, match=f"^loss_type names '{path}:loss', but {path} is not a Python file"):
+        with pytest.raises(ConfigError, match=f"^loss_type='{path}:loss': {path} is not a Python file"):
             try_loss(LossSection(loss_type=f"{path}:loss"))
 
 

@@ -62,7 +62,7 @@ def test_an_unknown_function_of_another_file_is_refused_with_those_it_has(user_f
 def test_a_missing_file_is_refused(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").touch()
-    with pytest.raises(ConfigError, match=f"^reward_funcs names '{path}:f', but {path} is not a Python file"):
+    with pytest.raises(ConfigError, match=f"^reward_funcs='{path}:f': {path} is not a Python file"):
         load_reward_funcs([f"{path}:f"])
 
 
