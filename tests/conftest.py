@@ -23,6 +23,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+# What these assert is shown as a test's own.
+pytest.register_assert_rewrite("runs", "models", "experts", "adapters", "servers", "recorded", "processes", "estimates")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
@@ -254,3 +257,24 @@ def launch() -> Iterator[Launch]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory) -> list[str]:
+    """A third reward function that even the text of random weights earns something from, so that weights move."""
+    path = tmp_path_factory.mktemp("rewards") / "own.py"
+    path.write_text(
+        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
+    )
+    return ["--reward_funcs", "correctness_reward", "format_reward", f"{path}:letters"]
+
+
+@pytest.fixture(scope="session")
+def setting(model_folder, data_folder, letters):
+    """`setting(run, kind, **changes)`: the trainer's options."""
+    from runs import KINDS, OPTIONS, options
+
+    def make(run: Path, kind: str, **changes) -> list[str]:
+        return [*options(model_folder, data_folder, run, **{**OPTIONS, **KINDS[kind], **changes}), *letters]
+
+    return make

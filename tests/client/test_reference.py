@@ -8,15 +8,14 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 import trustme
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
 from proxy import Plan, proxy
+from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, answer, eventually, fake, open_client
 
 from grpo.client import base
 from grpo.client.errors import ServerError, ServersUnavailable
@@ -25,19 +24,6 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, encode_answer
-
-PROMPT, COMPLETIONS = [5, 6], [[7, 8, 9], [], [10]]
-
-
-@contextmanager
-def open_client(*urls, **options):
-    settings = {"ref_startup_timeout": 1, "ref_deadline": 2, "ref_request_timeout": 1} | options
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    client = ReferenceClient(parse_arguments(TrainerConfig, "", ["--ref_servers", *urls, *words]))
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def test_it_gets_each_completions_logprobs(server):
@@ -146,82 +132,13 @@ def test_tokens_must_be_the_same(model_folder, tmp_path):
                 client.request_logprobs(PROMPT, COMPLETIONS, "g").result()
 
 
-MODEL = ModelInfo("m", "f", "tokens", vocab_size=100, max_length=1024)
-HEALTH = ServerInfo("ready", MODEL)
-
-
-def answer(fingerprint="f") -> tuple[int, dict, bytes]:
-    return 200, {}, encode_answer(LogprobsAnswer(np.array([-1, -2, -3, -4], np.float32), fingerprint))
-
-
 GOOD = answer()[2]
-
-
-class Fake:
-    """An HTTP server. `post(count)` answers requests, `health()` /health: both return (status, headers, body)."""
-
-    def __init__(self, post, health, port):
-        fake = self
-        self.requests = self.health_checks = 0
-        lock = threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                self.rfile.read(int(self.headers["Content-Length"]))
-                with lock:
-                    fake.requests += 1
-                    count = fake.requests - 1
-                self.answer(*post(count))
-
-            def do_GET(self):
-                with lock:
-                    fake.health_checks += 1
-                self.answer(*health())
-
-            def answer(self, status, headers, body):
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *arguments):
-                pass
-
-        class Listener(ThreadingHTTPServer):
-            request_queue_size = 100  # a connection that finds no place in it is a second late
-
-            def handle_error(self, request, address):
-                pass  # a client that has gone
-
-        self.listener = Listener(("127.0.0.1", port), Handler)
-        self.port = self.listener.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-
-
-@contextmanager
-def fake(post=lambda count: answer(), health=lambda: (200, {}, HEALTH.to_json()), port=0):
-    server = Fake(post, health, port)
-    with server.listener:
-        threading.Thread(target=server.listener.serve_forever, args=(0.05,), daemon=True).start()
-        try:
-            yield server
-        finally:
-            server.listener.shutdown()
 
 
 def ask(client, count) -> None:
     """Send so many requests at once; each must get the right answer."""
     for future in [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(count)]:
         assert [row.tolist() for row in future.result(timeout=60)] == [[-1, -2, -3], [], [-4]]
-
-
-def eventually(what, seconds=20) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

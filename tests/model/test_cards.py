@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cards import Cards, OnCard
-from test_logprobs import CONFIGS, SEQUENCES, SMALL, build
+from models import CONFIGS, SEQUENCES, SMALL, build
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from transformers import MixtralConfig

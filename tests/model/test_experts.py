@@ -1,21 +1,15 @@
 """The loss that balances experts, against transformers' own in float64, one unpadded sequence at a time."""
 
-import copy
 import random
 
 import pytest
 import torch
+from experts import CONFIGS, SMALL, balanced, mixture
 from step_worker import sequences
 from transformers import (
     AutoModelForCausalLM,
-    GptOssConfig,
-    GraniteMoeConfig,
     LlamaConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    Qwen3MoeConfig,
 )
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from grpo.algorithm.experts import balance_loss, experts_chosen
 from grpo.algorithm.tokens import StepSize
@@ -24,53 +18,6 @@ from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import check_router, router_logits, token_logprobs, with_router_logits
 from grpo.model.packing import Batcher
 from grpo.model.trial import make_batcher
-
-SMALL = dict(
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    initializer_range=0.3,
-)
-LOCAL = dict(num_local_experts=5, num_experts_per_tok=2)
-CONFIGS = {
-    "mixtral": MixtralConfig(**SMALL, **LOCAL),
-    "qwen3, its first layer dense": Qwen3MoeConfig(
-        **SMALL, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=16, mlp_only_layers=[0]
-    ),
-    "olmoe": OlmoeConfig(**SMALL, num_experts=5, num_experts_per_tok=2),
-    "granite": GraniteMoeConfig(**SMALL, **LOCAL),
-    "gpt-oss": GptOssConfig(**SMALL, **LOCAL, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
-}
-
-
-def mixture(kind: str):
-    torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
-
-
-def balanced(model, pairs):
-    """Transformers' loss of all tokens that predict a completion's, with its gradients; the model in float64."""
-    model = copy.deepcopy(model).double()
-    model.set_experts_implementation("eager")  # the others take no float64
-    rows = []
-    for prompt, completion in pairs:
-        if completion:
-            body = model.base_model(input_ids=torch.tensor([prompt + completion]), output_router_logits=True)
-            rows.append([layer.flatten(0, -2)[len(prompt) - 1 : -1] for layer in body.router_logits])
-    layers = tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
-    config = model.config
-    value = load_balancing_loss_func(layers, layers[0].shape[-1], config.num_experts_per_tok)
-    parameters = dict(model.named_parameters())
-    slopes = torch.autograd.grad(value, parameters.values(), materialize_grads=True)
-    return value.item(), dict(zip(parameters, slopes, strict=True))
 
 
 @pytest.mark.parametrize("way", ["packed", "padded", "activations recomputed"])

@@ -1,28 +1,13 @@
 """The log-probs against an independent float64 computation, over models whose heads differ."""
 
-import copy
 import weakref
 from collections import Counter
 
 import pytest
 import torch
+from models import CONFIGS, PADDED, SEQUENCES, build, by_hand
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    CohereConfig,
-    Gemma2Config,
-    GPT2Config,
-    GPTNeoXConfig,
-    GraniteConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PhiConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from grpo.model import logprobs as module
 from grpo.model import tree_attention as attention
@@ -30,80 +15,6 @@ from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import Head, token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.trial import make_batcher
-
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-# Sharp heads (a wide initial spread), so that a skipped softcap, scale or bias shows.
-CONFIGS = {
-    "qwen2": Qwen2Config(**SMALL, initializer_range=0.3),
-    "qwen3": Qwen3Config(**SMALL, initializer_range=0.3),
-    "llama": LlamaConfig(**SMALL, initializer_range=0.3),
-    "mistral, sliding window": MistralConfig(**SMALL, sliding_window=8, initializer_range=0.3),
-    "gemma2, softcapped": Gemma2Config(**SMALL, final_logit_softcapping=3.0, sliding_window=8, initializer_range=0.3),
-    "cohere, scaled": CohereConfig(**SMALL, logit_scale=0.25, initializer_range=0.3),
-    "granite, divided": GraniteConfig(**SMALL, logits_scaling=4.0, initializer_range=0.3),
-    "phi, bias": PhiConfig(**SMALL, initializer_range=0.3),
-    "gpt2, learned positions": GPT2Config(
-        vocab_size=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    ),
-    "gpt-neox, partial rotation": GPTNeoXConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    ),
-    "llama4, chunked": Llama4TextConfig(
-        **SMALL, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=8, initializer_range=0.3
-    ),
-    "bloom, alibi": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
-}
-# Two groups that share their prompts, out of order; an empty completion, one of a single token.
-SEQUENCES = [
-    ([5, 6, 7], [20, 21, 2]),
-    ([9, 10, 11, 12, 13], [30, 31, 32, 33, 34, 35, 36, 37]),
-    ([5, 6, 7], []),
-    ([8], [40]),
-    ([5, 6, 7], [22, 23, 24, 25]),
-    ([9, 10, 11, 12, 13], [38]),
-]
-PADDED = Batcher(pad_token_id=0, longest_packed=0)
-
-
-def build(config, seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        torch.nn.init.normal_(model.get_output_embeddings().bias)
-    return model
-
-
-def by_hand(model: torch.nn.Module, sequences, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence at a time, unpadded, the model's own logits, float64 log_softmax: shares no code with the module."""
-    logprobs, entropies = [], []
-    for prompt, completion in sequences:
-        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
-        rows = torch.log_softmax(logits, dim=-1)
-        for place, token in enumerate(completion, start=len(prompt)):
-            logprobs.append(rows[place - 1, token])
-            entropies.append(-(rows[place - 1].exp() * rows[place - 1]).sum())
-    return torch.stack(logprobs), torch.stack(entropies)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

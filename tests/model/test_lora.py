@@ -8,11 +8,27 @@ import warnings
 
 import pytest
 import torch
+from adapters import (
+    CPU,
+    PAIRS,
+    TARGETS,
+    by_hand,
+    exact,
+    move,
+    peft,
+    policy,
+    reference_scores,
+    scores,
+    snapshot,
+    trained,
+    trainer,
+    write_adapter,
+)
 from conftest import free_port, running_server
+from models import distance
+from runs import lines, options, plain_python
 from safetensors.torch import load_file
-from step_worker import own_share, read_config, sequences
-from test_step import distance
-from test_trainer import lines, options, plain_python
+from step_worker import own_share, read_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client.reference import ReferenceClient
@@ -23,20 +39,14 @@ from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
-from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import OwnReference, check_adapter, train_adapter
 from grpo.model.trial import make_batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 from grpo.run.folder import save_model
-from grpo.trainer.step import policy_logprobs
-
-peft = pytest.importorskip("peft")
 
 # Of peft's own PeftModel, which only these tests use.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-CPU = torch.device("cpu")
-TARGETS = ["q_proj", "v_proj", "down_proj"]
 KINDS = {
     "LoRA": dict(r=4, lora_alpha=6),
     "rsLoRA": dict(r=4, lora_alpha=6, use_rslora=True),
@@ -45,102 +55,12 @@ KINDS = {
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def write_adapter(folder, base, **settings):
-    """An adapter that has been trained: every one of its weights is away from where it began."""
-    torch.manual_seed(1)
-    config = peft.LoraConfig(**({"target_modules": TARGETS, "task_type": "CAUSAL_LM", "lora_dropout": 0.1} | settings))
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight += torch.randn_like(weight) * 0.1
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def adapters(model_folder, tmp_path_factory):
     return {
         kind: write_adapter(tmp_path_factory.mktemp("adapters") / kind, model_folder, **settings)
         for kind, settings in KINDS.items()
     }
-
-
-def by_hand(base, folder, dtype=torch.float64):
-    """The plain model with the weights that the papers give: W + s B A, s = alpha / r for LoRA (Hu et al. 2021, section
-    4.1) and alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023); DoRA (Liu et al. 2024, eq. 5) scales each output's weights
-    to the length m."""
-    settings, adapter = (
-        json.loads((folder / "adapter_config.json").read_text()),
-        load_file(folder / "adapter_model.safetensors"),
-    )
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
-    changed = 0
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            place = f"base_model.model.{name}.lora_"
-            if f"{place}A.weight" not in adapter:
-                continue
-            module.weight += scale * adapter[f"{place}B.weight"].to(dtype) @ adapter[f"{place}A.weight"].to(dtype)
-            if settings["use_dora"]:
-                magnitude = adapter[f"{place}magnitude_vector"].to(dtype)
-                module.weight *= (magnitude / module.weight.norm(dim=1)).unsqueeze(1)
-            changed += 1
-    assert changed == len(TARGETS) * model.config.num_hidden_layers
-    return model
-
-
-def exact(model, temperature=1.0) -> torch.Tensor:
-    """Log-probs of the fixed sequences' completions, one at a time through transformers' own forward."""
-    rows = []
-    for one in sequences():
-        logits = model(input_ids=torch.tensor([one.prompt_ids + one.completion_ids])).logits[0].double() / temperature
-        logprobs = torch.log_softmax(logits, -1)[len(one.prompt_ids) - 1 : -1]
-        rows.append(logprobs[range(len(one.completion_ids)), one.completion_ids])
-    return torch.cat(rows)
-
-
-PAIRS = [(one.prompt_ids, one.completion_ids) for one in sequences()]
-
-
-def scores(model, batcher=None, temperature=1.0) -> torch.Tensor:
-    batcher = batcher or make_batcher(model, 0)
-    return token_logprobs(model, batcher.make(PAIRS, CPU), temperature)[0]
-
-
-def reference_scores(own, model, batcher, temperature=1.0, budget=10**6) -> list[torch.Tensor]:
-    config = trainer("--temperature", str(temperature), "--micro_batch_tokens", str(budget), model="unused")
-    with own.in_place():
-        logprobs, _ = policy_logprobs(model, sequences(), config, batcher)
-    return [torch.from_numpy(one) for one in logprobs]
-
-
-def trainer(*options, model) -> TrainerConfig:
-    return parse_arguments(TrainerConfig, "", ["--model_name_or_path", str(model), "--use_peft", *options])
-
-
-def policy(*options, model):
-    """As the trainer makes it; and whether it came with an adapter."""
-    config = trainer(*options, model=model)
-    made = load_model(config, CPU)
-    return made, train_adapter(made, config)
-
-
-def trained(model) -> dict[str, torch.Tensor]:
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-
-
-def move(model) -> None:
-    """As an update would, by a lot."""
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for weight in trained(model).values():
-            weight += torch.randn_like(weight) * 0.1
-
-
-def snapshot(model) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
 def equal(one, other) -> bool:
@@ -488,16 +408,6 @@ def test_a_server_answers_with_the_adapters_logprobs(model_folder, adapters, tmp
         rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
         expected = rows[range(len(completion)), completion]
         torch.testing.assert_close(torch.from_numpy(answer).double(), expected, atol=1e-5, rtol=0)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory) -> list[str]:
-    """A reward that even the text of random weights earns something from."""
-    path = tmp_path_factory.mktemp("rewards") / "own.py"
-    path.write_text(
-        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
-    )
-    return ["--reward_funcs", f"{path}:letters", "--report_to", "none"]
 
 
 @pytest.mark.slow

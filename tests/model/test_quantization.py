@@ -5,12 +5,10 @@ import shutil
 
 import pytest
 import torch
-from conftest import REPOSITORY, running_server
-from test_lora import (
+from adapters import (
     CPU,
     by_hand,
     exact,
-    letters,  # noqa: F401
     move,
     policy,
     reference_scores,
@@ -20,8 +18,8 @@ from test_lora import (
     trainer,
     write_adapter,
 )
-from test_resume import finish, weights
-from test_trainer import lines, options, plain_python, timeless
+from conftest import REPOSITORY, running_server
+from runs import finish, lines, options, plain_python, timeless, weights
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import qwen
@@ -213,7 +211,7 @@ def test_policy_and_server_agree_on_an_adapter_on_quantized_weights(model_folder
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, tmp_path, few):  # noqa: F811
+def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, tmp_path, few):
     """Without a server: the base is loaded and quantized again, the checkpoint has the adapter alone."""
     changes = {"quantization": "4bit", "use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear"}
     changes |= {
@@ -245,7 +243,7 @@ def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, t
 
 
 @pytest.mark.slow
-def test_with_a_server_the_kl_begins_at_0(server, model_folder, data_folder, letters, tmp_path):  # noqa: F811
+def test_with_a_server_the_kl_begins_at_0(server, model_folder, data_folder, letters, tmp_path):
     def run(name, url):
         changes = {"quantization": "4bit", "use_peft": None, "eval_steps": 0, "max_steps": 2, "ref_servers": url}
         return plain_python(*options(model_folder, data_folder, tmp_path / name, **changes), *letters)

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from cards import Cards
-from test_logprobs import CONFIGS, SMALL, build
+from models import CONFIGS, SMALL, build
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from test_logprobs import CONFIGS, PADDED, SMALL, build
+from models import CONFIGS, PADDED, SMALL, build
 from transformers import MambaConfig, MistralConfig
 
 from grpo.config.trainer import TrainerConfig

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from test_logprobs import CONFIGS, SEQUENCES, SMALL, build, by_hand
+from models import CONFIGS, SEQUENCES, SMALL, build, by_hand
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV32Config,

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port
-from test_train_memory import WORK, described
+from estimates import WORK, described
 from transformers import AutoConfig, AutoTokenizer, BloomConfig, JetMoeConfig, MambaConfig, Qwen2Config, RwkvConfig
 
 from demo.task import write_dataset

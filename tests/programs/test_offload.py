@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from test_resume import finish, training, weights, went_on
-from test_trainer import letters, options  # noqa: F401
+from runs import finish, options, training, weights, went_on
 
 KILLED = "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:before:1", "0"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_killed_twice_it_has_the_weights_of_a_run_without_offload(model_folder, data_folder, letters, tmp_path):  # noqa: F811
+def test_killed_twice_it_has_the_weights_of_a_run_without_offload(model_folder, data_folder, letters, tmp_path):
     def words(run: str, **changes) -> list[str]:
         settings = {"max_steps": 4, "save_steps": 1, "save_total_limit": 0, "eval_steps": 0, "report_to": "none"}
         # Clipping takes a norm that is summed in another order; a group is drawn by itself whoever draws it.

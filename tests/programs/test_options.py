@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 import torch
-from test_trainer import lines, options, plain_python, timeless
+from runs import lines, options, plain_python, timeless
 
 from grpo.algorithm.advantages import group_advantages
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_trainer import letters, lines, options  # noqa: F401
+from runs import lines, options
 
 from grpo.config.trainer import TrainerConfig
 from grpo.trainer.out_of_memory import EVALUATION, START, OutOfMemory, raise_if_short

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
 from faulty_server import break_passes, code_for, collect_no_garbage, delay_loading, hold_passes
+from servers import exact, holding_server, refusal, status, wait_for_requests, wait_until
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from demo.model import build_model
@@ -28,17 +29,6 @@ from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 def ask(server, prompt, completions, temperature=1.0, **options) -> requests.Response:
     body = encode_request(LogprobsRequest.of(prompt, completions, temperature, "r"))
     return requests.post(server.url + "/v1/logprobs", data=body, timeout=60, **options)
-
-
-def exact(model, prompt, completions, temperature=1.0) -> torch.Tensor:
-    """float64 log-softmax of the model's own logits, one unpadded sequence at a time."""
-    rows = []
-    for completion in completions:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
-        picked = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(-1, torch.tensor(completion)[:, None])
-        rows.append(picked.squeeze(-1))
-    return torch.cat(rows)
 
 
 def test_health_tells_who_it_is(server, model, model_folder):
@@ -71,13 +61,6 @@ def test_the_request_by_hand_in_the_docs_works(server, capsys):
 def test_empty_completions_have_no_logprobs(server):
     assert len(decode_answer(ask(server, [5], [[], [], []]).content, 0).logprobs) == 0
     assert len(decode_answer(ask(server, [5], [[], [6], []]).content, 1).logprobs) == 1
-
-
-def refusal(answer: requests.Response) -> tuple[int, str, str]:
-    assert answer.headers["Content-Type"] == "application/json"
-    error = answer.json()["error"]
-    assert answer.json().keys() == {"error"} and error.keys() == {"code", "message"}
-    return answer.status_code, error["code"], error["message"]
 
 
 def test_400_for_what_is_malformed(server):
@@ -217,30 +200,6 @@ def test_many_clients_each_get_their_own_answer(server, model):
     assert len(answers) == 60
     for prompt, completions, logprobs in answers:
         np.testing.assert_allclose(logprobs, exact(model, prompt, completions), atol=1e-5)
-
-
-@contextmanager
-def holding_server(model_folder, tmp_path, *options):
-    """A ready server whose worker waits for the file that is yielded with it."""
-    go = tmp_path / "go"
-    with running_server(model_folder, tmp_path, *options, code=code_for(hold_passes, str(go))) as server:
-        server.wait_ready()
-        yield server, go
-
-
-def status(server) -> dict:
-    return requests.get(server.url + "/status", timeout=5).json()
-
-
-def wait_until(happened) -> None:
-    deadline = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def wait_for_requests(server, number: int) -> None:
-    wait_until(lambda: status(server)["queue"]["requests"] == number)
 
 
 @pytest.mark.slow

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
-from test_ref_server import exact
-from test_reference import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, fake, open_client
-from test_trainer import letters, lines, options, start, timeless, wait_for_steps  # noqa: F401
+from runs import lines, options, start, timeless, wait_for_steps
+from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, exact, fake, open_client
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client import connection
@@ -359,7 +358,7 @@ def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
 
 
 @pytest.mark.slow
-def test_a_run_whose_kl_begins_anew_with_each_update(launch, model_folder, data_folder, letters, tmp_path):  # noqa: F811
+def test_a_run_whose_kl_begins_anew_with_each_update(launch, model_folder, data_folder, letters, tmp_path):
     run = tmp_path / "run"
     with open_server(model_folder, tmp_path) as server:
         server.wait_ready()
@@ -387,7 +386,7 @@ def test_a_run_whose_kl_begins_anew_with_each_update(launch, model_folder, data_
 
 
 @pytest.mark.slow
-def test_a_server_killed_between_two_updates_changes_no_number_of_the_run(model_folder, data_folder, letters, tmp_path):  # noqa: F811
+def test_a_server_killed_between_two_updates_changes_no_number_of_the_run(model_folder, data_folder, letters, tmp_path):
     """It comes back with its first weights and must not answer with them."""
 
     def run(name: str, disturb: bool) -> list[dict]:

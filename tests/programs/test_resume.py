@@ -10,18 +10,29 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
-from safetensors.torch import load_file
+from conftest import ENVIRONMENT, REPOSITORY, running_server
+from processes import left_of, processes_below, ranks_of
+from runs import (
+    STEPS,
+    begun_again,
+    check_same,
+    command_of,
+    finish,
+    lines,
+    reach,
+    reference,
+    timeless,
+    training,
+    weights,
+    went_on,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_trainer import letters, lines, options, timeless  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.errors import ConfigError
@@ -30,81 +41,11 @@ from grpo.run.checkpoint_files import checkpoints, damage, find_checkpoints, ste
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.recorder import Recorder
 
-STEPS = 10
-# Rounds of two steps, each trained on twice, and checkpoints in the middle of them.
-OPTIONS = {
-    "max_steps": STEPS,
-    "save_steps": 2,
-    "eval_steps": 5,
-    "steps_per_generation": 2,
-    "num_iterations": 2,
-    "kl_target": 1e-4,
-    "kl_horizon": 100,
-    "weight_decay": 0.1,
-    "use_adaptive_entropy": None,
-    "entropy_coef": 0.1,
-    "entropy_target": 6.04,
-    "report_to": "none",
-    "ref_deadline": 120,
-}
 KINDS = {
     "full": {},
     "reference updates": {"ref_update_steps": 4, "ref_mixup_alpha": 0.6},
     "LoRA": {"use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear", "learning_rate": 1e-2},
 }
-
-
-@pytest.fixture(scope="module")
-def setting(model_folder, data_folder, letters):  # noqa: F811
-    """`setting(run, kind, **changes)`: the trainer's options."""
-
-    def make(run: Path, kind: str, **changes) -> list[str]:
-        return [*options(model_folder, data_folder, run, **{**OPTIONS, **KINDS[kind], **changes}), *letters]
-
-    return make
-
-
-@contextmanager
-def reference(model_folder: Path, folder: Path):
-    """A server whose answers do not depend on what else waits, and that takes updates."""
-    folder.mkdir()
-    words = ["--deterministic", "true", "--update_folder", str(folder / "new")]
-    with running_server(model_folder, folder, *words) as server:
-        server.wait_ready()
-        yield server
-
-
-def command_of(ranks: int, words: list[str], *program: str) -> list[str]:
-    """`program` stands before the trainer's options."""
-    return [*(launcher(ranks) if ranks > 1 else [sys.executable]), *(program or ["grpo_ref_split.py"]), *words]
-
-
-@contextmanager
-def training(ranks: int, words: list[str], *program: str):
-    """A trainer on its way, in a process group of its own."""
-    process = subprocess.Popen(
-        command_of(ranks, words, *program),
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def finish(ranks: int, words: list[str], *program: str) -> str:
-    """Run to a good end; return the output."""
-    with training(ranks, words, *program) as process:
-        output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -125,70 +66,6 @@ def undisturbed(setting, model_folder, tmp_path_factory):
         return known[ranks, kind]
 
     return of
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = folder.glob("*model.safetensors")
-    return load_file(file)
-
-
-def check_same(run: Path, undisturbed: Path) -> None:
-    assert timeless(run) == timeless(undisturbed)
-    assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
-    for folder in ("model", "checkpoint-10"):
-        resumed, straight = weights(run / folder), weights(undisturbed / folder)
-        assert resumed.keys() == straight.keys() and all(
-            torch.equal(resumed[name], straight[name]) for name in straight
-        )
-    left = {path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith("reference-")}
-    assert sorted(left - {"tensorboard"}) == ["checkpoint-10", "checkpoint-8", "model"]
-
-
-def left_of(pids: list[int]) -> list[int]:
-    """Those that are still running after five seconds."""
-
-    def running(pid: int) -> bool:
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        return False
-
-    deadline = time.monotonic() + 5
-    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
-
-
-def begun_again(process: subprocess.Popen, run: Path) -> bool:
-    """Wait until it writes into the run's files. False where it ends without: the run is done."""
-    recorded = run / "metrics.jsonl"
-    before = recorded.stat().st_mtime_ns if recorded.exists() else 0
-    deadline = time.monotonic() + 120
-    while not (recorded.exists() and recorded.stat().st_mtime_ns != before):
-        assert time.monotonic() < deadline
-        if process.poll() == 0:
-            return False
-        assert process.returncode is None, process.communicate()
-        time.sleep(0.01)
-    return True
-
-
-def reach(process: subprocess.Popen, run: Path, step: int) -> None:
-    """Wait until this step is recorded, of this process: it begins with cutting off what is beyond where it goes on."""
-    begun_again(process, run)
-    while not any(f'{{"step": {step},' in line for line in (run / "metrics.jsonl").read_text().splitlines()):
-        assert process.poll() is None
-        time.sleep(0.01)
-
-
-def processes_below(process: subprocess.Popen) -> list[int]:
-    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Process ids of the ranks."""
-    below = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child.pid for child in below if any("--local_rank" in word for word in child.cmdline())]
-    return [pid for pid in ranks if psutil.Process(pid).ppid() not in ranks]
 
 
 @pytest.mark.slow
@@ -467,11 +344,6 @@ def test_without_a_checkpoint_it_begins_again_with_the_first_reference_until_don
     assert content() == before
     assert f"the curves could not be drawn: [Errno 21] Is a directory: '{run}/curves.png'; 'python -m grpo." in output
     assert output.splitlines()[-1].endswith(f"done: model in {run}/model")
-
-
-def went_on(output: str) -> int:
-    steps = re.findall(r"goes on after step (\d+)", output)
-    return int(steps[0]) if steps else 0
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
+from runs import lines, one_line, options, plain_python, start, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
@@ -23,68 +23,6 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.prompts import load_examples
-
-
-def options(model_name_or_path, dataset_name, output_dir, **changes) -> list[str]:
-    settings = {
-        "model_name_or_path": model_name_or_path,
-        "dataset_name": dataset_name,
-        "output_dir": output_dir,
-        "system_prompt": "",
-        "max_prompt_length": 96,
-        "max_completion_length": 24,
-        "num_generations": 4,
-        "prompts_per_step": 4,
-        "max_steps": 3,
-        "warmup_steps": 0,
-        "learning_rate": 1e-3,
-        "eval_steps": 2,
-        "eval_samples": 10,
-        "ref_startup_timeout": 20,
-        "micro_batch_tokens": 400,
-        "no_gradient_checkpointing": None,
-    } | changes
-    return [
-        w for name, value in settings.items() for w in ([f"--{name}={value}"] if value is not None else [f"--{name}"])
-    ]
-
-
-@pytest.fixture(scope="session")
-def letters(tmp_path_factory) -> list[str]:
-    """A third reward function that even the text of random weights earns something from, so that weights move."""
-    path = tmp_path_factory.mktemp("rewards") / "own.py"
-    path.write_text(
-        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
-    )
-    return ["--reward_funcs", "correctness_reward", "format_reward", f"{path}:letters"]
-
-
-def start(*arguments) -> subprocess.Popen:
-    """One rank without the launcher."""
-    command = [sys.executable, "grpo_ref_split.py", *arguments]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def plain_python(*arguments) -> subprocess.CompletedProcess:
-    process = start(*arguments)
-    output, _ = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
-
-
-def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def timeless(run) -> list[dict]:
-    """A run's recorded steps without times."""
-    timed = ("step_time", "tokens_per_second", "eval_runtime")
-    return [
-        {name: value for name, value in row.items() if not name.startswith("time/") and name not in timed}
-        for row in lines(run / "metrics.jsonl")
-    ]
-
 
 NAMES = [
     "reward",
@@ -327,14 +265,6 @@ def test_three_steps_of_gsm8k(launch, server, model_folder, letters, tmp_path):
     assert sample["answer"] == "18"
 
 
-def one_line(output: str) -> str:
-    """The program's own last word: one line, no traceback."""
-    assert "Traceback" not in output, output
-    said = [line for line in output.splitlines() if line.startswith("grpo_ref_split.py: error:")]
-    assert len(said) == 1, output
-    return said[0]
-
-
 @pytest.mark.slow
 def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_folder, data_folder, tmp_path):
     (tmp_path / "old").mkdir()
@@ -419,14 +349,6 @@ def test_two_ranks_say_a_mistake_once(launch, model_folder, data_folder, tmp_pat
     ended = launch(2, "grpo_ref_split.py", *options(model_folder, data_folder, tmp_path / "run", prompts_per_step=3))
     assert ended.returncode != 0
     assert "prompts_per_step=3: 2 ranks cannot share it equally: use 2 or 4" in one_line(ended.stdout)
-
-
-def wait_for_steps(process, run, count) -> None:
-    deadline = time.monotonic() + 90
-    while not (run / "metrics.jsonl").exists() or len(lines(run / "metrics.jsonl")) < count:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

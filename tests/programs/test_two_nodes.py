@@ -17,8 +17,8 @@ import pytest
 import torch
 from conftest import REPOSITORY, free_port
 from machines import loopback, machines
-from test_resume import OPTIONS, STEPS, check_same, left_of, processes_below, reach, weights, went_on
-from test_trainer import letters, options, timeless  # noqa: F401
+from processes import left_of, processes_below
+from runs import OPTIONS, STEPS, check_same, options, reach, timeless, weights, went_on
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 CONFIG = "configs/two_nodes/config.yaml"
@@ -92,7 +92,7 @@ def processes_of(launchers: list[subprocess.Popen]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def cluster(network, model_folder, data_folder, letters, tmp_path_factory):  # noqa: F811
+def cluster(network, model_folder, data_folder, letters, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     (folder / "token").write_text("two-machines-and-a-third")
     with_reference = {"port": free_port(), "token_file": folder / "token"}

@@ -12,8 +12,8 @@ import pytest
 from browser import chromium, needs_browser
 from conftest import running_server
 from matplotlib.image import imread
-from test_read import completion, write
-from test_trainer import options, plain_python
+from recorded import completion, write
+from runs import options, plain_python
 
 from grpo.report import __main__ as report
 from grpo.report.page import embedded, run_names

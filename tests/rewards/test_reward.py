@@ -14,6 +14,7 @@ import pytest
 from conftest import GSM8K, needs_gsm8k
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import is_alive, wait_until_dead
 
 import reward
 from reward import MathProcess, correctness_reward, format_reward, has_format, is_correct, to_number
@@ -495,21 +496,6 @@ for line in sys.stdin:
     print(json.dumps(reply), flush=True)
 """
     return MathProcess([sys.executable, "-c", script], deadline)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until_dead(pid: int, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not is_alive(pid)
 
 
 def test_without_math_verify_expressions_are_compared_as_strings():

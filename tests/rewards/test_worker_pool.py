@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
-from test_reward import is_alive, wait_until_dead
+from processes import is_alive, wait_until_dead
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig

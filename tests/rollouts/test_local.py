@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_logprobs import CONFIGS, SMALL, build
+from models import CONFIGS, SMALL, build
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 

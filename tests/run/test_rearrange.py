@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_resume import finish, letters, lines, reference, setting, timeless, training, weights, went_on  # noqa: F401
+from runs import finish, lines, reference, timeless, training, weights, went_on
 
 from grpo.rollouts.records import StepBatch
 from grpo.run.rearrange import share_anew
@@ -18,7 +18,7 @@ KILLED = "grpo.run.checkpoints:Checkpoints._delete_old:before:"
 @pytest.mark.timeout(900)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["reference updates", "LoRA"])
-def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_folder, tmp_path, kind):  # noqa: F811
+def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_folder, tmp_path, kind):
     with reference(model_folder, tmp_path / "server") as server:
         finish(2, setting(tmp_path / "straight", kind, ref_servers=server.url, **ALONE))
     run = tmp_path / "run"

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, free_port
-from test_resume import left_of, processes_below, ranks_of, reach, training
-from test_trainer import options
+from processes import left_of, processes_below, ranks_of
+from runs import options, reach, training
 
 from grpo.run.watchdog import _ORDER, SHOWN, Position, RankState, describe_stall, held_up_by
 

@@ -18,7 +18,7 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY, running_server
 from faulty_server import code_for, fail_half_way
 from safetensors.torch import save
-from test_ref_server import exact, holding_server, refusal, wait_for_requests
+from servers import exact, holding_server, refusal, wait_for_requests
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo.config.errors import ConfigError

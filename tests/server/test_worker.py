@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
-from test_logprobs import CONFIGS, build
+from models import CONFIGS, build
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
-from test_resume import finish, letters, setting, timeless, training, weights  # noqa: F401
+from runs import finish, timeless, training, weights
 from torch import nn
 from transformers import GPT2Config, Qwen3Config, Trainer, get_scheduler
 from transformers.models.gpt2 import GPT2LMHeadModel
@@ -134,7 +134,7 @@ def test_no_group_has_more_numbers_than_bitsandbytes_can_count(monkeypatch):
 
 
 @pytest.mark.slow
-def test_with_moments_in_8_bits_a_run_goes_on_as_if_nothing_was(setting, tmp_path):  # noqa: F811
+def test_with_moments_in_8_bits_a_run_goes_on_as_if_nothing_was(setting, tmp_path):
     """On as many ranks; on another number it is refused, and nothing is lost."""
     pytest.importorskip("bitsandbytes")
     changes = {"optim": "adamw_8bit", "beta": 0, "max_steps": 3, "eval_steps": 0, "steps_per_generation": 1}

@@ -13,8 +13,9 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from experts import balanced, mixture
+from models import distance
 from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, rewards, sequences
-from test_experts import balanced, mixture
 from transformers import AutoModelForCausalLM
 
 from grpo.client.errors import ServerError
@@ -153,12 +154,6 @@ def expected(plain):
         return known[number]
 
     return of
-
-
-def distance(gradient, exact) -> float:
-    """Relative distance over all parameters together."""
-    difference = sum(((gradient[name].double() - exact[name].double()) ** 2).sum() for name in exact)
-    return (difference / sum((exact[name].double() ** 2).sum() for name in exact)).sqrt().item()
 
 
 def norm(gradients) -> float:

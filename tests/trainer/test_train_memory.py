@@ -10,49 +10,19 @@ from inspect import signature
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
+from estimates import CONFIGS, SMALL, WORK, described
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma2Config, GPT2Config, LlamaConfig
 
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from benchmarks.train_memory import Case, highest_of, predict, run
-from grpo.config.trainer import TrainerConfig
 from grpo.model.logprobs import token_logprobs
-from grpo.model.lora import train_adapter
 from grpo.model.memory import ALLOCATOR, MIB, total
 from grpo.model.trial import make_batcher
-from grpo.trainer.memory import PHASES, RankWork, TrainedModel, kept_for_backward, trainer_memory
+from grpo.trainer.memory import PHASES, TrainedModel, kept_for_backward, trainer_memory
 
-SMALL = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
-CONFIGS = {
-    "qwen2": qwen(2, 100, **SMALL),
-    "llama": LlamaConfig(**SMALL, num_hidden_layers=2, vocab_size=100),
-    "gpt2": GPT2Config(vocab_size=100, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0),
-    "gemma2, softcapped scores": Gemma2Config(**SMALL, head_dim=32, num_hidden_layers=2, vocab_size=100),
-}
-WORK = RankWork(
-    ranks=1,
-    prompts=4,
-    longest_prompt=100,
-    longest_completion=50,
-    generations=8,
-    micro_batch_tokens=1000,
-    rows=16,
-    checkpointing=False,
-    buckets=2,
-    bucket=10**8,
-    fp32_gradients=False,
-    offloaded=False,
-)
 _, BEGIN, END, STEP = PHASES
-
-
-def described(name: str = "qwen2", dtype: torch.dtype = torch.float32, **adapter) -> TrainedModel:
-    model = on_meta(CONFIGS[name], dtype).eval()
-    if adapter:
-        train_adapter(model, TrainerConfig(use_peft=True, **adapter))
-    return TrainedModel.of(model, 150)
 
 
 def really_kept(model, tokens: int) -> float:

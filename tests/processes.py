@@ -1,0 +1,49 @@
+"""Which processes live."""
+
+import os
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+
+def left_of(pids: list[int]) -> list[int]:
+    """Those that are still running after five seconds."""
+
+    def running(pid: int) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    deadline = time.monotonic() + 5
+    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def processes_below(process: subprocess.Popen) -> list[int]:
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child.pid for child in below if any("--local_rank" in word for word in child.cmdline())]
+    return [pid for pid in ranks if psutil.Process(pid).ppid() not in ranks]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_dead(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not is_alive(pid)

@@ -1,0 +1,190 @@
+"""Runs of the trainer to test with: their options, processes and records."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
+from safetensors.torch import load_file
+
+
+def options(model_name_or_path, dataset_name, output_dir, **changes) -> list[str]:
+    settings = {
+        "model_name_or_path": model_name_or_path,
+        "dataset_name": dataset_name,
+        "output_dir": output_dir,
+        "system_prompt": "",
+        "max_prompt_length": 96,
+        "max_completion_length": 24,
+        "num_generations": 4,
+        "prompts_per_step": 4,
+        "max_steps": 3,
+        "warmup_steps": 0,
+        "learning_rate": 1e-3,
+        "eval_steps": 2,
+        "eval_samples": 10,
+        "ref_startup_timeout": 20,
+        "micro_batch_tokens": 400,
+        "no_gradient_checkpointing": None,
+    } | changes
+    return [
+        w for name, value in settings.items() for w in ([f"--{name}={value}"] if value is not None else [f"--{name}"])
+    ]
+
+
+def start(*arguments) -> subprocess.Popen:
+    """One rank without the launcher."""
+    command = [sys.executable, "grpo_ref_split.py", *arguments]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def plain_python(*arguments) -> subprocess.CompletedProcess:
+    process = start(*arguments)
+    output, _ = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(run) -> list[dict]:
+    """A run's recorded steps without times."""
+    timed = ("step_time", "tokens_per_second", "eval_runtime")
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/") and name not in timed}
+        for row in lines(run / "metrics.jsonl")
+    ]
+
+
+def one_line(output: str) -> str:
+    """The program's own last word: one line, no traceback."""
+    assert "Traceback" not in output, output
+    said = [line for line in output.splitlines() if line.startswith("grpo_ref_split.py: error:")]
+    assert len(said) == 1, output
+    return said[0]
+
+
+def wait_for_steps(process, run, count) -> None:
+    deadline = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or len(lines(run / "metrics.jsonl")) < count:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+STEPS = 10
+
+
+# Rounds of two steps, each trained on twice, and checkpoints in the middle of them.
+OPTIONS = {
+    "max_steps": STEPS,
+    "save_steps": 2,
+    "eval_steps": 5,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "kl_target": 1e-4,
+    "kl_horizon": 100,
+    "weight_decay": 0.1,
+    "use_adaptive_entropy": None,
+    "entropy_coef": 0.1,
+    "entropy_target": 6.04,
+    "report_to": "none",
+    "ref_deadline": 120,
+}
+
+
+@contextmanager
+def reference(model_folder: Path, folder: Path):
+    """A server whose answers do not depend on what else waits, and that takes updates."""
+    folder.mkdir()
+    words = ["--deterministic", "true", "--update_folder", str(folder / "new")]
+    with running_server(model_folder, folder, *words) as server:
+        server.wait_ready()
+        yield server
+
+
+def command_of(ranks: int, words: list[str], *program: str) -> list[str]:
+    """`program` stands before the trainer's options."""
+    return [*(launcher(ranks) if ranks > 1 else [sys.executable]), *(program or ["grpo_ref_split.py"]), *words]
+
+
+@contextmanager
+def training(ranks: int, words: list[str], *program: str):
+    """A trainer on its way, in a process group of its own."""
+    process = subprocess.Popen(
+        command_of(ranks, words, *program),
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def finish(ranks: int, words: list[str], *program: str) -> str:
+    """Run to a good end; return the output."""
+    with training(ranks, words, *program) as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+def check_same(run: Path, undisturbed: Path) -> None:
+    assert timeless(run) == timeless(undisturbed)
+    assert (run / "completions.jsonl").read_text() == (undisturbed / "completions.jsonl").read_text()
+    for folder in ("model", "checkpoint-10"):
+        resumed, straight = weights(run / folder), weights(undisturbed / folder)
+        assert resumed.keys() == straight.keys() and all(
+            torch.equal(resumed[name], straight[name]) for name in straight
+        )
+    left = {path.name for path in run.iterdir() if path.is_dir() and not path.name.startswith("reference-")}
+    assert sorted(left - {"tensorboard"}) == ["checkpoint-10", "checkpoint-8", "model"]
+
+
+def begun_again(process: subprocess.Popen, run: Path) -> bool:
+    """Wait until it writes into the run's files. False where it ends without: the run is done."""
+    recorded = run / "metrics.jsonl"
+    before = recorded.stat().st_mtime_ns if recorded.exists() else 0
+    deadline = time.monotonic() + 120
+    while not (recorded.exists() and recorded.stat().st_mtime_ns != before):
+        assert time.monotonic() < deadline
+        if process.poll() == 0:
+            return False
+        assert process.returncode is None, process.communicate()
+        time.sleep(0.01)
+    return True
+
+
+def reach(process: subprocess.Popen, run: Path, step: int) -> None:
+    """Wait until this step is recorded, of this process: it begins with cutting off what is beyond where it goes on."""
+    begun_again(process, run)
+    while not any(f'{{"step": {step},' in line for line in (run / "metrics.jsonl").read_text().splitlines()):
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def went_on(output: str) -> int:
+    steps = re.findall(r"goes on after step (\d+)", output)
+    return int(steps[0]) if steps else 0

@@ -1,0 +1,145 @@
+"""Servers to test with: one that holds its requests, and a fake one that answers as told."""
+
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import requests
+import torch
+from conftest import running_server
+from faulty_server import code_for, hold_passes
+
+from grpo.client.reference import ReferenceClient
+from grpo.config.command_line import parse_arguments
+from grpo.config.trainer import TrainerConfig
+from grpo.wire.health import ModelInfo, ServerInfo
+from grpo.wire.logprobs import LogprobsAnswer, encode_answer
+
+
+def exact(model, prompt, completions, temperature=1.0) -> torch.Tensor:
+    """float64 log-softmax of the model's own logits, one unpadded sequence at a time."""
+    rows = []
+    for completion in completions:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+        picked = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(-1, torch.tensor(completion)[:, None])
+        rows.append(picked.squeeze(-1))
+    return torch.cat(rows)
+
+
+def refusal(answer: requests.Response) -> tuple[int, str, str]:
+    assert answer.headers["Content-Type"] == "application/json"
+    error = answer.json()["error"]
+    assert answer.json().keys() == {"error"} and error.keys() == {"code", "message"}
+    return answer.status_code, error["code"], error["message"]
+
+
+@contextmanager
+def holding_server(model_folder, tmp_path, *options):
+    """A ready server whose worker waits for the file that is yielded with it."""
+    go = tmp_path / "go"
+    with running_server(model_folder, tmp_path, *options, code=code_for(hold_passes, str(go))) as server:
+        server.wait_ready()
+        yield server, go
+
+
+def status(server) -> dict:
+    return requests.get(server.url + "/status", timeout=5).json()
+
+
+def wait_until(happened) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_requests(server, number: int) -> None:
+    wait_until(lambda: status(server)["queue"]["requests"] == number)
+
+
+PROMPT, COMPLETIONS = [5, 6], [[7, 8, 9], [], [10]]
+
+
+@contextmanager
+def open_client(*urls, **options):
+    settings = {"ref_startup_timeout": 1, "ref_deadline": 2, "ref_request_timeout": 1} | options
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    client = ReferenceClient(parse_arguments(TrainerConfig, "", ["--ref_servers", *urls, *words]))
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+MODEL = ModelInfo("m", "f", "tokens", vocab_size=100, max_length=1024)
+
+
+HEALTH = ServerInfo("ready", MODEL)
+
+
+def answer(fingerprint="f") -> tuple[int, dict, bytes]:
+    return 200, {}, encode_answer(LogprobsAnswer(np.array([-1, -2, -3, -4], np.float32), fingerprint))
+
+
+class Fake:
+    """An HTTP server. `post(count)` answers requests, `health()` /health: both return (status, headers, body)."""
+
+    def __init__(self, post, health, port):
+        fake = self
+        self.requests = self.health_checks = 0
+        lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.rfile.read(int(self.headers["Content-Length"]))
+                with lock:
+                    fake.requests += 1
+                    count = fake.requests - 1
+                self.answer(*post(count))
+
+            def do_GET(self):
+                with lock:
+                    fake.health_checks += 1
+                self.answer(*health())
+
+            def answer(self, status, headers, body):
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *arguments):
+                pass
+
+        class Listener(ThreadingHTTPServer):
+            request_queue_size = 100  # a connection that finds no place in it is a second late
+
+            def handle_error(self, request, address):
+                pass  # a client that has gone
+
+        self.listener = Listener(("127.0.0.1", port), Handler)
+        self.port = self.listener.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def fake(post=lambda count: answer(), health=lambda: (200, {}, HEALTH.to_json()), port=0):
+    server = Fake(post, health, port)
+    with server.listener:
+        threading.Thread(target=server.listener.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.listener.shutdown()
+
+
+def eventually(what, seconds=20) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
