@@ -29,6 +29,7 @@ NAMED_BY = (
     "trainer/numbers",
     "trainer/round",
     "trainer/step",
+    "trainer/numbers",
     "algorithm/loss",
     "algorithm/loss_types",
     "trainer/evaluation",
