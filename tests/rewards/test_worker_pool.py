@@ -342,7 +342,7 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(functions, tmp_path, end, c
     with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
         guards = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
         pids = [process.pid for guard in guards for process in (guard, *guard.children())]
-        assert len(pids) == 4
+        assert len(pids) >= 4  # what the second batch starts may be there already
         end_of_wait = time.monotonic() + 20
         while not (tmp_path / "pid").exists() or not (written := (tmp_path / "pid").read_text()):
             assert time.monotonic() < end_of_wait
