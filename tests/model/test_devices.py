@@ -82,6 +82,7 @@ def test_ranks_on_the_cpu_see_no_cards_whatever_the_launcher_names(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.slow
 def test_a_card_that_torch_cannot_use_is_refused_and_not_replaced_by_the_cpu(model_folder, tmp_path):
     """No machine has so many cards."""
     environment = {"CUDA_VISIBLE_DEVICES": "9999", "DS_ACCELERATOR": ""}

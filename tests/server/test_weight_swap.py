@@ -376,6 +376,7 @@ def test_a_full_disk_is_said_before_the_weights_come(model_folder, make, tmp_pat
         assert logprobs(server, [5], [[6]])[1] == served(server)
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_what_is_served_is_said_at_the_start(model, tmp_path):
     code = f"""
 import resource, sys

@@ -160,6 +160,7 @@ def test_with_moments_in_8_bits_a_run_goes_on_as_if_nothing_was(setting, tmp_pat
     assert all(torch.equal(here[name], there[name]) for name in there)
 
 
+@pytest.mark.slow
 def test_a_rank_loads_no_library_that_it_does_not_use():
     script = "import sys, grpo_ref_split; print(sorted({'peft', 'bitsandbytes', 'trl'} & sys.modules.keys()))"
     command = [sys.executable, "-c", script]
