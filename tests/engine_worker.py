@@ -23,7 +23,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
-from grpo.model.lora import OwnReference, train_adapter
+from grpo.model.lora import AdapterOffReference, train_adapter
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.rollouts.prompts import PromptStream, load_examples
@@ -61,7 +61,7 @@ def engine_of(config: TrainerConfig):
     model = load_model(config, device)
     if config.use_peft:
         began_with_adapter = train_adapter(model, config)
-    reference = OwnReference(model, began_with_adapter) if config.ref == "adapter_off" else None
+    reference = AdapterOffReference(model, began_with_adapter) if config.ref == "adapter_off" else None
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     batcher = make_batcher(model, 0)

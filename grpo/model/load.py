@@ -20,7 +20,7 @@ from grpo.config.generation import AnsweringConfig
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.logprobs import Head
-from grpo.model.lora import QUANTIZERS, base_of, load_adapter, need
+from grpo.model.lora import QUANTIZERS, base_of, load_adapter, require_packages
 from grpo.model.quantization import keep_layout, layout
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
     torch.backends.cuda.enable_cudnn_sdp(False)
     dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
     if device_map is not None:
-        need("device_map", device_map, "accelerate")
+        require_packages("device_map", device_map, "accelerate")
         options["device_map"] = device_map
     if config.quantization != "none":
-        need("quantization", config.quantization, *QUANTIZERS)
+        require_packages("quantization", config.quantization, *QUANTIZERS)
         if getattr(settings, "quantization_config", None) is not None:
             raise ConfigError(
                 f"quantization={config.quantization!r}: the weights of {config.model_name_or_path} are quantized "

@@ -60,7 +60,7 @@ _KNOWN_FIELDS = {
 _KNOWN_STARTS = (True, False, "gaussian", "orthogonal")
 
 
-def need(field: str, value: object, *packages: str) -> None:
+def require_packages(field: str, value: object, *packages: str) -> None:
     """Raise ConfigError where a package that a setting needs is not installed."""
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ConfigError(f"{field}={value!r}: {missing[0]} is not installed: pip install {' '.join(missing)}")
@@ -86,9 +86,9 @@ def base_of(name: str) -> str | None:
 def check_adapter(config: PolicyConfig) -> None:
     """Raise ConfigError for an adapter's mistakes that can be found before a model is loaded."""
     if config.quantization != "none":
-        need("quantization", config.quantization, *QUANTIZERS)
+        require_packages("quantization", config.quantization, *QUANTIZERS)
     if config.use_peft:
-        need("use_peft", True, "peft")
+        require_packages("use_peft", True, "peft")
     elif base_of(config.model_name_or_path) is not None:
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path!r}: it is an adapter: add use_peft to go on training it, "
@@ -112,7 +112,7 @@ def load_adapter(model: PreTrainedModel, name: str) -> None:
 
 def put_adapter(model: PreTrainedModel, name: str) -> None:
     """Put in the adapter's layers as `load_adapter` does, without weights: the model may be on device meta."""
-    need("model_name_or_path", name, "peft")
+    require_packages("model_name_or_path", name, "peft")
     from peft import LoraConfig, PeftConfig
 
     config = PeftConfig.from_pretrained(name)
@@ -238,7 +238,7 @@ def trained_alone(model: PreTrainedModel) -> Iterator[None]:
         hook.remove()
 
 
-class OwnReference:
+class AdapterOffReference:
     """The reference without a server: the policy with its adapter off, or with the adapter that the run began with."""
 
     def __init__(self, model: PreTrainedModel, began_with_adapter: bool):

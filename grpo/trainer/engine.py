@@ -21,7 +21,7 @@ from grpo.config.fields import REPOSITORY
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
 from grpo.model.load import resolve_dtype
-from grpo.model.lora import need
+from grpo.model.lora import require_packages
 from grpo.run.collective import gather, own_place
 from grpo.run.watchdog import TIME_OUT, Watchdog
 from grpo.trainer.optimizer import make_optimizer, make_schedule
@@ -146,7 +146,7 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
             "whole weights that generation needs"
         )
     if config.optim == "adamw_8bit":
-        need("optim", config.optim, "bitsandbytes")
+        require_packages("optim", config.optim, "bitsandbytes")
         if zero.get("offload_optimizer", {}).get("device", "none") != "none":
             raise ConfigError(
                 f"optim={config.optim!r}: '{path}' has zero_optimization.offload_optimizer, which wants AdamW on the "

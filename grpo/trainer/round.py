@@ -21,7 +21,7 @@ from grpo.algorithm.kl import kl_divergence
 from grpo.client.errors import ServerError, ServersLost
 from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig
-from grpo.model.lora import OwnReference
+from grpo.model.lora import AdapterOffReference
 from grpo.model.packing import Batcher
 from grpo.rewards.compute import compute_rewards
 from grpo.rollouts.prompts import PromptStream
@@ -44,7 +44,7 @@ class Rounds:
         stream: PromptStream,
         reward_funcs: dict[str, Callable],
         client: ReferenceClient | None,
-        own_reference: OwnReference | None,
+        own_reference: AdapterOffReference | None,
     ):
         """`client` is None where no server is asked, `own_reference` unless the policy itself is the reference."""
         self._config, self._model, self._sampler, self._batcher = config, model, sampler, batcher

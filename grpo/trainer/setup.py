@@ -18,7 +18,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import check_lengths, checkpoint_activations, load_model, load_tokenizer
 from grpo.model.logprobs import check_router
-from grpo.model.lora import OwnReference, check_adapter, train_adapter
+from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.packing import Batcher
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
@@ -140,7 +140,7 @@ def set_up(
     if config.use_peft:
         began_with_adapter = train_adapter(model, config)
         if config.beta > 0 and config.ref == "adapter_off":
-            adapter_off = OwnReference(model, began_with_adapter)
+            adapter_off = AdapterOffReference(model, began_with_adapter)
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)

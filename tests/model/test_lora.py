@@ -39,7 +39,7 @@ from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
-from grpo.model.lora import OwnReference, check_adapter, train_adapter
+from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.trial import make_batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
@@ -164,7 +164,7 @@ def test_the_reference_is_the_base_while_a_new_adapter_moves(model_folder, kind)
     base = scores(load_model(SharedConfig(model_name_or_path=str(model_folder)), CPU), temperature=0.9)
     flags = {"LoRA": [], "rsLoRA": ["--use_rslora"], "DoRA": ["--use_dora"]}[kind]
     model, _ = policy(*flags, model=model_folder)
-    own, batcher = OwnReference(model, began_with_adapter=False), make_batcher(model, 0)
+    own, batcher = AdapterOffReference(model, began_with_adapter=False), make_batcher(model, 0)
     move(model)
     before, places = snapshot(model), [weight.data_ptr() for weight in trained(model).values()]
     moved = scores(model, batcher, temperature=0.9)
@@ -183,7 +183,7 @@ def test_the_reference_is_the_base_while_a_new_adapter_moves(model_folder, kind)
 @kinds
 def test_the_reference_is_the_adapter_that_a_run_began_with(adapters, kind):
     model, began_with_adapter = policy(model=adapters[kind])
-    own, batcher = OwnReference(model, began_with_adapter), make_batcher(model, 0)
+    own, batcher = AdapterOffReference(model, began_with_adapter), make_batcher(model, 0)
     start = scores(model, batcher)
     move(model)
     moved = scores(model, batcher)
@@ -194,7 +194,7 @@ def test_the_reference_is_the_adapter_that_a_run_began_with(adapters, kind):
 
 def test_an_error_leaves_the_adapter_on(model_folder):
     model, _ = policy(model=model_folder)
-    own, batcher = OwnReference(model, began_with_adapter=False), make_batcher(model, 0)
+    own, batcher = AdapterOffReference(model, began_with_adapter=False), make_batcher(model, 0)
     move(model)
     moved = scores(model, batcher)
     with pytest.raises(IndexError), own.in_place():

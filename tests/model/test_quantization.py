@@ -33,7 +33,7 @@ from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import checkpoint_activations, load_model, load_reference
-from grpo.model.lora import OwnReference, train_adapter
+from grpo.model.lora import AdapterOffReference, train_adapter
 from grpo.model.memory import GIB
 from grpo.model.memory_report import CARD_USABLE
 from grpo.model.quantization import unpacked
@@ -126,7 +126,7 @@ def test_gradients_are_those_on_the_unpacked_weights(model_folder, kind, tmp_pat
 @kinds
 def test_the_kl_is_0_at_first_and_the_base_is_the_reference(model_folder, tokenizer, kind):
     model, began_with_adapter = quantized(*ALL, *KINDS[kind], model=model_folder)
-    own, batcher = OwnReference(model, began_with_adapter), make_batcher(model, 0)
+    own, batcher = AdapterOffReference(model, began_with_adapter), make_batcher(model, 0)
     assert batcher.longest_packed > 0
     make_sampler(model, tokenizer, 8)  # raises where the log-probs that are drawn with are not those of the loss
     served = load_reference(ServerConfig(model_name_or_path=str(model_folder), quantization="4bit"), CPU)
