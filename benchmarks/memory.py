@@ -1,12 +1,12 @@
-"""The formula of `ref_server.py --estimate` against measured peaks: grpo/model/memory.py on a CPU, random weights.
+"""Compare the formula of `ref_server.py --estimate` with measured peaks: grpo/model/memory.py on a CPU, random weights.
 
     python -m benchmarks.memory              # all shapes, one after the other
     python -m benchmarks.memory --only gpt2
     python -m benchmarks.memory --cards      # what fits which card, for well-known models: computed, nothing measured
 
-Each shape is measured in a process of its own, with the server's heap setting: most resident memory above the weights
-while it scores full batches of every kind (one long sequence, long prompts with short completions, groups of 8, many
-small groups), twice. The table goes to stdout, progress to stderr. Linux.
+Each shape is measured in its own process, with the server's heap setting: the peak of resident memory above the weights
+while it scores full batches of every kind twice (one long sequence, long prompts with short completions, groups of 8,
+many small groups). The table goes to stdout, progress to stderr. Linux only.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def cards() -> str:
-    """The largest --max_batch_tokens for each card, bfloat16 or quantized, and the longest sequence on 24 GB."""
+    """Return a table: the largest --max_batch_tokens for each card, and the longest sequence on 24 GB."""
     rows = []
     for name, (hidden, wide, layers, heads, keys, vocabulary, tied, longest) in KNOWN.items():
         kind = LlamaConfig if name.startswith("Llama") else Qwen2Config
@@ -167,7 +167,7 @@ def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def predict(case: Case) -> int:
-    """Bytes above the weights."""
+    """Return the predicted bytes above the weights."""
     tokens = max(case.batch_tokens, case.longest)
     model = on_meta(case.config(), case.dtype)
     return total(server_memory(model, case.dtype, "none", tokens, case.longest, "cpu").phases[FORWARD])
@@ -175,7 +175,7 @@ def predict(case: Case) -> int:
 
 @torch.inference_mode()
 def measure(case: Case) -> int:
-    """Bytes above the weights, in this process."""
+    """Return the peak of this process in bytes above the weights."""
     keep_memory_flat()
     model = random_model(case.config(), case.dtype)
     batcher = make_batcher(model, PAD)
@@ -189,7 +189,7 @@ def measure(case: Case) -> int:
 
 
 def work(case: Case, draw: random.Random) -> list[Sequences]:
-    """A batch of each kind, as full as the budget allows, no sequence longer than the longest."""
+    """Make a batch of each kind, as full as the budget allows, no sequence longer than the longest."""
     longest, budget = case.longest, case.batch_tokens
     many = max(1, budget // longest)
 

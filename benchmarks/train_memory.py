@@ -1,4 +1,4 @@
-"""The formula of `grpo_ref_split.py --dry_run` against measured peaks: on a CPU, random weights.
+"""Compare the formula of `grpo_ref_split.py --dry_run` with measured peaks: on a CPU, with random weights.
 
     python -m benchmarks.train_memory                  # all cases, one after the other
     python -m benchmarks.train_memory --only LoRA
@@ -6,12 +6,12 @@
 
 `python -m benchmarks.gpu --part memory` measures CARD_CASES on a CUDA card in the same way, by torch's own counters.
 
-Each case is a rank (or two) in processes of their own, set up as the trainer sets itself up: a model loaded from a
-folder, DeepSpeed's engine, then an update, a call of `generate` and an update, of prompts and completions of full
-length. What is shown is the most resident memory in each phase after the first update, above that of the process
-before a model was loaded. Blocks of 1 MiB and more go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_),
-so that what is resident is what tensors take; with --heap they do not. The table goes to stdout, progress to stderr.
-Linux.
+Each case is a rank (or two), each in its own process and set up as in the trainer: a model loaded from a folder,
+DeepSpeed's engine, then an update, a call of `generate` and an update, of prompts and completions of full length. The
+table shows the peak of resident memory in each phase after the first update, above that of the process before a model
+was loaded. Blocks of 1 MiB and more go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_), so that
+resident memory is the memory of tensors; with --heap they do not. The table goes to stdout, progress to stderr. Linux
+only.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def main() -> None:
         expected = predict(case)
         measured = run("-m", "benchmarks.train_memory", "--measure", name, case=case, heap=options.heap)
         for phase in PHASES:
-            there, here = measured[phase], highest_of(expected, phase)
-            row += [here // MIB, there // MIB, f"{here / there:.2f}"]
-        here, there = expected.peak(expected.highest), max(measured[phase] for phase in PHASES)
-        rows.append([*row, f"{here / there:.2f}"])
+            peak, predicted = measured[phase], highest_of(expected, phase)
+            row += [predicted // MIB, peak // MIB, f"{predicted / peak:.2f}"]
+        predicted, peak = expected.peak(expected.highest), max(measured[phase] for phase in PHASES)
+        rows.append([*row, f"{predicted / peak:.2f}"])
         print(*rows[-1], measured["process"] // MIB, file=sys.stderr, flush=True)
     print(f"{machine()}\n")
     head = [name for phase in PHASES for name in (f"{phase}, predicted", "measured", "ratio")]
@@ -168,7 +168,7 @@ def predict(case: Case, device: str = "cpu") -> Memory:
 
 
 def phase_sizes(name: str, case: Case, seconds: float) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of each phase on this machine's device, predicted and measured: tensors, without process or context.
+    """Return the bytes of each phase on this machine's device, predicted and measured: tensors alone.
 
     Raises RuntimeError or subprocess.TimeoutExpired where the case's process fails or takes too long.
     """
@@ -181,14 +181,14 @@ def phase_sizes(name: str, case: Case, seconds: float) -> tuple[dict[str, int], 
 def run(
     *command: str, case: Case, heap: bool = False, on_card: bool = False, seconds: float | None = None
 ) -> dict[str, int]:
-    """Make the model, run a process for each rank, return the most of each phase over ranks, in bytes."""
+    """Make the model, run a process for each rank, and return the largest peak of each phase over ranks, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         config = case.config()
         save_random(config, folder, on_card)
         words = {f"w{place}": place for place in range(config.vocab_size)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0").save_pretrained(folder)
-        place = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         alone = {"HF_HUB_OFFLINE": "1"}
         if not on_card:
             alone |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -198,7 +198,7 @@ def run(
             subprocess.Popen(
                 [sys.executable, *command, folder],
                 cwd=REPOSITORY,
-                env={**os.environ, **alone, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**os.environ, **alone, **ranks, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -210,11 +210,11 @@ def run(
         finally:
             for process in processes:
                 process.kill()
-    for process, (_, said) in zip(processes, ended, strict=True):
+    for process, (_, errors) in zip(processes, ended, strict=True):
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{said[-3000:]}")
-    found = [json.loads(output.strip().splitlines()[-1]) for output, _ in ended]
-    return {phase: max(one[phase] for one in found) for phase in found[0]}
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{errors[-3000:]}")
+    peaks = [json.loads(output.strip().splitlines()[-1]) for output, _ in ended]
+    return {phase: max(of_rank[phase] for of_rank in peaks) for phase in peaks[0]}
 
 
 def save_random(config: PretrainedConfig, folder: str, on_card: bool) -> None:
@@ -226,7 +226,7 @@ def save_random(config: PretrainedConfig, folder: str, on_card: bool) -> None:
 
 
 def measure(case: Case, folder: str) -> dict[str, int]:
-    """Bytes of this rank: of the process before there was a model, and in each phase above that."""
+    """Return the bytes of this rank: of the process before a model was loaded, and in each phase above that."""
     from grpo.trainer.engine import join_ranks, start_engine
 
     config = case.trainer(model_name_or_path=str(Path(folder).resolve()))
