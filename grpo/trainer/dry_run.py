@@ -1,4 +1,4 @@
-"""`grpo_ref_split.py --dry_run`: settle everything that a run settles before it loads a model, and print what it found.
+"""`grpo_ref_split.py --dry_run`: check everything that a run checks before it loads a model, and print what it needs.
 
 It makes no folder, starts no process, waits for nobody and loads no weights.
 """
@@ -41,7 +41,7 @@ def dry_run(config: TrainerConfig) -> None:
     config.check_ranks(ranks)
     if rank != 0:
         return
-    logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # adapters that are only counted are no news
+    logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # or it would log every adapter that is counted
     inputs = read_inputs(config, rank, ranks, device)
     checkpoint = next(iter(find_checkpoints(config)), None)
     if config.output_dir and config.resume_from_checkpoint is None:
@@ -54,13 +54,12 @@ def dry_run(config: TrainerConfig) -> None:
 
     longest = max(len(example.prompt_ids) for example in inputs.examples)
     work = RankWork.of(config, inputs.ds_config, ranks, longest, len(inputs.held_out))
-    parts = [
-        _describe_inputs(config, inputs, model, policy_info)
-        + ([f"  goes on    from {checkpoint}"] if checkpoint else []),
-        _step(config, work, inputs.examples),
-        _memory(config, work, len(inputs.held_out), inputs.reward_funcs, device) + experts_lines(model),
-    ]
-    print("\n\n".join("\n".join(lines) for lines in parts))
+    found = _describe_inputs(config, inputs, model, policy_info)
+    if checkpoint:
+        found.append(f"  goes on    from {checkpoint}")
+    step = _describe_step(config, work, inputs.examples)
+    memory = _describe_memory(config, model, work, len(inputs.held_out), inputs.reward_funcs, device)
+    print("\n\n".join("\n".join(lines) for lines in (found, step, memory)))
 
 
 def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -98,21 +97,24 @@ def _describe_inputs(
     elif config.ref == "adapter_off":
         lines.append("  reference  the trainer itself, its adapter off")
     else:
-        wire = Connection(config, "logprobs")
-        lines += [f"  reference  {url} {_ask(wire, url, config, policy_info)}" for url in config.ref_servers]
+        connection = Connection(config, "logprobs")
+        for url in config.ref_servers:
+            lines.append(f"  reference  {url} {_describe_server(connection, url, config, policy_info)}")
     for reward in rewards.values():
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
-            lines.append(f"  rewards    {reward} {_ask(Connection(config, 'reward'), reward)}")
+            lines.append(f"  rewards    {reward} {_describe_server(Connection(config, 'reward'), reward)}")
     return lines
 
 
-def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, policy_info: ModelInfo | None = None) -> str:
+def _describe_server(
+    connection: Connection, url: str, config: TrainerConfig | None = None, policy_info: ModelInfo | None = None
+) -> str:
     """Ask a server once what it serves, and return the answer as the rest of a sentence.
 
     A server that does not fit ends a run, but not a dry run.
     """
     try:
-        model_info = wire.health(url).model
+        model_info = connection.health(url).model
         if config is not None and policy_info is not None:
             check_reference(config, replace(policy_info, fingerprint=model_info.fingerprint), model_info)
     except RequestFailure as failure:
@@ -122,7 +124,7 @@ def _ask(wire: Connection, url: str, config: TrainerConfig | None = None, policy
     return f"is ready: {model_info.name}, {model_info.dtype} on {model_info.device}"
 
 
-def _step(config: TrainerConfig, work: RankWork, examples: list[Example]) -> list[str]:
+def _describe_step(config: TrainerConfig, work: RankWork, examples: list[Example]) -> list[str]:
     """Return how a step is cut into ranks, calls of generate and micro-batches."""
     mean = sum(len(example.prompt_ids) for example in examples) / len(examples)
     group = range(work.generations)
@@ -145,7 +147,9 @@ def _step(config: TrainerConfig, work: RankWork, examples: list[Example]) -> lis
     ]
 
 
-def _memory(config: TrainerConfig, work: RankWork, held_out: int, rewards: dict, device: torch.device) -> list[str]:
+def _describe_memory(
+    config: TrainerConfig, model: PreTrainedModel, work: RankWork, held_out: int, rewards: dict, device: torch.device
+) -> list[str]:
     """Return what a rank needs on this machine, and on a card: as set, and with each change that lowers it."""
     cuda = torch.device("cuda")
 
@@ -173,7 +177,7 @@ def _memory(config: TrainerConfig, work: RankWork, held_out: int, rewards: dict,
         )
     except NotImplementedError as error:
         return [f"Memory: no estimate ({' '.join(str(error).split())[:300]})"]
-    return [*lines, "", *change_lines(memories, resolve_dtype(config, cuda))]
+    return [*lines, "", *change_lines(memories, resolve_dtype(config, cuda)), *experts_lines(model)]
 
 
 def _changes(config: TrainerConfig, work: RankWork) -> list[tuple[dict[str, object], int]]:
