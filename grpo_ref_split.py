@@ -70,7 +70,7 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
 
 
 def optimize(run: Run) -> None:
-    """The training loop."""
+    """Do the steps that are left: the training loop."""
     config, progress, rounds, publisher = run.config, run.progress, run.rounds, run.publisher
     evaluated: dict[str, float] = {}
     if run.held_out and progress.step == 0:

@@ -39,7 +39,7 @@ class Run:
 
     @property
     def names(self) -> list[str]:
-        """All metrics of the run, in the order in which they first appear."""
+        """Return all metrics of the run, in the order in which they first appear."""
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
 
 

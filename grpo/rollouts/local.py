@@ -48,16 +48,16 @@ class LocalSampler(Sampler):
         seed: int,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
     ) -> list[list[Rollout]]:
-        """As Sampler.sample; `on_group` is called less than LOOK_EVERY tokens after a group's last completion ends."""
+        """Do what Sampler.sample says. `on_group` is called soon: within LOOK_EVERY tokens of a group's end."""
         torch.manual_seed(seed)
         return self._generate(examples, copies, temperature, on_group)
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
-        """As Sampler.greedy."""
+        """Do what Sampler.greedy says."""
         return [rollout for (rollout,) in self._generate(examples, 1, temperature=0)]
 
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
-        """As Sampler.stream."""
+        """Do what Sampler.stream says."""
         torch.manual_seed(seed)
         criteria = [_TokenStream(len(example.prompt_ids), on_token)]
         return self._generate([example], 1, temperature, criteria=criteria)[0][0]

@@ -1,4 +1,4 @@
-"""How a program ends that may be one of several ranks: with one line that says why, and an exit code."""
+"""Ends a program that may be one of several ranks: with one line that says why, and an exit code."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class EndRun(Exception):
 
 
 def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
-    """Do a rank's work. 0, or where it failed, 2 for a bad setting, 1 for one of `failures`, 128 + a signal's number.
+    """Do a rank's work. Return its exit code: 0, 1 for one of `failures`, 2 for a bad setting, 128 + a signal's number.
 
-    Whatever else goes wrong is a mistake of ours, and is raised with its traceback.
+    Any other error is a defect of ours, and is raised with its traceback.
     """
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
@@ -43,12 +43,12 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         return 1
     except RuntimeError as error:
         if any(sign in str(error) for sign in _GONE):
-            said = "another rank has ended; what it said stands by itself"
+            reason = "another rank has ended; see its own message"
         elif "Timed out waiting" in str(error):
-            said = "another rank has not come for too long; which one, and where it was, is said above"
+            reason = "another rank has not come for too long; the log above names it and its phase"
         else:
             raise
-        print(f"\n{program_name()}: {said}", file=sys.stderr)
+        print(f"\n{program_name()}: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         say_once(interrupted)

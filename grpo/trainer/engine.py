@@ -103,7 +103,7 @@ def _longest_collective(config: TrainerConfig) -> timedelta:
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
-    """The file's settings with every "auto" filled. Raises ConfigError where file and Config contradict each other."""
+    """Return the file's settings with every "auto" filled. Raises ConfigError where file and settings contradict."""
     path = Path(config.deepspeed)
     if not path.is_absolute() and not path.exists():
         path = REPOSITORY / path

@@ -135,22 +135,22 @@ class RankWork:
 
     @property
     def sequence(self) -> int:
-        """The most tokens of a prompt with a completion."""
+        """Return the most tokens of a prompt with a completion."""
         return self.longest_prompt + self.longest_completion
 
     @property
     def group(self) -> int:
-        """The most tokens of a prompt with all its completions."""
+        """Return the most tokens of a prompt with all its completions."""
         return self.longest_prompt + self.generations * self.longest_completion
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a micro-batch. A sequence that is longer than the budget goes alone."""
+        """Return the most tokens of a micro-batch. A sequence that is longer than the budget goes alone."""
         return min(max(self.micro_batch_tokens, self.sequence), self.prompts * self.group)
 
     @property
     def laid_out(self) -> float:
-        """The keys of a micro-batch as flash attention wants them: a prompt's again before each completion."""
+        """Return the keys of a micro-batch as flash attention wants them: a prompt's again before each completion."""
         return self.tokens * (self.longest_prompt + self.generations * self.sequence) / self.group
 
 

@@ -16,7 +16,7 @@ START, EVALUATION = "the start", "evaluation"
 """the places outside of a step's phases where memory may be too small"""
 
 _GIB = 2**30
-_ASKED = re.compile(r"ried to allocate ([\d.]+ \w+)")
+_REQUEST = re.compile(r"ried to allocate ([\d.]+ \w+)")
 
 
 class OutOfMemory(Exception):
@@ -45,8 +45,8 @@ def explain_shortage(where: str, phase: str, config: TrainerConfig, way_on: Call
 
 
 def _sizes(error: BaseException) -> str:
-    asked = _ASKED.search(str(error))
-    parts = [f"{asked[1]} more were asked for"] if asked else []
+    request = _REQUEST.search(str(error))
+    parts = [f"{request[1]} more were asked for"] if request else []
     if torch.cuda.is_available():
         tensors, torchs = torch.cuda.memory_allocated() / _GIB, torch.cuda.memory_reserved() / _GIB
         whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / _GIB

@@ -44,12 +44,12 @@ class Rounds:
         stream: PromptStream,
         reward_funcs: dict[str, Callable],
         client: ReferenceClient | None,
-        own_reference: AdapterOffReference | None,
+        adapter_off: AdapterOffReference | None,
     ):
-        """`client` is None where no server is asked, `own_reference` unless the policy itself is the reference."""
+        """`client` is None where no server is asked, `adapter_off` unless the policy itself is the reference."""
         self._config, self._model, self._sampler, self._batcher = config, model, sampler, batcher
         self._stream, self._reward_funcs = stream, reward_funcs
-        self._client, self._own_reference = client, own_reference
+        self._client, self._adapter_off = client, adapter_off
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.requests: dict[int, Future[list[np.ndarray]]] = {}
         """the requests to the reference about this round's groups, by group id"""
@@ -85,8 +85,8 @@ class Rounds:
             with clock("old_logprobs"):
                 for sample, logprobs in self._score(scored):
                     sample.old_logprobs = logprobs
-        if self._own_reference is not None:
-            with clock("ref_logprobs"), self._own_reference.in_place():
+        if self._adapter_off is not None:
+            with clock("ref_logprobs"), self._adapter_off.in_place():
                 for sample, logprobs in self._score(samples_by_step):
                     sample.ref_logprobs = logprobs
 
