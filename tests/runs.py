@@ -101,6 +101,11 @@ OPTIONS = {
     "report_to": "none",
     "ref_deadline": 120,
 }
+KINDS = {
+    "full": {},
+    "reference updates": {"ref_update_steps": 4, "ref_mixup_alpha": 0.6},
+    "LoRA": {"use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear", "learning_rate": 1e-2},
+}
 
 
 @contextmanager
