@@ -24,7 +24,9 @@ import torch
 from transformers import PreTrainedModel
 
 # What these assert is shown as a test's own.
-pytest.register_assert_rewrite("runs", "models", "experts", "adapters", "servers", "recorded", "processes", "estimates")
+pytest.register_assert_rewrite(
+    "trainer_runs", "models", "experts", "adapters", "servers", "recorded", "processes", "estimates"
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -277,7 +279,7 @@ def letters(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="session")
 def setting(model_folder, data_folder, letters):
     """`setting(run, kind, **changes)`: the trainer's options."""
-    from runs import KINDS, OPTIONS, options
+    from trainer_runs import KINDS, OPTIONS, options
 
     def make(run: Path, kind: str, **changes) -> list[str]:
         return [*options(model_folder, data_folder, run, **{**OPTIONS, **KINDS[kind], **changes}), *letters]

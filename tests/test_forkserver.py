@@ -9,8 +9,8 @@ import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, running_server
 from forkserver import PlainPopen
-from runs import lines, options, timeless
 from safetensors.torch import load_file
+from trainer_runs import lines, options, timeless
 
 # It is taken for a program of ours by its second line; what follows tells of itself.
 PROGRAM = """

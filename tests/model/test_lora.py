@@ -26,9 +26,9 @@ from adapters import (
 )
 from conftest import free_port, running_server
 from models import distance
-from runs import lines, options, plain_python
 from safetensors.torch import load_file
 from step_worker import own_share, read_config
+from trainer_runs import lines, options, plain_python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client.reference import ReferenceClient

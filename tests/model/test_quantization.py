@@ -19,7 +19,7 @@ from adapters import (
     write_adapter,
 )
 from conftest import REPOSITORY, running_server
-from runs import finish, lines, options, plain_python, timeless, weights
+from trainer_runs import finish, lines, options, plain_python, timeless, weights
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import qwen

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo.config.errors import ConfigError
+from grpo.model import trial
 from grpo.model.logprobs import Head
 from grpo.model.tree_attention import VARIANTS, segments, switch_off, switch_on
 from grpo.model.trial import check_padded, make_batcher, packed_differs
@@ -181,7 +182,7 @@ def test_what_a_card_loses_is_a_warning(caplog):
 def test_an_attention_that_does_not_run_is_named(caplog, monkeypatch):
     """As on a card whose torch has no varlen_attn, or another one."""
     caplog.set_level(logging.INFO, logger="grpo")
-    monkeypatch.setattr("grpo.model.trial.variants_for", lambda model: ["varlen", "segments"])
+    monkeypatch.setattr(trial, "variants_for", lambda model: ["varlen", "segments"])
     assert make_batcher(build(CONFIGS["qwen2"]), 0).longest_packed > 0
     first, second = [record for record in caplog.records if record.name == "grpo.model.trial"]
     said = "attention over packed batches goes a slower way than varlen: Qwen2ForCausalLM takes no packed batch ("

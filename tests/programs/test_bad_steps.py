@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from runs import lines, one_line, options, plain_python
+from trainer_runs import lines, one_line, options, plain_python
 
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.prompts import PromptStream

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import finish, options, training, weights, went_on
+from trainer_runs import finish, options, training, weights, went_on
 
 KILLED = "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:before:1", "0"
 

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 import torch
-from runs import lines, options, plain_python, timeless
+from trainer_runs import lines, options, plain_python, timeless
 
 from grpo.algorithm.advantages import group_advantages
 

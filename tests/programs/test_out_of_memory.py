@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from runs import lines, options
+from trainer_runs import lines, options
 
 from grpo.config.trainer import TrainerConfig
 from grpo.trainer.out_of_memory import EVALUATION, START, OutOfMemory, raise_if_short

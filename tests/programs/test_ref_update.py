@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
-from runs import lines, options, start, timeless, wait_for_steps
 from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, exact, fake, open_client
+from trainer_runs import lines, options, start, timeless, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client import connection

@@ -18,7 +18,8 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, running_server
 from processes import left_of, processes_below, ranks_of
-from runs import (
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainer_runs import (
     STEPS,
     begun_again,
     check_same,
@@ -32,7 +33,6 @@ from runs import (
     weights,
     went_on,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.errors import ConfigError

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
 from proxy import accidents, proxy
-from runs import timeless
+from trainer_runs import timeless
 
 from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
-from runs import lines, one_line, options, plain_python, start, wait_for_steps
+from trainer_runs import lines, one_line, options, plain_python, start, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward

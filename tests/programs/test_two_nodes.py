@@ -18,7 +18,7 @@ import torch
 from conftest import REPOSITORY, free_port
 from machines import loopback, machines
 from processes import left_of, processes_below
-from runs import OPTIONS, STEPS, check_same, options, reach, timeless, weights, went_on
+from trainer_runs import OPTIONS, STEPS, check_same, options, reach, timeless, weights, went_on
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 CONFIG = "configs/two_nodes/config.yaml"

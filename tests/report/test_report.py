@@ -13,7 +13,7 @@ from browser import chromium, needs_browser
 from conftest import running_server
 from matplotlib.image import imread
 from recorded import completion, write
-from runs import options, plain_python
+from trainer_runs import options, plain_python
 
 from grpo.report import __main__ as report
 from grpo.report.page import embedded, run_names

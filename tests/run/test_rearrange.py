@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from runs import finish, lines, reference, timeless, training, weights, went_on
+from trainer_runs import finish, lines, reference, timeless, training, weights, went_on
 
 from grpo.rollouts.records import StepBatch
 from grpo.run.rearrange import share_anew

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, free_port
 from processes import left_of, processes_below, ranks_of
-from runs import options, reach, training
+from trainer_runs import options, reach, training
 
 from grpo.run.watchdog import _ORDER, SHOWN, Position, RankState, describe_stall, held_up_by
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
-from runs import finish, timeless, training, weights
 from torch import nn
+from trainer_runs import finish, timeless, training, weights
 from transformers import GPT2Config, Qwen3Config, Trainer, get_scheduler
 from transformers.models.gpt2 import GPT2LMHeadModel
 from transformers.models.qwen3 import Qwen3ForCausalLM
@@ -17,6 +17,7 @@ from benchmarks.memory import on_meta
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import train_adapter
+from grpo.trainer import optimizer as trainer_optimizer
 from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
 from grpo.trainer.optimizer import make_optimizer, make_schedule, parameter_groups
 
@@ -125,7 +126,7 @@ def test_the_dry_run_counts_the_moments_that_there_are():
 def test_no_group_has_more_numbers_than_bitsandbytes_can_count(monkeypatch):
     pytest.importorskip("bitsandbytes")
     whole, _ = updated("adamw_8bit")
-    monkeypatch.setattr("grpo.trainer.optimizer._LARGEST_GROUP", 20_000)
+    monkeypatch.setattr(trainer_optimizer, "_LARGEST_GROUP", 20_000)
     model, optimizer = updated("adamw_8bit")
     sizes = [sum(parameter.numel() for parameter in group["params"]) for group in optimizer.param_groups]
     assert max(sizes) <= 20_000 and sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
