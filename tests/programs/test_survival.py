@@ -163,6 +163,7 @@ def test_one_of_two_servers_killed_for_good_changes_nothing(demo, steady, undist
             assert run.count_logged(f"{killed.url} cannot be reached") == 1 and run.count_logged("answers again") == 0
 
 
+@pytest.mark.rare
 def test_a_network_that_delays_cuts_and_swallows_changes_nothing(demo, steady, undisturbed, tmp_path):
     with (
         proxy(steady.port, accidents(seed=0, longest=4000)) as network,

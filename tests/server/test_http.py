@@ -468,6 +468,16 @@ def test_lines_that_end_in_lf_alone_never_make_a_request(low):
 
 def drip(server, start: bytes, drop: bytes) -> None:
     """Send a little all the time until the server has had enough; what follows then is not read as a request."""
+    for _ in range(5):
+        try:
+            answers = drip_once(server, start, drop)
+            break
+        except ConnectionResetError:
+            pass  # the last drop crossed the server's close, and the reset threw the answer away
+    assert len(answers) == 1 and refused(answers[0]) == (408, "request_timeout")
+
+
+def drip_once(server, start: bytes, drop: bytes) -> list:
     with connect(server) as connection:
         connection.sendall(start)
         connection.settimeout(0.2)
@@ -480,8 +490,7 @@ def drip(server, start: bytes, drop: bytes) -> None:
             except TimeoutError:
                 connection.sendall(drop)
         connection.settimeout(LATE)
-        answers = read(connection, 2)
-        assert len(answers) == 1 and refused(answers[0]) == (408, "request_timeout")
+        return read(connection, 2)
 
 
 @pytest.mark.slow
