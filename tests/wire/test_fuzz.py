@@ -330,7 +330,8 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
         check_server()
     print(f"\n{seen.total()} examples, {seen.total() / seconds:.0f} a second: {dict(sorted(seen.items()))}")
     print(f"MiB after n examples: { {count: size >> 20 for count, size in resident.items()} }")
-    assert min(seen[200], seen[400], seen[413], seen[422]) >= examples / 1000, "the damage does not reach everything"
+    reached = (200, 400, 413, 422) if examples == EXAMPLES else (200, 400)  # the others are rare in a part
+    assert min(seen[status] for status in reached) >= examples / 1000, "the damage does not reach everything"
     if warm := [size for count, size in resident.items() if count >= WARM_UP]:
         assert resident[max(resident)] - warm[0] < GROWTH
     assert "Traceback" not in fuzzed.log.read_text()
