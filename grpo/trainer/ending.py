@@ -29,7 +29,7 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
         code = end.code if isinstance(end, EndRun) else 1
         raise EndRun(f"{end}; {run.checkpoints.leave(run.engine, run.progress)}", code) from end
     except (RuntimeError, MemoryError) as error:
-        phases = run.watchdog.clock.open if run.watchdog.clock else []
+        phases = run.watchdog.clock.open
         phase = phases[-1] if phases else "update"
         where = f"{phase} of step {run.watchdog.step}"
         raise_if_short(error, where, phase, run.config, run.checkpoints.way_on())
