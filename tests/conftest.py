@@ -51,8 +51,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # A shell that starts the tests in the background has it ignored, and so would every program that they start.
+    # A shell that starts the tests in the background ignores the first, nohup the second, and so would every program
+    # that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.setdefault("TEST_SEED", str(secrets.randbelow(10_000)))
 
 
