@@ -25,6 +25,7 @@ import tempfile
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,7 +70,7 @@ class Popen(subprocess.Popen):
     ):
         words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
         environment = dict(os.environ if env is None else env)
-        unusual = executable or preexec_fn or pass_fds or shell or not close_fds
+        unusual = executable or pass_fds or shell or not close_fds or (preexec_fn and not _forked)
         if unusual or not _is_program(words) or not _may_fork(environment):
             parameters = (executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
             return super()._execute_child(args, *parameters, *rest)
@@ -77,7 +78,7 @@ class Popen(subprocess.Popen):
         files = [end if end != -1 else place for place, end in enumerate((ends[0], ends[3], ends[5]))]
         start = {"words": words, "cwd": os.fspath(cwd or os.getcwd()), "environment": environment}
         start["session"] = bool(rest[-2] if sys.version_info >= (3, 11) else rest[-1])
-        self.pid = _fork_here(start, files) if _forked else _ask(start, files)
+        self.pid = _fork_here(start, files, preexec_fn) if _forked else _ask(start, files)
         self._child_created = True
         self._close_pipe_fds(*ends)
 
@@ -155,11 +156,13 @@ def _adopt(yes: bool) -> None:
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def _fork_here(start: dict, files: list[int]) -> int:
+def _fork_here(start: dict, files: list[int], preexec_fn: Callable[[], None] | None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
+        if preexec_fn:
+            preexec_fn()
         _become(start, files)
     return pid
 

@@ -9,6 +9,7 @@ from messages import stable_part, stable_parts
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.launch import LaunchConfig
 from grpo.config.report import ReportConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
@@ -19,7 +20,7 @@ PROGRAMS = [
     *sorted((REPOSITORY / "grpo").rglob("*.py")),
     *sorted((REPOSITORY / "demo").glob("*.py")),
 ]
-CONFIGS = (TrainerConfig, ServerConfig, EvaluateConfig, ChatConfig, ReportConfig)
+CONFIGS = (TrainerConfig, ServerConfig, EvaluateConfig, ChatConfig, ReportConfig, LaunchConfig)
 SETTINGS = {field.name for config in CONFIGS for field in dataclasses.fields(config)}
 # Where metrics get their names, of a run and of the reference server.
 NAMING = [REPOSITORY / "grpo_ref_split.py"]

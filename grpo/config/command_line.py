@@ -28,6 +28,7 @@ from grpo.config.errors import ConfigError, program_name, require, say_once
 _PROGRAMS = (
     "grpo.config.server:ServerConfig",
     "grpo.config.trainer:TrainerConfig",
+    "grpo.config.launch:LaunchConfig",
     "grpo.config.generation:EvaluateConfig",
     "grpo.config.generation:ChatConfig",
     "grpo.config.report:ReportConfig",

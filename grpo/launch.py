@@ -1,0 +1,200 @@
+"""Runs the reference server, if the run needs one, and the trainer on the other GPUs of this machine.
+
+    python -m grpo.launch --config configs/lora_24gb.yaml
+    python -m grpo.launch --nproc_per_node 2 --config configs/demo_cpu.yaml       (no GPU: two CPU processes)
+
+The options are those of `ref_server.py` and `grpo_ref_split.py`. With two GPUs or more the server gets the last one;
+with one GPU it shares that with the trainer. `--beta 0`, `--ref adapter_off` and `--ref_servers URL` start no server.
+Ctrl-C lets the trainer finish its step and save, then everything ends; a second Ctrl-C ends at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+
+import requests
+
+from grpo.config.command_line import parse_arguments, write_config
+from grpo.config.connection import TOKEN_VARIABLE
+from grpo.config.errors import ConfigError, say_once
+from grpo.config.fields import REPOSITORY
+from grpo.config.launch import LaunchConfig
+
+log = logging.getLogger("grpo.launch")
+
+_GRACE = 30.0  # seconds in which the other ranks may end by themselves after one has failed
+_POLL = 0.2  # seconds between two looks at the processes
+_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def launch(config: LaunchConfig) -> int:
+    """Run server and trainer to the trainer's end. Return the exit code of the first rank that failed, or 0.
+
+    Raises ConfigError where the ranks cannot share a step or a GPU.
+    """
+    server_cards, cards = share_cards(visible_cards(), config.starts_server)
+    ranks = config.nproc_per_node or max(1, len(cards))
+    if cards and ranks > len(cards):
+        raise ConfigError(f"nproc_per_node={ranks}: the trainer has {len(cards)} GPUs: use that many at most")
+    config.check_ranks(ranks)
+    if server_cards and server_cards == cards:
+        log.info(
+            "the reference server shares GPU %s with the trainer; these need none: --beta 0, or --use_peft with --ref "
+            "adapter_off",
+            *cards,
+        )
+    with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
+        settings = Path(folder) / "config.yaml"
+        write_config(config, settings)
+        programs = Programs(settings, config.token)
+        try:
+            if config.starts_server:
+                programs.start_server(server_cards, f"http://127.0.0.1:{config.port}")
+            programs.start_trainer(ranks, cards)
+            return programs.wait()
+        finally:
+            programs.end()
+
+
+def visible_cards() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch  # takes seconds: after the settings are known to be good
+
+    count = torch.cuda.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return names.split(",")[:count]
+
+
+def share_cards(cards: list[str], with_server: bool) -> tuple[list[str], list[str]]:
+    """Return (the server's GPUs, the trainer's GPUs)."""
+    if not with_server:
+        return [], cards
+    return cards[-1:], cards[:-1] or cards
+
+
+class Programs:
+    """The server and the trainer's ranks.
+
+    Each has a session of its own, so that Ctrl-C in the terminal reaches this process alone, which passes one signal on
+    to the ranks. Where this process is killed, the kernel kills them.
+    """
+
+    def __init__(self, settings: Path, token: str | None) -> None:
+        self._settings = settings
+        self._environment = os.environ | ({TOKEN_VARIABLE: token} if token else {})
+        self._ranks: list[subprocess.Popen] = []
+        self._server: subprocess.Popen | None = None
+        self._server_cards: list[str] = []
+        self._server_url = ""
+        self._server_was_ready = False
+
+    def start_server(self, cards: list[str], url: str) -> None:
+        """Start the reference server on these GPUs; without any, on the CPU."""
+        self._server_cards, self._server_url, self._server_was_ready = cards, url, False
+        self._server = self._start("ref_server.py", cards, {})
+        log.info("the reference server starts on %s; its page is %s/", f"GPU {cards[0]}" if cards else "the CPU", url)
+
+    def start_trainer(self, ranks: int, cards: list[str]) -> None:
+        """Start a rank on each of these GPUs; without any, `ranks` processes on the CPU."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
+                signal.signal(number, self._pass_on)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        shared = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for rank in range(ranks):
+            place = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+            self._ranks.append(self._start("grpo_ref_split.py", cards, place))
+
+    def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, str(REPOSITORY / program), "--config", str(self._settings)],
+            env=self._environment
+            | {"CUDA_VISIBLE_DEVICES": ",".join(cards)}
+            | {name: str(value) for name, value in environment.items()},
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        for process in self._ranks:
+            process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait until every rank has ended. Return the exit code of the first that failed, or 0."""
+        code, deadline = 0, float("inf")
+        while None in [process.poll() for process in self._ranks] and time.monotonic() < deadline:
+            if not code and (code := self._failure() or self._watch_server()):
+                deadline = time.monotonic() + _GRACE
+            time.sleep(_POLL)
+        return code or self._failure()
+
+    def _failure(self) -> int:
+        """Return the exit code of a rank that failed, as a shell gives it; 0 where none has."""
+        codes = [process.returncode for process in self._ranks if process.returncode]
+        return next((128 - code if code < 0 else code for code in codes), 0)
+
+    def _watch_server(self) -> int:
+        """Start a server again that has ended after it was ready. Where it was not, return its exit code, else 0."""
+        if self._server is None:
+            return 0
+        code = self._server.poll()
+        if code is None:
+            self._server_was_ready = self._server_was_ready or _is_ready(self._server_url)
+            return 0
+        # With 2 it has refused a setting; that "ready" was of another server, on the same port.
+        if self._server_was_ready and code != 2:
+            log.warning("the reference server ended with code %d and starts again", code)
+            self.start_server(self._server_cards, self._server_url)
+            return 0
+        say_once(f"{self._server_url}: the reference server ended before it was ready; its own message says why")
+        self._pass_on(signal.SIGTERM, None)
+        return code if code > 0 else 1
+
+    def end(self) -> None:
+        """Kill the ranks that are left, and let the server end."""
+        for process in self._ranks:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        if self._server is not None:
+            self._server.terminate()
+            self._server.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return requests.get(url + "/health", timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def main() -> int:
+    config = parse_arguments(LaunchConfig, __doc__)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    try:
+        return launch(config)
+    except ConfigError as error:
+        say_once(str(error))
+        return 2
+    except KeyboardInterrupt:
+        say_once("interrupted before the trainer started")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

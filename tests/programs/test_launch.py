@@ -1,0 +1,131 @@
+"""`python -m grpo.launch`: what it starts for which settings, and how it all ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+from trainer_runs import lines, options, wait_for_steps
+
+from demo.__main__ import free_port
+from grpo.config.errors import ConfigError
+from grpo.config.launch import LaunchConfig
+from grpo.launch import launch, share_cards
+
+
+def test_the_server_gets_the_last_card_and_shares_an_only_one():
+    assert share_cards(["0", "1", "GPU-7"], with_server=True) == (["GPU-7"], ["0", "1"])
+    assert share_cards(["3"], with_server=True) == (["3"], ["3"])
+    assert share_cards(["0", "1"], with_server=False) == ([], ["0", "1"])
+    assert share_cards([], with_server=True) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "settings, starts",
+    [
+        ({}, True),
+        ({"beta": 0.0}, False),
+        ({"use_peft": True, "ref": "adapter_off"}, False),
+        ({"ref_servers": ["http://other:59875"]}, False),
+        ({"dry_run": True}, False),
+    ],
+)
+def test_a_server_is_started_where_one_is_asked_and_none_is_named(settings, starts):
+    assert LaunchConfig(**settings).starts_server is starts
+
+
+def test_ranks_that_cannot_share_a_step_are_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="prompts_per_step=8"):
+        launch(LaunchConfig(prompts_per_step=8, nproc_per_node=3))
+
+
+def test_settings_of_a_server_alone_are_refused():
+    for settings in ({"estimate": True}, {"task": "reward"}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            LaunchConfig(**settings)
+
+
+def begin(words: list[str], ranks: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "grpo.launch", "--nproc_per_node", str(ranks), *words],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def programs_of(folder: Path) -> dict[int, str]:
+    """The processes that the launcher of this output folder has started, by number."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            environment = (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if "grpo-launch-" in words and str(folder).encode() in environment + Path(words.split()[-1]).read_bytes():
+            found[int(process.name)] = words
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model_folder, data_folder, tmp_path):
+    run = tmp_path / "run"
+    words = options(model_folder, data_folder, run, max_steps=200, port=free_port(), eval_steps=0, report_to="none")
+    process = begin(words, ranks=2)
+    try:
+        wait_for_steps(process, run, 2)
+        started = programs_of(run)
+        (server,) = [number for number, command in started.items() if "ref_server.py" in command]
+        assert len(started) == 3
+        os.kill(server, signal.SIGKILL)
+        wait_for_steps(process, run, len(lines(run / "metrics.jsonl")) + 3)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    assert "the reference server ended with code -9 and starts again" in output
+    assert output.count("stopping after this step") == 1 and output.count("error: stopped by signal 2") == 1, output
+    assert "Traceback" not in output
+    assert not any(Path(f"/proc/{number}").exists() for number in started)
+
+    done = len(lines(run / "metrics.jsonl"))
+    process = begin([*words, "--resume_from_checkpoint=last", f"--max_steps={done + 2}"], ranks=2)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert [row["step"] for row in lines(run / "metrics.jsonl")] == list(range(1, done + 3))
+    assert (run / "model/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path):
+    run = tmp_path / "run"
+    words = options(model_folder, data_folder, run, max_steps=200, port=free_port(), eval_steps=0, report_to="none")
+    process = begin(words, ranks=1)
+    wait_for_steps(process, run, 1)
+    started = programs_of(run)
+    assert len(started) == 2
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{number}").exists() for number in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_start_ends_the_run(server, model_folder, data_folder, tmp_path):
+    words = options(model_folder, data_folder, tmp_path / "run", port=server.port)
+    process = begin(words, ranks=1)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and "starts again" not in output, output
+    assert f"127.0.0.1:{server.port}" in output and "ended before it was ready" in output
+    assert not (tmp_path / "run/metrics.jsonl").exists()
