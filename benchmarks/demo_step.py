@@ -34,7 +34,7 @@ import torch
 
 import reward
 from benchmarks.common import REPOSITORY, machine, spread, table
-from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, reference_server, train
+from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, train
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids, load_model, load_tokenizer
@@ -72,8 +72,7 @@ def settings(folder: Path, seed: int) -> TrainerConfig:
 
 
 def run_ours(folder: Path, seed: int) -> Run:
-    with reference_server(folder) as url:
-        train(folder, seed, url)
+    train(folder, seed)
     steps = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()][1:]
     config = settings(folder, seed)
     sequences = config.prompts_per_step * config.num_generations

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.card import Clock, Tables, free
 from benchmarks.common import spread
-from demo.__main__ import free_port, wait_ready
+from demo.__main__ import free_port
 from demo.model import build_tokenizer
 from demo.task import problems
 
@@ -108,7 +108,6 @@ def run_both(folder: Path, steps: int, settings: dict[str, object], clock: Clock
             [sys.executable, "ref_server.py", *shared], env=environment, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        wait_ready(f"http://127.0.0.1:{port}", server, folder / "server.log")
         with open(folder / "trainer.log", "w") as output:
             trainer = subprocess.Popen(
                 [sys.executable, "grpo_ref_split.py", *shared, *pairs],

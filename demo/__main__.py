@@ -3,8 +3,8 @@
     python -m demo               everything; exit code 0 only if the model learned
     python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names
 
-It runs what a user would run: `python ref_server.py`, then `deepspeed --num_gpus 2 grpo_ref_split.py`, on two CPU
-cores. The model and the data are kept for the next time; the training starts anew.
+It runs what a user would run, on two CPU cores: `python -m grpo.launch`, which starts the server and two trainer
+processes. The model and the data are kept for the next time; the training starts anew.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-import requests
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "configs/demo_cpu.yaml"
@@ -60,8 +56,7 @@ def main() -> int:
         if arguments.prepare:
             print(f"model and data are in {folder}")
             return 0
-        with reference_server(folder) as url:
-            train(folder, arguments.seed, url)
+        train(folder, arguments.seed)
         report(folder, built - start, time.monotonic() - built)
     except DemoError as error:
         print(f"demo: error: {error}", file=sys.stderr)
@@ -85,62 +80,20 @@ def prepare(folder: Path, seed: int) -> None:
     write_dataset(folder / "data", seed)
 
 
-@contextmanager
-def reference_server(folder: Path, *options: str) -> Iterator[str]:
-    """Start `python ref_server.py`, yield its URL when it is ready, and end it with SIGTERM as an operator would."""
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "ref_server.py", "--config", CONFIG, "--model_name_or_path", str(folder / "model")]
-    log = folder / "server.log"
-    print(f"starting the reference server on {url}; its log is {log}")
-    with open(log, "w") as output:
-        server = subprocess.Popen(
-            [*command, "--port", url.rsplit(":", 1)[1], *options],
-            env=ENVIRONMENT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_ready(url, server, log)
-        yield url
-        server.send_signal(signal.SIGTERM)
-        if server.wait(timeout=60) != 0:
-            raise DemoError(f"the reference server ended with code {server.returncode}: see {log}")
-    finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
-
-
-def wait_ready(url: str, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise DemoError(f"the reference server ended with code {server.returncode}:\n{log.read_text()}")
-        try:
-            if requests.get(url + "/health", timeout=5).status_code == 200:
-                return
-        except requests.ConnectionError:
-            pass
-        time.sleep(0.2)
-    raise DemoError(f"the reference server was not ready after 120 s: see {log}")
-
-
-def train(folder: Path, seed: int, url: str, *options: str) -> None:
-    """Run `deepspeed --num_gpus 2 grpo_ref_split.py` to its end. Raises DemoError where it fails."""
+def train(folder: Path, seed: int) -> None:
+    """Run `python -m grpo.launch` to its end. Raises DemoError where it fails."""
     shutil.rmtree(folder / "run", ignore_errors=True)
-    command = [Path(sys.executable).with_name("deepspeed"), "-q", "--num_gpus", "2", "--master_port", str(free_port())]
-    command += ["grpo_ref_split.py", "--config", CONFIG, "--seed", str(seed), "--ref_servers", url]
-    command += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
-    command += ["--output_dir", folder / "run", *options]
-    # A process group of its own: a launcher that is killed alone leaves its ranks running.
-    trainer = subprocess.Popen(list(map(str, command)), env=ENVIRONMENT, start_new_session=True)
+    words = ["--nproc_per_node", "2", "--config", CONFIG, "--seed", seed, "--port", free_port()]
+    words += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
+    words += ["--output_dir", folder / "run"]
+    run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
     try:
-        if trainer.wait() != 0:
-            raise DemoError(f"the trainer ended with code {trainer.returncode}; what it said is above")
+        if run.wait() != 0:
+            raise DemoError(f"the training ended with code {run.returncode}; its messages are above")
     finally:
-        if trainer.poll() is None:
-            os.killpg(trainer.pid, signal.SIGKILL)
-            trainer.wait()
+        if run.poll() is None:
+            run.terminate()
+            run.wait()
 
 
 def report(folder: Path, building: float, training: float) -> None:

@@ -9,9 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # One thread a process, before torch reads it: the tests run several on few cores. torch.set_num_threads would leave a
@@ -20,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import forkserver
 import pytest
+import requests
 import torch
 from transformers import PreTrainedModel
 
@@ -31,7 +33,7 @@ pytest.register_assert_rewrite(
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from demo.__main__ import free_port, wait_ready  # noqa: E402
+from demo.__main__ import free_port  # noqa: E402
 from demo.model import build_model, build_tokenizer  # noqa: E402
 from demo.task import write_dataset  # noqa: E402
 
@@ -168,7 +170,14 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
 
     def wait_ready(self) -> None:
-        wait_ready(self.url, self.process, self.log)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            with suppress(requests.ConnectionError):
+                if requests.get(self.url + "/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise TimeoutError(f"not ready after 120 s: {self.log.read_text()}")
 
     def resident(self) -> int:
         """MiB of memory."""
