@@ -25,6 +25,7 @@ from types import FrameType
 import bottle
 
 from grpo.config.command_line import parse_arguments
+from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.server.app import App, make_answer, make_json, note, read_body
@@ -182,7 +183,7 @@ def run(config: ServerConfig) -> int:
 
 def main() -> int:
     config = parse_arguments(ServerConfig, __doc__)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    start_logging()
     for name in ("ref_server", "grpo"):
         logging.getLogger(name).setLevel(config.log_level.upper())
     try:

@@ -26,6 +26,7 @@ import requests
 
 from grpo.config.command_line import parse_arguments, write_config
 from grpo.config.connection import TOKEN_VARIABLE
+from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError, say_once
 from grpo.config.fields import REPOSITORY
 from grpo.config.launch import LaunchConfig
@@ -185,7 +186,7 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     config = parse_arguments(LaunchConfig, __doc__)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    start_logging()
     try:
         return launch(config)
     except ConfigError as error:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError, first_here, program_name, say_once
 
 _GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
@@ -27,8 +28,7 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
 
     Any other error is a defect of ours, and is raised with its traceback.
     """
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    start_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     try:
         work()
     except ConfigError as error:

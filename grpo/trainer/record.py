@@ -22,12 +22,22 @@ log = logging.getLogger(__name__)
 
 EVAL_RECORDED = 32
 """held-out answers in the record of each evaluation"""
+SAMPLE_STEPS = 50
+"""steps from one completion in the log to the next"""
+_LONGEST_SAMPLE = 600
+"""characters of a prompt or completion in the log"""
 
 
 def progress_bar(run: Run) -> tqdm:
-    """Return the run's remaining steps, from 1, as a bar on rank 0."""
+    """Return the run's remaining steps, from 1, as a bar where rank 0 writes to a terminal."""
     done, steps = run.progress.step, run.config.max_steps
-    return tqdm(range(done + 1, steps + 1), desc="grpo", initial=done, total=steps, disable=run.rank != 0)
+    return tqdm(
+        range(done + 1, steps + 1),
+        initial=done,
+        total=steps,
+        disable=run.rank != 0 or not sys.stderr.isatty(),
+        bar_format="{n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}",  # with the numbers it fits 80 columns
+    )
 
 
 def evaluate_policy(
@@ -51,11 +61,10 @@ def evaluate_policy(
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
         run.recorder.completions(step, "eval", sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED])
-        tqdm.write(
-            f"step {step}: held-out accuracy {metrics['eval_accuracy']:.3f} ± {metrics['eval_accuracy_se']:.3f} "
-            f"(n={metrics['eval_n']}), format {metrics['eval_format']:.3f}"
-            + "".join(f", pass@{k} {metrics[f'eval_pass@{k}']:.3f}" for k in run.config.ks),
-            file=sys.stderr,
+        log.info(
+            "step %d: held-out accuracy %.3f ± %.3f (n=%d), format %.3f%s",
+            *(step, metrics["eval_accuracy"], metrics["eval_accuracy_se"], metrics["eval_n"], metrics["eval_format"]),
+            "".join(f", pass@{k} {metrics[f'eval_pass@{k}']:.3f}" for k in run.config.ks),
         )
     return metrics
 
@@ -71,12 +80,16 @@ def record_step(run: Run, bar: tqdm, step: int, batch: StepBatch, result: StepRe
     metrics = result.metrics
     run.recorder.metrics(step, metrics)
     run.recorder.completions(step, "train", batch.to_lines(1))
-    bar.set_postfix_str(
-        f"reward {metrics['reward']:.2f}, accuracy {'-' if accuracy is None else f'{accuracy:.4}'}, "
-        f"kl {metrics.get('kl', 0.0):.3f}, {metrics['tokens_per_second']:.0f} tokens/s, "
-        f"reference {metrics.get('time/wait_ref', 0.0):.2f} s",
-        refresh=False,
-    )
+    numbers = _short(metrics, accuracy)
+    bar.set_postfix_str(numbers, refresh=False)
+    if bar.disable:  # a file gets a line a step
+        log.info("step %d of %d: %s", step, run.config.max_steps, numbers)
+    if step % SAMPLE_STEPS == 1:
+        sample = batch.to_lines(1)[0]
+        log.info(
+            "step %d, reward %.2f of this completion:\n%s\n%s",
+            *(step, sample["reward"], _shorten(sample["prompt"]), _shorten(sample["completion"])),
+        )
     if skipped:
         run.recorder.bad_step(step, skipped)
         kept = f"its {len(skipped)} completions are in {run.folder / BAD_STEPS}"
@@ -87,3 +100,21 @@ def record_step(run: Run, bar: tqdm, step: int, batch: StepBatch, result: StepRe
     if not result.rewarded:
         names = ", ".join(run.reward_names)
         log.warning("step %d has no reward: %s returned None for every completion", step, names)
+
+
+def _short(metrics: dict[str, float], accuracy: float | None) -> str:
+    """Return a step's most important numbers in some 50 characters."""
+    words = [f"{metrics['step_time']:.1f} s", f"reward {metrics['reward']:.2f}"]
+    if accuracy is not None:
+        words.append(f"accuracy {accuracy:.1%}")
+    if "kl" in metrics:
+        words.append(f"kl {metrics['kl']:.3f}")
+    words.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+    if (waited := metrics.get("time/wait_ref", 0.0)) > 0.05:
+        words.append(f"reference {waited:.1f} s")
+    return ", ".join(words)
+
+
+def _shorten(text: str) -> str:
+    half = _LONGEST_SAMPLE // 2
+    return text if len(text) <= _LONGEST_SAMPLE else f"{text[:half]} ... {text[-half:]}"

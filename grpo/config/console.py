@@ -1,0 +1,40 @@
+"""The log of every program: a time, a name, a level where it is more than information, in colour on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, in_colour: bool):
+        super().__init__("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+        self._in_colour = in_colour
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno < logging.WARNING:
+            return super().formatMessage(record)
+        line = f"{record.asctime} {record.levelname}: {record.name}: {record.message}"
+        return f"{_COLOURS[record.levelno]}{line}\033[0m" if self._in_colour else line
+
+
+class _Handler(logging.StreamHandler):
+    """A handler that writes above the progress bars, where there are any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if tqdm is None or not getattr(tqdm, "_instances", None):
+            super().emit(record)
+        else:
+            with tqdm.external_write_mode(file=sys.stderr):
+                super().emit(record)
+
+
+def start_logging(level: int = logging.INFO) -> None:
+    """Log to stderr from this level on. NO_COLOR (https://no-color.org) switches colours off."""
+    handler = _Handler()
+    handler.setFormatter(_Formatter(sys.stderr.isatty() and not os.environ.get("NO_COLOR")))
+    logging.basicConfig(level=level, handlers=[handler])
