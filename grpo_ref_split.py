@@ -33,6 +33,7 @@ import reward
 from grpo.client.errors import ServerError, ServersLost
 from grpo.config.errors import ConfigError
 from grpo.report.plots import draw_curves
+from grpo.report.summary import summary
 from grpo.rewards.functions import RewardError
 from grpo.run.exit import exit_code
 from grpo.run.folder import SaveError
@@ -121,8 +122,12 @@ def optimize(run: Run) -> None:
 
 
 def show_end(folder: Path) -> None:
-    """Draw the curves and say where everything is. The model is there: without curves the run has succeeded too."""
+    """Print the run's table, draw its curves and say where everything is.
+
+    The model is there: without curves the run has succeeded too.
+    """
     try:
+        print(summary(folder), flush=True)
         log.info("done: model in %s, curves in %s", folder / "model", draw_curves(folder))
     except (OSError, ConfigError) as error:
         log.warning("the curves could not be drawn: %s; 'python -m grpo.report %s' shows them", error, folder)

@@ -97,29 +97,14 @@ def train(folder: Path, seed: int) -> None:
 
 
 def report(folder: Path, building: float, training: float) -> None:
-    """Print completions, table and the path of the curves. Raises DemoError where the promise was not kept."""
+    """Print completions and times. Raises DemoError where the promise was not kept."""
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    before, first, after = rows[0], rows[1], rows[-1]
-
-    def accuracy(row: dict) -> str:
-        return f"{row['eval_accuracy']:.3f} ± {row['eval_accuracy_se']:.3f}"
-
+    before, after = rows[0], rows[-1]
     print_completions(folder, after["step"])
-    print(f"\n{after['eval_n']} held-out problems, greedy            before           after")
-    print(f"  accuracy                        {accuracy(before):>15} {accuracy(after):>15}")
-    print(f"  format                          {before['eval_format']:>15.3f} {after['eval_format']:>15.3f}")
     print(
-        f"  tokens per completion           {before['eval_completions/mean_length']:>15.1f} "
-        f"{after['eval_completions/mean_length']:>15.1f}"
+        f"\nSeconds: {building:.0f} for model and data, {training:.0f} for GRPO with server, start-up and evaluation."
     )
-    print("training, sampled                    first step       last step")
-    print(f"  mean reward (of 2.8)            {first['reward']:>15.3f} {after['reward']:>15.3f}")
-    print(f"  KL to the reference             {first['kl']:>15.4f} {after['kl']:>15.4f}")
-    print(
-        f"{after['step']} GRPO steps, {after['num_tokens']:,} tokens. Seconds: {building:.0f} for model and data, "
-        f"{training:.0f} for GRPO with server, start-up and evaluation."
-    )
-    print(f"learning curves: {folder / 'run/curves.png'}    trained model: {folder / 'run/model'}")
+    print(f"learning curves: {folder / 'run/curves.png'}")
 
     low, high = BEFORE
     if not (low <= before["eval_accuracy"] <= high and after["eval_accuracy"] >= AFTER):

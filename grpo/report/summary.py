@@ -1,0 +1,67 @@
+"""The table at the end of a run: its first and its last numbers, and what to do with it next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from grpo.report.read import Run, read_run
+
+_HELD_OUT = {
+    "accuracy": "eval_accuracy",
+    "reward": "eval_reward",
+    "format": "eval_format",
+    "tokens per completion": "eval_completions/mean_length",
+}
+_TRAINING = {
+    "mean reward": "reward",
+    "KL to the reference": "kl",
+    "tokens per completion": "completions/mean_length",
+    "cut at max_completion_length": "completions/clipped_ratio",
+}
+
+
+def summary(folder: Path) -> str:
+    """Return the table of the run in `folder`. Raises ConfigError where it has no step."""
+    run = read_run(folder)
+    evaluated = [row for row in run.rows.values() if "eval_n" in row]
+    trained = [row for row in run.rows.values() if "reward" in row]
+    lines: list[str] = []
+    if len(evaluated) > 1:
+        lines += _table(
+            f"{evaluated[0]['eval_n']:.0f} held-out problems, greedy", "before", "after", _HELD_OUT, evaluated
+        )
+    if trained:
+        lines += _table("training, sampled", "first step", "last step", _TRAINING, trained)
+    seconds = sum(row.get("step_time", 0.0) + row.get("eval_runtime", 0.0) for row in run.rows.values())
+    last = max(run.rows)
+    lines += [f"{last} steps, {trained[-1]['num_tokens']:,.0f} tokens, {_duration(seconds)} in steps and evaluations."]
+    return "\n".join(lines + _next_commands(run))
+
+
+def _table(title: str, left: str, right: str, names: dict[str, str], rows: list[dict[str, float]]) -> list[str]:
+    first, last = rows[0], rows[-1]
+    return [f"{title:34} {left:>15} {right:>15}"] + [
+        f"  {label:32} {_cell(first, name):>15} {_cell(last, name):>15}"
+        for label, name in names.items()
+        if name in first and name in last
+    ]
+
+
+def _cell(row: dict[str, float], name: str) -> str:
+    error = row.get(f"{name}_se")
+    return f"{row[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def _duration(seconds: float) -> str:
+    hours, minutes = divmod(round(seconds) // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
+
+def _next_commands(run: Run) -> list[str]:
+    folder = shlex.quote(str(run.folder))
+    return [
+        f"talk to it:    python -m grpo.chat --model {folder}/model",
+        f"evaluate it:   python -m grpo.evaluate --model {folder}/model",
+        f"see its page:  python -m grpo.report {folder}",
+    ]

@@ -1,0 +1,36 @@
+"""The table at the end of a run."""
+
+import json
+
+from grpo.report.summary import summary
+
+BEFORE = {"step": 0, "eval_n": 64, "eval_accuracy": 0.25, "eval_accuracy_se": 0.054, "eval_runtime": 1.0}
+AFTER = {"eval_n": 64, "eval_accuracy": 0.9, "eval_accuracy_se": 0.037, "eval_runtime": 1.0}
+STEPS = [{"step": step, "reward": step / 10, "num_tokens": 1000 * step, "step_time": 2000.0} for step in (1, 2, 3)]
+
+
+def write(folder, rows):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return summary(folder).splitlines()
+
+
+def words(line: str) -> str:
+    return " ".join(line.split())
+
+
+def test_first_and_last_numbers_stand_beside_each_other(tmp_path):
+    lines = write(tmp_path, [BEFORE, *STEPS[:2], STEPS[2] | AFTER])
+    assert words(lines[0]) == "64 held-out problems, greedy before after"
+    assert words(lines[1]) == "accuracy 0.250 ± 0.054 0.900 ± 0.037"
+    assert words(lines[3]) == "mean reward 0.100 0.300"
+    assert lines[4] == "3 steps, 3,000 tokens, 1 h 40 min in steps and evaluations."
+    assert lines[-1].endswith(f"python -m grpo.report {tmp_path}")
+
+
+def test_a_run_without_evaluations_has_no_table_of_them(tmp_path):
+    assert words(write(tmp_path, STEPS)[0]) == "training, sampled first step last step"
+
+
+def test_a_folder_with_a_space_can_be_copied(tmp_path):
+    (folder := tmp_path / "my run").mkdir()
+    assert write(folder, STEPS)[-1].endswith(f"python -m grpo.report '{folder}'")
