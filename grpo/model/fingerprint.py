@@ -18,6 +18,12 @@ from grpo.model.quantization import quantization_of, unpacked
 from grpo.model.weights_file import WeightsFile, sample
 from grpo.wire.health import ModelInfo, fingerprint
 
+# Fields in which the configurations of two equal models may differ. The samples are those of unpacked weights.
+_VOLATILE = {
+    *("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "weights_sha256"),
+    *("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"),
+}
+
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
     """Return what identifies a model on both sides of the wire."""
@@ -34,7 +40,7 @@ def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokeni
     return ModelInfo(
         name=name,
         tokenizer_fingerprint=fingerprint(tokenizer.get_vocab()),
-        config_fingerprint=fingerprint(_settings(model)),
+        config_fingerprint=fingerprint(_settings(model.config.to_dict())),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         max_length=longest_sequence(model.config) or NO_LIMIT,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -54,7 +60,7 @@ def fingerprint_with(model: PreTrainedModel, tokens: str, weights: WeightsFile, 
 
 
 def _fingerprint(model: PreTrainedModel, tokens: str, samples: Iterable[torch.Tensor], digest: str) -> str:
-    settings = _settings(model)
+    settings = _settings(model.config.to_dict())
     if adapter_scalings := scalings(model):
         settings["adapter_scalings"] = adapter_scalings
     # Rounded to bfloat16, so that the same weights loaded in another dtype give the same fingerprint.
@@ -62,9 +68,10 @@ def _fingerprint(model: PreTrainedModel, tokens: str, samples: Iterable[torch.Te
     return fingerprint(settings, tokens, np.concatenate(rounded).tobytes(), *([digest] if digest else []))
 
 
-def _settings(model: PreTrainedModel) -> dict:
-    """Return the configuration, without the fields in which two equal models may differ."""
-    settings = model.config.to_dict()
-    volatile = {"_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "weights_sha256"}
-    volatile |= {"quantization_config"}  # the samples are those of the unpacked weights
-    return {name: value for name, value in settings.items() if name not in volatile}
+def _settings(config: dict) -> dict:
+    """Return the configuration, and those within it, without the fields in which two equal models may differ."""
+    return {
+        name: _settings(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in _VOLATILE
+    }

@@ -13,7 +13,7 @@ from typing import Any
 from grpo.config.errors import ConfigError
 from grpo.config.records import RecordSection
 
-FORMAT = 4
+FORMAT = 5
 PROGRESS = "progress.json"
 """the file that is written last: a folder that has it is complete"""
 

@@ -95,6 +95,20 @@ def test_fingerprints_follow_weights_and_tokenizer_not_names_and_dtypes(tmp_path
     assert describe(*load(copy), "x").tokenizer_fingerprint != here.tokenizer_fingerprint
 
 
+def test_a_fingerprint_does_not_follow_what_changes_no_log_prob(tmp_path, model_folder):
+    model, tokenizer = load(write_model(tmp_path / "copy", seed=0))
+    here = describe(*load(model_folder), "here").fingerprint
+    config = model.config
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = 7, 8, [9, 10]
+    assert describe(model, tokenizer, "x").fingerprint == here
+    config.text_config = {"dtype": "float32", "pad_token_id": 1, "rope_theta": 5.0}  # as in models of images and text
+    inner = describe(model, tokenizer, "x").fingerprint
+    config.text_config = {"dtype": "bfloat16", "pad_token_id": 2, "rope_theta": 5.0}
+    assert describe(model, tokenizer, "x").fingerprint == inner
+    config.text_config["rope_theta"] = 6.0
+    assert describe(model, tokenizer, "x").fingerprint != inner
+
+
 SEQUENCES = [([5, 6, 7], [8, 9, 10, 11]), ([5, 6, 7], [12, 13])]
 
 

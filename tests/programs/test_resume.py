@@ -440,7 +440,7 @@ def test_no_damage_to_a_checkpoint_is_overlooked(tmp_path):
         (folder / "progress.json").write_text(changed)
         check(folder / "progress.json", "is not as it was written")
     (folder / "progress.json").write_text('{"format": 2, "step": 5}')
-    with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 2 there and 4 here: use"):
+    with pytest.raises(ConfigError, match="^resume_from_checkpoint='.*/checkpoint-5': .* is 2 there and 5 here: use"):
         damage(folder)
 
 
