@@ -21,10 +21,11 @@ from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 log = logging.getLogger(__name__)
 
 
-def check_reference(config: TrainerConfig, policy: ModelInfo, reference: ModelInfo) -> None:
-    """Refuse a reference whose token ids mean something else than the policy's, or that takes shorter sequences.
+def check_reference(config: TrainerConfig, policy: ModelInfo, reference: ModelInfo, any_version: bool = False) -> None:
+    """Refuse a reference that is another model than the policy starts from, or that takes shorter sequences.
 
-    Raises ServerError. Logs a warning where the weights differ: training may start from a fine-tuned model.
+    Another model with the policy's tokenizer is accepted with `allow_other_reference`, and with `any_version`, where it
+    may be a later reference of this run. Raises ServerError.
     """
     urls = " ".join(config.ref_servers)
     restart = f"restart it with --model_name_or_path {config.model_name_or_path}"
@@ -52,12 +53,21 @@ def check_reference(config: TrainerConfig, policy: ModelInfo, reference: ModelIn
             f"{config.quantization}, so the KL would not begin at 0: restart it with --quantization "
             f"{config.quantization}, or use ref adapter_off"
         )
-    if reference.fingerprint != policy.fingerprint:
-        log.warning(
-            "the reference (%s) is another model than the policy starts from (%s): the KL will not begin at 0",
-            reference.name,
-            policy.name,
+    if reference.fingerprint == policy.fingerprint or any_version:
+        return
+    # The numbers that quantized weights stand for depend on dtype and device: equal configurations are all that shows.
+    is_quantized = {reference.quantization, policy.quantization} != {"none"}
+    may_be_same = is_quantized and reference.config_fingerprint == policy.config_fingerprint
+    served, begun_with = f"{reference.name} ({reference.fingerprint})", f"{policy.name} ({policy.fingerprint})"
+    if not (config.allow_other_reference or may_be_same):
+        raise ServerError(
+            f"{urls} serves {served}, which is another model than the policy starts from, {begun_with}: {restart}, or "
+            "set allow_other_reference to train with it"
         )
+    log.warning(
+        "the reference, %s, has other weights than the policy starts from, %s: the KL will not begin at 0",
+        *(served, begun_with),
+    )
 
 
 class ReferenceClient(TaskClient):

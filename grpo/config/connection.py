@@ -74,6 +74,9 @@ class ReferenceSection(Section):
     ref_ca_file: str | None = option(
         None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
     )
+    allow_other_reference: bool = option(
+        False, "accept a server with another model than the policy starts from: the KL then does not begin at 0"
+    )
     ref_startup_timeout: float = option(
         300.0,
         "seconds to wait at the start for a server that does not answer; one that is loading has six hours",

@@ -125,7 +125,8 @@ def set_up(
         log.info("ref is adapter_off: no reference server")
     else:
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
-        reference = client.wait_ready(any_version=config.ref_update_steps > 0 and (resumed or has_begun(folder)))
+        any_version = config.ref_update_steps > 0 and (resumed or has_begun(folder))
+        reference = client.wait_ready(any_version)
     reward_funcs = start_rewards(inputs.reward_funcs, config, device)
 
     model = load_model(config, device)
@@ -135,7 +136,7 @@ def set_up(
         check_router(model, config.router_aux_loss_coef)
     check_alike({"the model's fingerprint": policy_info.fingerprint})
     if client is not None:
-        check_reference(config, policy_info, reference)
+        check_reference(config, policy_info, reference, any_version)
     adapter_off = None
     if config.use_peft:
         began_with_adapter = train_adapter(model, config)

@@ -476,6 +476,19 @@ def test_a_reference_that_does_not_fit_is_refused(changes, said):
         check_reference(config, MODEL, replace(MODEL, **changes))
 
 
-def test_other_weights_are_allowed_and_said(caplog):
-    check_reference(parse_arguments(TrainerConfig, "", []), MODEL, replace(MODEL, fingerprint="x"))
-    assert "the KL will not begin at 0" in caplog.text
+def test_another_model_is_refused_unless_it_is_wanted(caplog):
+    other = replace(MODEL, name="tuned", fingerprint="x", config_fingerprint="c")
+    with pytest.raises(ServerError) as refused:
+        check_reference(TrainerConfig(), MODEL, other)
+    assert str(refused.value) == (
+        "http://127.0.0.1:59875 serves tuned (x), which is another model than the policy starts from, m (f): restart "
+        "it with --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct, or set allow_other_reference to train with it"
+    )
+    with pytest.raises(ServerError, match="another model"):
+        check_reference(TrainerConfig(), MODEL, replace(other, quantization="8bit"))
+    check_reference(TrainerConfig(), MODEL, other, any_version=True)  # of a run that goes on
+    assert not caplog.messages
+    check_reference(TrainerConfig(allow_other_reference=True), MODEL, other)
+    # Of the same configuration, so it may be the same model in fewer bits.
+    check_reference(TrainerConfig(), MODEL, replace(MODEL, fingerprint="x", quantization="8bit"))
+    assert len(caplog.messages) == 2 and all("the KL will not begin at 0" in line for line in caplog.messages)

@@ -440,7 +440,7 @@ def test_with_a_server_the_kl_begins_at_0_from_a_new_adapter_and_from_an_old_one
         settings = options(begin, data_folder, tmp_path / name, ref_servers=url, use_peft=None, eval_steps=0)
         ended = plain_python(*settings, *letters, *more)
         assert ended.returncode == 0, ended.stdout
-        assert "is another model than the policy starts from" not in ended.stdout
+        assert "has other weights than the policy starts from" not in ended.stdout
         rows = lines(tmp_path / name / "metrics.jsonl")
         assert abs(rows[0]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-8
 

@@ -252,7 +252,7 @@ def test_with_a_server_the_kl_begins_at_0(server, model_folder, data_folder, let
         quantized_server.wait_ready()
         ended = run("same", quantized_server.url)
     assert ended.returncode == 0, ended.stdout
-    assert "is another model than the policy starts from" not in ended.stdout
+    assert "has other weights than the policy starts from" not in ended.stdout
     rows = lines(tmp_path / "same/metrics.jsonl")
     assert abs(rows[0]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-8
     ended = run("other", server.url)
