@@ -38,7 +38,7 @@ from grpo.rewards.functions import RewardError
 from grpo.run.exit import exit_code
 from grpo.run.folder import SaveError
 from grpo.run.phase_clock import PhaseClock
-from grpo.run.preflight import check_alike, describe_inputs, open_run
+from grpo.run.preflight import check_alike, check_run_folder, describe_inputs, open_run
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.ending import finish, raise_if_over, saved_at_the_end
 from grpo.trainer.engine import join_ranks
@@ -55,14 +55,15 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
     """Set up, loop, and save the model. Raises ConfigError before a model is loaded where the mistake shows by then."""
     ranks = join_ranks(config)
     try:
+        check_run_folder(config, ranks.rank)
         inputs = read_inputs(config, ranks.rank, ranks.size, ranks.device)
         check_alike(describe_inputs(config, inputs.ds_config, inputs.reward_funcs, [inputs.examples, inputs.held_out]))
-        checkpoint, folder, done = open_run(config, ranks.rank, ranks.size)
-        if not done:
-            run = set_up(config, ranks, inputs, folder, checkpoint, launcher)
-            with saved_at_the_end(run):
-                optimize(run)
-            finish(run)
+        with open_run(config, ranks.rank, ranks.size) as (checkpoint, folder, done):
+            if not done:
+                run = set_up(config, ranks, inputs, folder, checkpoint, launcher)
+                with saved_at_the_end(run):
+                    optimize(run)
+                finish(run)
         if ranks.rank == 0:
             show_end(folder)
         dist.destroy_process_group()

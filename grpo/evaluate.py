@@ -34,14 +34,17 @@ def run(config: EvaluateConfig) -> None:
     from grpo.rollouts.prompts import load_examples
     from grpo.rollouts.trial import make_sampler
     from grpo.run.collective import gather, own_place
-    from grpo.run.folder import new_folder
+    from grpo.run.folder import check_unused, check_writable
     from grpo.trainer.evaluation import evaluate
 
     rank, world_size, device = own_place()
     if world_size > 1:
         # For verdicts and texts only, so gloo on GPUs too. A rank may finish long before the last one.
         dist.init_process_group("gloo", timeout=timedelta(days=1))
-    folder = new_folder("output", config.output, config) if config.output and rank == 0 else None
+    folder = Path(config.output) if config.output and rank == 0 else None
+    if folder is not None:
+        check_unused("output", folder)
+        check_writable("output", folder)
     reward = importlib.import_module("reward")  # the user's file
 
     tokenizer = load_tokenizer(config)
@@ -59,7 +62,7 @@ def run(config: EvaluateConfig) -> None:
     if rank == 0:
         print(table(config, metrics))
     if folder is not None:
-        _write(folder, metrics, completions)
+        _write(folder, config, metrics, completions)
 
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
@@ -96,10 +99,12 @@ def _split(config: EvaluateConfig) -> str:
     return config.dataset_train_split if _is_file(config) else config.dataset_test_split
 
 
-def _write(folder: Path, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
-    """Write metrics.json, and completions.jsonl in the order of the problems."""
+def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
+    """Make the folder and write config.yaml, metrics.json, and completions.jsonl in the order of the problems."""
+    from grpo.run.folder import new_folder
     from grpo.run.json_lines import to_json
 
+    new_folder("output", folder, config)
     with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
         for completion in sorted(completions, key=itemgetter("problem", "sample")):
             file.write(to_json(completion))

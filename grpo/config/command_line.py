@@ -183,8 +183,12 @@ def _did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def write_config(config: Any, path: Path) -> None:
-    """Write the resolved settings as YAML that `--config` reads again. The token is left out."""
+    """Write the resolved settings as YAML that `--config` reads again.
+
+    The token is left out, and the checkpoint that a start went on from, which is no setting of the run.
+    """
+    left_out = "token", "resume_from_checkpoint"
     settings = {
-        name: value for name, value in dataclasses.asdict(config).items() if name != "token" and value is not None
+        name: value for name, value in dataclasses.asdict(config).items() if name not in left_out and value is not None
     }
     path.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")

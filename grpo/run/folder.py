@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -17,44 +18,70 @@ from grpo.config.errors import ConfigError
 from grpo.config.generation import EvaluateConfig
 from grpo.config.records import RecordSection
 from grpo.model.lora import merged
-from grpo.run.checkpoint_files import find_checkpoints, write_progress
-from grpo.run.lock import lock_run
+from grpo.run.checkpoint_files import checkpoints, find_checkpoints, write_progress
+from grpo.run.json_lines import read_record
+from grpo.run.lock import LOCK, lock_run
 
 
 class SaveError(RuntimeError):
     """A failed write of what a run leaves. The message says where and why; nothing half written stays behind."""
 
 
-def create_run(config: RecordSection) -> Path:
-    """Make the run's folder, if it is not there, and lock it for this process.
+def find_run_folder(config: RecordSection) -> Path:
+    """Return the run's folder, which may not be there yet.
 
-    Raises ConfigError as find_checkpoints, where the folder cannot be written, where another trainer writes there and,
-    unless the run may be resumed, where the folder has results.
+    Raises ConfigError as find_checkpoints, where the folder cannot be written and, unless the run may be resumed, where
+    the folder has results.
     """
-    checkpoint = next(iter(find_checkpoints(config)), None)  # a mistake is refused before anything is made
-    resumes = config.resume_from_checkpoint is not None
+    checkpoint = next(iter(find_checkpoints(config)), None)
     folder = checkpoint.parent if checkpoint else Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    if not resumes:
-        check_unused("output_dir", folder)
-    with writable("output_dir", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock_run(folder)
-    if not resumes:
-        check_unused("output_dir", folder)  # another trainer may have had it until now
+    if config.resume_from_checkpoint is None:
+        check_unused("output_dir", folder, may_have_begun=True)
+    check_writable("output_dir", folder)
     return folder
 
 
-def new_folder(field: str, name: str, config: EvaluateConfig) -> Path:
+@contextmanager
+def run_folder(config: RecordSection) -> Iterator[Path]:
+    """Make the run's folder, if it is not there, lock it for this process, and yield it.
+
+    Where the body fails before anything is in the folder, what was made is removed. Raises ConfigError as
+    find_run_folder, and where another trainer writes there.
+    """
+    folder = find_run_folder(config)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    with writable("output_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_run(folder)
+    try:
+        if config.resume_from_checkpoint is None:
+            check_unused("output_dir", folder, may_have_begun=True)  # another trainer may have had it until now
+        yield folder
+    except BaseException:
+        if missing and [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            for path in missing:
+                with suppress(OSError):  # another run may be beside this one by now
+                    path.rmdir()
+        raise
+
+
+def new_folder(field: str, folder: Path, config: EvaluateConfig) -> None:
     """Make a folder for results and write the resolved config into it.
 
     Raises ConfigError where the folder cannot be written or has results.
     """
-    folder = Path(name)
     check_unused(field, folder)
     with writable(field, folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / "config.yaml")
-    return folder
+
+
+def check_writable(field: str, folder: Path) -> None:
+    """Raise ConfigError where the folder cannot be made or nothing can be written into it. Makes nothing."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    with writable(field, folder), tempfile.TemporaryFile(dir=existing):
+        pass
 
 
 @contextmanager
@@ -66,10 +93,20 @@ def writable(field: str, folder: Path) -> Iterator[None]:
         raise ConfigError(f"{field}='{folder}': {error.strerror}: name a folder that can be written") from error
 
 
-def check_unused(field: str, folder: Path) -> None:
-    """Raise ConfigError where the folder has results."""
-    if any((folder / results).exists() for results in ("metrics.jsonl", "metrics.json")):
+def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None:
+    """Raise ConfigError where the folder has an evaluation or a run; with `may_have_begun`, a run that did a step."""
+    metrics = folder / "metrics.jsonl"
+    has_run = _has_step(metrics) if may_have_begun else metrics.exists()
+    if has_run or checkpoints(folder) or (folder / "metrics.json").exists():
         raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
+
+
+def _has_step(metrics: Path) -> bool:
+    """Tell whether a step is recorded there, beside the evaluation before the first."""
+    if not metrics.exists():
+        return False
+    with open(metrics, "rb") as lines:
+        return any(record["step"] > 0 for record in map(read_record, lines) if record is not None)
 
 
 def save_model(

@@ -7,14 +7,14 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo.config.command_line import write_config
 from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
 from grpo.config.records import RecordSection
@@ -23,7 +23,7 @@ from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
 from grpo.run.checkpoints import LIBRARIES
 from grpo.run.collective import from_first, gather
-from grpo.run.folder import create_run, writable
+from grpo.run.folder import find_run_folder, run_folder, writable
 from grpo.wire.health import fingerprint
 
 log = logging.getLogger(__name__)
@@ -37,15 +37,28 @@ _PLACES = {
 }
 
 
-def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
-    """Return (checkpoint to continue from, run folder, whether the run is done already); None as checkpoint: it begins.
+def check_run_folder(config: RecordSection, rank: int) -> None:
+    """Raise ConfigError on every rank, as find_run_folder does on rank 0. Makes nothing."""
+    _on_first(rank, partial(find_run_folder, config))
 
-    Rank 0 alone finds the checkpoint and makes the folder. Raises ConfigError on every rank: as create_run, where a
-    machine does not see the folder, as whole_checkpoint, and where a run that has ended would be erased.
+
+@contextmanager
+def open_run(config: TrainerConfig, rank: int, world_size: int) -> Iterator[tuple[Path | None, Path, bool]]:
+    """Yield (checkpoint to continue from, run folder, whether the run is done already); None as checkpoint: it begins.
+
+    Rank 0 alone finds the checkpoint and makes the folder, and removes it where the run fails before its first record.
+    Raises ConfigError on every rank: as run_folder, where a machine does not see the folder, as whole_checkpoint, and
+    where a run that has ended would be erased.
     """
+    with ExitStack() as stack:
+        yield _open_run(config, rank, world_size, stack)
+
+
+def _open_run(config: TrainerConfig, rank: int, world_size: int, stack: ExitStack) -> tuple[Path | None, Path, bool]:
+    """Return what open_run yields. What is to be undone where the run fails goes onto the stack."""
 
     def create_folder() -> tuple[Path, Path]:
-        folder = create_run(config)
+        folder = stack.enter_context(run_folder(config))
         marker = folder / f"seen-{secrets.token_hex(4)}"  # a new name: an older file may be seen on another disk
         with writable("output_dir", folder):
             marker.touch()
@@ -71,13 +84,6 @@ def open_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
             f"max_steps={config.max_steps}: the run in {folder} has ended after {steps}, and there is no checkpoint to "
             "go on from: set output_dir to another folder, or delete this one"
         )
-
-    def write_settings() -> None:
-        with writable("output_dir", folder):
-            write_config(config, folder / "config.yaml")
-
-    if checkpoint is None:
-        _on_first(rank, write_settings)
     # A reward function may change the directory.
     return checkpoint and checkpoint.absolute(), folder.absolute(), False
 

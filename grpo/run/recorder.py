@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo.config.command_line import write_config
 from grpo.config.errors import ConfigError
 from grpo.config.records import RecordSection
 from grpo.config.trainer import TrainerConfig
@@ -22,12 +23,13 @@ BAD_STEPS = "bad_steps.jsonl"
 
 
 class Recorder:
-    """The files of a run: metrics.jsonl, completions.jsonl, bad_steps.jsonl where a step was skipped, and what
-    `report_to` names. Rank 0 has the only one."""
+    """The files of a run: config.yaml, metrics.jsonl, completions.jsonl, bad_steps.jsonl where a step was skipped, and
+    what `report_to` names. Rank 0 has the only one."""
 
     def __init__(self, config: TrainerConfig, folder: Path, after: int | None = None):
         """Open the files. `after`: the run goes on after this step (-1: it begins again), and what is recorded of later
         steps is cut off, to be recorded again; None appends to the files as they are."""
+        write_config(config, folder / "config.yaml")  # a run that goes on may have other settings than it began with
         self._bad_steps = folder / BAD_STEPS
         for name in ("metrics.jsonl", "completions.jsonl", BAD_STEPS) if after is not None else ():
             _cut_after(folder / name, after)

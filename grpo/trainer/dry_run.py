@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
@@ -28,7 +27,7 @@ from grpo.model.packing import Batcher
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import find_checkpoints
 from grpo.run.collective import own_place
-from grpo.run.folder import check_unused
+from grpo.run.folder import find_run_folder
 from grpo.trainer.engine import engine_config
 from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
 from grpo.trainer.setup import Inputs, read_inputs
@@ -42,10 +41,9 @@ def dry_run(config: TrainerConfig) -> None:
     if rank != 0:
         return
     logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # or it would log every adapter that is counted
+    find_run_folder(config)
     inputs = read_inputs(config, rank, ranks, device)
     checkpoint = next(iter(find_checkpoints(config)), None)
-    if config.output_dir and config.resume_from_checkpoint is None:
-        check_unused("output_dir", Path(config.output_dir))
     model = policy_on_meta(config, resolve_dtype(config, device))
     policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path)
     check_lengths(config, model.config)

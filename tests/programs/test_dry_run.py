@@ -237,11 +237,11 @@ def test_without_a_formula_there_is_no_estimate_and_all_else(kind, reason, of_co
     assert f"Memory: no estimate ({reason}" in said.splitlines()[-1]
 
 
-def test_a_folder_with_a_run_is_refused(given, tmp_path):
+def test_a_folder_with_a_run_is_refused_before_the_data_is_read(given, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").touch()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="it holds a run"):
-        dry_run(TrainerConfig(**given))
+        dry_run(TrainerConfig(**given | {"dataset_name": "/no/data"}))
 
 
 @pytest.mark.slow

@@ -18,6 +18,11 @@ from grpo.run.checkpoint_files import sum_files, write_progress
 from grpo.run.preflight import check_alike, describe_inputs, open_run
 
 
+def opened(config: TrainerConfig, rank: int = 0, world_size: int = 1) -> tuple[Path | None, Path, bool]:
+    with open_run(config, rank, world_size) as run:
+        return run
+
+
 def examples(answers: str) -> list[Example]:
     return [Example(place, "2+2?", [1], {"answer": answer}, []) for place, answer in enumerate(answers)]
 
@@ -68,16 +73,16 @@ def rank_of_two(rank: int, folder: Path) -> None:
     for changes, _ in CASES:
         attempt(compare, rank == 1, **changes)
     for path in (str(folder / "shared"), "runs", str(folder / "used")):
-        attempt(open_run, TrainerConfig(output_dir=path), rank, 2)
+        attempt(opened, TrainerConfig(output_dir=path), rank, 2)
     # Only rank 0 looks for the checkpoint: the other one may see an older state of the disk.
     again = {"output_dir": str(folder / "used"), "resume_from_checkpoint": "last"}
-    attempt(open_run, TrainerConfig(**again), rank, 2)
+    attempt(opened, TrainerConfig(**again), rank, 2)
     for damage in ("checkpoint-3/large", "checkpoint-2/progress.json"):
         dist.barrier()
         if rank == 0:
             (folder / "used" / damage).write_bytes(b"")
         dist.barrier()
-        attempt(open_run, TrainerConfig(**again), rank, 2)
+        attempt(opened, TrainerConfig(**again), rank, 2)
     dist.destroy_process_group()
     (folder / f"results-{rank}").write_text(json.dumps(results))
 
@@ -87,7 +92,6 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
     used = tmp_path / "used"
     for name in ("0", "1/runs", "used/checkpoint-2", "used/checkpoint-3"):  # the second one has no disk in common
         (tmp_path / name).mkdir(parents=True)
-    (used / "metrics.jsonl").touch()
     for step in (2, 3):
         checkpoint = used / f"checkpoint-{step}"
         (checkpoint / "large").write_bytes(b"12"), (checkpoint / "small").write_bytes(b"1")
@@ -102,7 +106,8 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
         else:
             assert re.match(expected, result) and result.endswith("the same settings, data and programs"), changes
     assert shared == ["None", str(tmp_path / "shared"), "False"]
-    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["config.yaml", "trainer.lock"]
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["trainer.lock"]
+    assert not (tmp_path / "0/runs").exists()
     assert hidden.startswith("output_dir='runs': ") and f" does not see in its {tmp_path}/1/runs what " in hidden
     assert refused.startswith(f"output_dir='{used}': it holds a run")
     assert resumed[:2] == [[str(used / f"checkpoint-{step}"), str(used), "False"] for step in (3, 2)]
@@ -114,28 +119,26 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
 
 
 def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
-    def opened(max_steps: int):
+    def last(max_steps: int):
         asked = {"output_dir": str(tmp_path), "resume_from_checkpoint": "last", "max_steps": max_steps}
-        return open_run(TrainerConfig(**asked), 0, 1)
+        return opened(TrainerConfig(**asked))
 
-    assert opened(4) == (None, tmp_path, False)
+    assert last(4) == (None, tmp_path, False)
     (tmp_path / "model").mkdir()
-    assert opened(4) == (None, tmp_path, False)  # a model, but who knows of which step
+    assert last(4) == (None, tmp_path, False)  # a model, but who knows of which step
     write_progress(tmp_path / "model", {"step": 4})
-    settings = (tmp_path / "config.yaml").read_bytes()
-    assert opened(4) == opened(3) == (None, tmp_path, True)
+    assert last(4) == last(3) == (None, tmp_path, True)
     with pytest.raises(ConfigError, match="^max_steps=5: the run in .* has ended after 4, and there is no"):
-        opened(5)
-    assert (tmp_path / "config.yaml").read_bytes() == settings
+        last(5)
     (tmp_path / "checkpoint-2").mkdir()
     write_progress(tmp_path / "checkpoint-2", {"files": {}})
-    assert opened(4) == (None, tmp_path, True)
-    assert opened(5) == (tmp_path / "checkpoint-2", tmp_path, False)
+    assert last(4) == (None, tmp_path, True)
+    assert last(5) == (tmp_path / "checkpoint-2", tmp_path, False)
     named = TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2"), max_steps=4)
-    assert open_run(named, 0, 1) == (tmp_path / "checkpoint-2", tmp_path, False)
+    assert opened(named) == (tmp_path / "checkpoint-2", tmp_path, False)
     write_progress(tmp_path / "checkpoint-2", {"files": {"weights": [1, ""]}})
     with pytest.raises(ConfigError) as refused:
-        open_run(TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), 0, 1)
+        opened(TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2")))
     assert str(refused.value) == (
         f"resume_from_checkpoint='{tmp_path}/checkpoint-2': it is damaged: weights cannot be read (No such file or "
         "directory): use 'last', which takes an older one"
@@ -145,4 +148,4 @@ def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
 def test_a_disk_that_cannot_be_written_is_said(tmp_path):
     """Of a file system that is read-only no user can write anything, root included; /proc is such a one."""
     with pytest.raises(ConfigError, match="^output_dir='/proc/self': .+: name a folder that can be written$"):
-        open_run(TrainerConfig(output_dir="/proc/self", resume_from_checkpoint="last"), 0, 1)
+        opened(TrainerConfig(output_dir="/proc/self", resume_from_checkpoint="last"))
