@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 LONGEST_LOADING = 6 * 3600.0
 """seconds: 140 GB at 10 MB/s take four hours; a server that hangs while it loads holds the trainer's cards so long"""
+FIRST_LINE, BETWEEN_LINES = 5.0, 15.0
+"""seconds of waiting to the first line of the log, and at least to the next one"""
 
 
 class TaskClient:
@@ -39,16 +41,17 @@ class TaskClient:
     def wait_for_servers(self, kind: str, remedy: str) -> dict[str, ServerInfo]:
         """Wait until every server is ready; return by URL what each says of itself. `remedy` ends the message.
 
-        Logs each minute what it waits for, and more often at first. A server that is loading its model has
+        Logs each minute what it waits for, and more often at first. The first line has the remedy, and a line says what
+        the servers answered where that is news. A server that is loading its model has
         LONGEST_LOADING seconds; `ref_startup_timeout` is for a server that does not say so.
 
         Raises ServersUnavailable after that time, ServerError where waiting cannot help: a refused token, a certificate
         that does not verify.
         """
-        began, patience, next_log = time.monotonic(), self._config.ref_startup_timeout, 5.0
+        began, patience, next_log = time.monotonic(), self._config.ref_startup_timeout, FIRST_LINE
         deadlines = {server: Deadline(patience) for server in self.balancer.servers}
         answers: dict[str, ServerInfo] = {}
-        waiting = self.balancer.servers
+        waiting, logged, hint = self.balancer.servers, "", f": start {remedy}"
         while True:
             passed = time.monotonic() - began
             for server in waiting:
@@ -57,6 +60,7 @@ class TaskClient:
                 except RequestFailure as failure:
                     server.last_outcome = str(failure)
                     if isinstance(failure, ModelLoading):
+                        hint = ""
                         deadlines[server] = Deadline(patience)
                         if passed > LONGEST_LOADING:
                             raise ServersUnavailable(
@@ -71,6 +75,8 @@ class TaskClient:
                     f"no {kind} server at {list_outcomes(silent)} after {patience:.0f} s: start {remedy}"
                 )
             if passed >= next_log:
-                log.info("waiting for %s (%.0f s)", list_outcomes(waiting), passed)
-                next_log = passed + min(60.0, max(15.0, passed))
+                outcomes, urls = list_outcomes(waiting), " and ".join(server.url for server in waiting)
+                log.info("waiting for %s (%.0f s)%s", urls if outcomes == logged else outcomes, passed, hint)
+                logged, hint = outcomes, ""
+                next_log = passed + min(60.0, max(BETWEEN_LINES, passed))
             time.sleep(min(0.5, max(0.0, min(deadlines[server].seconds_left() for server in waiting))))

@@ -139,7 +139,7 @@ class Connection:
             with suppress(ValueError):  # the answer is no ServerInfo: a proxy sent it
                 if (health := ServerInfo.from_json(response.content)).status == "loading":
                     raise ModelLoading(f"is loading {health.model.name}", _read_retry_after(response))
-            raise RequestFailure(f"said {response.status_code}: {response.text[:200]}", _read_retry_after(response))
+            raise RequestFailure(f"said {response.status_code}: {_first_line(response)}", _read_retry_after(response))
         try:
             health = ServerInfo.from_json(response.content)
         except ValueError as error:
@@ -192,7 +192,12 @@ def _read_error_message(response: requests.Response) -> str:
     try:
         return response.json()["error"]["message"]
     except (json.JSONDecodeError, KeyError, TypeError):
-        return response.text[:200]
+        return _first_line(response)
+
+
+def _first_line(response: requests.Response) -> str:
+    """Return the first line of a body that is not ours, such as a page of another web server."""
+    return response.text.strip().partition("\n")[0][:200]
 
 
 def _read_retry_after(response: requests.Response) -> float:

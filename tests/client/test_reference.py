@@ -1,6 +1,7 @@
 """The client of the reference servers, against real servers that are late, killed, restarted, wrong, or no servers."""
 
 import itertools
+import re
 import signal
 import ssl
 import subprocess
@@ -459,6 +460,22 @@ def test_something_else_on_that_port_is_not_a_reference():
             client.wait_ready()
         with pytest.raises(ServersUnavailable, match="it is something else"):
             client.request_logprobs(PROMPT, COMPLETIONS, "g").result()
+
+
+def test_the_first_line_of_waiting_says_how_to_start_a_server_and_no_line_has_a_page(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(base, "FIRST_LINE", 0.0), monkeypatch.setattr(base, "BETWEEN_LINES", 0.3)
+    page = (404, {}, b"<!DOCTYPE HTML>\n<html>\n<h1>nothing</h1>\n</html>\n")
+    with (
+        fake(health=lambda: page) as server,
+        open_client(server.url) as client,
+        pytest.raises(ServersUnavailable, match=r"\(it said 404: <!DOCTYPE HTML>\) after 1 s: start 'python ref_s"),
+    ):
+        client.wait_ready()
+    first, *later = caplog.messages
+    assert re.match(rf"waiting for {server.url} \(it said 404: <!DOCTYPE HTML>\) \(0 s\): start 'python ref_ser", first)
+    assert later and all(re.fullmatch(rf"waiting for {server.url} \(\d s\)", line) for line in later)
+    assert "nothing" not in caplog.text
 
 
 @pytest.mark.parametrize(
