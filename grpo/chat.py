@@ -3,8 +3,8 @@
     python -m grpo.chat --model runs/DATE-TIME/model
     echo "What is 2+2?" | python -m grpo.chat --model runs/DATE-TIME/model
 
-A line is a question. The model is asked as in training, with the system prompt in its chat template, and answers from
-the distribution that it was trained on: --temperature 1, nothing cut off, no penalties; --temperature 0 is greedy.
+A line is a question. The model is asked as in training, as its grpo.yaml says where a run has saved it, and answers
+from the distribution that it was trained on: its temperature, nothing cut off, no penalties; --temperature 0 is greedy.
 The model sees the earlier lines too. /new begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends.
 """
 
@@ -20,6 +20,7 @@ from types import FrameType
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError, say_once
 from grpo.config.generation import ChatConfig
+from grpo.model.answering import model_settings
 
 NEW = "/new"
 
@@ -137,7 +138,7 @@ def stopped_by_ctrl_c(interactive: bool) -> Iterator[list[int]]:
 
 
 def main() -> int:
-    config = parse_arguments(ChatConfig, __doc__)
+    config = parse_arguments(ChatConfig, __doc__, model_settings=model_settings)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     sys.stdin.reconfigure(errors="replace")
     try:

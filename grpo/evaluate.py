@@ -1,11 +1,12 @@
 """Counts the problems of a dataset that a saved model solves: greedily, and with samples (avg@k, pass@k).
 
-    python -m grpo.evaluate --model runs/DATE-TIME/model --dataset openai/gsm8k
-    python -m grpo.evaluate --config runs/DATE-TIME/config.yaml --model runs/DATE-TIME/model --num_generations_eval 8
+    python -m grpo.evaluate --model runs/DATE-TIME/model
+    python -m grpo.evaluate --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --num_generations_eval 8
     deepspeed --num_gpus 2 --module grpo.evaluate --model runs/DATE-TIME/model
 
-The second command asks the problems as that run did; the third shares them among two processes. The model is a folder
-or a hub id. The data is whatever the trainer takes (of a folder or a hub id the split `test`, of a single file all).
+The model is a folder or a hub id. One that a run has saved is asked as in training, on that run's data, where nothing
+else is said: its grpo.yaml has the settings. The third command shares the problems among two processes. The data is
+whatever the trainer takes (of a folder or a hub id the split `test`, of a single file all).
 `is_correct` in reward.py judges the answers, as in training. The numbers do not depend on the number of processes; the
 samples follow from seed, temperature and sequences_per_generate.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.generation import EvaluateConfig
+from grpo.model.answering import model_settings
 from grpo.run.exit import exit_code
 
 
@@ -112,7 +114,7 @@ def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], comp
 
 
 def main() -> int:
-    config = parse_arguments(EvaluateConfig, __doc__)
+    config = parse_arguments(EvaluateConfig, __doc__, model_settings=model_settings)
     return exit_code(lambda: run(config), (OSError,), "interrupted")
 
 

@@ -1,5 +1,7 @@
 """Reads the command line and a YAML file: defaults, overridden by `--config FILE.yaml`, overridden by options.
 
+A program that loads a saved model takes settings that come with it for defaults (grpo/model/answering.py).
+
 One flat YAML file serves all programs, so that they cannot disagree: each reads its own fields and passes over those of
 the others. A key that no program knows is refused.
 """
@@ -13,8 +15,8 @@ import json
 import os
 import pkgutil
 import sys
-from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Iterable
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -40,8 +42,17 @@ _TRUTH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("f
 _ConfigT = TypeVar("_ConfigT")
 
 
-def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[str] | None = None) -> _ConfigT:
-    """Read `argv` (unset: the command line). On a bad setting print one sentence and exit with 2."""
+def parse_arguments(
+    config_class: type[_ConfigT],
+    description: str,
+    argv: list[str] | None = None,
+    model_settings: Callable[[str, set[str], set[str]], dict[str, Any]] | None = None,
+) -> _ConfigT:
+    """Read `argv` (unset: the command line). On a bad setting print one sentence and exit with 2.
+
+    `model_settings` returns the settings that come with a model, from the model's name, the names of the program's
+    settings and of those that are given; the command line and the file of `--config` win over them.
+    """
     parser = _parser(config_class, description)
     arguments = sys.argv[1:] if argv is None else argv
     try:
@@ -53,6 +64,10 @@ def parse_arguments(config_class: type[_ConfigT], description: str, argv: list[s
             name = unknown[0]
             hint = _did_you_mean(name.lstrip("-"), [field.name for field in fields(config_class)])
             raise ConfigError(f"{name}: no such option{hint}; see --help")
+        if model_settings is not None:
+            given = _given(parser, config_class, from_file + arguments)
+            of_model = model_settings(parsed.model_name_or_path, {field.name for field in fields(config_class)}, given)
+            parsed = parser.parse_args(_as_arguments(of_model) + from_file + arguments)
         config = config_class(**{field.name: getattr(parsed, field.name) for field in fields(config_class)})
     except ConfigError as error:
         parser.error(str(error))
@@ -87,6 +102,13 @@ def _parser(config_class: type, description: str) -> ArgumentParser:
             for field in fields(section):
                 _add_option(group, field, hints[field.name])
     return parser
+
+
+def _given(parser: ArgumentParser, config_class: type, arguments: list[str]) -> set[str]:
+    """Return the names of the settings that the arguments name."""
+    unset = object()
+    parsed, _ = parser.parse_known_args(arguments, Namespace(**{field.name: unset for field in fields(config_class)}))
+    return {field.name for field in fields(config_class) if getattr(parsed, field.name) is not unset}
 
 
 def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field, kind: Any) -> None:
@@ -147,7 +169,7 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
     if settings.keys() - program_fields.keys():
         classes = map(pkgutil.resolve_name, _PROGRAMS)
         known = {field.name: field for config in classes for field in fields(config)} | program_fields
-    arguments: list[str] = []
+    read: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "lora_dropout":  # in files for TRL, and in those of older runs
             require(
@@ -162,11 +184,18 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         for kind in (dict, list):
             if isinstance(value, kind) and kind.__name__ not in known[name].type:
                 raise ConfigError(f"{path}: {name}={value!r}: give a single value")
-        if name not in program_fields or value is None:
-            continue
+        if name in program_fields:
+            read[name] = value
+    return _as_arguments(read)
+
+
+def _as_arguments(settings: dict[str, Any]) -> list[str]:
+    """Return the words of a command line that say the same."""
+    arguments: list[str] = []
+    for name, value in settings.items():
         if isinstance(value, list):
             arguments += [f"--{name}", *map(_as_word, value)]
-        else:
+        elif value is not None:
             arguments.append(f"--{name}={_as_word(value)}")
     return arguments
 
@@ -185,10 +214,12 @@ def _did_you_mean(name: str, names: Iterable[str]) -> str:
 def write_config(config: Any, path: Path) -> None:
     """Write the resolved settings as YAML that `--config` reads again.
 
-    The token is left out, and the checkpoint that a start went on from, which is no setting of the run.
+    The checkpoint that a start went on from is left out, as it is no setting of the run.
     """
-    left_out = "token", "resume_from_checkpoint"
-    settings = {
-        name: value for name, value in dataclasses.asdict(config).items() if name not in left_out and value is not None
-    }
-    path.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(to_yaml(dataclasses.asdict(config) | {"resume_from_checkpoint": None}), encoding="utf-8")
+
+
+def to_yaml(settings: dict[str, Any]) -> str:
+    """Format settings as a file for `--config`, without the token and what is unset."""
+    settings = {name: value for name, value in settings.items() if name != "token" and value is not None}
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

@@ -24,6 +24,11 @@ class RecordSection(Section):
     save_total_limit: int = option(
         2, "newest checkpoints to keep, beside the best by evaluation; 0 keeps all", at_least=0
     )
+    save_system_prompt: bool = option(
+        False,
+        "save system_prompt in the chat template too, for programs that do not read grpo.yaml, such as vLLM: they then "
+        "put it before every conversation without a system message",
+    )
     resume_from_checkpoint: str | None = option(
         None, "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any"
     )

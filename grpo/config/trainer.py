@@ -41,6 +41,12 @@ class TrainerConfig(
             f"use max_completion_length={self.max_completion_length} or less",
         )
         require(
+            self.system_prompt != "" or not self.save_system_prompt,
+            "save_system_prompt",
+            self.save_system_prompt,
+            "system_prompt is empty: leave this out",
+        )
+        require(
             self.ref == "server" or self.use_peft,
             "ref",
             self.ref,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -76,3 +78,18 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int
     """Return the ids of the text that `render_prompt` returned."""
     # A chat template has written every special token already.
     return tokenizer(prompt, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+
+
+def with_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a chat template that puts the system prompt before a chat without a system message.
+
+    `render_prompt` gives every chat a system message where it is told one, so that this one is not put in twice.
+    """
+    text = json.dumps(system_prompt, ensure_ascii=False)  # Jinja reads JSON's escapes
+    add = f"{{% set messages = [{{'role': 'system', 'content': {text}}}] + messages %}}"
+    copied = copy.copy(tokenizer)
+    # transformers leaves out the line end after a block, so that the model's own template begins as it did.
+    copied.chat_template = (
+        f"{{% if messages[0]['role'] != 'system' %}}{add}{{% endif %}}\n{tokenizer.get_chat_template()}"
+    )
+    return copied

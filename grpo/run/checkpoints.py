@@ -55,7 +55,7 @@ FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
     *("micro_batch_tokens", "gradient_checkpointing", "max_bad_steps"),
     "sequences_per_generate",
-    *("save_steps", "save_total_limit", "report_to", "merge_on_save", "deepspeed"),
+    *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
     *("eval_steps", "eval_samples", "num_generations_eval", "pass_at_k"),
     *("ref_servers", "host", "port", "token", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout"),
@@ -133,7 +133,7 @@ class Checkpoints:
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_model(engine.module, self._tokenizer, unfinished, self._config.merge_on_save)
+            write_model(engine.module, self._tokenizer, unfinished, self._config)
 
         def save_engine() -> None:
             try:

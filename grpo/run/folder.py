@@ -17,7 +17,10 @@ from grpo.config.command_line import write_config
 from grpo.config.errors import ConfigError
 from grpo.config.generation import EvaluateConfig
 from grpo.config.records import RecordSection
+from grpo.config.trainer import TrainerConfig
+from grpo.model.answering import write_answering
 from grpo.model.lora import merged
+from grpo.rollouts.chat_template import with_system_prompt
 from grpo.run.checkpoint_files import checkpoints, find_checkpoints, write_progress
 from grpo.run.json_lines import read_record
 from grpo.run.lock import LOCK, lock_run
@@ -110,21 +113,24 @@ def _has_step(metrics: Path) -> bool:
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool = False, step: int = 0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: TrainerConfig, step: int = 0
 ) -> None:
-    """Write model and tokenizer as `from_pretrained` reads them, and the `step` of the run that they are of.
+    """Write model and tokenizer as `from_pretrained` reads them, how they were trained to answer, and the `step` of
+    the run that they are of.
 
-    Of a model with an adapter this writes the adapter alone, or with `merge_adapter` the whole model, merged. Raises
+    Of a model with an adapter this writes the adapter alone, or with `merge_on_save` the whole model, merged. Raises
     SaveError; `folder` is then not there.
     """
     with whole_folder(folder, "model") as unfinished:
-        write_model(model, tokenizer, unfinished, merge_adapter)
+        write_model(model, tokenizer, unfinished, config)
         write_progress(unfinished, {"step": step})
 
 
-def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, merge_adapter: bool) -> None:
+def write_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: TrainerConfig
+) -> None:
     """Write as save_model does, but into a folder that may stay half written. Raises what the libraries raise."""
-    if merge_adapter:
+    if config.merge_on_save:
         model = merged(model)
     if hasattr(model, "peft_config"):
         model.save_pretrained(folder)
@@ -133,7 +139,10 @@ def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         # the same memory a storage of its own. Of weights on a GPU one shard at a time is in the host's memory.
         weights = {name: torch.from_dlpack(weight.detach()) for name, weight in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+    if config.save_system_prompt:
+        tokenizer = with_system_prompt(tokenizer, config.system_prompt)
     tokenizer.save_pretrained(folder)
+    write_answering(config, folder)
 
 
 @contextmanager

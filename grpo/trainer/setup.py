@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.algorithm.loss import try_loss
 from grpo.client.reference import ReferenceClient, check_reference
+from grpo.config.errors import require
 from grpo.config.trainer import TrainerConfig
+from grpo.model.answering import read_answering
 from grpo.model.fingerprint import describe
 from grpo.model.load import check_lengths, checkpoint_activations, load_model, load_tokenizer
 from grpo.model.logprobs import check_router
@@ -96,7 +98,15 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     ds_config = engine_config(config, world_size, device)
     tokenizer = load_tokenizer(config)
     check_adapter(config)
+    require(
+        tokenizer.chat_template is not None or not config.save_system_prompt,
+        "save_system_prompt",
+        config.save_system_prompt,
+        "the model has no chat template to save it in: leave it out",
+    )
     progress = rank == 0
+    if progress:
+        warn_of_other_question(config)
     examples = load_examples(config, config.dataset_train_split, tokenizer, progress=progress)
     check_reward_columns(config, examples)
     stream = PromptStream(examples, config.prompts_per_step, config.seed)
@@ -104,6 +114,14 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=progress)
     return Inputs(reward_funcs, ds_config, tokenizer, examples, stream, held_out)
+
+
+def warn_of_other_question(config: TrainerConfig) -> None:
+    """Warn where the model was trained with another system prompt, or other arguments of its chat template."""
+    path, before = read_answering(config.model_name_or_path)
+    for name in ("system_prompt", "chat_template_kwargs") if path else ():
+        if before.get(name) != (now := getattr(config, name)):
+            log.warning("%s was %r when this model was trained (%s), and is %r", name, before.get(name), path, now)
 
 
 def set_up(

@@ -234,7 +234,7 @@ def test_a_saved_adapter_goes_on_where_it_was(model_folder, adapters, tokenizer,
         model, _ = policy(*(["--use_dora"] if kind == "DoRA" else []), model=start)
         move(model)
         folder = tmp_path / str(number)
-        save_model(model, tokenizer, folder)
+        save_model(model, tokenizer, folder, TrainerConfig())
         names = {path.name for path in folder.iterdir()}
         assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"} <= names
         assert not {"config.json", "model.safetensors"} & names
@@ -258,7 +258,7 @@ def test_a_merged_model_is_plain_and_the_run_goes_on_as_if_nothing_was(
 ):
     model, _ = policy(model=adapters[kind])
     before, expected = snapshot(model), scores(model)
-    save_model(model, tokenizer, tmp_path / "model", merge_adapter=True)
+    save_model(model, tokenizer, tmp_path / "model", TrainerConfig(use_peft=True, merge_on_save=True))
     assert equal(snapshot(model), before) and torch.equal(scores(model), expected)
     assert not (tmp_path / "model/adapter_config.json").exists()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -278,7 +278,7 @@ def test_sixteen_bits_are_merged_in_sixteen_bits(adapters, tokenizer, tmp_path):
     model, _ = policy("--dtype", "bfloat16", model=adapters["LoRA"])
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     before = snapshot(model)
-    save_model(model, tokenizer, tmp_path / "model", merge_adapter=True)
+    save_model(model, tokenizer, tmp_path / "model", TrainerConfig(use_peft=True, merge_on_save=True))
     assert equal(snapshot(model), before)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert {weight.dtype for weight in plain.parameters()} == {torch.bfloat16}

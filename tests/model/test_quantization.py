@@ -147,8 +147,8 @@ def test_what_is_saved_is_the_policy_and_the_run_goes_on_as_if_nothing_was(model
     with torch.no_grad():
         now = scores(model)
     before = snapshot(model)
-    save_model(model, tokenizer, tmp_path / "merged", merge_adapter=True)
-    save_model(model, tokenizer, tmp_path / "adapter")
+    save_model(model, tokenizer, tmp_path / "merged", TrainerConfig(use_peft=True, merge_on_save=True))
+    save_model(model, tokenizer, tmp_path / "adapter", TrainerConfig())
     after = snapshot(model)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 

@@ -187,6 +187,7 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
         "learning_rate": 1e-2,
         "temperature": 0.8,
         "eval_steps": 1,
+        "save_steps": 1,
         "eval_samples": 20,
         "num_generations_eval": 4,
         "beta": 0,
@@ -209,6 +210,20 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
     first, last = ([one for one in recorded if one["phase"] == "eval" and one["step"] == step] for step in (0, 1))
     assert [{"step": 1, "phase": "eval", **one} for one in greedy] == last and len(last) == 20
     assert [one["completion"] for one in greedy] != [one["completion"] for one in first], "the weights have moved"
+
+    # A saved model knows how it was trained to answer, and a checkpoint too: nobody needs to say it again.
+    for folder in ("model", "checkpoint-1"):
+        out = tmp_path / f"out of {folder}"
+        same = run(
+            "--model",
+            str(tmp_path / "run" / folder),
+            "--eval_samples=20",
+            "--num_generations_eval=4",
+            f"--output={out}",
+        )
+        assert same.returncode == 0, same.stderr
+        assert f"asked as in training, by {tmp_path}/run/{folder}/grpo.yaml: system_prompt=''," in same.stderr
+        assert result(out) == (metrics, completions)
 
 
 @pytest.mark.slow

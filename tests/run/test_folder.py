@@ -16,7 +16,7 @@ def config(*options) -> TrainerConfig:
 
 
 def test_a_saved_model_loads_and_is_the_same(model, tokenizer, tmp_path):
-    save_model(model, tokenizer, tmp_path / "model")
+    save_model(model, tokenizer, tmp_path / "model", TrainerConfig())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
@@ -27,7 +27,7 @@ def test_a_saved_model_loads_and_is_the_same(model, tokenizer, tmp_path):
 def test_what_an_interrupted_save_left_is_replaced(model, tokenizer, tmp_path):
     (tmp_path / "model.unfinished").mkdir()
     (tmp_path / "model.unfinished" / "rubbish").touch()
-    save_model(model, tokenizer, tmp_path / "model")
+    save_model(model, tokenizer, tmp_path / "model", TrainerConfig())
     assert not (tmp_path / "model" / "rubbish").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -35,7 +35,7 @@ def test_what_an_interrupted_save_left_is_replaced(model, tokenizer, tmp_path):
 def test_a_failed_save_says_where_and_leaves_nothing(model, tokenizer, tmp_path):
     (tmp_path / "model").write_text("a file is in the way")
     with pytest.raises(SaveError, match=f"could not be saved to {tmp_path / 'model'}: .*nothing was left"):
-        save_model(model, tokenizer, tmp_path / "model")
+        save_model(model, tokenizer, tmp_path / "model", TrainerConfig())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

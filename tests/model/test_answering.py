@@ -1,0 +1,138 @@
+"""grpo.yaml in a model's folder: who is asked as in training, what wins over it, and what it must not say."""
+
+import pytest
+from adapters import write_adapter
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.model.answering import ANSWERING, model_settings, read_answering
+from grpo.model.load import load_model
+from grpo.rollouts.chat_template import render_prompt
+from grpo.run.folder import save_model
+from grpo.trainer.setup import warn_of_other_question
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+SYSTEM = "Be brief: \"one\" word,\n{{ no }} {% more %} \\ 'than' that — 🐸"
+TRAINED = {
+    "system_prompt": SYSTEM,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "max_completion_length": 40,
+    "max_prompt_length": 300,
+    "temperature": 0.7,
+    "seed": 3,
+    "dataset_name": "my/data",
+    "dataset_prompt_column": "problem",
+    "dataset_answer_column": "solution",
+}
+
+
+@pytest.fixture(params=["whole", "adapter"])
+def saved(request, model, tokenizer, model_folder, tmp_path):
+    """The folder of a model, or of an adapter, that a run with TRAINED has saved."""
+    trained = model
+    if request.param == "adapter":
+        adapter = write_adapter(tmp_path / "adapter", model_folder, r=2)
+        trained = load_model(TrainerConfig(model_name_or_path=str(adapter)), model.device)
+    save_model(trained, tokenizer, tmp_path / "model", TrainerConfig(trust_remote_code=True, **TRAINED))
+    return tmp_path / "model"
+
+
+def parsed(config_class, *words):
+    return parse_arguments(config_class, "", [*map(str, words)], model_settings)
+
+
+def test_a_saved_model_is_asked_as_in_training(saved, capsys):
+    for config_class in (EvaluateConfig, ChatConfig):
+        config = parsed(config_class, "--model", saved)
+        assert {name: getattr(config, name, value) for name, value in TRAINED.items()} == TRAINED
+        assert config.trust_remote_code is False
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"asked as in training, by {saved}/{ANSWERING}: system_prompt=" in line
+        assert "max_completion_length=40, temperature=0.7, seed=3" in line
+        assert ("dataset_prompt_column='problem'" in line) == (config_class is EvaluateConfig)
+
+
+def test_the_command_line_and_the_file_of_config_win(saved, tmp_path, capsys):
+    (tmp_path / "own.yaml").write_text("temperature: 0.5\nseed: 5\n")
+    words = ["--model", saved, "--config", tmp_path / "own.yaml", "--temperature", "1.0", "--dataset", "other"]
+    config = parsed(EvaluateConfig, *words, "--dataset-prompt-column=question", "--system_prompt=")
+    assert (config.temperature, config.seed, config.max_completion_length) == (1.0, 5, 40)
+    assert (config.dataset_name, config.dataset_prompt_column) == ("other", "question")
+    assert (config.system_prompt, config.dataset_answer_column) == ("", "solution")
+    line = capsys.readouterr().err
+    assert "max_completion_length=40" in line
+    assert not [name for name in ("system_prompt", "temperature", "seed", "dataset_name") if f"{name}=" in line]
+
+
+def test_a_model_without_the_file_is_asked_by_the_defaults(model_folder, capsys):
+    assert parsed(EvaluateConfig, "--model", model_folder) == EvaluateConfig(model_name_or_path=str(model_folder))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_file_reaches_no_other_setting(model_folder, tmp_path):
+    (tmp_path / ANSWERING).write_text("trust_remote_code: true\nof_a_newer_version: 1\nseed: 9\n")
+    config = parsed(EvaluateConfig, "--model", tmp_path)
+    assert (config.trust_remote_code, config.seed) == (False, 9)
+
+
+@pytest.mark.parametrize("content", ["seed: [1", "a text"])
+def test_a_damaged_file_is_refused(content, tmp_path, capsys):
+    (tmp_path / ANSWERING).write_text(content)
+    with pytest.raises(ConfigError, match="^model_name_or_path=.*its grpo.yaml cannot be read"):
+        read_answering(str(tmp_path))
+    with pytest.raises(SystemExit):
+        parsed(ChatConfig, "--model", tmp_path)
+    assert "error: model_name_or_path=" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_brings_its_file_too(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    repository = tmp_path / "models--my--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("0" * 40)
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / ANSWERING).write_text("seed: 9\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert read_answering("my/model")[1] == {"seed": 9}
+    assert read_answering("my/other") == ("", {})
+
+
+def test_a_trainer_that_asks_something_else_says_so(saved, caplog):
+    warn_of_other_question(TrainerConfig(model_name_or_path=str(saved), **TRAINED))
+    assert not caplog.messages
+    warn_of_other_question(TrainerConfig(model_name_or_path=str(saved), **TRAINED | {"system_prompt": "Think."}))
+    (message,) = caplog.messages
+    assert message.startswith("system_prompt was 'Be brief: ") and message.endswith(", and is 'Think.'")
+
+
+def test_a_saved_system_prompt_is_put_in_once_by_every_program(model, tokenizer, tmp_path):
+    config = TrainerConfig(system_prompt=SYSTEM, save_system_prompt=True)
+    save_model(model, tokenizer, tmp_path / "model", config)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "model")
+    question = [{"role": "user", "content": "What is 2+2?"}]
+    expected = render_prompt(tokenizer, question, SYSTEM)
+    assert expected.count(SYSTEM) == 1 and tokenizer.chat_template == saved.chat_template.partition("\n")[2]
+    assert saved.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == expected
+    assert render_prompt(saved, question, SYSTEM) == expected
+    # Another system message is not doubled, and a chat goes on.
+    other = [{"role": "system", "content": "Think."}, *question, {"role": "assistant", "content": "4"}, *question]
+    assert saved.apply_chat_template(other, tokenize=False) == tokenizer.apply_chat_template(other, tokenize=False)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    # A model that was trained further is asked as the last run says.
+    save_model(model, saved, tmp_path / "further", TrainerConfig(system_prompt="Think.", save_system_prompt=True))
+    further = AutoTokenizer.from_pretrained(tmp_path / "further")
+    rendered = further.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert rendered == render_prompt(tokenizer, question, "Think.")
+
+
+def test_there_must_be_a_system_prompt_to_save():
+    with pytest.raises(ConfigError, match="save_system_prompt=True: system_prompt is empty: leave this out"):
+        TrainerConfig(system_prompt="", save_system_prompt=True)
