@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
 import requests
 
-from grpo.config.command_line import parse_arguments, write_config
+from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.connection import TOKEN_VARIABLE
 from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError, say_once
@@ -56,7 +57,7 @@ def launch(config: LaunchConfig) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
         settings = Path(folder) / "config.yaml"
-        write_config(config, settings)
+        settings.write_text(to_yaml(asdict(config)), encoding="utf-8")
         programs = Programs(settings, config.token)
         try:
             if config.starts_server:
