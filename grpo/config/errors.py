@@ -19,8 +19,8 @@ def require(ok: bool, field: str, value: Any, remedy: str) -> None:
         raise ConfigError(f"{field}={value!r}: {remedy}")
 
 
-def say_once(message: str) -> None:
-    """Print an error that several ranks may have met at the same time, once on each machine.
+def say_once(message: str, details: str = "") -> None:
+    """Print an error that several ranks may have met at the same time, once on each machine; `details` stand above it.
 
     The machine's first rank prints it at once and ends, which ends the machine's other ranks. They wait for that: a
     rank that still runs after five seconds is alone with its error, and prints it.
@@ -29,7 +29,7 @@ def say_once(message: str) -> None:
     if not first_here():
         time.sleep(5)
         line = f"\n{line}rank {os.environ.get('RANK')}: "  # rank 0's progress bar stands in the current line
-    print(line + message, file=sys.stderr, flush=True)
+    print(details + line + message, file=sys.stderr, flush=True)
 
 
 def first_here() -> bool:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import os
 import re
@@ -25,17 +26,20 @@ import numpy as np
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.rewards.alone import add_deadline
 from grpo.rewards.functions import (
+    Batch,
+    Logged,
     RewardError,
+    TrainerState,
+    begin_call,
     call_function,
-    check_count,
-    copy_arguments,
-    find_failing_completion,
+    check_returned,
     invalid_reward,
     is_reward,
     load_function,
-    quote_completion,
-    select_completion,
+    make_error,
+    text_of,
 )
 from grpo.rewards.prints import PRINTS
 from grpo.rewards.worker_pool import RewardPool
@@ -85,12 +89,7 @@ def start_rewards(
     Raises what RewardModel and RewardClient raise.
     """
     started: dict[str, Callable | RewardScorer] = {}
-    names = dict(zip(rewards, config.reward_funcs, strict=True))
-    pool = None
-    if config.reward_timeout is not None:
-        pooled = [names[label] for label, reward in rewards.items() if _is_blocking(reward)]
-        if pooled:
-            pool = RewardPool(pooled, config.reward_timeout, config.reward_fallback, _count_workers())
+    functions, _ = start_functions(rewards, config, _count_workers())
     for label, reward in rewards.items():
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             from grpo.client.reward import RewardClient
@@ -101,44 +100,62 @@ def start_rewards(
             from grpo.rewards.local_model import RewardModel
 
             started[label] = RewardModel(config, reward, device)
-        elif config.reward_timeout is None:
-            started[label] = reward
-        elif pool is not None and _is_blocking(reward):
-            started[label] = pool.make_function(names[label])
         else:
-            started[label] = add_deadline(label, reward, config.reward_timeout, config.reward_fallback)
+            started[label] = functions[label]
     return started
+
+
+def start_functions(
+    rewards: dict[str, Callable | str], config: TrainerConfig, workers: int
+) -> tuple[dict[str, Callable], RewardPool | None]:
+    """Return the functions of `load_reward_funcs` as the run calls them, and the pool of `workers` processes that
+    `reward_timeout` asks for."""
+    functions = {label: reward for label, reward in rewards.items() if not isinstance(reward, str)}
+    if config.reward_timeout is None:
+        return functions, None
+    names = dict(zip(rewards, config.reward_funcs, strict=True))
+    pooled = [names[label] for label, function in functions.items() if _is_blocking(function)]
+    pool = RewardPool(pooled, config.reward_timeout, config.reward_fallback, workers) if pooled else None
+    for label, function in functions.items():
+        if pool is not None and _is_blocking(function):
+            functions[label] = pool.make_function(names[label])
+        else:
+            functions[label] = add_deadline(label, function, config.reward_timeout, config.reward_fallback)
+    return functions, pool
 
 
 @PRINTS.batch()
 def compute_rewards(
     functions: dict[str, Callable | RewardScorer],
-    prompts: list[str],
-    completions: list[str],
+    prompts: list[str] | list[list[Message]],
+    completions: list[str] | list[list[Message]],
     columns: dict[str, list],
     messages: Sequence[list[Message]] = (),
+    state: TrainerState | None = None,
+    logged: Logged | None = None,
 ) -> np.ndarray:
-    """Call each function once on the whole batch, with the dataset's columns as keyword arguments.
+    """Call each function once on the whole batch, with `columns` as keyword arguments: the dataset's, and others that
+    have a value for each completion.
 
     Reward models are given `messages`, each prompt's chat, with the completion as the assistant's next message. Async
     functions, reward models on servers and functions in worker processes all run at the same time, while the others run
-    one after the other.
+    one after the other. `logged` takes up what they log, in their order.
 
     Returns float64 [len(functions), len(completions)], NaN where a function returned None: it does not apply there.
-    Raises RewardError, with the function's name and the completion at fault, where a function raises, or returns the
-    wrong number of rewards or a reward that is not a finite number.
+    Raises RewardError, with the function's name and the user's part of the stack, where a function raises, or returns
+    the wrong number of rewards or a reward that is not a finite number.
     """
-    batch = prompts, completions, columns
-    conversations = [
-        _append_completion(chat, completion) for chat, completion in zip(messages, completions, strict=bool(messages))
-    ]
+    batch = Batch(prompts, completions, columns, state or TrainerState())
+    texts = [*map(text_of, completions)]
+    conversations = [_append_completion(chat, text) for chat, text in zip(messages, texts, strict=bool(messages))]
+    logs = {name: Logged() for name in functions}
     awaitable = {name: function for name, function in functions.items() if not _is_blocking(function)}
-    pending = _run_in_loop(_await_all(awaitable.values(), batch, conversations)) if awaitable else None
+    pending = _run_in_loop(_await_all(awaitable, batch, conversations, logs)) if awaitable else None
     try:
         returned = {
-            name: check_count(function.score(conversations), completions)
+            name: check_returned(function.score(conversations), batch, logs[name])
             if isinstance(function, RewardScorer)
-            else call_function(function, *batch)
+            else call_function(function, batch, logs[name])
             for name, function in functions.items()
             if name not in awaitable
         }
@@ -152,14 +169,13 @@ def compute_rewards(
         if isinstance(error := returned[name], BaseException):
             if isinstance(function, RewardScorer) or isinstance(error, RewardError):
                 raise error
-            blocking = function if _is_blocking(function) else _make_blocking(function)
-            raise RewardError(
-                f"Reward function {name!r} failed {find_failing_completion(blocking, *batch)}: {error!r}"
-            ) from error
+            raise make_error(name, error) from error
         for i, reward in enumerate(returned[name]):
             if not is_reward(reward):
-                raise invalid_reward(name, repr(reward), completions[i])
+                raise invalid_reward(name, repr(reward), texts[i])
             values[i] = np.nan if reward is None else reward
+    for of_function in logs.values() if logged is not None else ():
+        logged.add(of_function)
     return rewards
 
 
@@ -209,53 +225,21 @@ def _count_workers() -> int:
 
 
 async def _await_all(
-    functions: Sequence[Callable | RewardScorer],
-    batch: tuple[list[str], list[str], dict],
+    functions: dict[str, Callable | RewardScorer],
+    batch: Batch,
     conversations: list[list[Message]],
+    logs: dict[str, Logged],
 ) -> list[list | BaseException]:
     """Run all functions at the same time; return what each returns or raises."""
 
-    async def compute(function: Callable | RewardScorer) -> list:
-        prompts, completions, columns = batch
+    async def compute(name: str, function: Callable | RewardScorer) -> list:
         if isinstance(function, RewardScorer):
-            return check_count(await function.score(conversations), completions)
-        return check_count(await function(**copy_arguments(prompts, completions, columns)), completions)
+            returned = await function.score(conversations)
+        else:
+            returned = await begin_call(function, batch, logs[name])
+        return check_returned(returned, batch, logs[name])
 
-    return await asyncio.gather(*map(compute, functions), return_exceptions=True)
-
-
-def add_deadline(label: str, function: Callable, seconds: float, fallback: float) -> Callable:
-    """Return an async function that calls this one on each completion alone, in this process.
-
-    A call that takes longer than `seconds` is cancelled; its completion gets the reward `fallback`.
-    """
-
-    async def compute_reward(prompts: list[str], completions: list[str], columns: dict[str, list]) -> float | None:
-        call = asyncio.ensure_future(function(**copy_arguments(prompts, completions, columns)))
-        # Not wait_for: a TimeoutError that the function raises is an error like any other.
-        done, _ = await asyncio.wait([call], timeout=seconds)
-        if not done:
-            call.cancel()
-            shown = quote_completion(completions[0], 80)
-            log.error(
-                "reward function %r gave no answer within %g s on %s: that earns %g", label, seconds, shown, fallback
-            )
-            return fallback
-        try:
-            return check_count(call.result(), completions)[0]
-        except BaseException as error:  # the user's code may raise anything
-            shown = quote_completion(completions[0])
-            raise RewardError(f"Reward function {label!r} failed on {shown}: {error!r}") from error
-
-    async def rewards(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
-        batches = [select_completion(i, prompts, completions, columns) for i in range(len(completions))]
-        return await asyncio.gather(*(compute_reward(*batch_of_one) for batch_of_one in batches))
-
-    return rewards
-
-
-def _make_blocking(function: Callable) -> Callable:
-    return lambda **columns: _run_in_loop(function(**columns)).result()
+    return await asyncio.gather(*itertools.starmap(compute, functions.items()), return_exceptions=True)
 
 
 def _run_in_loop(coroutine: Coroutine) -> Future:

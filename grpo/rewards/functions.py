@@ -1,25 +1,110 @@
-"""Load a reward function of the user's, call it, check what it returns. Worker processes import no more than this."""
+"""One function of the user's: loaded, called as TRL calls it, checked. Worker processes import no more than this."""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import inspect
+import json
 import math
 import signal
+import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo.config.errors import ConfigError
 from grpo.config.user_files import load_file
 
+if TYPE_CHECKING:
+    from grpo.wire.rewards import Message
+
 SHOWN_CHARACTERS = 500
+RECORDED = {"step", "phase", "prompt", "completion", "answer", "reward", "advantage"}
+"""what completions.jsonl has of each completion: no name for a column of log_extra"""
 
 
 class RewardError(RuntimeError):
     """A reward function that raised, or that returned something else than one reward per completion."""
+
+    def __init__(self, message: str, traceback: str = ""):
+        """`traceback` is the user's part of the stack, with line ends; empty where the message says all."""
+        super().__init__(message)
+        self.traceback = traceback
+
+
+class Misuse(Exception):
+    """A function that does not take or return what a reward function does. The message follows its name in a
+    sentence."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the training is: two fields of transformers' TrainerState, which TRL passes to reward functions."""
+
+    global_step: int = 0
+    """the number of updates done"""
+    max_steps: int = 0
+    """the number of updates of the whole run"""
+
+
+class Logged:
+    """What reward functions log. Its two methods are TRL's arguments of the same names."""
+
+    def __init__(self) -> None:
+        self.extra: dict[str, list] = {}
+        """by column, a value for each completion, of the types that JSON has"""
+        self.metrics: dict[str, list[float]] = {}
+
+    def log_extra(self, column: str, values: Iterable) -> None:
+        """Add a column, with one value for each completion, to the record of completions."""
+        if column in RECORDED:
+            raise ValueError(f"log_extra: completions.jsonl has {column!r} of its own: choose another name")
+        # A tensor or array becomes numbers, any other object a text; NaN becomes null.
+        text = json.dumps(
+            [*values], ensure_ascii=False, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)
+        )
+        plain = json.loads(text.encode("utf-8", "replace"), parse_constant=lambda _: None)
+        self.extra.setdefault(str(column), []).extend(plain)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a value to a metric: the mean of all values that all ranks log is recorded."""
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def add(self, other: Logged) -> None:
+        """Take up what another function logged; a column that both have is the other's."""
+        self.extra |= other.extra
+        for name, values in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What reward functions are called with."""
+
+    prompts: list[str] | list[list[Message]]
+    completions: list[str] | list[list[Message]]
+    columns: dict[str, list]
+    """the other arguments that are lists with a value for each completion"""
+    state: TrainerState
+
+    def select(self, i: int) -> Batch:
+        """Return completion `i` as a batch of one."""
+        columns = {name: values[i : i + 1] for name, values in self.columns.items()}
+        return Batch(self.prompts[i : i + 1], self.completions[i : i + 1], columns, self.state)
+
+    def make_arguments(self, logged: Logged) -> dict[str, Any]:
+        """Make the arguments of a call. No other function and no later step may see what a function changes in them."""
+        lists = {"prompts": self.prompts, "completions": self.completions, **self.columns}
+        return {
+            **copy.deepcopy(lists),
+            "trainer_state": self.state,
+            "log_extra": logged.log_extra,
+            "log_metric": logged.log_metric,
+        }
 
 
 def load_function(name: str) -> Callable:
@@ -39,48 +124,71 @@ def load_function(name: str) -> Callable:
     return function
 
 
-def call_function(
-    function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]
-) -> list | BaseException:
+def call_function(function: Callable, batch: Batch, logged: Logged) -> list | BaseException:
     """Return one reward per completion, or the exception that prevented it, even sys.exit's."""
     try:
-        return check_count(function(**copy_arguments(prompts, completions, columns)), completions)
-    except BaseException as error:  # the user's code may raise anything; the caller names the completion at fault
+        return check_returned(begin_call(function, batch, logged), batch, logged)
+    except BaseException as error:  # the user's code may raise anything; the caller says which function it was
         # With a signal handler of our own, Ctrl-C raises nothing: then the function raised it.
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise
         return error
 
 
-def copy_arguments(prompts: list[str], completions: list[str], columns: dict[str, list]) -> dict[str, list]:
-    """Copy the arguments of a call: no other function and no later step may see what a function changes in them."""
-    return {"prompts": [*prompts], "completions": [*completions], **copy.deepcopy(columns)}
+def begin_call(function: Callable, batch: Batch, logged: Logged) -> Any:
+    """Call the function, and return what it returns: of an async one, what to await. Raises what it raises.
+
+    Raises Misuse where it does not take the arguments.
+    """
+    arguments = batch.make_arguments(logged)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return function(**arguments)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise Misuse(
+            f"cannot be called: {error}: it is given {', '.join(arguments)}: let it name those that it needs, and end "
+            "with **kwargs for the rest"
+        ) from None
+    return function(**arguments)
 
 
-def check_count(rewards: Iterable, completions: list[str]) -> list:
-    """Return the rewards as a list. Raises ValueError unless there is one per completion."""
-    rewards = list(rewards)
-    if len(rewards) != len(completions):
-        raise ValueError(f"returned {len(rewards)} rewards for {len(completions)} completions")
+def check_returned(returned: Any, batch: Batch, logged: Logged) -> list:
+    """Return the rewards as a list. Raises Misuse unless there is one, and one of each column, per completion."""
+    count = len(batch.completions)
+    if returned is None:
+        raise Misuse("returned None: is a `return` missing?")
+    if not isinstance(returned, Iterable):
+        raise Misuse(f"returned {returned!r}: it must return a list with one reward for each completion")
+    rewards = list(returned)
+    if len(rewards) != count:
+        raise Misuse(f"returned {len(rewards)} rewards for {count} completions")
+    for column, values in logged.extra.items():
+        if len(values) != count:
+            raise Misuse(f"gave log_extra {len(values)} values of {column!r} for {count} completions")
     return rewards
 
 
-def find_failing_completion(
-    function: Callable, prompts: list[str], completions: list[str], columns: dict[str, list]
-) -> str:
-    """Call a function that failed on a batch again, on each completion alone; return where it fails, in words."""
-    for i, completion in enumerate(completions):
-        batch_of_one = select_completion(i, prompts, completions, columns)
-        if isinstance(call_function(function, *batch_of_one), BaseException):
-            return f"on {quote_completion(completion)}"
-    return f"on the batch of {len(completions)} completions, though on none of them alone"
+def make_error(name: str, error: BaseException, completion: str | None = None) -> RewardError:
+    """Make the error that ends the run for what a function raised."""
+    return RewardError(f"Reward function {name!r} {describe_failure(error, completion)}", format_user_stack(error))
 
 
-def select_completion(
-    i: int, prompts: list[str], completions: list[str], columns: dict[str, list]
-) -> tuple[list[str], list[str], dict[str, list]]:
-    """Return completion `i` of a batch, as a batch of one."""
-    return prompts[i : i + 1], completions[i : i + 1], {name: values[i : i + 1] for name, values in columns.items()}
+def describe_failure(error: BaseException, completion: str | None = None) -> str:
+    """Return what a function did wrong, to follow its name in a sentence; `completion` is the one at fault if known."""
+    if isinstance(error, Misuse):
+        return str(error)
+    return f"failed{'' if completion is None else f' on {quote_completion(completion)}'}: {error!r}"
+
+
+def format_user_stack(error: BaseException) -> str:
+    """Format the error's traceback from the user's first line on; "" where the error is no line of the user's."""
+    stack = error.__traceback__
+    while stack and Path(stack.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        stack = stack.tb_next
+    return "".join(traceback.format_exception(type(error), error, stack)) if stack else ""
 
 
 def is_reward(reward: Any) -> bool:
@@ -97,6 +205,11 @@ def invalid_reward(name: str, shown: str, completion: str) -> RewardError:
 
 def quote_completion(completion: str, characters: int = SHOWN_CHARACTERS) -> str:
     return f"the completion {completion[:characters]!r}" + ("..." if len(completion) > characters else "")
+
+
+def text_of(completion: str | list[Message]) -> str:
+    """Return the completion as text, of a chat the content of its message."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 def _list_reward_functions(module: ModuleType) -> list[str]:

@@ -1,6 +1,6 @@
 """A process that calls reward functions for the trainer, and the guard above it.
 
-    trainer -> worker    pickle: (number, index of the function, prompts, completions, columns), of one completion
+    trainer -> worker    pickle: (number, index of the function, Batch of one completion)
     worker -> trainer    a line of JSON with that number; no pickle, since foreign code may have written it
 
 The guard is the process that the trainer starts. It forks the worker and runs no foreign code. Processes that the
@@ -20,11 +20,19 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from grpo.rewards.functions import call_function, is_reward, load_function
+from grpo.rewards.functions import (
+    Batch,
+    Logged,
+    call_function,
+    describe_failure,
+    format_user_stack,
+    is_reward,
+    load_function,
+    text_of,
+)
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
@@ -55,16 +63,16 @@ def run_worker(descriptor: int) -> None:
         try:
             functions = [load_function(name) for name in pickle.load(tasks)]
         except Exception as error:  # the user's file may raise anything
-            send(_describe_error(error))
+            send({"raised": repr(error)})
             return
         send({})
         worker_pid = os.getpid()
         while True:
             try:
-                number, index, *batch = pickle.load(tasks)
+                number, index, batch = pickle.load(tasks)
             except EOFError:
                 return
-            reply = _make_reply(functions[index], *batch)
+            reply = _make_reply(functions[index], batch)
             if os.getpid() != worker_pid:
                 os._exit(0)  # the foreign code forked, and this is its child
             send({"number": number, **reply})
@@ -111,18 +119,18 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _make_reply(function: Callable, *batch: Any) -> dict[str, Any]:
+def _make_reply(function: Callable, batch: Batch) -> dict[str, Any]:
     """Call the function on a batch of one completion; return the reply. Raises sys.exit and other ends of a process."""
-    returned = call_function(function, *batch)
+    logged = Logged()
+    returned = call_function(function, batch, logged)
     if isinstance(returned, BaseException):
         if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
-            return _describe_error(returned)
+            return {
+                "failed": describe_failure(returned, text_of(batch.completions[0])),
+                "traceback": format_user_stack(returned),
+            }
         raise returned  # an accident of foreign code like a hang, not a mistake: the process ends
     (reward,) = returned
     if not is_reward(reward):
         return {"returned": repr(reward)}
-    return {"reward": None if reward is None else float(reward)}
-
-
-def _describe_error(error: Exception) -> dict[str, Any]:
-    return {"raised": repr(error), "traceback": "".join(traceback.format_exception(error))}
+    return {"reward": None if reward is None else float(reward), "extra": logged.extra, "metrics": logged.metrics}

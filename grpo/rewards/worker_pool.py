@@ -25,7 +25,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from grpo.rewards.functions import RewardError, invalid_reward, quote_completion, select_completion
+from grpo.rewards.alone import call_each_alone
+from grpo.rewards.functions import (
+    Batch,
+    Logged,
+    RewardError,
+    invalid_reward,
+    quote_completion,
+    text_of,
+)
 from grpo.rewards.prints import PRINTS
 
 log = logging.getLogger(__name__)
@@ -55,16 +63,10 @@ class RewardPool:
         """
         index, label = self._names.index(name), name.rpartition(":")[2]
 
-        async def rewards(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
-            batches = [select_completion(i, prompts, completions, columns) for i in range(len(completions))]
-            calls = [self._threads.submit(self._call_function, index, label, *batch_of_one) for batch_of_one in batches]
-            try:
-                return await asyncio.gather(*map(asyncio.wrap_future, calls))
-            finally:
-                for call in calls:
-                    call.cancel()
+        async def compute_reward(batch: Batch, logged: Logged) -> float | None:
+            return await asyncio.wrap_future(self._threads.submit(self._call_function, index, label, batch, logged))
 
-        return rewards
+        return call_each_alone(compute_reward)
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -75,13 +77,11 @@ class RewardPool:
         for worker in self._workers:
             worker.stop()
 
-    def _call_function(
-        self, index: int, label: str, prompts: list[str], completions: list[str], columns: dict[str, list]
-    ) -> float | None:
-        (completion,) = completions
+    def _call_function(self, index: int, label: str, batch: Batch, logged: Logged) -> float | None:
+        (completion,) = map(text_of, batch.completions)
         worker = self._idle.get()  # there are as many workers as threads
         try:
-            reply = worker.call((index, prompts, completions, columns), self._timeout)
+            reply = worker.call((index, batch), self._timeout)
         except _CallLost as lost:
             # An error, not a warning: ranks other than the first show nothing less.
             shown = quote_completion(completion, _LOGGED_CHARACTERS)
@@ -89,13 +89,11 @@ class RewardPool:
             return self._fallback
         finally:
             self._idle.put(worker)
-        if "raised" in reply:
-            cause = RuntimeError(f"in a worker process:\n{reply['traceback']}")
-            raise RewardError(
-                f"Reward function {label!r} failed on {quote_completion(completion)}: {reply['raised']}"
-            ) from cause
+        if "failed" in reply:
+            raise RewardError(f"Reward function {label!r} {reply['failed']}", reply["traceback"])
         if "returned" in reply:
             raise invalid_reward(label, reply["returned"], completion)
+        logged.extra, logged.metrics = reply["extra"], reply["metrics"]
         return reply["reward"]
 
 

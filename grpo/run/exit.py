@@ -39,7 +39,7 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
             say_once(str(end))
         return end.code
     except failures as error:
-        say_once(str(error))
+        say_once(str(error), getattr(error, "traceback", ""))
         return 1
     except RuntimeError as error:
         if any(sign in str(error) for sign in _GONE):

@@ -8,9 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from grpo.config.errors import ConfigError
-from grpo.rewards.compute import RewardError, add_deadline, compute_rewards, load_reward_funcs
+from grpo.config.trainer import TrainerConfig
+from grpo.rewards.compute import add_deadline, compute_rewards, load_reward_funcs, start_functions
+from grpo.rewards.functions import RECORDED, Logged, RewardError, TrainerState
+from grpo.rollouts.records import Example, Group, Rollout, StepBatch
+from grpo.run.exit import exit_code
+from grpo.run.json_lines import to_json
+from grpo.trainer.round import make_samples
 from reward import correctness_reward, format_reward
 
 # --- finding the functions
@@ -91,12 +98,12 @@ def test_rewards_are_a_row_for_each_function_with_nan_for_none():
 def test_a_function_sees_the_whole_batch_once():
     calls = []
 
-    def spy(prompts, completions, **columns):
-        calls.append((prompts, completions, columns))
+    def spy(prompts, completions, trainer_state, log_extra, log_metric, **columns):
+        calls.append((prompts, completions, trainer_state.global_step, trainer_state.max_steps, columns))
         return [0.0, 0.0]
 
-    compute_rewards({"spy": spy}, ["p", "q"], ["a", "b"], {"answer": ["1", "2"]})
-    assert calls == [(["p", "q"], ["a", "b"], {"answer": ["1", "2"]})]
+    compute_rewards({"spy": spy}, ["p", "q"], ["a", "b"], {"answer": ["1", "2"]}, state=TrainerState(7, 60))
+    assert calls == [(["p", "q"], ["a", "b"], 7, 60, {"answer": ["1", "2"]})]
 
 
 def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
@@ -120,38 +127,142 @@ def test_no_functions_or_no_completions_give_an_empty_table():
     assert compute_rewards({"format_reward": format_reward}, [], [], {}).shape == (1, 0)
 
 
-def test_the_completion_on_which_a_function_raises_is_named():
-    def fragile(prompts, completions, answer, **columns):
-        return [1.0 / len(completion) + float(gold) for completion, gold in zip(completions, answer, strict=True)]
+FRAGILE = """
+def fragile(completions, answer, **kwargs):
+    with open({calls!r}, "a") as file: file.write("called ")
+    rewards = []
+    for gold in answer:
+        rewards.append(value(gold))
+    return rewards
 
-    with pytest.raises(RewardError, match="'fragile' failed on the completion 'bad one': ValueError") as caught:
-        compute_rewards({"fragile": fragile}, ["p"] * 3, ["a", "bad one", ""], {"answer": ["1", "x", "2"]})
-    assert isinstance(caught.value, RuntimeError)
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert caught.value.__cause__.__traceback__.tb_next.tb_frame.f_code.co_name == "fragile"
+def value(gold):
+    return float(gold)
+"""
 
 
-def test_a_failure_of_the_batch_alone_is_said_to_be_that():
-    def fragile(prompts, completions, **columns):
-        assert len(completions) < 2
+@pytest.mark.parametrize("kind", ["blocking", "async", "async with a deadline", "in a process"])
+def test_a_function_that_raises_is_called_once_and_shows_the_users_lines(kind, tmp_path):
+    path, calls = tmp_path / "mine.py", tmp_path / "calls"
+    source = FRAGILE.format(calls=str(calls))
+    path.write_text(source.replace("def fragile", "async def fragile") if "async" in kind else source)
+    timeout = 20.0 if kind in ("async with a deadline", "in a process") else None
+    config = TrainerConfig(reward_funcs=[f"{path}:fragile"], reward_timeout=timeout)
+    functions, pool = start_functions(load_reward_funcs(config.reward_funcs), config, workers=1)
+    with pytest.raises(RewardError) as caught:
+        compute_rewards(functions, ["p"] * 3, ["a", "b", "c"], {"answer": ["x", "1", "2"]})
+    if pool:
+        pool.close()
+    place = " on the completion 'a'" if timeout else ""
+    assert str(caught.value).startswith(f"Reward function 'fragile' failed{place}: ValueError(")
+    lines = caught.value.traceback.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    places = [line for line in lines if line.startswith("  File")]
+    assert places == [f'  File "{path}", line 6, in fragile', f'  File "{path}", line 10, in value']
+    assert lines[-1] == "ValueError: could not convert string to float: 'x'"
+    if not timeout:
+        assert calls.read_text() == "called "
+
+
+def test_the_traceback_stands_above_the_line_that_ends_a_program(capsys):
+    def work():
+        raise RewardError("Reward function 'f' failed: KeyError('x')", "Traceback ...\nKeyError: 'x'\n")
+
+    assert exit_code(work, (RewardError,), "") == 1
+    above, line = capsys.readouterr().err.split("\nKeyError: 'x'\n")
+    assert above == "Traceback ..." and line.endswith(": error: Reward function 'f' failed: KeyError('x')\n")
+
+
+TWICE = [1.0] * 2
+
+
+@pytest.mark.parametrize(
+    "function, reason",
+    [
+        (lambda **_: None, "returned None: is a `return` missing?"),
+        (lambda **_: 1.0, "returned 1.0: it must return a list with one reward for each completion"),
+        (lambda **_: [1.0], "returned 1 rewards for 2 completions"),
+        (lambda log_extra, **_: log_extra("x", [1]) or TWICE, "gave log_extra 1 values of 'x' for 2 completions"),
+        (
+            lambda solution, **_: TWICE,
+            "cannot be called: missing a required argument: 'solution': it is given prompts, completions, answer, "
+            "trainer_state, log_extra, log_metric: let it name those that it needs, and end with **kwargs for the rest",
+        ),
+        (lambda completions: TWICE, "cannot be called: got an unexpected keyword argument 'prompts': it is given"),
+    ],
+)
+def test_a_function_that_is_no_reward_function_is_refused_in_a_sentence(function, reason):
+    with pytest.raises(RewardError) as caught:
+        compute_rewards({"f": function}, ["p"] * 2, ["a", "b"], {"answer": ["1", "2"]})
+    assert str(caught.value).startswith(f"Reward function 'f' {reason}")
+    assert caught.value.traceback == ""
+
+
+def test_an_async_function_with_a_deadline_must_take_the_arguments_too():
+    async def f(solution, **kwargs):
+        return [1.0]
+
+    with pytest.raises(RewardError, match="^Reward function 'f' cannot be called: missing .* 'solution': it is given"):
+        compute_rewards({"f": add_deadline("f", f, 20.0, 0.0)}, ["p"], ["a"], {})
+
+
+# --- what they log
+
+
+def logs(prompts, completions, log_extra, log_metric, **kwargs):
+    log_extra("length", np.array([len(completion) for completion in completions]))
+    log_extra("odd", [float("nan"), {"deep": [float("inf")]}, object][: len(completions)])
+    for completion in completions:
+        log_metric("letters", np.float32(len(completion)))
+    return [0.0 for _ in completions]
+
+
+async def logs_later(**arguments):
+    return logs(**arguments)
+
+
+@pytest.mark.parametrize("function", [logs, logs_later])
+def test_what_functions_log_is_plain_data(function):
+    logged = Logged()
+    compute_rewards({"f": function}, ["p"] * 3, ["a", "bb", "ccc"], {}, logged=logged)
+    assert logged.extra == {"length": [1, 2, 3], "odd": [None, {"deep": [None]}, "<class 'object'>"]}
+    assert logged.metrics == {"letters": [1.0, 2.0, 3.0]}
+    to_json(logged.extra)
+
+
+def test_what_calls_on_single_completions_log_is_that_of_the_batch():
+    async def some(prompts, completions, log_extra, log_metric, **kwargs):
+        if completions != ["bb"]:
+            log_extra("length", [len(completions[0])])
+            log_metric("letters", len(completions[0]))
         return [0.0]
 
-    with pytest.raises(RewardError, match="on the batch of 3 completions, though on none of them alone: Assert"):
-        compute_rewards({"fragile": fragile}, ["p"] * 3, ["a", "b", "c"], {})
+    logged = Logged()
+    compute_rewards({"f": add_deadline("f", some, 20.0, 0.0)}, ["p"] * 3, ["a", "bb", "ccc"], {}, logged=logged)
+    assert logged.extra == {"length": [1, None, 3]} and logged.metrics == {"letters": [1.0, 3.0]}
 
 
-def test_a_wrong_number_of_rewards_names_the_completion_that_got_none():
-    def drops(prompts, completions, **columns):
-        return [1.0 for completion in completions if "x" not in completion]
+def test_the_later_of_two_functions_has_the_column_and_a_metric_is_of_both():
+    def both(value):
+        def function(completions, log_extra, log_metric, **kwargs):
+            log_extra("which", [value])
+            log_metric("which", value)
+            return [0.0]
 
-    with pytest.raises(RewardError, match=r"'drops' failed on the completion 'xyz': .*returned 2 rewards for 3"):
-        compute_rewards({"drops": drops}, ["p"] * 3, ["a", "xyz", "c"], {})
+        return function
+
+    logged = Logged()
+    compute_rewards({"one": both(1), "two": both(2)}, ["p"], ["a"], {}, logged=logged)
+    assert logged.extra == {"which": [2]} and logged.metrics == {"which": [1.0, 2.0]}
 
 
-@pytest.mark.parametrize("returned", [None, 1.0])
-def test_a_return_that_is_no_list_is_refused(returned):
-    with pytest.raises(RewardError, match="'f' failed on the completion 'a': TypeError"):
-        compute_rewards({"f": lambda **_: returned}, ["p"], ["a"], {})
+def test_a_column_of_the_record_is_not_replaced():
+    group = Group(0, Example(0, "p", [1], {"answer": "4"}), [Rollout([2], True, "a", [0.0], 0)])
+    batch = StepBatch([group], torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.ones(1), make_samples(group))
+    (line,) = batch.to_lines()
+    assert {"step", "phase", *line} == RECORDED
+    for name in RECORDED:
+        with pytest.raises(ValueError, match=f"^log_extra: completions.jsonl has '{name}' of its own"):
+            Logged().log_extra(name, ["x"])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 1j, np.float32("nan")])
@@ -213,7 +324,8 @@ def test_whatever_a_function_raises_is_its_failure(error, kind, quiet_interrupts
     if "deadline" in kind:
         function = add_deadline("f", awaited, 20.0, 0.0)
     for _ in range(2):  # the loop of async functions has outlived the first
-        with pytest.raises(RewardError, match=f"'f' failed on the completion 'bad': {error.__name__}"):
+        place = " on the completion 'bad'" if "deadline" in kind else ""
+        with pytest.raises(RewardError, match=f"'f' failed{place}: {error.__name__}"):
             compute_rewards({"f": function}, ["p"] * 2, ["good", "bad"], {})
     assert compute_rewards({"f": function}, ["p"], ["good"], {}) == [[1.0]]
 

@@ -300,14 +300,14 @@ def test_a_raise_ends_the_run_and_names_the_completion(pooled):
     length = pooled("length")
     with pytest.raises(RewardError, match="'length' failed on the completion 'raise': KeyError") as caught:
         rewards(length, ["a", "raise", "b"])
-    assert "in run\n    raise KeyError" in str(caught.value.__cause__)
+    assert "in run\n    raise KeyError" in caught.value.traceback
     assert rewards(length, ["a"]) == [[1]]
 
 
 def test_what_is_no_reward_is_refused_as_in_the_trainer(pooled):
     with pytest.raises(RewardError, match="'text' returned 'high' for the completion 'a': a reward is a finite number"):
         rewards(pooled("text"), ["a"])
-    with pytest.raises(RewardError, match="'too_many' failed on the completion 'a': .*returned 2 rewards for 1"):
+    with pytest.raises(RewardError, match="'too_many' returned 2 rewards for 1"):
         rewards(pooled("too_many"), ["a"])
 
 
@@ -425,14 +425,6 @@ def test_an_async_object_is_async():
             return [5.0]
 
     assert rewards({"judge": Judge()}, ["x"]) == [[5]]
-
-
-def test_an_async_function_that_raises_names_the_completion():
-    async def fragile(prompts, completions, **columns):
-        return [1.0 / len(completion) for completion in completions]
-
-    with pytest.raises(RewardError, match="'fragile' failed on the completion '': ZeroDivisionError"):
-        rewards({"fragile": fragile}, ["a", "", "b"])
 
 
 # --- as configured

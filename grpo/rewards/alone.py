@@ -1,0 +1,82 @@
+"""Functions that are called on each completion alone, as `reward_timeout` has it: a batch of calls, and a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from grpo.rewards.functions import (
+    Batch,
+    Logged,
+    Misuse,
+    TrainerState,
+    begin_call,
+    check_returned,
+    make_error,
+    quote_completion,
+    text_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+def call_each_alone(compute_reward: Callable[[Batch, Logged], Awaitable[float | None]]) -> Callable:
+    """Return an async reward function that calls this one on each completion, as a batch of one, all at the same time.
+
+    What the calls log is logged for the whole batch: a column is null where a call has none.
+    """
+
+    async def rewards(
+        prompts: list,
+        completions: list,
+        trainer_state: TrainerState,
+        log_extra: Callable,
+        log_metric: Callable,
+        **columns: list,
+    ) -> list[float | None]:
+        batch, logs = Batch(prompts, completions, columns, trainer_state), [Logged() for _ in completions]
+        calls = [asyncio.ensure_future(compute_reward(batch.select(i), logged)) for i, logged in enumerate(logs)]
+        try:
+            values = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+        for column in dict.fromkeys(column for logged in logs for column in logged.extra):
+            log_extra(column, [logged.extra.get(column, [None])[0] for logged in logs])
+        for logged in logs:
+            for name, logged_values in logged.metrics.items():
+                for value in logged_values:
+                    log_metric(name, value)
+        return values
+
+    return rewards
+
+
+def add_deadline(label: str, function: Callable, seconds: float, fallback: float) -> Callable:
+    """Return an async function that calls this one on each completion alone, in this process.
+
+    A call that takes longer than `seconds` is cancelled; its completion gets the reward `fallback`.
+    """
+
+    async def compute_reward(batch: Batch, logged: Logged) -> float | None:
+        (completion,) = map(text_of, batch.completions)
+        try:
+            call = asyncio.ensure_future(begin_call(function, batch, logged))
+        except Misuse as error:
+            raise make_error(label, error) from error
+        # Not wait_for: a TimeoutError that the function raises is an error like any other.
+        done, _ = await asyncio.wait([call], timeout=seconds)
+        if not done:
+            call.cancel()
+            shown = quote_completion(completion, 80)
+            log.error(
+                "reward function %r gave no answer within %g s on %s: that earns %g", label, seconds, shown, fallback
+            )
+            return fallback
+        try:
+            return check_returned(call.result(), batch, logged)[0]
+        except BaseException as error:  # the user's code may raise anything
+            raise make_error(label, error, completion) from error
+
+    return call_each_alone(compute_reward)
