@@ -2,11 +2,27 @@
 
 A reward function turns texts into numbers. Its signature is TRL's. Add yours here and name it in `reward_funcs`:
 
-    def brevity_reward(prompts, completions, **columns) -> list[float | None]:
+    def brevity_reward(completions, **kwargs) -> list[float | None]:
         return [1.0 if len(completion) < 400 else 0.0 for completion in completions]
 
-`prompts` and `completions` are lists of str. Every other column of the dataset is a keyword argument, a list of the
-same length. None means that the reward does not apply to that completion, and adds nothing.
+It returns a number for each completion. None means that the reward does not apply to that completion, and adds nothing.
+All arguments are given by name; take those that you need, and `**kwargs` for the rest. These are lists with a value for
+each completion:
+
+    prompts          the prompt as the model reads it: text with the chat template applied
+    completions      text
+    completion_ids   the completion's token ids
+    answer           the gold answer: text of `dataset_answer_column`, of GSM8K's "solution #### answer" the part after
+                     the last ####
+    NAME             each column of the dataset by its own name, with the dataset's values: a list stays a list
+
+If the dataset's prompts are lists of messages, `prompts` has these lists, and `completions` has lists of one message,
+[{"role": "assistant", "content": text}]; `prompt_texts` has what the model reads in both cases. If the dataset has a
+column called `answer` that is not `dataset_answer_column`, `answer` is that column. Three more arguments are no lists:
+
+    trainer_state    an object with global_step, the number of updates done, and max_steps
+    log_extra        log_extra(column, values) adds a column, a value for each completion, to completions.jsonl
+    log_metric       log_metric(name, value) adds a metric to metrics.jsonl: the mean of what all ranks log
 """
 
 import atexit
@@ -25,16 +41,16 @@ ENDING = re.compile(r"(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end\|>|
 TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
 
-def correctness_reward(prompts, completions, answer, **columns) -> list[float | None]:
+def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | None]:
     """Return 2.0 where the last `<answer>...</answer>` holds the gold `answer`, 1.5 for the same value, else 0.0.
 
     The same value is the same number (see `to_number`) or, where the `math-verify` package is installed and the gold
     is more than a number, an expression that it finds equal.
     """
-    return [score_answer(completion, gold) for completion, gold in zip(completions, answer, strict=True)]
+    return [score_answer(text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
-def format_reward(prompts, completions, **columns) -> list[float | None]:
+def format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[float | None]:
     """Return 0.2 for each of the four tags that occurs exactly once, after the tags already counted: 0.0 to 0.8.
 
     `</answer>` counts only if nothing but white space and end tokens follows it. Tags that the chat template or a
@@ -46,7 +62,8 @@ def format_reward(prompts, completions, **columns) -> list[float | None]:
         <think><think>2+2</think> <answer>4</answer>      0.6   a tag is repeated
         <answer>4</answer> <think>2+2</think>             0.4   wrong order
     """
-    return [score_format(completion, prompt) for prompt, completion in zip(prompts, completions, strict=True)]
+    pairs = zip(prompt_texts or prompts, completions, strict=True)
+    return [score_format(text_of(completion), text_of(prompt)) for prompt, completion in pairs]
 
 
 def is_correct(completion: str, answer: str) -> bool:
@@ -57,6 +74,11 @@ def is_correct(completion: str, answer: str) -> bool:
 def has_format(completion: str, prompt: str = "") -> bool:
     """Return whether the completion earns the whole format reward. Evaluation counts these."""
     return score_format(completion, prompt) == 0.8
+
+
+def text_of(text_or_messages: str | list[dict[str, str]]) -> str:
+    """Return a text as it is, and of a list of messages the last one's content."""
+    return text_or_messages if isinstance(text_or_messages, str) else text_or_messages[-1]["content"]
 
 
 def score_answer(completion: str, gold: str) -> float:

@@ -170,7 +170,7 @@ def worker(folder: Path, output: Path, seed: int) -> None:
             save_strategy="no",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_list([{"prompt": one.prompt, "answer": one.columns["answer"]} for one in examples]),
+        train_dataset=Dataset.from_list([{"prompt": one.prompt, "answer": one.gold} for one in examples]),
         processing_class=tokenizer,
         callbacks=[clock],
     )

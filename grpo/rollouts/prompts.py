@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 _FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
 # The arguments of a reward function beside the columns, in this program or in TRL.
-_GIVEN_TO_REWARDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+_GIVEN_TO_REWARDS = {
+    *("prompts", "completions", "completion_ids", "prompt_texts", "trainer_state", "log_extra", "log_metric")
+}
 
 
 def load_examples(
@@ -49,7 +51,7 @@ def load_examples(
             dropped[no_prompt] += 1
             continue
         example = make_example(config, tokenizer, index, row)
-        if not example.columns["answer"]:
+        if not example.gold:
             dropped[no_gold] += 1
         elif len(example.prompt_ids) > config.max_prompt_length:
             dropped[too_long] += 1
@@ -81,46 +83,64 @@ def load_examples(
 
 
 def check_reward_columns(config: AnsweringConfig, examples: Sequence[Example]) -> None:
-    """Refuse a dataset whose columns a reward function cannot be given. Raises ConfigError."""
+    """Refuse a dataset whose columns a reward function cannot be given; log where `answer` is not the gold answer.
+
+    Raises ConfigError.
+    """
     for name in examples[0].columns:
         if name in _GIVEN_TO_REWARDS:
             raise ConfigError(
                 f"dataset_name={config.dataset_name!r}: its column {name!r} has a name under which reward functions "
                 "are given something else: rename the column"
             )
+    if config.dataset_answer_column != "answer" and any(e.columns["answer"] != e.gold for e in examples):
+        log.warning(
+            "%s: its column 'answer' is what reward functions are given as `answer`, and evaluation compares with %r: "
+            "set dataset_answer_column to answer, or rename the column, unless that is meant",
+            config.dataset_name,
+            config.dataset_answer_column,
+        )
 
 
 def make_example(
     config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, index: int, row: Mapping[str, Any]
 ) -> Example:
-    """Make an Example of a dataset row; its `answer` column holds the gold answer whatever the dataset calls it.
+    """Make an Example of a dataset row. Its columns have the row's values, and the gold answer as `answer`, unless the
+    dataset has another column of that name. An answer that is a list or dict stays one there.
 
     Raises ConfigError, naming the row, where the prompt or the answer has a wrong type.
     """
-    columns = {name: value for name, value in row.items() if name != config.dataset_prompt_column}
-    answer, prompt = columns.pop(config.dataset_answer_column), row[config.dataset_prompt_column]
-    if isinstance(answer, list | dict | bytes):
+    answer, prompt = row[config.dataset_answer_column], row[config.dataset_prompt_column]
+    if isinstance(answer, bytes):
         raise ConfigError(
             f"dataset_answer_column={config.dataset_answer_column!r}: row {index} (from 0) has {str(answer)[:80]}: a "
-            "gold answer is text or a number: name a column of such"
+            "gold answer is text, a number, a list or a dict: name a column of such"
         )
     if not _is_prompt(prompt):
         raise ConfigError(
             f"dataset_prompt_column={config.dataset_prompt_column!r}: row {index} (from 0) has {str(prompt)[:80]}: a "
             "prompt is text, or a list of messages whose role and content are text: mend it, or name another column"
         )
-    columns["answer"] = gold_answer(answer)
+    # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
+    given = {config.dataset_prompt_column} & _GIVEN_TO_REWARDS
+    columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
+    if config.dataset_answer_column == "answer" or "answer" not in row:
+        columns["answer"] = answer if isinstance(answer, list | dict) else gold
     place = f"row {index} (from 0)"
     rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place)
     messages = chat_messages(prompt, config.system_prompt)
-    return Example(index, rendered, tokenize_prompt(tokenizer, rendered), columns, messages)
+    conversation = prompt if isinstance(prompt, list) else None
+    return Example(index, rendered, tokenize_prompt(tokenizer, rendered), columns, messages, gold, conversation)
 
 
 def gold_answer(answer: Any) -> str:
     """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column.
 
-    It is empty where there is no answer: null, white space, or the NaN that pandas writes for null.
+    It is JSON of a list or dict, and empty where there is no answer: null, white space, an empty list or dict, or the
+    NaN that pandas writes for null.
     """
+    if isinstance(answer, list | dict):
+        return json.dumps(answer, ensure_ascii=False, default=str) if answer else ""
     if answer is None or answer != answer:
         return ""
     return str(answer).rsplit("####", 1)[-1].strip()

@@ -21,9 +21,13 @@ class Example:
     """the text that was tokenised, chat template applied"""
     prompt_ids: list[int]
     columns: dict[str, Any]
-    """the dataset's other columns, handed to the reward functions; the gold answer is `answer`"""
+    """the dataset's columns, handed to the reward functions; the gold answer is `answer` unless another column is"""
     messages: list[Message] = field(default_factory=list)
     """the chat that the prompt was made of, for reward models, which may have another chat template"""
+    gold: str = ""
+    """the gold answer as text, which evaluation compares and records show"""
+    conversation: list[Message] | None = None
+    """the prompt as the dataset has it, where that is a list of messages"""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Group:
     """the group's place in the run: (step - 1) x prompts_per_step + its place in the step"""
     example: Example
     rollouts: list[Rollout]
+    extra: list[dict[str, Any]] = field(default_factory=list)
+    """what reward functions logged of each completion by log_extra, by column; empty where they logged nothing"""
 
 
 @dataclass
@@ -106,9 +112,10 @@ class StepBatch:
             {
                 "prompt": group.example.prompt,
                 "completion": rollout.text,
-                "answer": group.example.columns["answer"],
+                "answer": group.example.gold,
                 "reward": self.rewards[row, column].item(),
                 "advantage": self.samples[row * copies + column].advantage,
+                **(group.extra[column] if group.extra else {}),
             }
             for row, group in enumerate(self.groups[:count])
             for column, rollout in enumerate(group.rollouts)

@@ -153,7 +153,7 @@ def describe_inputs(
     """Describe what must be the same on every rank: settings, data, versions, the program itself."""
     settings = {name: value for name, value in asdict(config).items() if name not in _PLACES}
     problems = {
-        f"the fingerprint of {what}": fingerprint(*([row.prompt, row.columns["answer"]] for row in examples))
+        f"the fingerprint of {what}": fingerprint(*([row.prompt, row.gold] for row in examples))
         for what, examples in zip(("the prompts and answers", "the held-out ones"), data, strict=True)
     }
     files = {str(path.relative_to(REPOSITORY)): path for path in sorted(REPOSITORY.glob("grpo/**/*.py"))}

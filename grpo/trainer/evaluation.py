@@ -51,7 +51,7 @@ def evaluate(
             seed = config.seed * 1_000_003 + problem * samples + sample  # another seed for each call
             rollouts = [rollout for (rollout,) in sampler.sample(batch, 1, config.temperature, seed)]
         for (problem, sample), example, rollout in zip(cells, batch, rollouts, strict=True):
-            answer, length = example.columns["answer"], len(rollout.completion_ids)
+            answer, length = example.gold, len(rollout.completion_ids)
             correct, formatted = is_correct(rollout.text, answer), has_format(rollout.text, example.prompt)
             counts[:, problem, sample] = correct, formatted, length, not rollout.finished
             completions.append(

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
 from grpo.algorithm.kl import adapt_beta
+from grpo.rewards.functions import RewardError
 from grpo.rollouts.records import StepBatch
 from grpo.run.metrics import Stats, add_stats, gather_stats, step_metrics
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.setup import Run
+
+_LOGGED = "log_metric:"
+"""before the name of a metric that reward functions log, among a step's numbers"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ def coefficients(run: Run) -> Coefficients:
 def step_result(
     run: Run, step: int, batch: StepBatch, stats: dict[str, Stats], applied: Coefficients, clock: PhaseClock
 ) -> StepResult:
-    """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together."""
+    """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together.
+
+    Raises RewardError where a reward function logs a metric under a name that the run has.
+    """
     config, progress = run.config, run.progress
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
@@ -78,8 +85,10 @@ def step_result(
             **{f"{name}:max": peak for name, peak in clock.memory.items()},
             "step_time": clock.total(),
             "signal:none": [run.stop.asked],
+            **{f"{_LOGGED}{name}:none": values for name, values in run.rounds.logged.items()},
         },
     )
+    run.rounds.logged.clear()
     everyone = gather_stats(stats)
     tokens = everyone["tokens"].total
     if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
@@ -115,4 +124,12 @@ def step_result(
         progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
     if config.use_adaptive_entropy or config.entropy_coef:
         metrics["entropy_coef"] = progress.entropy_coef  # the next step's, as TRL has it
+    for key, numbers in everyone.items():
+        name = key.removeprefix(_LOGGED)
+        if name != key:
+            if name in metrics or name == "step" or name.startswith("eval_"):
+                raise RewardError(
+                    f"log_metric: a reward function logs {name!r}, a metric that the run has: choose another name"
+                )
+            metrics[name] = numbers.mean
     return StepResult(metrics, completions, masked, is_applied, rewarded, int(everyone["signal"].high))

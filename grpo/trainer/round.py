@@ -23,12 +23,13 @@ from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import AdapterOffReference
 from grpo.model.packing import Batcher
-from grpo.rewards.compute import compute_rewards
+from grpo.rewards.functions import Logged, TrainerState
 from grpo.rollouts.prompts import PromptStream
 from grpo.rollouts.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather, raise_together
 from grpo.run.phase_clock import PhaseClock
+from grpo.trainer.scoring import score_rollouts
 from grpo.trainer.step import policy_logprobs, split_masked, wait_for_reference
 
 
@@ -53,6 +54,9 @@ class Rounds:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.requests: dict[int, Future[list[np.ndarray]]] = {}
         """the requests to the reference about this round's groups, by group id"""
+        self.logged: dict[str, list[float]] = {}
+        """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
+        self._state = TrainerState()
         self.reward_names, weights = [*reward_funcs], [*config.reward_weights]
         if config.soft_punish_cache:
             self.reward_names, weights = [*self.reward_names, "soft_overlong_punishment"], [*weights, 1.0]
@@ -70,6 +74,7 @@ class Rounds:
         ids = [step * config.prompts_per_step + start + place for step in steps for place in range(share)]
         examples_by_step = [self._stream.examples_of(step, self._rank, self._world_size) for step in steps]
         self.requests.clear()
+        self._state = TrainerState(updates, config.max_steps)
         with clock("generate"):
             self._sampler.update_weights(updates)
             groups = self._draw(list(chain(*examples_by_step)), ids, attempt=0)
@@ -143,18 +148,16 @@ class Rounds:
 
     def _reward(self, groups: list[Group]) -> torch.Tensor:
         """Compute the groups' rewards: float64 [functions, groups, num_generations], NaN where one does not apply."""
-        config = self._config
+        config, logged = self._config, Logged()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         examples = [group.example for group in groups for _ in group.rollouts]
-        by_function = torch.from_numpy(
-            compute_rewards(
-                self._reward_funcs,
-                [example.prompt for example in examples],
-                [rollout.text for rollout in rollouts],
-                {name: [example.columns[name] for example in examples] for name in examples[0].columns},
-                [example.messages for example in examples],
-            )
-        )
+        by_function = torch.from_numpy(score_rollouts(self._reward_funcs, examples, rollouts, self._state, logged))
+        for name, values in logged.metrics.items():
+            self.logged.setdefault(name, []).extend(values)
+        if logged.extra:
+            rows = iter([dict(zip(logged.extra, row, strict=True)) for row in zip(*logged.extra.values(), strict=True)])
+            for group in groups:
+                group.extra[:] = [next(rows) for _ in group.rollouts]
         if config.soft_punish_cache:
             lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
             punishment = soft_overlong_punishment(lengths, config.max_completion_length, config.soft_punish_cache)

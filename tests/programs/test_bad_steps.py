@@ -13,7 +13,11 @@ from grpo.run.recorder import Recorder
 REWARD = """
 from pathlib import Path
 
-def own(prompts, completions, answer, **columns):
+def own(prompts, completions, answer, trainer_state, log_extra, log_metric, **columns):
+    log_extra("gold", answer)
+    log_metric("done", trainer_state.global_step / trainer_state.max_steps)
+    for text in completions:
+        log_metric("letters", len(text))
     spoiled = Path(__file__).with_name("spoiled").read_text().splitlines()
     rewards = [float(len(text)) for text in completions]
     return [1e300 if gold in spoiled and place % 2 else one for place, (gold, one) in enumerate(zip(answer, rewards))]
@@ -51,6 +55,10 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
     assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 2, 3, 3]
     assert [row["loss"] is None for row in rows] == [row["grad_norm"] is None for row in rows]
     assert [row["loss"] is None for row in rows] == [False, True, False, True, True, False]
+    assert [row["done"] for row in rows] == [step / 6 for step in range(6)]
+    for row in (rows[0], rows[2], rows[5]):
+        assert row["letters"] == row["rewards/own/mean"]
+    assert all(one["gold"] == one["answer"] for one in lines(run / "completions.jsonl"))
     kept = lines(run / "bad_steps.jsonl")
     assert [one["step"] for one in kept] == [2] * 16 + [4] * 16 + [5] * 16
     assert {one["answer"] for one in kept if one["reward"] == 1e300} == spoiled

@@ -10,7 +10,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.chat_template import render_prompt
-from grpo.rollouts.prompts import PromptStream, gold_answer, load_examples
+from grpo.rollouts.prompts import PromptStream, check_reward_columns, gold_answer, load_examples
 from grpo.trainer.dry_run import dry_run
 
 ROWS = [
@@ -41,8 +41,8 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows[1]*.jsonl"])
 def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
     first, second = load_examples(config(write(tmp_path / name)), "train", tokenizer, progress=False)
-    assert first.columns == {"answer": "2", "level": 1}
-    assert second.columns == {"answer": "4", "level": 2}
+    assert first.columns == {"question": "One and one?", "answer": "2", "level": 1}
+    assert second.columns == {"question": "Two and two?", "answer": "4", "level": 2}
     assert first.prompt == "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(first.prompt_ids) == first.prompt
 
@@ -52,14 +52,14 @@ def test_a_local_folder_has_splits(tmp_path, tokenizer):
     write(tmp_path / "test.jsonl", ROWS[1:])
     assert len(load_examples(config(tmp_path), "train", tokenizer, progress=False)) == 2
     (only,) = load_examples(config(tmp_path), "test", tokenizer, progress=False)
-    assert only.columns["answer"] == "4"
+    assert only.gold == "4"
 
 
 def test_other_datasets_name_their_columns(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", [{"problem": "x?", "solution": 7, "hint": "seven"}])
     options = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
     (only,) = load_examples(config(path, *options), "train", tokenizer, progress=False)
-    assert only.columns == {"answer": "7", "hint": "seven"}
+    assert only.columns == {"problem": "x?", "solution": 7, "answer": "7", "hint": "seven"} and only.gold == "7"
     with pytest.raises(ConfigError, match=r"dataset_prompt_column='question': .*columns problem, solution, hint"):
         load_examples(config(path), "train", tokenizer, progress=False)
     with pytest.raises(ConfigError, match=r"dataset_answer_column='answer': .*name one of them"):
@@ -76,6 +76,43 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
         load_examples(config(path, "--max_prompt_length", "3"), "train", tokenizer, progress=False)
 
 
+SOLUTION = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
+
+
+def test_a_column_called_answer_that_is_not_the_gold_answer_stays_what_it_is(tmp_path, tokenizer, caplog):
+    rows = [{"problem": "x?", "solution": "5+2=7\n#### 7", "answer": f"{word} seven"} for word in ("It is", "Just")]
+    settings = config(write(tmp_path / "rows.jsonl", rows), *SOLUTION)
+    examples = load_examples(settings, "train", tokenizer, progress=False)
+    assert [example.columns for example in examples] == rows
+    assert [example.gold for example in examples] == ["7", "7"]
+    check_reward_columns(settings, examples)
+    assert (
+        "its column 'answer' is what reward functions are given as `answer`, and evaluation compares with 'solution'"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_list_or_dict_arrives_as_the_dataset_has_it(tmp_path, tokenizer, name, caplog):
+    tests = [{"input": "1 2", "output": 3}, {"input": "é", "output": None}]
+    rows = [{"problem": "Add.", "solution": tests, "limits": {"seconds": 1.5}, "tags": ["a", "b"]}]
+    rows.append(rows[0] | {"solution": []})
+    settings = config(write(tmp_path / name, rows), *SOLUTION)
+    (only,) = examples = load_examples(settings, "train", tokenizer, progress=False)
+    assert only.columns == rows[0] | {"answer": tests}
+    assert json.loads(only.gold) == tests and "é" in only.gold
+    assert "1 of 2 rows dropped, without a gold answer in 'solution'" in caplog.text
+    check_reward_columns(settings, examples)
+
+
+def test_a_prompt_column_under_a_name_of_the_arguments_is_given_as_that_argument(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompts": "x?", "answer": "7"}])
+    settings = config(path, "--dataset_prompt_column", "prompts")
+    (only,) = examples = load_examples(settings, "train", tokenizer, progress=False)
+    assert only.columns == {"answer": "7"}
+    check_reward_columns(settings, examples)
+
+
 NOTHING = [None, "", " \n\N{NO-BREAK SPACE}", "He has none.\n#### "]
 
 
@@ -84,7 +121,7 @@ def test_rows_without_a_gold_answer_or_a_prompt_are_dropped_and_counted(tmp_path
     rows = [*ROWS, *({"question": "And?", "answer": nothing} for nothing in NOTHING), {"question": "And?"}]
     rows += [{"question": None, "answer": "5"}, {"answer": "6"}, {"question": "What is it?", "answer": "None"}]
     kept = load_examples(config(write(tmp_path / name, rows)), "train", tokenizer, progress=False)
-    assert [(example.index, example.columns["answer"]) for example in kept] == [(0, "2"), (1, "4"), (9, "None")]
+    assert [(example.index, example.gold) for example in kept] == [(0, "2"), (1, "4"), (9, "None")]
     assert "train: 5 of 10 rows dropped, without a gold answer in 'answer'" in caplog.text
     assert "train: 2 of 10 rows dropped, without a prompt in 'question'" in caplog.text
 
@@ -92,7 +129,7 @@ def test_rows_without_a_gold_answer_or_a_prompt_are_dropped_and_counted(tmp_path
 def test_numbers_are_gold_answers_and_nan_is_none(tmp_path, tokenizer):
     rows = [{"question": "?", "answer": answer} for answer in (2.5, float("nan"), 0.0, None)]
     kept = load_examples(config(write(tmp_path / "rows.jsonl", rows)), "train", tokenizer, progress=False)
-    assert [example.columns["answer"] for example in kept] == ["2.5", "0.0"]
+    assert [example.gold for example in kept] == ["2.5", "0.0"]
 
 
 def test_a_list_of_no_messages_is_no_prompt(tmp_path, tokenizer, caplog):
@@ -119,8 +156,6 @@ def test_a_dataset_of_which_no_row_is_left_is_refused(tmp_path, tokenizer):
             {"question": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "answer": "1"},
             "dataset_prompt_column='question': row 1 .* a list of messages whose role and content are text",
         ),
-        ({"question": "Hi", "answer": ["1"]}, r"dataset_answer_column='answer': row 1 \(from 0\) has \['1'\]: a gold"),
-        ({"question": "Hi", "answer": {"value": 1}}, "dataset_answer_column='answer': row 1 .* text or a number"),
     ],
 )
 def test_values_of_another_type_are_refused_with_their_row(tmp_path, tokenizer, row, message):
@@ -135,7 +170,7 @@ def test_one_column_is_not_both_prompt_and_answer(tmp_path, tokenizer):
         load_examples(config(path, "--dataset_answer_column", "question"), "train", tokenizer, progress=False)
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state"])
+@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "prompt_texts"])
 def test_a_column_that_would_hide_what_reward_functions_are_given_is_refused(tmp_path, model_folder, name):
     path = write(tmp_path / "rows.jsonl", [{**row, name: "x"} for row in ROWS])
     asked = config(path, "--model_name_or_path", str(model_folder), "--beta", "0", "--eval_steps", "0")
@@ -152,7 +187,7 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train-00000-of-00002.parquet")
     write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[:1])
-    answers = [e.columns["answer"] for e in load_examples(config(tmp_path), "train", tokenizer, progress=False)]
+    answers = [e.gold for e in load_examples(config(tmp_path), "train", tokenizer, progress=False)]
     assert answers == ["2", "4", "2"]
 
 

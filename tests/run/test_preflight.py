@@ -24,7 +24,7 @@ def opened(config: TrainerConfig, rank: int = 0, world_size: int = 1) -> tuple[P
 
 
 def examples(answers: str) -> list[Example]:
-    return [Example(place, "2+2?", [1], {"answer": answer}, []) for place, answer in enumerate(answers)]
+    return [Example(place, "2+2?", [1], {}, gold=answer) for place, answer in enumerate(answers)]
 
 
 def compare(differs: bool, settings: dict | None = None, train="45", held_out="6", engine=None, own="") -> None:

@@ -112,7 +112,7 @@ class ScriptedSampler(Sampler):
         return Rollout(list(text.encode()), True, text, [-1.0] * len(text), policy_version=3)
 
     def greedy(self, examples):
-        return [self.rollout(example.columns["answer"]) for example in examples]
+        return [self.rollout(example.gold) for example in examples]
 
     def sample(self, examples, copies, temperature, seed, on_group=None):
         return [[self.rollout(str(seed % 2)) for _ in range(copies)] for _ in examples]
@@ -121,7 +121,7 @@ class ScriptedSampler(Sampler):
 def test_any_sampler_can_be_evaluated():
     options = ["--model=none", "--dataset=none", "--num_generations_eval=2", "--sequences_per_generate=1", "--seed=0"]
     config = parse_arguments(EvaluateConfig, "", options)
-    examples = [Example(index, "?", [1], {"answer": str(index % 2)}) for index in range(4)]
+    examples = [Example(index, "?", [1], {}, gold=str(index % 2)) for index in range(4)]
 
     def is_right(completion: str, answer: str) -> bool:
         return completion == answer

@@ -1,0 +1,117 @@
+"""What reward functions are given of examples and rollouts: TRL's arguments, and TRL's own functions with them."""
+
+import pytest
+
+from grpo.config.trainer import TrainerConfig
+from grpo.rewards.compute import load_reward_funcs, start_functions
+from grpo.rewards.functions import Logged, TrainerState
+from grpo.rollouts.prompts import make_example
+from grpo.rollouts.records import Example, Rollout
+from grpo.trainer.scoring import score_rollouts
+from reward import correctness_reward, format_reward
+
+STATE = TrainerState(3, 60)
+CONFIG = TrainerConfig(
+    system_prompt="Be brief.", dataset_prompt_column="problem", dataset_answer_column="solution", eval_steps=0
+)
+CHAT = [{"role": "user", "content": "What is 1/3?"}]
+RIGHT = "<think>\nA third.\n</think>\nIt is $\\boxed{\\frac{2}{6}}$."
+
+
+def rollout(text: str) -> Rollout:
+    return Rollout([*text.encode()], True, text, [0.0] * len(text), 0)
+
+
+@pytest.fixture(params=["text", "messages"])
+def example(request, tokenizer) -> Example:
+    """A problem whose prompt is a text, or a list of messages."""
+    prompt = CHAT[0]["content"] if request.param == "text" else CHAT
+    return make_example(CONFIG, tokenizer, 0, {"problem": prompt, "solution": r"$\frac{1}{3}$", "tests": [1, [2]]})
+
+
+def test_a_function_is_given_what_trl_gives_it(example):
+    given = []
+
+    def spy(**arguments):
+        given.append(arguments)
+        return [0.0, 1.0]
+
+    rewards = score_rollouts({"spy": spy}, [example] * 2, [rollout("ab"), rollout("c")], STATE)
+    assert rewards.tolist() == [[0.0, 1.0]]
+    (arguments,) = given
+    state = arguments.pop("trainer_state")
+    assert (state.global_step, state.max_steps) == (3, 60)
+    assert callable(arguments.pop("log_extra")) and callable(arguments.pop("log_metric"))
+    rendered = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 1/3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    is_chat = example.conversation is not None
+    assert arguments == {
+        "prompts": [CHAT if is_chat else rendered] * 2,
+        "completions": [[{"role": "assistant", "content": text}] for text in ("ab", "c")] if is_chat else ["ab", "c"],
+        "completion_ids": [[97, 98], [99]],
+        "prompt_texts": [rendered] * 2,
+        "problem": [CHAT if is_chat else "What is 1/3?"] * 2,
+        "solution": [r"$\frac{1}{3}$"] * 2,
+        "answer": [r"$\frac{1}{3}$"] * 2,
+        "tests": [[1, [2]]] * 2,
+    }
+
+
+def test_the_functions_of_reward_py_read_both_kinds(tokenizer):
+    """A tag that the template opens counts for messages too: it is in no message."""
+    answer = "2+2</think> <answer>4</answer>"
+    for prompt in ("2+2?", [{"role": "user", "content": "2+2?"}]):
+        example = make_example(CONFIG, tokenizer, 0, {"problem": prompt, "solution": "4"})
+        opened = Example(0, example.prompt + "<think>\n", [], example.columns, conversation=example.conversation)
+        functions = {"correct": correctness_reward, "format": format_reward}
+        rewards = score_rollouts(functions, [opened] * 2, [rollout(answer), rollout("<answer>4.0</answer>")], STATE)
+        assert rewards.tolist() == [[2.0, 1.5], [0.8, 0.6]]
+    chats = [[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>\n"}]]
+    assert format_reward(chats, [[{"role": "assistant", "content": answer}]]) == [0.8], (
+        "without prompt_texts, as in TRL"
+    )
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_trls_own_functions_run_unchanged(tokenizer, timeout, tmp_path):
+    pytest.importorskip("trl")
+    pytest.importorskip("math_verify")
+    path = tmp_path / "mine.py"
+    path.write_text("from trl.rewards import accuracy_reward, think_format_reward\n")
+    names = [f"{path}:accuracy_reward", f"{path}:think_format_reward"]
+    config = TrainerConfig(reward_funcs=names, reward_timeout=timeout)
+    functions, pool = start_functions(load_reward_funcs(names), config, workers=1)
+    example = make_example(CONFIG, tokenizer, 0, {"problem": CHAT, "solution": r"$\frac{1}{3}$"})
+    logged, texts = Logged(), [RIGHT, r"It is $\boxed{\frac12}$.", "Hm."]
+    rewards = score_rollouts(functions, [example] * 3, [*map(rollout, texts)], STATE, logged)
+    if pool:
+        pool.close()
+    assert rewards.tolist() == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    assert logged.extra["solution"] == [r"$\frac{1}{3}$"] * 3
+    assert logged.extra["answer_parsed"][2] == "[unparseable]"
+
+
+LOGS = """
+def logs(completions, completion_ids, level, trainer_state, log_extra, log_metric, **kwargs):
+    log_extra("first", [text[:1] for text in completions])
+    for text, ids, n in zip(completions, completion_ids, level):
+        log_metric("letters", len(text))
+        assert len(ids) == len(text)
+    return [trainer_state.global_step + n for n in level]
+"""
+
+
+def test_functions_in_worker_processes_are_given_and_log_the_same(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(LOGS)
+    example, both = Example(0, "p", [1], {"level": 0.5}), []
+    for timeout in (None, 20.0):
+        config = TrainerConfig(reward_funcs=[f"{path}:logs"], reward_timeout=timeout)
+        functions, pool = start_functions(load_reward_funcs(config.reward_funcs), config, workers=2)
+        logged = Logged()
+        rewards = score_rollouts(functions, [example] * 2, [rollout("ab"), rollout("c")], STATE, logged)
+        if pool:
+            pool.close()
+        both.append((rewards.tolist(), logged.extra, logged.metrics))
+    assert both[0] == both[1] == ([[3.5, 3.5]], {"first": ["a", "c"]}, {"letters": [2.0, 1.0]})
