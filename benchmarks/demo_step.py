@@ -152,7 +152,6 @@ def worker(folder: Path, output: Path, seed: int) -> None:
             warmup_steps=config.warmup_steps,
             adam_beta1=config.adam_beta1,
             adam_beta2=config.adam_beta2,
-            adam_epsilon=config.adam_epsilon,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             seed=seed,

@@ -40,7 +40,6 @@ OPTIONS = {
     "use_bias_correction_kl": "--use_bias_correction_kl",
     "kl_in_reward (k1)": "--kl_in_reward --kl_estimator k1",
     "beta 0.4": "--beta 0.4",
-    "kl_target 0.02, kl_horizon 500": "--kl_target 0.02 --kl_horizon 500",
     "entropy_coef 0.05": "--entropy_coef 0.05",
     "use_adaptive_entropy, entropy_target 0.5": "--use_adaptive_entropy --entropy_target 0.5",
     "top_entropy_quantile 0.2": "--top_entropy_quantile 0.2",

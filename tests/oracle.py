@@ -27,6 +27,8 @@ from dataclasses import dataclass, replace
 
 LIMIT = 20.0  # of a log-ratio before exp
 STEP = 1e-5  # of a central difference
+SAPO_TAU = {True: 1.0, False: 1.05}  # by whether the advantage is positive
+VESPO = {True: (2.0, 3.0), False: (3.0, 2.0)}  # k and lambda by whether the advantage is 0 or more
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def policy_term(logp: float, ratio: float, stopped_ratio: float, advantage: floa
     if settings.loss_type == "cispo":
         return -min(stopped_ratio, upper(settings)) * advantage * logp
     if settings.loss_type == "sapo":
-        tau = settings.sapo_temperature_pos if advantage > 0 else settings.sapo_temperature_neg
+        tau = SAPO_TAU[advantage > 0]
         return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
     clipped = clamp(ratio, 1 - settings.epsilon, 1 + upper(settings)) * advantage
     surrogate = min(ratio * advantage, clipped)
@@ -111,8 +113,7 @@ def vespo_weight(at: Completion, settings) -> float:
     for weight in importance(at, at, settings):
         ratio += clamp(math.log(weight), math.log(1e-8), LIMIT) if weight else math.log(1e-8)
     w = math.exp(clamp(ratio, math.log(1e-8), LIMIT))
-    sign = "pos" if at.advantage >= 0 else "neg"
-    power, rate = getattr(settings, f"vespo_k_{sign}"), getattr(settings, f"vespo_lambda_{sign}")
+    power, rate = VESPO[at.advantage >= 0]
     return w**power * math.exp(rate * (1 - w))
 
 

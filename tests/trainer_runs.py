@@ -93,7 +93,6 @@ OPTIONS = {
     "steps_per_generation": 2,
     "num_iterations": 2,
     "kl_target": 1e-4,
-    "kl_horizon": 100,
     "weight_decay": 0.1,
     "use_adaptive_entropy": None,
     "entropy_coef": 0.1,

@@ -6,6 +6,8 @@ import torch
 
 from grpo.algorithm.tokens import LOG_RATIO_LIMIT
 
+HORIZON = 10_000  # completions over which an adaptive beta follows: Ziegler et al.'s, and verl's
+
 
 def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimate KL(policy || reference) from single tokens, with d = ref - logp (Schulman 2020, "Approximating KL
@@ -32,10 +34,10 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
     return k3.detach() + k2 - k2.detach()
 
 
-def adapt_beta(beta: float, kl: float, sequences: int, target: float, horizon: float) -> float:
+def adapt_beta(beta: float, kl: float, sequences: int, target: float) -> float:
     """Return the KL coefficient for the next step: it grows where the measured KL (nats a token) is above the target.
 
     Ziegler et al. 2019, arXiv:1909.08593, section 2.2; as in verl, a step of n sequences counts n times.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return beta * (1 + error * sequences / horizon)
+    return beta * (1 + error * sequences / HORIZON)

@@ -25,6 +25,10 @@ import torch
 from grpo.algorithm.tokens import LOG_RATIO_LIMIT, StepSize, first_tokens, sequence_sums, to_tokens
 from grpo.config.loss import LossSection
 
+# The papers' constants, by the sign of the advantage; TRL's defaults too.
+SAPO_TEMPERATURE_POS, SAPO_TEMPERATURE_NEG = 1.0, 1.05  # a gate that closes faster where the advantage is negative
+VESPO_K_POS, VESPO_LAMBDA_POS = 2.0, 3.0  # the ratio's power, and the rate at which a ratio above 1 loses weight
+VESPO_K_NEG, VESPO_LAMBDA_NEG = 3.0, 2.0
 _LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
 
 
@@ -107,7 +111,7 @@ def cispo(inputs: LossInputs, settings: LossSection) -> LossTerms:
 
 def sapo(inputs: LossInputs, settings: LossSection) -> LossTerms:
     """Use a sigmoid gate instead of the clip: SAPO, Gao et al. 2025, arXiv:2511.20347, equations 5 and 6."""
-    gate = torch.where(inputs.advantages > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
+    gate = torch.where(inputs.advantages > 0, SAPO_TEMPERATURE_POS, SAPO_TEMPERATURE_NEG)
     policy = -inputs.advantages * torch.sigmoid(gate * (inputs.ratio - 1)) * 4 / gate
     return policy, mean_of_sequence_means(inputs), {}
 
@@ -123,8 +127,8 @@ def vespo(inputs: LossInputs, settings: LossSection) -> LossTerms:
         log_ratio = log_ratio + inputs.sampler_weights.log().clamp(_LOG_LEAST, LOG_RATIO_LIMIT)
     log_ratio = inputs.to_sequences(log_ratio).clamp(_LOG_LEAST, LOG_RATIO_LIMIT)
     good = inputs.sequence_advantages >= 0
-    power = torch.where(good, settings.vespo_k_pos, settings.vespo_k_neg)
-    rate = torch.where(good, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
+    power = torch.where(good, VESPO_K_POS, VESPO_K_NEG)
+    rate = torch.where(good, VESPO_LAMBDA_POS, VESPO_LAMBDA_NEG)
     factor = torch.exp(rate + power * log_ratio - rate * log_ratio.exp()).nan_to_num(nan=0.0, posinf=0.0)
     policy = -inputs.to_tokens(factor * inputs.sequence_advantages) * inputs.logprobs
     return policy, mean_of_tokens(inputs), {"vespo/phi_seq_mean": factor}

@@ -26,6 +26,7 @@ import yaml
 
 from grpo.config.connection import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError, program_name, require, say_once
+from grpo.config.former import FORMER
 
 _PROGRAMS = (
     "grpo.config.server:ServerConfig",
@@ -179,6 +180,12 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
                 "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
             )
             continue
+        if name in FORMER and value in (FORMER[name], str(FORMER[name])):  # YAML reads 1e-08 as a text
+            continue
+        if name in FORMER:
+            raise ConfigError(
+                f"{path}: {name}={value!r}: no setting any more: leave it out, it is always {FORMER[name]}"
+            )
         if name not in known:
             raise ConfigError(f"{path}: {name}={value!r}: no such field{_did_you_mean(str(name), known)}; see --help")
         for kind in (dict, list):

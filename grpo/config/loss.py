@@ -37,14 +37,6 @@ class LossSection(Section):
     delta: float | None = option(
         None, "two-sided (dual) clip: where the advantage is negative, the ratio is bounded by this; above 1 + epsilon"
     )
-    sapo_temperature_pos: float = option(1.0, "sapo's gate where the advantage is positive", above=0)
-    sapo_temperature_neg: float = option(1.05, "... and where it is not", above=0)
-    vespo_k_pos: float = option(
-        2.0, "vespo: power of the sequence's ratio where the advantage is not negative", at_least=0
-    )
-    vespo_lambda_pos: float = option(3.0, "... and the rate at which a ratio above 1 loses weight", above=0)
-    vespo_k_neg: float = option(3.0, "vespo: the same power where the advantage is negative", at_least=0)
-    vespo_lambda_neg: float = option(2.0, "... and the same rate", above=0)
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group", "advantages are divided by the std of their group, of the whole batch, or not"
     )
@@ -66,7 +58,6 @@ class LossSection(Section):
     kl_target: float | None = option(
         None, "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is", above=0
     )
-    kl_horizon: float = option(10_000.0, "completions over which an adaptive beta follows", above=0)
     use_bias_correction_kl: bool = option(False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)")
     entropy_coef: float = option(
         0.0, "weight of a bonus for the mean entropy of the tokens; with use_adaptive_entropy the first one", at_least=0

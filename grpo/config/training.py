@@ -34,7 +34,6 @@ class TrainingSection(Section):
     )
     adam_beta1: float = option(0.9, "AdamW", at_least=0, below=1)
     adam_beta2: float = option(0.99, "AdamW", at_least=0, below=1)
-    adam_epsilon: float = option(1e-8, "AdamW", above=0)
     weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms", at_least=0)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off", at_least=0)
     max_bad_steps: int = option(

@@ -118,7 +118,7 @@ def step_result(
         metrics["beta"] = applied.beta
         if is_applied:
             kl = everyone["kl"].mean
-            progress.beta = adapt_beta(applied.beta, kl, completions, config.kl_target, config.kl_horizon)
+            progress.beta = adapt_beta(applied.beta, kl, completions, config.kl_target)
     if config.use_adaptive_entropy and is_applied and not masked:
         progress.entropy = everyone["entropy_acted_on"].mean
         progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)

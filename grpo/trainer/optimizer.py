@@ -14,6 +14,8 @@ from grpo.config.trainer import TrainerConfig
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
+_EPSILON = 1e-8  # torch's and the Trainer's; no recipe has another
+
 _LARGEST_GROUP = 2**30  # numbers in a group of bitsandbytes' AdamW
 
 
@@ -37,7 +39,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW
         if parameters  # a LoRA adapter has no biases and norms, and DeepSpeed takes no empty group
     ]
     betas = config.adam_beta1, config.adam_beta2
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=_EPSILON, fused=True)
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -86,7 +88,7 @@ def _with_8_bits(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimiz
         )
         for part in _parts(weights)
     ]
-    return AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon)
+    return AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=_EPSILON)
 
 
 def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -41,11 +41,9 @@ MODES = {
     "as drawn": ({}, 0.0, {"off_policy": False}),
     "off-policy": ({"epsilon_high": 0.28}, 0.0, {}),
     "delta": ({"delta": 1.3}, 0.0, {}),
-    "powers": ({"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.0, "vespo_lambda_neg": 4.0}, 0.0, {}),
     "KL": ({}, 0.3, {}),
     "KL as drawn": ({}, 0.3, {"off_policy": False}),
     "KL, bias corrected": ({"use_bias_correction_kl": True}, 0.3, {}),
-    "temperatures": ({"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5}, 0.0, {}),
     "entropy bonus": ({"entropy_coef": 0.02}, 0.0, {}),
     "top entropies": ({"top_entropy_quantile": 0.3}, 0.3, {}),
     "top entropies, bonus": ({"top_entropy_quantile": 0.3, "entropy_coef": 0.02}, 0.0, {}),
@@ -64,6 +62,7 @@ def trl():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's imports, not ours
         from accelerate import Accelerator
+        from trl import GRPOConfig
         from trl.rewards import get_soft_overlong_punishment
         from trl.trainer.grpo_trainer import GRPOTrainer
         from trl.trainer.utils import nanstd
@@ -73,6 +72,11 @@ def trl():
             accelerator=Accelerator(cpu=True),
             soft_overlong_punishment=get_soft_overlong_punishment,
             nanstd=nanstd,
+            fixed={  # its defaults of what is constant here
+                name: field.default
+                for name, field in GRPOConfig.__dataclass_fields__.items()
+                if name.startswith(("sapo_", "vespo_"))
+            },
         )
 
 
@@ -85,7 +89,7 @@ def trls_trainer(trl, settings: LossSection, beta: float) -> SimpleNamespace:
     """What `_compute_loss` asks of its trainer."""
     corrected = settings.importance_sampling_mode != "none"
     trainer = SimpleNamespace(
-        args=SimpleNamespace(**vars(settings), steps_per_generation=1),
+        args=SimpleNamespace(**vars(settings), **trl.fixed, steps_per_generation=1),
         loss_type=settings.loss_type,
         importance_sampling_level=settings.importance_sampling_level,
         epsilon_low=settings.epsilon,

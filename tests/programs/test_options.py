@@ -104,11 +104,11 @@ def test_the_kl_in_the_reward_moves_the_advantages(run, tmp_path):
 
 @pytest.mark.parametrize("place", [{}, {"kl_in_reward": None}], ids=["in the loss", "in the reward"])
 def test_beta_follows_the_target(run, place):
-    rows = run(beta=0.5, kl_target=1e-4, kl_horizon=100, max_steps=5, **place)
+    rows = run(beta=0.5, kl_target=1e-4, max_steps=5, **place)
     expected = 0.5
     for row in rows:
         assert row["beta"] == pytest.approx(expected)
-        expected *= 1 + min(max(row["kl"] / 1e-4 - 1, -0.2), 0.2) * 16 / 100  # Ziegler et al. 2019, section 2.2
+        expected *= 1 + min(max(row["kl"] / 1e-4 - 1, -0.2), 0.2) * 16 / 10_000  # Ziegler et al. 2019, section 2.2
     assert rows[1]["beta"] < rows[0]["beta"]  # no KL yet: below the target
     assert rows[-1]["beta"] > min(row["beta"] for row in rows)
 

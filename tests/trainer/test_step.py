@@ -48,7 +48,7 @@ OPTIONS = [
     {"off_policy_mask_threshold": 0.01, "loss_type": "bnpo"},
     {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 1.3},
     {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.8, "loss_type": "cispo"},
-    {"importance_sampling_mode": "token_truncate", "loss_type": "vespo", "vespo_k_neg": 1.0},
+    {"importance_sampling_mode": "token_truncate", "loss_type": "vespo"},
     {"importance_sampling_mode": "sequence_truncate", "importance_sampling_level": "sequence"},
     {"importance_sampling_mode": "sequence_mask", "loss_type": "dr_grpo"},
 ]
