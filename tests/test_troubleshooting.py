@@ -82,7 +82,7 @@ def test_every_entry_of_the_page_is_a_setting_or_begins_a_message():
         (TrainerConfig, ["--delta", "1.1"]),
         (ServerConfig, ["--host", "0.0.0.0"]),
         (ServerConfig, ["--task", "reward", "--update_folder", "new"]),
-        (EvaluateConfig, ["--pass_at_k", "4"]),
+        (EvaluateConfig, ["--temperature", "0"]),
         (ChatConfig, ["--temperature", "-1"]),
         (ReportConfig, []),
     ],

@@ -8,6 +8,8 @@ from __future__ import annotations
 FORMER = {
     "adam_epsilon": 1e-8,
     "kl_horizon": 10_000.0,
+    "max_bad_steps": 5,
+    "reward_fallback": 0.0,
     "sapo_temperature_pos": 1.0,
     "sapo_temperature_neg": 1.05,
     "vespo_k_pos": 2.0,

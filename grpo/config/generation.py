@@ -93,22 +93,13 @@ class GenerationSection(Section):
         "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 is greedy only",
         at_least=0,
     )
-    pass_at_k: list[int] | None = option(
-        None, "the k of pass@k; unset is 1, 2, 4, ... and num_generations_eval", at_least=1
-    )
 
     @property
     def ks(self) -> list[int]:
-        """Return every k of pass@k, ascending; none if nothing is sampled."""
+        """Return every k of pass@k, ascending: 1, 2, 4, ... and num_generations_eval; none if nothing is sampled."""
         samples = self.num_generations_eval
         powers = [1 << power for power in range(samples.bit_length())]
-        return sorted(set(self.pass_at_k or [*powers, samples]) - {0})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        samples = self.num_generations_eval
-        for k in self.pass_at_k or []:
-            require(k <= samples, "pass_at_k", k, f"num_generations_eval={samples} is too few for it: use {k} or more")
+        return sorted({*powers, samples} - {0})
 
 
 @dataclass

@@ -31,7 +31,6 @@ class RewardSection(Section):
         "time, and killed if it hangs; unset calls it in the trainer",
         above=0,
     )
-    reward_fallback: float = option(0.0, "reward of a completion on which a function hangs or ends its process")
 
     def __post_init__(self) -> None:
         super().__post_init__()

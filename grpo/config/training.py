@@ -36,12 +36,6 @@ class TrainingSection(Section):
     adam_beta2: float = option(0.99, "AdamW", at_least=0, below=1)
     weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms", at_least=0)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off", at_least=0)
-    max_bad_steps: int = option(
-        5,
-        "the run ends after so many steps in a row that teach nothing: loss or gradient not finite (the step is "
-        "skipped), every reward None, or every completion masked",
-        above=0,
-    )
     gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
     deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FALLBACK = 0.0  # of a completion on which a function hangs or ends its process: such a completion earns nothing
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -115,12 +116,12 @@ def start_functions(
         return functions, None
     names = dict(zip(rewards, config.reward_funcs, strict=True))
     pooled = [names[label] for label, function in functions.items() if _is_blocking(function)]
-    pool = RewardPool(pooled, config.reward_timeout, config.reward_fallback, workers) if pooled else None
+    pool = RewardPool(pooled, config.reward_timeout, _FALLBACK, workers) if pooled else None
     for label, function in functions.items():
         if pool is not None and _is_blocking(function):
             functions[label] = pool.make_function(names[label])
         else:
-            functions[label] = add_deadline(label, function, config.reward_timeout, config.reward_fallback)
+            functions[label] = add_deadline(label, function, config.reward_timeout, _FALLBACK)
     return functions, pool
 
 

@@ -54,10 +54,10 @@ LIBRARIES = "torch", "transformers", "deepspeed"
 # (the third) which completions a seed draws from then on: a run that was out of memory must go on with fewer at once.
 FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
-    *("micro_batch_tokens", "gradient_checkpointing", "max_bad_steps"),
+    *("micro_batch_tokens", "gradient_checkpointing"),
     "sequences_per_generate",
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
-    *("eval_steps", "eval_samples", "num_generations_eval", "pass_at_k"),
+    *("eval_steps", "eval_samples", "num_generations_eval"),
     *("ref_servers", "host", "port", "token", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout"),
 }

@@ -15,6 +15,8 @@ from grpo.trainer.numbers import StepResult
 from grpo.trainer.out_of_memory import raise_if_short
 from grpo.trainer.setup import Run
 
+MOST_BAD_STEPS = 5  # in a row: one or two may be a reward out of scale; five cost little, and nobody watches at night
+
 
 @contextmanager
 def saved_at_the_end(run: Run) -> Iterator[None]:
@@ -39,7 +41,7 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
 def raise_if_over(run: Run, step: int, result: StepResult) -> None:
     """Raise EndRun if too many steps in a row taught the policy nothing, or a signal asks the run to stop."""
     config, bad_steps = run.config, run.progress.bad_steps
-    if bad_steps and len(bad_steps) % config.max_bad_steps == 0:
+    if bad_steps and len(bad_steps) % MOST_BAD_STEPS == 0:
         if result.masked:
             reason = (
                 f"every completion of the last was cut at max_completion_length={config.max_completion_length}: "

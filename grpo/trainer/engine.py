@@ -163,9 +163,9 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
     fill(settings, "zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,")
     bf16, dtype = settings.setdefault("bf16", {}), resolve_dtype(config, device)
     fill(bf16, "enabled", dtype == torch.bfloat16, "dtype", "bf16.")
-    # A step whose gradient is not finite is left out.
-    fill(bf16, "check_grad_overflow", True, "max_bad_steps", "bf16.")
-    fill(zero, "compute_grad_norm", True, "max_bad_steps", "zero_optimization.")
+    source = "the check for steps that are not finite"  # such a step is left out
+    fill(bf16, "check_grad_overflow", True, source, "bf16.")
+    fill(zero, "compute_grad_norm", True, source, "zero_optimization.")
     if zero.get("overlap_comm") == "auto":
         zero["overlap_comm"] = world_size > 1  # one rank has nobody to talk with, and would hold a second bucket
     place = (zero.get("offload_optimizer") or {}).get("device", "none")

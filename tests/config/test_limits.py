@@ -39,7 +39,7 @@ NUMBERS = [
     for field in dataclasses.fields(section)
     if re.search(r"\b(int|float)\b", field.type)
 ]
-ANY_NUMBER = {"reward_weights", "reward_fallback"}
+ANY_NUMBER = {"reward_weights"}
 BY_OTHERS = {"delta"}  # its limit is another setting
 
 
@@ -100,7 +100,6 @@ def test_limits_hold_and_say_their_bounds(limits, inside, outside, words):
         (ReferenceSection, {"ref_servers": ["host:1"]}, "ref_servers='host:1': "),
         (RecordSection, {"report_to": ["paper"]}, "report_to='paper': "),
         (AnswerSection, {"chat_template_kwargs": "[1]"}, "chat_template_kwargs=[1]: "),
-        (GenerationSection, {"pass_at_k": [3]}, "pass_at_k=3: "),
         (ServingSection, {"device_map": "cuda"}, "device_map='cuda': "),
     ],
 )

@@ -26,41 +26,41 @@ def own(prompts, completions, answer, trainer_state, log_extra, log_metric, **co
 
 @pytest.mark.slow
 def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model_folder, data_folder, tmp_path):
-    """A reward out of scale on the prompts of steps 2, 4 and 5, mended then."""
-    run, held = tmp_path / "run", {"beta": 0.0, "eval_steps": 0, "max_steps": 6, "scale_rewards": "none"}
-    words = options(model_folder, data_folder, run, **held, max_bad_steps=2, resume_from_checkpoint="last")
+    """A reward out of scale on the prompts of steps 2 and 4 to 8, mended then."""
+    run, held = tmp_path / "run", {"beta": 0.0, "eval_steps": 0, "max_steps": 9, "scale_rewards": "none"}
+    words = options(model_folder, data_folder, run, **held, resume_from_checkpoint="last")
     (tmp_path / "own.py").write_text(REWARD)
     words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
     answers = [line["answer"].rsplit("#### ")[-1] for line in lines(data_folder / "train.jsonl")]
     stream = PromptStream(answers, 4, TrainerConfig().seed)
-    drawn = {step: {*stream.examples_of(step - 1)} for step in range(1, 7)}
-    spoiled = {next(iter(drawn[step] - drawn[1] - drawn[3] - drawn[6])) for step in (2, 4, 5)}
+    drawn = {step: {*stream.examples_of(step - 1)} for step in range(1, 9)}
+    spoiled = {next(iter(drawn[step] - drawn[1] - drawn[3])) for step in (2, *range(4, 9))}
     (tmp_path / "spoiled").write_text("\n".join(spoiled))
 
     ended = launch(2, "grpo_ref_split.py", *words)
     assert ended.returncode != 0
     (said,) = [line for line in ended.stdout.splitlines() if "error: steps" in line]
     assert (
-        "steps 4, 5 taught the policy nothing: the loss or gradient of the last was not finite" in said
+        "steps 4, 5, 6, 7, 8 taught the policy nothing: the loss or gradient of the last was not finite" in said
         and str(run / "bad_steps.jsonl") in said
     )
-    assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 5")
-    assert ended.stdout.count("is skipped: its loss or gradient is not finite; its 16 completions are in") == 3
+    assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 8")
+    assert ended.stdout.count("is skipped: its loss or gradient is not finite; its 16 completions are in") == 6
 
     (tmp_path / "spoiled").write_text("")
     ended = launch(2, "grpo_ref_split.py", *words)
     assert ended.returncode == 0, ended.stdout
     rows = lines(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 2, 3, 3]
+    assert [row["step"] for row in rows] == [*range(1, 10)]
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 2, 3, 4, 5, 6, 6]
     assert [row["loss"] is None for row in rows] == [row["grad_norm"] is None for row in rows]
-    assert [row["loss"] is None for row in rows] == [False, True, False, True, True, False]
-    assert [row["done"] for row in rows] == [step / 6 for step in range(6)]
-    for row in (rows[0], rows[2], rows[5]):
+    assert [row["loss"] is None for row in rows] == [False, True, False, *[True] * 5, False]
+    assert [row["done"] for row in rows] == [step / 9 for step in range(9)]
+    for row in (rows[0], rows[2], rows[8]):
         assert row["letters"] == row["rewards/own/mean"]
     assert all(one["gold"] == one["answer"] for one in lines(run / "completions.jsonl"))
     kept = lines(run / "bad_steps.jsonl")
-    assert [one["step"] for one in kept] == [2] * 16 + [4] * 16 + [5] * 16
+    assert [one["step"] for one in kept] == [step for step in (2, 4, 5, 6, 7, 8) for _ in range(16)]
     assert {one["answer"] for one in kept if one["reward"] == 1e300} == spoiled
     assert all(one["prompt"] and "advantage" in one for one in kept)
 
@@ -81,32 +81,37 @@ def never(prompts, completions, **columns):
 
 @pytest.mark.slow
 def test_steps_without_any_reward_are_said_and_end_the_run_after_some_in_a_row(model_folder, data_folder, tmp_path):
-    """One function's are missing in steps 2, 4 and 5, the other's always; a punishment for length is no reward."""
+    """One function's are missing in steps 2 and 4 to 8, the other's always; a punishment for length is no reward."""
     run, own = tmp_path / "run", tmp_path / "own.py"
     own.write_text(NONE)
-    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 6, "max_bad_steps": 2, "soft_punish_cache": 4}
+    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 9, "soft_punish_cache": 4}
     words = options(model_folder, data_folder, run, **held)
     ended = plain_python(*words, "--reward_funcs", f"{own}:none", f"{own}:never")
     assert ended.returncode == 1
     said = one_line(ended.stdout)
-    assert "steps 4, 5 taught the policy nothing: in the last none, never returned None for every completion" in said
+    assert (
+        "steps 4, 5, 6, 7, 8 taught the policy nothing: in the last none, never returned None for every completion"
+        in said
+    )
     assert str(run / "completions.jsonl") in said
-    assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 5")
+    assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 8")
     lost = [line.partition("step ")[2] for line in ended.stdout.splitlines() if "has no reward" in line]
-    assert lost == [f"{step} has no reward: none, never returned None for every completion" for step in (2, 4, 5)]
+    assert lost == [
+        f"{step} has no reward: none, never returned None for every completion" for step in (2, *range(4, 9))
+    ]
     means = [row["rewards/none/mean"] is None for row in lines(run / "metrics.jsonl")]
-    assert means == [False, True, False, True, True]
+    assert means == [False, True, False, *[True] * 5]
 
 
 @pytest.mark.slow
 def test_steps_without_a_token_to_train_on_end_the_run_after_some_in_a_row(model_folder, data_folder, tmp_path):
-    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 6, "max_bad_steps": 3, "max_completion_length": 1}
+    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 6, "max_completion_length": 1}
     ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", **held), "--mask_truncated_completions")
     assert ended.returncode == 1
     said = one_line(ended.stdout)
-    assert "steps 1, 2, 3 taught the policy nothing: every completion of the last was cut at max_comp" in said
-    assert said.endswith("goes on after step 3")
-    assert [row["masked_steps"] for row in lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    assert "steps 1, 2, 3, 4, 5 taught the policy nothing: every completion of the last was cut at max_comp" in said
+    assert said.endswith("goes on after step 5")
+    assert [row["masked_steps"] for row in lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
 def test_what_is_not_finite_is_null_in_every_file(tmp_path):

@@ -440,8 +440,8 @@ def test_without_a_timeout_functions_stay_in_the_trainer(functions):
 
 
 def test_with_a_timeout_both_kinds_have_deadlines(functions, caplog):
-    both = started(functions, "length", "judged", reward_timeout=0.5, reward_fallback=0.25)
-    assert rewards(both, ["a", "sleep", "never", "dddd"]) == [[1, 0.25, 5, 4], [1, 5, 0.25, 4]]
+    both = started(functions, "length", "judged", reward_timeout=0.5)
+    assert rewards(both, ["a", "sleep", "never", "dddd"]) == [[1, 0, 5, 4], [1, 5, 0, 4]]
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
     assert any("'length' gave no answer within 0.5 s on the completion 'sleep'" in line for line in errors)

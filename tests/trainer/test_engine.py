@@ -65,10 +65,13 @@ def with_file(tmp_path):
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4 but .* makes it 1"),
         ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but max_grad_norm makes it 1.0"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True but dtype makes it False"),
-        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow is False but max_bad_steps makes it True"),
+        (
+            {"bf16": {"check_grad_overflow": False}},
+            "bf16.check_grad_overflow is False but the check for steps that are not finite",
+        ),
         (
             {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
-            "zero_optimization.compute_grad_norm is False but max_bad_steps makes it True",
+            "zero_optimization.compute_grad_norm is False but the check for steps that are not finite makes it",
         ),
         ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown is true, but DeepSpeed can time only"),
