@@ -92,6 +92,13 @@ def shorten_header_deadline(seconds: float) -> None:
     channel.HEADER_SECONDS = seconds
 
 
+def lower_limits(body_bytes: int = 64 << 20, sequences: int = 4096) -> None:
+    from grpo.server import channel, http, service
+
+    channel.BODY_BYTES = http.BODY_BYTES = body_bytes
+    service.MOST_SEQUENCES = sequences
+
+
 def summarise_each_second() -> None:
     from grpo.server import monitor
 

@@ -42,14 +42,10 @@ class ServingSection(Section):
     )
     max_queue_tokens: int = option(
         4_000_000,
-        "tokens that may wait, one client's at most as many as are left free; beyond it 503 with Retry-After",
+        "tokens that may wait, one client's at most as many as are left free, a request at most half; "
+        "beyond it 503 with Retry-After",
         at_least=2,
     )
-    max_request_tokens: int | None = option(
-        None, "tokens in one request; unset is half of max_queue_tokens, the most one client may have waiting", above=0
-    )
-    max_request_sequences: int = option(4096, "sequences in one request", above=0)
-    max_request_mb: int = option(64, "largest request body, in MiB", above=0)
     body_timeout: float = option(120.0, "seconds a client may take to send a request's body", above=0)
     max_connections: int = option(
         1000, "open connections; one more takes the place of one that asks nothing, or is told 503", above=0
@@ -66,15 +62,12 @@ class ServingSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_request_tokens is None:
-            self.max_request_tokens = self.max_queue_tokens // 2
-        require(
-            2 * self.max_request_tokens <= self.max_queue_tokens,
-            "max_request_tokens",
-            self.max_request_tokens,
-            f"one client may have half of max_queue_tokens waiting: use {self.max_queue_tokens // 2} or less",
-        )
         require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Return the tokens that one request may have: the most that one client may have waiting."""
+        return self.max_queue_tokens // 2
 
     def batch_tokens(self, device_type: str) -> int:
         """Return the tokens of a forward pass on a device of this type ("cuda" or "cpu")."""

@@ -26,6 +26,7 @@ from grpo.wire.errors import ProtocolError
 log = logging.getLogger(__name__)
 
 HEADER_BYTES = 16 << 10  # a request line with all headers; those of a trainer are below 1 KiB
+BODY_BYTES = 64 << 20  # the 2,000,000 tokens that a request may have take 8 MB; a piece of weights has 16 MiB
 HEADER_SECONDS = 10.0  # headers fit into a few packets, so that only a stalled client takes longer
 _IDLE_SECONDS = 120  # then a connection without a request, or whose client does not read its answer, is closed
 
@@ -106,12 +107,12 @@ class _ErrorTask(ErrorTask):
         self.channel.server.on_refused(self.request.command, self.request.path, sender, error)
 
     def _as_protocol_error(self) -> ProtocolError:
-        refused, config = self.request.error, self.channel.server.config
+        refused = self.request.error
         if isinstance(refused, _Refused):
             return refused.error
         code = refused.reason.lower().replace(" ", "_")
         sentence = {
-            413: f"the body is larger than {config.max_request_mb} MiB (--max_request_mb)",
+            413: f"the body is larger than {BODY_BYTES >> 20} MiB",
             431: f"the headers are larger than {HEADER_BYTES >> 10} KiB",
         }.get(refused.code, " ".join(refused.body.split())[:300])
         return ProtocolError(refused.code, code, sentence)

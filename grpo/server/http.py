@@ -20,13 +20,13 @@ from waitress.server import TcpWSGIServer
 
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
-from grpo.server.channel import HEADER_BYTES, Channel
+from grpo.server.channel import BODY_BYTES, HEADER_BYTES, Channel
 from grpo.wire.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
 THREADS = 128  # each waits for the model on behalf of one request
-_LARGEST_BODIES = 16  # all bodies together may have this many times max_request_mb
+_LARGEST_BODIES = 16  # all bodies together may have this many times BODY_BYTES
 _OTHER_FILES = 128  # open files beside connections: the model's, the log, pipes of threads
 
 Admit = Callable[[str, dict[str, str]], "tuple[bool, ProtocolError | None]"]
@@ -52,7 +52,7 @@ class HttpServer(TcpWSGIServer):
         adjustments = Adjustments(
             threads=THREADS,
             max_request_header_size=HEADER_BYTES + 1,  # waitress refuses the limit itself
-            max_request_body_size=(config.max_request_mb << 20) + 1,
+            max_request_body_size=BODY_BYTES + 1,
             asyncore_use_poll=True,  # select() fails beyond 1,024 open files
             ident=None,
         )
@@ -73,7 +73,7 @@ class HttpServer(TcpWSGIServer):
         Where they are not, refuse incoming requests in favour of the newcomer's, the longest silent one first.
         """
         channels = list(self.active_channels.values())
-        over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * (self.config.max_request_mb << 20)
+        over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * BODY_BYTES
         partial = [channel for channel in channels if channel is not newcomer and channel.body_bytes]
         for channel in sorted(partial, key=lambda channel: channel.last_activity):
             if over <= 0:

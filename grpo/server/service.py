@@ -23,6 +23,7 @@ from grpo.wire.rewards import RewardAnswer
 
 # Threads that may work and wait at once; the other threads keep /health and refusals quick.
 MOST_REQUESTS = THREADS - 8  # requests for the model
+MOST_SEQUENCES = 4096  # of one request: a trainer sends a group, a hundred at most
 _MOST_UPDATES = 4  # requests with weights
 _CHECK_SECONDS = 0.5  # how often a thread that waits for the model checks whether its client is still connected
 _UPDATE_PATHS = (WEIGHTS_PATH, COMMIT_PATH)
@@ -160,7 +161,7 @@ class Service:
         """Read a request, and its body only where it can be answered now. Raises ProtocolError."""
         self.check_ready()
         config, model = self.config, self.info.model
-        limits = model.max_length, config.max_request_sequences, config.max_request_tokens
+        limits = model.max_length, MOST_SEQUENCES, config.max_request_tokens
         if config.task == "reward":
             with self._reading:
                 return self._read_texts(body(), *limits)

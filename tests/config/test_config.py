@@ -195,7 +195,6 @@ def test_short_names_are_the_long_ones_of_the_programs_that_have_them(refused, f
         (["--max_length", "-5"], "max_length=-5: "),
         (["--body_timeout", "nan"], "body_timeout=nan: "),
         (["--max_queue_tokens", "1"], "max_queue_tokens=1: "),
-        (["--max_queue_tokens", "100", "--max_request_tokens", "51"], "max_request_tokens=51: one client may"),
         (["--update_folder", "x", "--quantization", "4bit"], "update_folder='x': weights in 4bit cannot be replaced"),
         (["--drain_timeout", "0"], "drain_timeout=0.0: "),
         (["--num_generations", "4"], "--num_generations: no such option"),

@@ -17,7 +17,7 @@ import pytest
 import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
-from faulty_server import break_passes, code_for, collect_no_garbage, delay_loading, hold_passes
+from faulty_server import break_passes, code_for, collect_no_garbage, delay_loading, hold_passes, lower_limits
 from servers import exact, holding_server, refusal, status, wait_for_requests, wait_until
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -108,10 +108,14 @@ TOKEN = {"Authorization": "Bearer s3cret"}
 @pytest.fixture(scope="module")
 def limited(model_folder, tmp_path_factory):
     """A server with every limit set low, and a token."""
-    options = ["--max_request_mb", "1", "--max_queue_tokens", "2000", "--max_request_sequences", "3"]
-    options += ["--max_length", "501"]
-    environment = {"GRPO_REF_TOKEN": "s3cret"}
-    with running_server(model_folder, tmp_path_factory.mktemp("limited"), *options, environment=environment) as server:
+    options = ["--max_queue_tokens", "2000", "--max_length", "501"]
+    with running_server(
+        model_folder,
+        tmp_path_factory.mktemp("limited"),
+        *options,
+        environment={"GRPO_REF_TOKEN": "s3cret"},
+        code=code_for(lower_limits, 1 << 20, 3),
+    ) as server:
         server.wait_ready()
         yield server
 

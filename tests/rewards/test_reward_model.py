@@ -12,6 +12,7 @@ import pytest
 import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
+from faulty_server import code_for, lower_limits
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -276,10 +277,13 @@ TOKEN = {"Authorization": "Bearer s3cret"}
 
 @pytest.fixture(scope="module")
 def served(folders, tmp_path_factory):
-    limits = ["--max_request_tokens=2000", "--max_request_sequences=32", "--max_length=100", "--max_batch_tokens=256"]
+    limits = ["--max_queue_tokens=4000", "--max_length=100", "--max_batch_tokens=256"]
     folder = tmp_path_factory.mktemp("rm")
     environment = {"GRPO_REF_TOKEN": "s3cret"}
-    with running_server(folders["qwen2"], folder, "--task=reward", *limits, environment=environment) as server:
+    code = code_for(lower_limits, 64 << 20, 32)
+    with running_server(
+        folders["qwen2"], folder, "--task=reward", *limits, environment=environment, code=code
+    ) as server:
         server.wait_ready()
         yield server
 

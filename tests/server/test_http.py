@@ -13,14 +13,14 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import pytest
 from conftest import running_server
-from faulty_server import code_for, delay_passes, set_clock_back, shorten_header_deadline
+from faulty_server import code_for, delay_passes, lower_limits, set_clock_back, shorten_header_deadline
 from safetensors.numpy import load, save
 
 HEADER_BYTES = 16 << 10
 HEADER_SECONDS, BODY_SECONDS = 2.0, 3.0
 CONNECTIONS = 12
-LIMITS = ["--max_request_mb", "1", "--max_connections", str(CONNECTIONS), "--body_timeout", str(BODY_SECONDS)]
-SOON = code_for(shorten_header_deadline, HEADER_SECONDS)
+LIMITS = ["--max_connections", str(CONNECTIONS), "--body_timeout", str(BODY_SECONDS)]
+SOON = code_for(shorten_header_deadline, HEADER_SECONDS) + code_for(lower_limits, 1 << 20)
 LATE = 20.0  # seconds on a busy machine
 
 

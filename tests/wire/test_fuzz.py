@@ -21,6 +21,7 @@ import pytest
 import requests
 import torch
 from conftest import running_server
+from faulty_server import code_for, lower_limits
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
@@ -41,11 +42,12 @@ SEEDS = st.binary(min_size=8, max_size=8)  # one draw: more of them would take l
 
 @pytest.fixture(scope="module")
 def fuzzed(model_folder, tmp_path_factory):
-    limits = ["--max_request_sequences", str(MOST_SEQUENCES), "--max_request_tokens", str(MOST_TOKENS)]
+    limits = ["--max_queue_tokens", str(2 * MOST_TOKENS), "--max_length", "100"]
+    code = code_for(lower_limits, 64 << 20, MOST_SEQUENCES)
     # What glibc keeps for each of the server's many threads fills up for hours, and would hide a leak.
     flat = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"}
     folder = tmp_path_factory.mktemp("fuzzed")
-    with running_server(model_folder, folder, *limits, "--max_length", "100", environment=flat) as server:
+    with running_server(model_folder, folder, *limits, environment=flat, code=code) as server:
         server.wait_ready()
         yield server
 
