@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import difflib
 import json
-import os
 import pkgutil
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -24,7 +23,6 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
-from grpo.config.connection import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError, program_name, require, say_once
 from grpo.config.former import FORMER
 
@@ -62,7 +60,7 @@ def parse_arguments(
         from_file = _yaml_arguments(Path(file), config_class) if file else []
         parsed, unknown = parser.parse_known_args(from_file + arguments)
         if unknown:
-            name = unknown[0]
+            name = unknown[0].split("=")[0]  # a value may be a secret
             hint = _did_you_mean(name.lstrip("-"), [field.name for field in fields(config_class)])
             raise ConfigError(f"{name}: no such option{hint}; see --help")
         if model_settings is not None:
@@ -72,12 +70,6 @@ def parse_arguments(
         config = config_class(**{field.name: getattr(parsed, field.name) for field in fields(config_class)})
     except ConfigError as error:
         parser.error(str(error))
-    if any(word.split("=")[0] == "--token" for word in arguments) and os.environ.get("RANK", "0") == "0":
-        print(
-            f"{Path(sys.argv[0]).name}: warning: --token shows the token to everyone who can see this machine's "
-            f"processes: use --token_file, or the environment variable {TOKEN_VARIABLE}",
-            file=sys.stderr,
-        )
     return config
 
 
@@ -187,7 +179,7 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
                 f"{path}: {name}={value!r}: no setting any more: leave it out, it is always {FORMER[name]}"
             )
         if name not in known:
-            raise ConfigError(f"{path}: {name}={value!r}: no such field{_did_you_mean(str(name), known)}; see --help")
+            raise ConfigError(f"{path}: {name}: no such field{_did_you_mean(str(name), known)}; see --help")
         for kind in (dict, list):
             if isinstance(value, kind) and kind.__name__ not in known[name].type:
                 raise ConfigError(f"{path}: {name}={value!r}: give a single value")
@@ -214,7 +206,7 @@ def _as_word(value: Any) -> str:
 
 
 def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.split("=")[0], names, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -227,6 +219,6 @@ def write_config(config: Any, path: Path) -> None:
 
 
 def to_yaml(settings: dict[str, Any]) -> str:
-    """Format settings as a file for `--config`, without the token and what is unset."""
-    settings = {name: value for name, value in settings.items() if name != "token" and value is not None}
+    """Format settings as a file for `--config`, without what is unset."""
+    settings = {name: value for name, value in settings.items() if value is not None}
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

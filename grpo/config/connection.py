@@ -15,7 +15,10 @@ TOKEN_VARIABLE = "GRPO_REF_TOKEN"
 
 @dataclass
 class ConnectionSection(Section):
-    """The settings by which server and trainer find and trust each other."""
+    """The settings by which server and trainer find and trust each other.
+
+    `token`, the secret that both share, is no setting: a command line shows it to everybody on the machine.
+    """
 
     HEADING = "connection (server and trainer)"
 
@@ -25,25 +28,22 @@ class ConnectionSection(Section):
         at_least=0,
         at_most=65535,
     )
-    token: str | None = option(
+    token_file: str | None = option(
         None,
-        "shared secret of server and trainer. Others see it in ps: rather use token_file or the environment variable "
-        f"{TOKEN_VARIABLE}",
+        "file that holds the token, the secret that server and trainer share, and nothing else; unset is the "
+        f"environment variable {TOKEN_VARIABLE}, if there is one",
     )
-    token_file: str | None = option(None, "file that holds the token, and nothing else")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.token = os.environ.get(TOKEN_VARIABLE) or None
         if self.token_file is not None:
-            token = _read_token(self.token_file)
-            require(self.token in (None, token), "token_file", self.token_file, "token says another one")
-            self.token = token
-        self.token = self.token or os.environ.get(TOKEN_VARIABLE) or None
+            self.token = _read_token(self.token_file)
         require(
             self.token is None or (self.token.isascii() and self.token.isprintable() and " " not in self.token),
-            "token",
-            "(hidden)",
-            "it travels in an HTTP header: use printable ASCII without spaces",
+            TOKEN_VARIABLE if self.token_file is None else "token_file",
+            "(hidden)" if self.token_file is None else self.token_file,
+            "the token travels in an HTTP header: use printable ASCII without spaces",
         )
 
 

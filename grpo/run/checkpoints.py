@@ -58,7 +58,7 @@ FREE = {
     "sequences_per_generate",
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
     *("eval_steps", "eval_samples", "num_generations_eval"),
-    *("ref_servers", "host", "port", "token", "token_file", "ref_ca_file", "allow_other_reference"),
+    *("ref_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout"),
 }
 

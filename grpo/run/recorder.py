@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Recorder:
         if "wandb" in config.report_to:
             import wandb
 
-            self._wandb = wandb.init(project="grpo", dir=str(folder), config=vars(config) | {"token": None})
+            self._wandb = wandb.init(project="grpo", dir=str(folder), config=asdict(config))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append a step's line. Raises SaveError where the file is no longer in the run's folder."""

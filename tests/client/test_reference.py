@@ -121,12 +121,14 @@ def test_what_the_server_refuses_is_not_sent_again(server):
 
 @pytest.mark.slow
 def test_tokens_must_be_the_same(model_folder, tmp_path):
+    for token in ("right", "wrong"):
+        (tmp_path / token).write_text(token)
     with running_server(model_folder, tmp_path, environment={"GRPO_REF_TOKEN": "right"}) as server:
         server.wait_ready()
-        with open_client(server.url, token="right") as client:
+        with open_client(server.url, token_file=str(tmp_path / "right")) as client:
             client.wait_ready()
             assert len(client.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
-        with open_client(server.url, token="wrong") as client:
+        with open_client(server.url, token_file=str(tmp_path / "wrong")) as client:
             with pytest.raises(ServerError, match="wants another token"):
                 client.wait_ready()
             with pytest.raises(ServerError, match="401"):

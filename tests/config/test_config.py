@@ -61,7 +61,7 @@ IMPOSSIBLE = [
     (["--seed", str(2**31)], "seed=2147483648: ", "below"),
     (["--port", "70000"], "port=70000: ", "0 to 65535"),
     (["--port", "0"], "port=0: ", "name it"),
-    (["--token", "a b"], "token='(hidden)': ", "without spaces"),
+    (["--token", "secret"], "--token: no such option", "did you mean token_file?"),
     (
         ["--chat_template_kwargs", "{enable"],
         "chat_template_kwargs='{enable': ",
@@ -204,24 +204,22 @@ def test_the_server_refuses_in_one_sentence(refused, options, field):
     assert field in refused(ServerConfig, *options)
 
 
-def test_a_token_may_come_from_a_file(tmp_path, refused):
+def test_a_token_may_come_from_a_file(tmp_path, refused, monkeypatch):
     path = tmp_path / "token"
+    monkeypatch.setenv("GRPO_REF_TOKEN", "of the environment")
     for text, said in (("", "the file is empty"), ("two words", "without spaces")):
         path.write_text(text)
         assert said in refused(ServerConfig, "--token_file", str(path))
     assert "cannot be read" in refused(ServerConfig, "--token_file", str(tmp_path / "none"))
     path.write_text("secret\n")
-    assert "token says another" in refused(ServerConfig, "--token_file", str(path), "--token", "other")
     assert parse_arguments(ServerConfig, "", ["--token_file", str(path), "--host", "0.0.0.0"]).token == "secret"
     assert trainer("--token_file", str(path)).token == "secret"
+    assert "GRPO_REF_TOKEN='(hidden)': the token travels in an HTTP header" in refused(TrainerConfig)
 
 
-def test_a_token_on_the_command_line_is_warned_of(capsys):
-    trainer("--token=secret")
-    warning = capsys.readouterr().err
-    assert "--token shows the token" in warning and "--token_file" in warning and "secret" not in warning
-    trainer("--port", "1")
-    assert not capsys.readouterr().err
+def test_a_token_is_not_repeated_where_it_does_not_belong(refused, file):
+    assert "secret" not in refused(TrainerConfig, "--token=secret")
+    assert "secret" not in refused(TrainerConfig, "--config", file("token: secret"))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +245,6 @@ def test_without_a_server_its_port_does_not_matter():
 
 
 def test_a_token_opens_other_addresses(monkeypatch):
-    assert parse_arguments(ServerConfig, "", ["--host", "0.0.0.0", "--token", "secret"]).token == "secret"
     monkeypatch.setenv("GRPO_REF_TOKEN", "from-the-environment")
     assert parse_arguments(ServerConfig, "", ["--host", "0.0.0.0"]).token == "from-the-environment"
     assert trainer().token == "from-the-environment"
@@ -291,7 +288,7 @@ def test_one_file_serves_both(file):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("learning_rat: 1", "learning_rat=1: no such field; did you mean learning_rate?"),
+        ("learning_rat: 1", "learning_rat: no such field; did you mean learning_rate?"),
         ("max_batch_token: 1", "did you mean max_batch_tokens?"),
         ("7: 1", "no such field"),
         ("beta: {a: 1}", "beta={'a': 1}: give a single value"),
@@ -307,14 +304,15 @@ def test_a_file_is_checked_like_the_command_line(refused, file, text, said):
     assert said in refused(TrainerConfig, "--config", file(text))
 
 
-def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_path):
+def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_REF_TOKEN", "very-secret")
     nested = '{"enable_thinking": false, "names": ["a", null], "more": {"depth": 1.5}}'
     options = ["--chat_template_kwargs", nested, "--reward_weights", "1", "0.5", "--no_gradient_checkpointing"]
-    config = trainer("--token", "very-secret", *options)
+    config = trainer(*options)
     write_config(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert "very-secret" not in text
-    again = trainer("--config", str(tmp_path / "config.yaml"), "--token", "very-secret")
+    again = trainer("--config", str(tmp_path / "config.yaml"))
     assert again == config and again.chat_template_kwargs == json.loads(nested)
     parse_arguments(ServerConfig, "", ["--config", str(tmp_path / "config.yaml")])
 

@@ -169,7 +169,7 @@ def test_the_token_opens_and_is_in_no_log(limited):
 
 
 @pytest.mark.slow
-def test_a_token_from_a_file_is_in_no_log_and_not_in_ps_and_a_flag_is_warned_of(model_folder, tmp_path):
+def test_a_token_from_a_file_is_in_no_log_and_not_in_ps(model_folder, tmp_path):
     (tmp_path / "token").write_text("fr0m-a-file\n")
     with running_server(
         model_folder, tmp_path, "--token_file", str(tmp_path / "token"), "--log_level", "debug"
@@ -180,10 +180,6 @@ def test_a_token_from_a_file_is_in_no_log_and_not_in_ps_and_a_flag_is_warned_of(
         command = (Path("/proc") / str(server.process.pid) / "cmdline").read_bytes()
         assert b"token_file" in command and b"fr0m-a-file" not in command
         assert "fr0m-a-file" not in server.log.read_text() and "warning" not in server.log.read_text()
-    with running_server(model_folder, tmp_path, "--token", "fr0m-a-flag") as server:
-        server.wait_ready()
-        assert "warning: --token shows the token" in server.log.read_text()
-        assert "fr0m-a-flag" not in server.log.read_text()
 
 
 def test_many_clients_each_get_their_own_answer(server, model):
@@ -460,12 +456,13 @@ def test_a_failed_request_is_its_own_error_and_a_dead_worker_ends_the_process(mo
 
 
 @pytest.mark.slow
-def test_what_cannot_be_served_is_said_in_one_line(server, model_folder):
+def test_what_cannot_be_served_is_said_in_one_line(server, model_folder, tmp_path):
+    (tmp_path / "token").write_text("x")
     cases = {
         ("--model_name_or_path", "/no/such/model", "--port", str(free_port())): "model_name_or_path='/no/such/model'",
         ("--model_name_or_path", str(model_folder), "--port", str(server.port)): "another process listens there",
         ("--host", "0.0.0.0"): "host='0.0.0.0'",
-        ("--host", "192.0.2.1", "--token", "x"): "choose another host",
+        ("--host", "192.0.2.1", "--token_file", str(tmp_path / "token")): "choose another host",
     }
     for options, complaint in cases.items():
         command = [sys.executable, "ref_server.py", *options]

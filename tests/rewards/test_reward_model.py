@@ -276,6 +276,13 @@ TOKEN = {"Authorization": "Bearer s3cret"}
 
 
 @pytest.fixture(scope="module")
+def token_file(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("token") / "token"
+    path.write_text("s3cret")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
 def served(folders, tmp_path_factory):
     limits = ["--max_queue_tokens=4000", "--max_length=100", "--max_batch_tokens=256"]
     folder = tmp_path_factory.mktemp("rm")
@@ -297,8 +304,8 @@ def refusal(answer: requests.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def test_served_scores_are_those_of_the_trainer(served, folders):
-    config = TrainerConfig(reward_funcs=[served.url, str(folders["qwen2"])], token="s3cret")
+def test_served_scores_are_those_of_the_trainer(served, folders, token_file):
+    config = TrainerConfig(reward_funcs=[served.url, str(folders["qwen2"])], token_file=token_file)
     rewards = start_rewards(load_reward_funcs(config.reward_funcs), config, CPU)
     prompts = [chat[:1] for chat in CHATS] * 9  # in several requests
     answers = [chat[1]["content"] for chat in CHATS] * 9
@@ -419,11 +426,11 @@ def test_a_deterministic_service_gives_the_same_bits_after_a_restart(folders, tm
             assert post(again, {"inputs": CHATS}).json()["scores"] == first
 
 
-def test_a_server_of_the_other_task_is_refused_both_ways(served, server, folders):
+def test_a_server_of_the_other_task_is_refused_both_ways(served, server, folders, token_file):
     with pytest.raises(
         ServerError, match=r"serves .*qwen2 for the task reward, and ref_servers needs .* in reward_funcs$"
     ):
-        ReferenceClient(TrainerConfig(ref_servers=[served.url], token="s3cret")).wait_ready()
+        ReferenceClient(TrainerConfig(ref_servers=[served.url], token_file=token_file)).wait_ready()
     with pytest.raises(
         ServerError, match=r"for the task logprobs, and reward_funcs needs .* --task reward.* in ref_serv"
     ):
@@ -435,12 +442,12 @@ def test_a_server_of_the_other_task_is_refused_both_ways(served, server, folders
     assert refusal(post(server, {"inputs": ["x"]})) == (404, "not_found")
 
 
-def test_a_reward_server_that_is_not_there_or_refuses_is_said(served):
+def test_a_reward_server_that_is_not_there_or_refuses_is_said(served, token_file):
     url = f"http://127.0.0.1:{free_port()}"
     config = TrainerConfig(reward_funcs=[url], ref_startup_timeout=1.0)
     with pytest.raises(ServersUnavailable, match=rf"no reward server at {url} .*ref_server.py --task reward"):
         start_rewards(load_reward_funcs([url]), config, CPU)
-    config = TrainerConfig(reward_funcs=[served.url], token="s3cret")
+    config = TrainerConfig(reward_funcs=[served.url], token_file=token_file)
     rewards = start_rewards(load_reward_funcs([served.url]), config, CPU)
     with pytest.raises(ServerError, match="refused a request with 422: sequence 0 has"):
         compute_rewards(rewards, ["p"], ["0" * 110], {}, [CHATS[0][:1]])
@@ -464,7 +471,7 @@ def test_what_a_reward_server_has_not_is_refused(settings, reason):
 
 @pytest.mark.slow
 def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
-    folders, served, model_folder, data_folder, tmp_path
+    folders, served, model_folder, data_folder, tmp_path, token_file
 ):
     hangs = tmp_path / "hangs.py"
     hangs.write_text(
@@ -488,7 +495,7 @@ def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
         "eval_steps": 0,
         "beta": 0,
         "reward_timeout": 1,
-        "token": "s3cret",
+        "token_file": token_file,
     }
     command = [sys.executable, "grpo_ref_split.py", *(f"--{name}={value}" for name, value in arguments.items())]
     command += ["--reward_funcs", str(folders["bert"]), served.url, f"{hangs}:hangs", "format_reward"]

@@ -42,7 +42,6 @@ PLACES = {
     "model_name_or_path": "/a",
     "dataset_name": "/b",
     "ref_servers": ["http://c:1"],
-    "token": "d",
     "deepspeed": "/e.json",
 }
 # What differs on the second rank, and the message on both.
