@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from grpo.config.errors import require
@@ -29,6 +30,11 @@ class SharedConfig(Section):
         "linear layers but the head in 8 or 4 bits, by bitsandbytes: less memory, a slightly different model; in the "
         "trainer 4bit, under an adapter (QLoRA)",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_name_or_path.startswith("~"):
+            self.model_name_or_path = str(Path(self.model_name_or_path).expanduser())
 
 
 @dataclass

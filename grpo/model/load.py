@@ -19,6 +19,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.generation import AnsweringConfig
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
+from grpo.model.hub import check_model_name
 from grpo.model.logprobs import Head
 from grpo.model.lora import QUANTIZERS, base_of, load_adapter, require_packages
 from grpo.model.quantization import keep_layout, layout
@@ -178,6 +179,7 @@ def device_memory(cards: list[torch.device]) -> tuple[int, int, int]:
 def load_auto(auto_class, shared: SharedConfig, **options):
     """Load by the model's name; for an adapter from its base, but its own tokenizer where it has one."""
     name = shared.model_name_or_path
+    check_model_name("model_name_or_path", name)
     try:
         source = base_of(name) or name
         if source != name and auto_class is AutoTokenizer and _has_tokenizer(name):

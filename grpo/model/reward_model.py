@@ -26,6 +26,7 @@ from transformers import (
 from grpo.config.errors import ConfigError
 from grpo.config.model import SharedConfig
 from grpo.model.fingerprint import describe
+from grpo.model.hub import check_model_name
 from grpo.model.load import resolve_dtype
 from grpo.model.packing import Batcher
 from grpo.wire.errors import ProtocolError, check_number, malformed
@@ -44,6 +45,7 @@ def load_reward_model(
     config: SharedConfig, field: str, name: str, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a reward model. Raises ConfigError, naming `field`, where there is none, or it does not give one score."""
+    check_model_name(field, name)
     options = {"trust_remote_code": config.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.generation import AnsweringConfig
+from grpo.model.hub import can_ask_hub
 from grpo.rollouts.chat_template import chat_messages, render_prompt, tokenize_prompt
 from grpo.rollouts.records import Example
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
+# What `datasets` says of a JSON and a Parquet file without a row.
+_WITHOUT_ROWS = "corresponds to no data", "BatchSize must be greater than 0"
 # The arguments of a reward function beside the columns, in this program or in TRL.
 _GIVEN_TO_REWARDS = {
     *("prompts", "completions", "completion_ids", "prompt_texts", "trainer_state", "log_extra", "log_metric")
@@ -215,13 +218,18 @@ def _load(config: AnsweringConfig, split: str):
 
     name, files = config.dataset_name, _files(config, split)
     datasets.disable_progress_bars()
+    logging.getLogger("datasets").handlers.clear()  # with its own handler and ours each line would be there twice
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error says what it would log
     try:
         if files:
             return datasets.load_dataset(
                 _FILE_TYPES[files[0].suffix], data_files=[glob.escape(str(file)) for file in files], split="train"
             )
+        if not can_ask_hub("dataset_name", name):
+            datasets.config.HF_HUB_OFFLINE = True
         return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
+    except ConfigError:
+        raise
     except datasets.exceptions.DatasetGenerationError as error:
         raise _cannot_load(config, split, error.__cause__ or error) from error
     # StopIteration is what `datasets` makes of an empty file, RecursionError of JSON that is too deep.
@@ -238,26 +246,44 @@ def _decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, An
 
 
 def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> ConfigError:
-    reason = _broken_line(_files(config, split)) or " ".join(str(error).split())[:300] or "there is nothing in it"
-    return ConfigError(
-        f"dataset_name={config.dataset_name!r}: split {split!r} cannot be loaded ({reason}): give a local file or "
-        "folder, or a hub id that this machine can reach, and dataset_config if it has several configurations"
-    )
+    files = _files(config, split)
+    reason = " ".join(str(error).split())[:300]
+    if any(words in reason for words in _WITHOUT_ROWS):
+        reason = "there is no row in it"
+    if files:
+        reason = next(filter(None, map(_fault, files)), f"{', '.join(file.name for file in files)}: {reason}")
+        remedy = "correct the file, or name another one"
+    else:
+        remedy = (
+            "give a local file or folder, or a hub id that this machine can reach, and dataset_config if it has "
+            "several configurations"
+        )
+    return ConfigError(f"dataset_name={config.dataset_name!r}: split {split!r} cannot be loaded ({reason}): {remedy}")
 
 
-def _broken_line(files: list[Path]) -> str:
-    """Return the first line of the JSON Lines files that is no JSON object, and why; empty where all are."""
-    for file in files:
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines if file.suffix == ".jsonl" else (), 1):
-                try:
-                    row = json.loads(line) if line.strip() else {}
-                    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-                    reason = "" if isinstance(row, dict) else "not a JSON object"
-                except (ValueError, RecursionError) as error:
-                    reason = getattr(error, "msg", str(error))
-                if reason:
-                    return f"{file.name}, line {number}: {reason}"
+def _fault(file: Path) -> str:
+    """Return what is wrong with a JSON file or with the first wrong line of JSON Lines; empty where nothing is."""
+    if file.stat().st_size == 0:
+        return f"{file.name} is empty"
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_bytes())
+            return ""
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # that is what follows the first line of JSON Lines
+                return f"{file.name}, line {error.lineno}: {error.msg}"
+        except (ValueError, RecursionError) as error:
+            return f"{file.name}: {error}"
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines if file.suffix != ".parquet" else (), 1):
+            try:
+                row = json.loads(line) if line.strip() else {}
+                json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+                reason = "" if isinstance(row, dict) else "not a JSON object"
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", str(error))
+            if reason:
+                return f"{file.name}, line {number}: {reason}"
     return ""
 
 

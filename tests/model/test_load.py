@@ -1,16 +1,20 @@
 """Loading, and what identifies a model."""
 
 import json
+import os
+import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import write_model
+from conftest import free_port, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from grpo.config.errors import ConfigError
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
+from grpo.model import hub
 from grpo.model.fingerprint import describe
 from grpo.model.load import eos_token_ids, load_model, load_reference, load_tokenizer, resolve_dtype
 from grpo.model.logprobs import token_logprobs
@@ -44,7 +48,7 @@ def test_dropout_is_off_also_in_training(tmp_path, tokenizer):
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "nobody/no-such-model", "not a name!"])
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "not a name!"])
 def test_a_model_that_is_not_there_is_named(monkeypatch, name):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
@@ -53,10 +57,45 @@ def test_a_model_that_is_not_there_is_named(monkeypatch, name):
         load_tokenizer(SharedConfig(model_name_or_path=name))
 
 
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("./nope", "there is no such file or folder: correct the path, or give a hub id"),
+        ("/no/such/folder", "there is no such file or folder"),
+        ("~/no/such/folder", "there is no such file or folder"),
+        ("runs/nope", "there is no such file or folder"),
+        ("nobody/run/model", "there is no such file or folder"),
+        ("runs", "it is a folder without config.json: name the folder of a model, such as RUN/model"),
+        ("runs/file", "it is a file: name the folder that the model is in"),
+    ],
+)
+def test_a_path_is_never_looked_up_on_the_hub(monkeypatch, tmp_path, name, reason):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/file").touch()
+    expected = f"model_name_or_path='{os.path.expanduser(name)}': {reason}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}"):
+        load_tokenizer(SharedConfig(model_name_or_path=name))
+
+
+def test_a_hub_out_of_reach_is_tried_once(monkeypatch, caplog):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    hub._is_hub_reachable.cache_clear()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="model_name_or_path='nobody/model': cannot be loaded"):
+            load_tokenizer(SharedConfig(model_name_or_path="nobody/model"))
+    (message,) = caplog.messages
+    assert re.fullmatch(r"http://127.*Connection refused\): only what its cache holds is used", message)
+    hub._is_hub_reachable.cache_clear()
+
+
 def test_a_missing_pad_token_is_the_eos(tmp_path, model_folder):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
+    shutil.copy(model_folder / "config.json", tmp_path)
     loaded = load_tokenizer(SharedConfig(model_name_or_path=str(tmp_path)))
     assert loaded.pad_token_id == loaded.eos_token_id
 
@@ -65,6 +104,7 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path, model_folder):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
+    shutil.copy(model_folder / "config.json", tmp_path)
     with pytest.raises(ConfigError, match="no eos token"):
         load_tokenizer(SharedConfig(model_name_or_path=str(tmp_path)))
 

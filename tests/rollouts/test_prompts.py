@@ -196,12 +196,16 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
     [
         ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
         ("rows.csv", "needs files of one type, .json, .jsonl, .parquet; found rows.csv"),
-        ("empty.jsonl", r"split 'train' cannot be loaded \(there is nothing in it\)"),
-        ("blank.jsonl", "split 'train' cannot be loaded"),
-        ("empty.json", "split 'train' cannot be loaded"),
-        ("empty.parquet", "split 'train' cannot be loaded"),
-        ("broken.jsonl", r"cannot be loaded \(broken.jsonl, line 3: Expecting value"),
-        ("broken.json", r"cannot be loaded \(Expected object or value"),
+        ("./nothing", "dataset_name='./nothing': there is no such file or folder: correct the path"),
+        ("empty-folder/rows.jsonl", "there is no such file or folder"),
+        ("nobody/made/this", "there is no such file or folder"),
+        ("empty.jsonl", r"split 'train' cannot be loaded \(empty.jsonl is empty\): correct the file"),
+        ("blank.jsonl", r"cannot be loaded \(blank.jsonl: there is no row in it\)"),
+        ("empty.json", r"cannot be loaded \(empty.json: there is no row in it\)"),
+        ("empty.parquet", r"cannot be loaded \(empty.parquet: there is no row in it\)"),
+        ("broken.jsonl", r"cannot be loaded \(broken.jsonl, line 3: Expecting value\): correct the file"),
+        ("broken.json", r"cannot be loaded \(broken.json, line 2: Expecting value"),
+        ("lines.json", r"cannot be loaded \(lines.json, line 2: Expecting value"),
         ("half.jsonl", r"cannot be loaded \(half.jsonl, line 2: .* surrogates not allowed"),
         ("latin.jsonl", r"cannot be loaded \(latin.jsonl, line 1: .* can't decode byte"),
         ("lists.jsonl", r"cannot be loaded \(lists.jsonl, line 1: not a JSON object"),
@@ -222,6 +226,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog
     pyarrow.parquet.write_table(empty.empty_table(), tmp_path / "empty.parquet")
     (tmp_path / "broken.jsonl").write_text(good + "\n" + '{"question": \n' + good)
     (tmp_path / "broken.json").write_text('[{"question": "a",\n "answer": }]')
+    (tmp_path / "lines.json").write_text(good + '{"question": \n')
     (tmp_path / "half.jsonl").write_text(good + '{"question": "\\ud800", "answer": "1"}\n')
     (tmp_path / "latin.jsonl").write_bytes('{"question": "ä", "answer": "1"}\n'.encode("latin-1"))
     (tmp_path / "lists.jsonl").write_text("[1, 2]\n[3]\n")

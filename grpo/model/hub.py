@@ -1,0 +1,50 @@
+"""Names of models and datasets: a path is never looked up on the hub, and a hub out of reach is tried once."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session, httpx
+
+from grpo.config.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+logging.getLogger("huggingface_hub").handlers.clear()  # with its own handler and ours each line would be there twice
+
+
+def check_model_name(field: str, name: str) -> None:
+    """Raise ConfigError where `name` is a folder without a model, a file, or a path at which nothing is."""
+    path = Path(name)
+    if not path.exists():
+        can_ask_hub(field, name)
+    elif not path.is_dir():
+        raise ConfigError(f"{field}={name!r}: it is a file: name the folder that the model is in")
+    elif not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"{field}={name!r}: it is a folder without config.json: name the folder of a model, such as RUN/model"
+        )
+
+
+def can_ask_hub(field: str, name: str) -> bool:
+    """Tell whether the hub can be asked for a name that is no file or folder. Raises ConfigError for a path."""
+    first, slash, _ = name.partition("/")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (slash and Path(first).is_dir()):
+        raise ConfigError(f"{field}={name!r}: there is no such file or folder: correct the path, or give a hub id")
+    return _is_hub_reachable()
+
+
+@cache
+def _is_hub_reachable() -> bool:
+    """Ask the hub once. Without an answer this process asks for nothing more, and takes what is in the cache."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except httpx.TransportError as error:
+        log.warning("%s cannot be reached (%s): only what its cache holds is used", constants.ENDPOINT, error)
+        constants.HF_HUB_OFFLINE = True
+    return not constants.HF_HUB_OFFLINE
