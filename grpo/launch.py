@@ -26,7 +26,6 @@ from types import FrameType
 import requests
 
 from grpo.config.command_line import parse_arguments, to_yaml
-from grpo.config.connection import TOKEN_VARIABLE
 from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError, say_once
 from grpo.config.fields import REPOSITORY
@@ -58,7 +57,7 @@ def launch(config: LaunchConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="grpo-launch-") as folder:
         settings = Path(folder) / "config.yaml"
         settings.write_text(to_yaml(asdict(config)), encoding="utf-8")
-        programs = Programs(settings, config.token)
+        programs = Programs(settings)
         try:
             if config.starts_server:
                 programs.start_server(server_cards, f"http://127.0.0.1:{config.port}")
@@ -91,9 +90,8 @@ class Programs:
     to the ranks. Where this process is killed, the kernel kills them.
     """
 
-    def __init__(self, settings: Path, token: str | None) -> None:
+    def __init__(self, settings: Path) -> None:
         self._settings = settings
-        self._environment = os.environ | ({TOKEN_VARIABLE: token} if token else {})
         self._ranks: list[subprocess.Popen] = []
         self._server: subprocess.Popen | None = None
         self._server_cards: list[str] = []
@@ -121,7 +119,7 @@ class Programs:
     def _start(self, program: str, cards: list[str], environment: dict[str, object]) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, str(REPOSITORY / program), "--config", str(self._settings)],
-            env=self._environment
+            env=os.environ
             | {"CUDA_VISIBLE_DEVICES": ",".join(cards)}
             | {name: str(value) for name, value in environment.items()},
             start_new_session=True,
