@@ -1,6 +1,7 @@
 """`grpo_ref_split.py --dry_run`: check everything that a run checks before it loads a model, and print what it needs.
 
-It makes no folder, starts no process, waits for nobody and loads no weights.
+It makes no folder, waits for nobody and loads no weights. It starts no process but one that calls the reward functions
+once, with `reward_timeout`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from grpo.wire.health import ModelInfo
 
 
 def dry_run(config: TrainerConfig) -> None:
-    """Print what a run would do, on rank 0. Raises ConfigError as a run would."""
+    """Print what a run would do, on rank 0. Raises ConfigError and RewardError as a run would."""
     rank, ranks, device = own_place()
     config.check_ranks(ranks)
     if rank != 0:

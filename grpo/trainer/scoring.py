@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from grpo.rewards.compute import compute_rewards
+from grpo.config.trainer import TrainerConfig
+from grpo.rewards.compute import compute_rewards, start_functions
 from grpo.rewards.functions import Logged, TrainerState
 from grpo.rollouts.records import Example, Rollout
+
+log = logging.getLogger(__name__)
 
 
 def score_rollouts(
@@ -42,3 +48,28 @@ def score_rollouts(
         state,
         logged,
     )
+
+
+def try_rewards(
+    config: TrainerConfig,
+    rewards: dict[str, Callable | str],
+    tokenizer: PreTrainedTokenizerBase,
+    example: Example,
+) -> None:
+    """Call each function of `load_reward_funcs` once, as the run will, on the example with its gold answer as the
+    completion, and log what it gives. A mistake shows here, not after minutes of sampling.
+
+    Reward models are left out: none is loaded yet. Raises RewardError.
+    """
+    functions, pool = start_functions(rewards, config, workers=1)
+    folder = os.getcwd()
+    answer = Rollout(tokenizer(example.gold, add_special_tokens=False)["input_ids"], True, example.gold, [], 0)
+    try:
+        values = score_rollouts(functions, [example], [answer], TrainerState(0, config.max_steps))
+    finally:
+        os.chdir(folder)  # a function may change it, and settings may have paths that begin there
+        if pool is not None:
+            pool.close()
+    for name, value in zip(functions, values[:, 0].tolist(), strict=True):
+        shown = "None" if np.isnan(value) else value
+        log.info("%s gives %s for the gold answer of the first prompt", name, shown)

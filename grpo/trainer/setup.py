@@ -38,6 +38,7 @@ from grpo.run.watchdog import Watchdog
 from grpo.trainer.engine import Ranks, engine_config, start_engine
 from grpo.trainer.publish_weights import WeightPublisher, has_begun
 from grpo.trainer.round import Rounds
+from grpo.trainer.scoring import try_rewards
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class Run:
 
 
 def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
-    """Read settings files, reward functions and data. Raises ConfigError for a mistake in any of them.
+    """Read settings files, reward functions and data, and call each function once. Raises ConfigError for a mistake in
+    any of them, RewardError for a function that fails.
 
     `--dry_run` calls it too, so that both refuse the same mistake first.
     """
@@ -113,6 +115,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     held_out = []
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=progress)
+    try_rewards(config, reward_funcs, tokenizer, examples[0])
     return Inputs(reward_funcs, ds_config, tokenizer, examples, stream, held_out)
 
 

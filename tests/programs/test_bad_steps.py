@@ -66,7 +66,7 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
 
 
 NONE = """
-calls = 0
+calls = -1  # the first call is the one before the run
 
 def none(prompts, completions, **columns):
     global calls

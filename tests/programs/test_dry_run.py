@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from demo.task import write_dataset
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.memory_report import trainer_lines
+from grpo.rewards.functions import RewardError
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.memory import trainer_memory
 
@@ -110,6 +112,16 @@ def test_only_rank_0_says_it(given, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     dry_run(TrainerConfig(**given))
     assert capsys.readouterr().out == ""
+
+
+def test_it_calls_each_reward_function_once(given, tmp_path, caplog):
+    (tmp_path / "own.py").write_text("def f(completions, question, level, **kwargs):\n    return [1.0]\n")
+    with caplog.at_level(logging.INFO):
+        dry_run(TrainerConfig(**given))
+    for name in ("correctness_reward", "format_reward"):
+        assert f"{name} gives 0.0 for the gold answer of the first prompt" in caplog.messages
+    with pytest.raises(RewardError, match="'f' cannot be called: missing a required argument: 'level': it is given"):
+        dry_run(TrainerConfig(**given | {"reward_funcs": [f"{tmp_path / 'own.py'}:f"]}))
 
 
 def test_it_asks_the_server_once(given, server, capsys):

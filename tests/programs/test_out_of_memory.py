@@ -64,7 +64,7 @@ LIMIT = """
 import os, resource
 from pathlib import Path
 
-calls = 0
+calls = -1  # the first call is the one before the run
 
 def own(prompts, completions, **columns):
     global calls

@@ -303,14 +303,14 @@ def test_a_reward_that_fails_on_one_rank_only_is_still_said(launch, model_folder
     own = tmp_path / "own.py"
     own.write_text(
         "import os\ndef grade(prompts, completions, **columns):\n"
-        "    return [1.0] * (len(completions) - (os.environ['RANK'] == '1'))\n"
+        "    return [1.0] * (len(completions) - (os.environ['RANK'] == '1' and len(completions) > 1))\n"
     )
     settings = options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:grade", beta=0, eval_steps=0)
     ended = launch(2, "grpo_ref_split.py", *settings)
     assert ended.returncode != 0
     assert "Traceback" not in ended.stdout
     said = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error: rank 1:")]
-    assert len(said) == 1 and "Reward function 'grade' failed on the completion" in said[0]
+    assert len(said) == 1 and said[0].endswith("Reward function 'grade' returned 7 rewards for 8 completions")
 
 
 def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tmp_path):

@@ -1,13 +1,19 @@
 """What reward functions are given of examples and rollouts: TRL's arguments, and TRL's own functions with them."""
 
+import logging
+import os
+import random
+
+import numpy as np
 import pytest
+import torch
 
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import load_reward_funcs, start_functions
-from grpo.rewards.functions import Logged, TrainerState
+from grpo.rewards.functions import Logged, RewardError, TrainerState
 from grpo.rollouts.prompts import make_example
 from grpo.rollouts.records import Example, Rollout
-from grpo.trainer.scoring import score_rollouts
+from grpo.trainer.scoring import score_rollouts, try_rewards
 from reward import correctness_reward, format_reward
 
 STATE = TrainerState(3, 60)
@@ -115,3 +121,53 @@ def test_functions_in_worker_processes_are_given_and_log_the_same(tmp_path):
             pool.close()
         both.append((rewards.tolist(), logged.extra, logged.metrics))
     assert both[0] == both[1] == ([[3.5, 3.5]], {"first": ["a", "c"]}, {"letters": [2.0, 1.0]})
+
+
+TRIED = """
+import os, random
+CALLS = []
+
+def plain(prompts, completions, **kwargs):
+    CALLS.append((prompts, completions, os.getpid()))
+    return [0.5 if completions == ["4"] else 9.0]
+
+def no_value(completions, **kwargs):
+    return [None]
+
+async def later(completions, completion_ids, **kwargs):
+    return [len(completion_ids[0])]
+
+def broken(completions, solution, **kwargs):
+    return [float(solution[0])]
+"""
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_each_function_is_called_once_before_the_run_on_the_gold_answer(tokenizer, tmp_path, caplog, timeout):
+    path = tmp_path / "mine.py"
+    path.write_text(TRIED)
+    names = [f"{path}:{name}" for name in ("plain", "no_value", "later")]
+    functions = load_reward_funcs([*names, "org/model"])
+    config = TrainerConfig(reward_funcs=[*names, "org/model"], reward_timeout=timeout)
+    example = make_example(CONFIG, tokenizer, 0, {"problem": "2+2?", "solution": "2+2=4\n#### 4"})
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with caplog.at_level(logging.INFO):
+        try_rewards(config, functions, tokenizer, example)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    given = {"plain": 0.5, "no_value": None, "later": float(len(tokenizer("4")["input_ids"]))}
+    expected = [f"{name} gives {value} for the gold answer of the first prompt" for name, value in given.items()]
+    assert [record.getMessage() for record in caplog.records] == expected
+    calls = functions["plain"].__globals__["CALLS"]
+    assert calls == ([([example.prompt], ["4"], os.getpid())] if timeout is None else [])
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_a_mistake_is_found_before_the_run(tokenizer, tmp_path, timeout):
+    path = tmp_path / "mine.py"
+    path.write_text(TRIED)
+    name = f"{path}:broken"
+    example = make_example(CONFIG, tokenizer, 0, {"problem": "2+2?", "solution": "2+2=4\n#### 4"})
+    with pytest.raises(RewardError, match="'broken' failed.*: ValueError") as caught:
+        config = TrainerConfig(reward_funcs=[name], reward_timeout=timeout)
+        try_rewards(config, load_reward_funcs([name]), tokenizer, example)
+    assert f'File "{path}", line 16, in broken' in caught.value.traceback
