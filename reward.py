@@ -42,7 +42,10 @@ TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
 
 def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | None]:
-    """Return 2.0 where the last `<answer>...</answer>` holds the gold `answer`, 1.5 for the same value, else 0.0.
+    r"""Return 2.0 where the last `<answer>...</answer>` holds the gold `answer`, 1.5 for the same value, else 0.0.
+
+    Where a completion has no `<answer>`, its last `\boxed{...}` is the answer, as base models write it. Where the gold
+    has a `\boxed{...}`, as in mathematics data, its last one is the gold.
 
     The same value is the same number (see `to_number`) or, where the `math-verify` package is installed and the gold
     is more than a number, an expression that it finds equal.
@@ -84,11 +87,12 @@ def text_of(text_or_messages: str | list[dict[str, str]]) -> str:
 def score_answer(completion: str, gold: str) -> float:
     """Return 2.0, 1.5 or 0.0 as `correctness_reward`. An empty answer is never correct, whatever the gold."""
     text, gold = find_last_answer(completion), gold.strip()
+    boxed = find_last_boxed(gold)
     if not text:
         return 0.0
-    if text == gold:
+    if text in (gold, boxed):
         return 2.0
-    return 1.5 if same_value(text, gold) else 0.0
+    return 1.5 if same_value(text, boxed or gold) else 0.0
 
 
 def score_format(completion: str, prompt: str) -> float:
@@ -122,12 +126,32 @@ def find_opened_tags(completion: str, prompt: str) -> str:
 
 
 def find_last_answer(completion: str) -> str:
-    """Return the stripped text of the last `<answer>` that is closed, of nested ones the innermost; "" if none is."""
+    r"""Return the stripped text of the last `<answer>` that is closed, of nested ones the innermost; "" if none is.
+
+    Where there is no `<answer>` at all, return that of the last `\boxed{...}`.
+    """
+    if "<answer>" not in completion:
+        return find_last_boxed(completion)
     for part in reversed(completion.split("<answer>")[1:]):
         text, closing_tag, _ = part.partition("</answer>")
         if closing_tag:
             return text.strip()
     return ""
+
+
+BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+
+
+def find_last_boxed(text: str) -> str:
+    r"""Return the stripped content of the last `\boxed{...}` whose braces close, of nested ones the innermost; "" if
+    there is none. The braces of `\{` and `\}` do not count."""
+    begins, last_begin, content = [], -1, ""
+    for match in BRACE.finditer(text):
+        if match[0] == "{" or match[0].startswith("\\boxed"):
+            begins.append(match.end() if match[0] != "{" else -1)
+        elif match[0] == "}" and begins and (begin := begins.pop()) > last_begin:
+            last_begin, content = begin, text[begin : match.start()].strip()
+    return content
 
 
 LONGEST = 1000  # characters; anything longer can only be equal as a string

@@ -212,6 +212,49 @@ def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expecte
     assert is_correct(completion, gold) is (expected > 0)
 
 
+@pytest.mark.parametrize(
+    "completion, gold, expected",
+    [
+        (r"So it is \boxed{18}.", "18", 2.0),
+        (r"\boxed{18}", "18.0", 1.5),
+        (r"\boxed {$18$}", "18", 1.5),
+        (r"First \boxed{17}, no: \boxed{ 18 }", "18", 2.0),
+        (r"\boxed{18}, no: \boxed{17}", "18", 0.0),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 2.0),
+        (r"\boxed{\boxed{18}}", "18", 2.0),
+        (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right.", 2.0),
+        (r"so\\\boxed{18}", "18", 2.0),
+        ("f = {x: \\boxed{18}", "18", 2.0),
+        (r"} \boxed{18} {", "18", 2.0),
+        (r"\boxed{18} then \boxed{17", "18", 2.0),
+        (r"\boxed{17} and \fbox{18}", "18", 0.0),
+        (r"\boxed{18", "18", 0.0),
+        (r"\boxed{18\}", "18", 0.0),
+        (r"\boxed{}", "18", 0.0),
+        (r"boxed{18}", "18", 0.0),
+        (r"\boxed{18} <answer>17</answer>", "18", 0.0),
+        (r"<answer>18</answer> \boxed{17}", "18", 2.0),
+        (r"\boxed{18} <answer>18", "18", 0.0),
+        ("<answer>18</answer>", r"It is \boxed{17}, or rather \boxed{18}.", 2.0),
+        ("<answer>18.0</answer>", "So it is 18. " * 200 + r"\boxed{18}", 1.5),
+        (r"\boxed{18}", r"\boxed{18}", 2.0),
+        (r"<answer>\boxed{18}</answer>", r"\boxed{18}", 2.0),
+        ("<answer>17</answer>", r"\boxed{17} is wrong: \boxed{18}", 0.0),
+        ("<answer></answer>", r"\boxed{}", 0.0),
+    ],
+)
+def test_a_box_is_an_answer_where_there_is_no_tag_and_in_a_gold(completion, gold, expected):
+    assert correctness_reward(["?"], [completion], answer=[gold]) == [expected]
+    assert is_correct(completion, gold) is (expected > 0)
+
+
+def test_boxes_are_found_in_one_pass():
+    began = time.monotonic()
+    for text in ("\\boxed{" * 100_000, "\\boxed{" * 100_000 + "}" * 100_000, "{" * 400_000):
+        assert is_correct(text, "18") is False
+    assert time.monotonic() - began < 10
+
+
 def test_rewards_are_in_the_order_of_the_completions_and_other_columns_are_ignored():
     completions = ["<answer>1</answer>", "<answer>$2</answer>", "<answer>4</answer>"]
     assert correctness_reward(["?"] * 3, completions, answer=["1", "2", "3"], level=[1, 2, 3]) == [2.0, 1.5, 0.0]
