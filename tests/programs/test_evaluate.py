@@ -115,7 +115,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data
         (dict(temperature=0), "temperature=0.0: "),
         (dict(temperature="nan"), "temperature=nan: "),
         (dict(max_completion_length=500), "max_completion_length=500: "),
-        (dict(learning_rate=1), "--learning_rate=1: no such option"),
+        (dict(learning_rate=1), "--learning_rate: no such option"),
         (dict(output=tmp_path / "run"), "it holds a run or an evaluation"),
         (dict(output=tmp_path / "file/out"), f"output='{tmp_path / 'file/out'}': Not a directory"),
     ]:
