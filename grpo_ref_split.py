@@ -29,7 +29,6 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-import reward
 from grpo.client.errors import ServerError, ServersLost
 from grpo.config.errors import ConfigError
 from grpo.report.plots import draw_curves
@@ -76,7 +75,7 @@ def optimize(run: Run) -> None:
     config, progress, rounds, publisher = run.config, run.progress, run.rounds, run.publisher
     evaluated: dict[str, float] = {}
     if run.held_out and progress.step == 0:
-        evaluated = evaluate_policy(run, 0, reward.is_correct, reward.has_format)
+        evaluated = evaluate_policy(run, 0)
         if run.recorder:
             run.recorder.metrics(0, evaluated)
 
@@ -109,12 +108,12 @@ def optimize(run: Run) -> None:
 
         # Gather the numbers, evaluate, record, save, and stop if it is time.
         result = step_result(run, step, batch, stats, current, clock)
-        progress.step, progress.accuracy = step, None
+        progress.step, progress.evaluated = step, {}
         if run.held_out and (step == config.max_steps or step % config.eval_steps == 0):
-            evaluated = evaluate_policy(run, step, reward.is_correct, reward.has_format)
+            evaluated = evaluate_policy(run, step)
             result.metrics.update(evaluated)
-            progress.accuracy = evaluated["eval_accuracy"]
-        record_step(run, bar, step, batch, result, evaluated.get("eval_accuracy"))
+            progress.evaluated = evaluated
+        record_step(run, bar, step, batch, result, evaluated)
         if config.save_steps and step % config.save_steps == 0:
             run.checkpoints.save(run.engine, progress)
         if lost:

@@ -23,6 +23,11 @@ column called `answer` that is not `dataset_answer_column`, `answer` is that col
     trainer_state    an object with global_step, the number of updates done, and max_steps
     log_extra        log_extra(column, values) adds a column, a value for each completion, to completions.jsonl
     log_metric       log_metric(name, value) adds a metric to metrics.jsonl: the mean of what all ranks log
+
+Evaluation reports the mean of each function, and their weighted sum. A function that says whether an answer is right
+may declare it, and evaluation then counts accuracy, avg@k and pass@k too, with right as a reward above 0:
+
+    brevity_reward.is_verdict = True
 """
 
 import atexit
@@ -53,6 +58,9 @@ def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | N
     return [score_answer(text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
+correctness_reward.is_verdict = True  # evaluation: an answer that earns anything is right
+
+
 def format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[float | None]:
     """Return 0.2 for each of the four tags that occurs exactly once, after the tags already counted: 0.0 to 0.8.
 
@@ -69,14 +77,7 @@ def format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[flo
     return [score_format(text_of(completion), text_of(prompt)) for prompt, completion in pairs]
 
 
-def is_correct(completion: str, answer: str) -> bool:
-    """Return whether the completion earns any correctness reward. Evaluation counts these."""
-    return score_answer(completion, answer) > 0
-
-
-def has_format(completion: str, prompt: str = "") -> bool:
-    """Return whether the completion earns the whole format reward. Evaluation counts these."""
-    return score_format(completion, prompt) == 0.8
+format_reward.full_reward = 0.8  # evaluation: the share of answers that earn it is eval_format
 
 
 def text_of(text_or_messages: str | list[dict[str, str]]) -> str:

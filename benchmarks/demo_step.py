@@ -38,9 +38,12 @@ from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, train
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids, load_model, load_tokenizer
+from grpo.rewards.compute import load_reward_funcs
+from grpo.rewards.functions import TrainerState
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.prompts import load_examples
 from grpo.trainer.evaluation import evaluate
+from grpo.trainer.rewarding import Rewarder
 
 OURS, TWO, ONE = "ours", "TRL, 2 processes", "TRL, 1 process"
 PROCESSES = {TWO: 2, ONE: 1}
@@ -186,8 +189,9 @@ def accuracy(folder: Path, seed: int, model_folder: Path) -> float:
     tokenizer, model = load_tokenizer(config), load_model(config, torch.device("cpu"))
     held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=False)
     sampler = LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), config.max_completion_length)
-    judges = reward.is_correct, reward.has_format
-    numbers, _ = evaluate(sampler, held_out, *judges, config, rank=0, world_size=1)
+    functions = load_reward_funcs(config.reward_funcs)
+    rewarder = Rewarder(functions, functions, config)
+    numbers, _ = evaluate(sampler, held_out, rewarder, config, rank=0, world_size=1, state=TrainerState())
     return numbers["eval_accuracy"]
 
 

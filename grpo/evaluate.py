@@ -1,4 +1,4 @@
-"""Counts the problems of a dataset that a saved model solves: greedily, and with samples (avg@k, pass@k).
+"""Evaluates a saved model on a dataset: what its answers earn, and how many problems it solves (avg@k, pass@k).
 
     python -m grpo.evaluate --model runs/DATE-TIME/model
     python -m grpo.evaluate --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --num_generations_eval 8
@@ -7,13 +7,13 @@
 The model is a folder or a hub id. One that a run has saved is asked as in training, on that run's data, where nothing
 else is said: its grpo.yaml has the settings. The third command shares the problems among two processes. The data is
 whatever the trainer takes (of a folder or a hub id the split `test`, of a single file all).
-`is_correct` in reward.py judges the answers, as in training. The numbers do not depend on the number of processes; the
-samples follow from seed, temperature and sequences_per_generate.
+
+The answers are rewarded by --reward_funcs, as in training, and right where a function that is a verdict says so. The
+numbers do not depend on the number of processes; the samples follow from seed, temperature and sequences_per_generate.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from datetime import timedelta
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.generation import EvaluateConfig
+from grpo.config.evaluate import EvaluateConfig
 from grpo.model.answering import model_settings
 from grpo.run.exit import exit_code
 
@@ -33,11 +33,14 @@ def run(config: EvaluateConfig) -> None:
     import torch.distributed as dist
 
     from grpo.model.load import check_lengths, load_model, load_tokenizer
-    from grpo.rollouts.prompts import load_examples
+    from grpo.rewards.compute import load_reward_funcs, start_rewards
+    from grpo.rewards.functions import TrainerState
+    from grpo.rollouts.prompts import check_reward_columns, load_examples
     from grpo.rollouts.trial import make_sampler
     from grpo.run.collective import gather, own_place
     from grpo.run.folder import check_unused, check_writable
-    from grpo.trainer.evaluation import evaluate
+    from grpo.trainer.evaluation import check_verdicts, evaluate
+    from grpo.trainer.rewarding import Rewarder
 
     rank, world_size, device = own_place()
     if world_size > 1:
@@ -47,16 +50,19 @@ def run(config: EvaluateConfig) -> None:
     if folder is not None:
         check_unused("output", folder)
         check_writable("output", folder)
-    reward = importlib.import_module("reward")  # the user's file
+    functions = load_reward_funcs(config.reward_funcs)
+    check_verdicts(config, functions)
 
     tokenizer = load_tokenizer(config)
     examples = load_examples(config, _split(config), tokenizer, config.eval_samples, progress=rank == 0)
+    check_reward_columns(config, examples)
+    rewarder = Rewarder(functions, start_rewards(functions, config, device), config)
     model = load_model(config, device)
     check_lengths(config, model.config)
     sampler = make_sampler(model, tokenizer, config.max_completion_length)
 
     start = time.perf_counter()
-    metrics, completions = evaluate(sampler, examples, reward.is_correct, reward.has_format, config, rank, world_size)
+    metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
     metrics["eval_runtime"] = time.perf_counter() - start
     completions = list(chain.from_iterable(gather(completions))) if config.output else []
     if world_size > 1:
@@ -74,12 +80,20 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
         value, error = 100 * metrics[name], metrics.get(f"{name}_se")
         return f"{value:6.1f} %" + (f" ± {100 * error:.1f}" if error is not None else "")
 
+    def number(name: str) -> str:
+        error = metrics.get(f"{name}_se")
+        return f"{metrics[name]:8.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
     data = config.dataset_name if _is_file(config) else f"{config.dataset_name} ({config.dataset_test_split})"
-    rows = {"accuracy, greedy": percent("eval_accuracy")}
+    rows = {"accuracy, greedy": percent("eval_accuracy")} if "eval_accuracy" in metrics else {}
     if samples := config.num_generations_eval:
         rows[f"avg@{samples}, temperature {config.temperature:g}"] = percent(f"eval_avg@{samples}")
         rows |= {f"pass@{k}": percent(f"eval_pass@{k}") for k in config.ks}
-    rows["format, greedy"] = percent("eval_format")
+    rows["reward, greedy"] = number("eval_reward")
+    by_function = [name for name in metrics if name.startswith("eval_rewards/")]
+    rows |= {f"  {name.split('/', 1)[1].removesuffix('/mean')}": number(name) for name in by_function}
+    if "eval_format" in metrics:
+        rows["format, greedy"] = percent("eval_format")
     rows["cut off, greedy"] = percent("eval_completions/clipped_ratio")
     rows["tokens a completion, greedy"] = f"{metrics['eval_completions/mean_length']:6.1f}"
     tokens, seconds = metrics["eval_num_tokens"], metrics["eval_runtime"]
@@ -114,8 +128,11 @@ def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], comp
 
 
 def main() -> int:
+    from grpo.client.errors import ServerError
+    from grpo.rewards.functions import RewardError
+
     config = parse_arguments(EvaluateConfig, __doc__, model_settings=model_settings)
-    return exit_code(lambda: run(config), (OSError,), "interrupted")
+    return exit_code(lambda: run(config), (RewardError, ServerError, OSError), "interrupted")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from grpo.rollouts.records import Sample
 from grpo.rollouts.trial import make_sampler
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config, join_ranks, start_engine
+from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 
 SHIPPED = "ds_config.json", "configs/ds_offload.json"
@@ -160,7 +161,8 @@ def ratios(make, dataset: str) -> dict:
                 **changes,
             )
             engine, batcher, reference = engine_of(config)
-            rewards = start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
+            loaded = load_reward_funcs(config.reward_funcs)
+            rewards = Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu")), config)
             stream = PromptStream(examples, config.prompts_per_step, config.seed)
             sampler = make_sampler(engine.module, tokenizer, config.max_completion_length)
             rounds = Rounds(config, engine.module, sampler, batcher, stream, rewards, None, reference)

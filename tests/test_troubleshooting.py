@@ -8,7 +8,8 @@ from conftest import REPOSITORY
 from messages import stable_part, stable_parts
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.evaluate import EvaluateConfig
+from grpo.config.generation import ChatConfig
 from grpo.config.launch import LaunchConfig
 from grpo.config.report import ReportConfig
 from grpo.config.server import ServerConfig

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, list_outcomes
 from grpo.client.connection import Connection
 from grpo.client.errors import ModelLoading, RequestFailure, ServersUnavailable
-from grpo.config.connection import ReferenceConfig
+from grpo.config.connection import ClientConfig
 from grpo.wire.health import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ FIRST_LINE, BETWEEN_LINES = 5.0, 15.0
 class TaskClient:
     """The servers of one task, and the threads that send requests to them. Close it when the run ends."""
 
-    def __init__(self, config: ReferenceConfig, task: str, urls: list[str], wanted: str):
+    def __init__(self, config: ClientConfig, task: str, urls: list[str], wanted: str):
         """`wanted` names the answers in messages. Raises ServerError where `ref_ca_file` holds no certificate."""
         self._config = config
         self._client_id = uuid.uuid4().hex  # servers serve their clients in turn

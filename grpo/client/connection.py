@@ -14,7 +14,7 @@ from typing import TypeVar
 import requests
 
 from grpo.client.errors import ModelLoading, ModelOutdated, RequestFailure, ServerError
-from grpo.config.connection import ReferenceConfig
+from grpo.config.connection import ClientConfig
 from grpo.wire.errors import ProtocolError
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer
@@ -47,7 +47,7 @@ class WeightsToSend:
 class Connection:
     """HTTP to any server of one task (ServerInfo.task). Each thread has TCP connections of its own."""
 
-    def __init__(self, config: ReferenceConfig, task: str):
+    def __init__(self, config: ClientConfig, task: str):
         """Raises ServerError where `ref_ca_file` holds no certificate."""
         self._config, self._task = config, task
         self._per_thread = threading.local()

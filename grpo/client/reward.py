@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from grpo.client.base import TaskClient
-from grpo.config.connection import ReferenceConfig
+from grpo.config.connection import ClientConfig
 from grpo.wire.rewards import Message, RewardAnswer, RewardRequest
 
 _CHATS_PER_REQUEST = 16  # few enough that a request which fails is cheap to send again
@@ -17,7 +17,7 @@ _CHATS_PER_REQUEST = 16  # few enough that a request which fails is cheap to sen
 class RewardClient(TaskClient):
     """The client of one reward server: chats go out, scores come back. Tokenizer and template are the server's."""
 
-    def __init__(self, config: ReferenceConfig, url: str):
+    def __init__(self, config: ClientConfig, url: str):
         super().__init__(config, "reward", [url], wanted="scores")
         self._url = url
 

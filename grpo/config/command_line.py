@@ -30,7 +30,7 @@ _PROGRAMS = (
     "grpo.config.server:ServerConfig",
     "grpo.config.trainer:TrainerConfig",
     "grpo.config.launch:LaunchConfig",
-    "grpo.config.generation:EvaluateConfig",
+    "grpo.config.evaluate:EvaluateConfig",
     "grpo.config.generation:ChatConfig",
     "grpo.config.report:ReportConfig",
 )

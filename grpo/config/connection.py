@@ -57,8 +57,40 @@ def _read_token(path: str) -> str:
 
 
 @dataclass
+class ServersSection(Section):
+    """The settings of every server that is asked, be it a reference or a reward model."""
+
+    HEADING = "waiting for servers"
+
+    ref_ca_file: str | None = option(
+        None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
+    )
+    ref_startup_timeout: float = option(
+        300.0,
+        "seconds to wait at the start for a server that does not answer; one that is loading has six hours",
+        at_least=0,
+    )
+    ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again", above=0)
+    ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.ref_ca_file is None or Path(self.ref_ca_file).is_file(),
+            "ref_ca_file",
+            self.ref_ca_file,
+            "there is no such file: name the PEM file of the authority that signed the server's certificate",
+        )
+
+
+@dataclass
+class ClientConfig(ServersSection, ConnectionSection):
+    """The settings of a client of reward servers, and of reference servers but for their URLs."""
+
+
+@dataclass
 class ReferenceSection(Section):
-    """The settings of the reference: who computes its log-probs, and how long to wait for them."""
+    """The settings of the reference: who computes its log-probs, and when the policy becomes part of it."""
 
     HEADING = "the reference"
 
@@ -71,19 +103,9 @@ class ReferenceSection(Section):
     ref_servers: list[str] | None = option(
         None, "base URLs, all of the same model: work goes to each by its speed; unset is http://127.0.0.1:PORT"
     )
-    ref_ca_file: str | None = option(
-        None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
-    )
     allow_other_reference: bool = option(
         False, "accept a server with another model than the policy starts from: the KL then does not begin at 0"
     )
-    ref_startup_timeout: float = option(
-        300.0,
-        "seconds to wait at the start for a server that does not answer; one that is loading has six hours",
-        at_least=0,
-    )
-    ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again", above=0)
-    ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run", above=0)
     ref_update_steps: int = option(
         0,
         "the policy becomes the reference every so many updates, on servers with update_folder; 0 is never",
@@ -104,17 +126,11 @@ class ReferenceSection(Section):
                 require(url.startswith(("http://", "https://")), "ref_servers", url, "write it as http://HOST:PORT")
             twice = len(set(self.ref_servers)) < len(self.ref_servers)
             require(not twice, "ref_servers", self.ref_servers, "name each once")
-        require(
-            self.ref_ca_file is None or Path(self.ref_ca_file).is_file(),
-            "ref_ca_file",
-            self.ref_ca_file,
-            "there is no such file: name the PEM file of the authority that signed the server's certificate",
-        )
 
 
 @dataclass
-class ReferenceConfig(ReferenceSection, ConnectionSection):
-    """The settings of a client of reference or reward servers."""
+class ReferenceConfig(ReferenceSection, ClientConfig):
+    """The settings of a client of reference servers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

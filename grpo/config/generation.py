@@ -1,4 +1,4 @@
-"""Settings of data, sampling and evaluation, and the wholes of grpo.evaluate and grpo.chat."""
+"""Settings of data, sampling and evaluation, and the whole of grpo.chat."""
 
 from __future__ import annotations
 
@@ -144,29 +144,6 @@ class PolicyConfig(AdapterSection, AnswerSection, SharedConfig):
             self.quantization,
             "weights in 4 bits cannot be trained: add use_peft, which trains an adapter on them, or use none",
         )
-
-
-@dataclass
-class EvaluateSection(Section):
-    """The settings of grpo.evaluate alone."""
-
-    HEADING = "extent and output"
-
-    eval_samples: int = option(0, "problems, the first of the split; 0 is all", at_least=0)
-    output: str | None = option(
-        None, "folder to make: every completion with its verdict, the metrics, and the settings they come from"
-    )
-
-
-@dataclass
-class EvaluateConfig(EvaluateSection, AnsweringConfig):
-    """Every setting of `python -m grpo.evaluate`."""
-
-    SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.temperature > 0, "temperature", self.temperature, "use a number above 0")
 
 
 @dataclass

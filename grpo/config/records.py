@@ -18,6 +18,11 @@ class RecordSection(Section):
         50, "evaluate every so many updates, and before the first and after the last; 0 is never", at_least=0
     )
     eval_samples: int = option(256, "held-out problems, the first of the test split; 0 is all", at_least=0)
+    metric_for_best_model: str | None = option(
+        None,
+        "metric of the evaluation by which the best checkpoint is kept, the higher the better: accuracy, reward, "
+        "rewards/NAME/mean and others; unset is accuracy where a reward function is a verdict, else reward",
+    )
     save_steps: int = option(
         100, "save a checkpoint every so many updates, to use or continue from; 0 is never", at_least=0
     )
@@ -44,3 +49,9 @@ class RecordSection(Section):
         super().__post_init__()
         for name in self.report_to:
             require(name in ("tensorboard", "wandb", "none"), "report_to", name, "use tensorboard, wandb or none")
+        require(
+            self.metric_for_best_model is None or self.eval_steps > 0,
+            "metric_for_best_model",
+            self.metric_for_best_model,
+            "nothing is evaluated with eval_steps=0: leave it out",
+        )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
+from grpo.config.generation import AnsweringConfig
 
 
 @dataclass
@@ -41,4 +42,18 @@ class RewardSection(Section):
             "reward_weights",
             self.reward_weights,
             f"give {len(self.reward_funcs)} weights, one for each of {' '.join(self.reward_funcs)}",
+        )
+
+
+@dataclass
+class RewardedConfig(RewardSection, AnsweringConfig):
+    """The settings by which a dataset's problems are answered and the answers rewarded, in training and after it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.soft_punish_cache <= self.max_completion_length,
+            "soft_punish_cache",
+            self.soft_punish_cache,
+            f"use max_completion_length={self.max_completion_length} or less",
         )

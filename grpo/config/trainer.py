@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from grpo.config.connection import ReferenceConfig
 from grpo.config.errors import require
-from grpo.config.generation import AnsweringConfig, PolicyConfig, RolloutSection
+from grpo.config.generation import PolicyConfig, RolloutSection
 from grpo.config.loss import LossSection
 from grpo.config.records import RecordSection
-from grpo.config.rewards import RewardSection
+from grpo.config.rewards import RewardedConfig
 from grpo.config.training import TrainingSection
 
 
@@ -20,9 +20,8 @@ class TrainerConfig(
     PolicyConfig,
     TrainingSection,
     LossSection,
-    RewardSection,
     RolloutSection,
-    AnsweringConfig,
+    RewardedConfig,
 ):
     """Every setting of `grpo_ref_split.py`."""
 
@@ -33,12 +32,6 @@ class TrainerConfig(
             "temperature",
             self.temperature,
             "training needs sampling: use a number above 0, such as 1.0",
-        )
-        require(
-            self.soft_punish_cache <= self.max_completion_length,
-            "soft_punish_cache",
-            self.soft_punish_cache,
-            f"use max_completion_length={self.max_completion_length} or less",
         )
         require(
             self.system_prompt != "" or not self.save_system_prompt,

@@ -16,10 +16,11 @@ import yaml
 from grpo.config.command_line import to_yaml
 from grpo.config.errors import ConfigError, program_name
 from grpo.config.generation import AnswerSection, DataSection
+from grpo.config.rewards import RewardSection
 
 ANSWERING = "grpo.yaml"
 """the file in a model's folder, with the settings of SECTIONS by which it was trained"""
-SECTIONS = AnswerSection, DataSection
+SECTIONS = AnswerSection, DataSection, RewardSection
 
 _HEADER = "# How this model was trained to answer: grpo.evaluate and grpo.chat ask as this file says.\n"
 _SHOWN = 48  # characters of a value
@@ -56,10 +57,20 @@ def read_answering(model: str) -> tuple[str, dict[str, Any]]:
 def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, Any]:
     """Return the settings of a model's grpo.yaml that a program knows and its user has not given, and show them.
 
-    It is an argument of `parse_arguments`. Raises ConfigError as `read_answering`.
+    It is an argument of `parse_arguments`. Raises ConfigError as `read_answering`, and where the file names reward
+    functions outside reward.py.
     """
     path, settings = read_answering(model)
+    if "reward_funcs" in given:  # weights are for the functions that they were written with
+        settings.pop("reward_weights", None)
     settings = {name: value for name, value in settings.items() if name in known - given}
+    for name in settings.get("reward_funcs", ()):
+        # A model that was downloaded must not choose code that this program runs, or where completions are sent.
+        if ":" in name or "/" in name:
+            raise ConfigError(
+                f"reward_funcs={name!r}: the model was trained with it ({path}), but code, models and servers are "
+                f"yours to name: add --reward_funcs {' '.join(settings['reward_funcs'])}, or others"
+            )
     if settings and os.environ.get("RANK", "0") == "0":
         shown = ", ".join(f"{name}={_shorten(value)}" for name, value in settings.items())
         print(f"{program_name()}: asked as in training, by {path}: {shown}", file=sys.stderr)

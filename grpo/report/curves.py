@@ -33,6 +33,8 @@ class Panel:
     """names, or patterns such as rewards/*/mean; a panel that matches no metric is left out"""
     overview: bool = False
     """whether curves.png has the panel too"""
+    unless: str = ""
+    """curves.png has not where there is this metric"""
 
 
 PANELS = {
@@ -45,6 +47,8 @@ PANELS = {
     ],
     "Held-out problems": [
         Panel("held-out problems", ("eval_accuracy", "eval_format"), overview=True),
+        Panel("held-out reward", ("eval_reward",), overview=True, unless="eval_accuracy"),
+        Panel("held-out reward by function", ("eval_rewards/*/mean",)),
         Panel("samples of held-out problems", ("eval_avg@*", "eval_pass@*")),
         Panel("held-out completion length", ("eval_completions/mean_length",)),
         Panel("held-out completions cut off", ("eval_completions/clipped_ratio",)),
@@ -142,7 +146,8 @@ def make_charts(runs: Sequence[Run], window: int) -> dict[str, list[Chart]]:
             name: [_line(place, run, name, window) for place, run in enumerate(runs) if name in run.names]
             for name in metrics
         }
-        charts.setdefault(section, []).append(Chart(panel.title, panel.overview, curves))
+        overview = panel.overview and panel.unless not in names
+        charts.setdefault(section, []).append(Chart(panel.title, overview, curves))
 
     for section, panels in PANELS.items():
         for panel in panels:

@@ -116,7 +116,11 @@ def summarise(run: Run, name: str, window: int) -> dict[str, Any]:
     def values(metric: str) -> list[float]:
         return [row[metric] for row in run.rows.values() if metric in row]
 
-    rewards, evaluated = values("reward"), [row for row in run.rows.values() if "eval_accuracy" in row]
+    def first_and_last(metric: str) -> list[list[float | None]]:
+        evaluated = [[row[metric], row.get(f"{metric}_se")] for row in run.rows.values() if metric in row]
+        return evaluated[:1] + evaluated[-1:]
+
+    rewards = values("reward")
     max_steps = run.settings.get("max_steps")
     return {
         "name": name,
@@ -125,7 +129,8 @@ def summarise(run: Run, name: str, window: int) -> dict[str, Any]:
         "steps": max(run.rows),
         "max_steps": max_steps if isinstance(max_steps, int) else None,
         "reward": [sum(part) / len(part) for part in (rewards[:window], rewards[-window:]) if part],
-        "accuracy": [[row["eval_accuracy"], row.get("eval_accuracy_se")] for row in (evaluated[:1] + evaluated[-1:])],
+        "accuracy": first_and_last("eval_accuracy"),
+        "eval_reward": first_and_last("eval_reward"),
         "tokens": max(values("num_tokens"), default=None),
         "seconds": sum(values("step_time")),
     }

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from grpo.config.errors import ConfigError
+from grpo.config.evaluate import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.alone import add_deadline
 from grpo.rewards.functions import (
@@ -83,7 +84,7 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
 
 
 def start_rewards(
-    rewards: dict[str, Callable | str], config: TrainerConfig, device: torch.device
+    rewards: dict[str, Callable | str], config: TrainerConfig | EvaluateConfig, device: torch.device
 ) -> dict[str, Callable | RewardScorer]:
     """Return the rewards of `load_reward_funcs` ready for use: load models, wait for servers, start processes.
 

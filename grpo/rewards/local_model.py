@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from grpo.config.evaluate import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.reward_model import PADDED, describe_reward, load_reward_model, sequence_scores, tokenize
 from grpo.rewards.functions import RewardError
@@ -15,7 +16,7 @@ from grpo.wire.rewards import Message
 class RewardModel:
     """A frozen reward model on the rank's device. Its batches are as large as an update's."""
 
-    def __init__(self, config: TrainerConfig, name: str, device: torch.device):
+    def __init__(self, config: TrainerConfig | EvaluateConfig, name: str, device: torch.device):
         """Load the model. Raises ConfigError where `name`, a folder or hub id, is no reward model."""
         self._name, self._batch_tokens = name, config.micro_batch_tokens
         self._model, self._tokenizer = load_reward_model(config, "reward_funcs", name, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -91,9 +92,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def best(accuracies: dict[Path, float | None]) -> Path | None:
-    """Return the newest of the checkpoints with the highest accuracy."""
-    ranking = {path: (accuracy, step_of(path)) for path, accuracy in accuracies.items() if accuracy is not None}
+def best(values: dict[Path, float | None]) -> Path | None:
+    """Return the newest of the checkpoints with the highest value; None and NaN are no values."""
+    ranking = {
+        path: (value, step_of(path)) for path, value in values.items() if value is not None and not math.isnan(value)
+    }
     return max(ranking, key=ranking.get, default=None)
 
 

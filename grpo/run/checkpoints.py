@@ -57,7 +57,7 @@ FREE = {
     *("micro_batch_tokens", "gradient_checkpointing"),
     "sequences_per_generate",
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
-    *("eval_steps", "eval_samples", "num_generations_eval"),
+    *("eval_steps", "eval_samples", "num_generations_eval", "metric_for_best_model"),
     *("ref_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout"),
 }
@@ -75,8 +75,8 @@ class Progress:
     """the number of updates done"""
     num_tokens: int = 0
     """the tokens that were trained on, over all ranks"""
-    accuracy: float | None = None
-    """the accuracy of the evaluation after the last step; None where there was none"""
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """the metrics of the evaluation after the last step; empty where there was none"""
     round: int = -1
     """the round that `batches` belong to; -1 before the first is drawn"""
     batches: list[StepBatch] = field(default_factory=list)
@@ -106,11 +106,13 @@ class Checkpoints:
         examples: list[Example],
         rank: int,
         world_size: int,
+        best_by: str = "",
     ):
         """`folder` is the run's. `model` is the fingerprint of the model that the policy begins as, `reference` that of
-        the reference servers' model, empty where no server is asked."""
+        the reference servers' model, empty where no server is asked. `best_by` is the metric of the evaluation by which
+        a checkpoint is the best."""
         self._config, self._folder, self._tokenizer, self._reference = config, folder, tokenizer, reference
-        self._rank = rank
+        self._rank, self._best_by = rank, best_by
         for unfinished in [*folder.glob("*.unfinished"), *folder.glob("*.old")] if rank == 0 else []:
             shutil.rmtree(unfinished)
         prompts = [example.prompt for example in examples]
@@ -269,7 +271,10 @@ class Checkpoints:
         limit, by_path = self._config.save_total_limit, readable(self._folder)
         if limit == 0:
             return
-        keep = {*[*by_path][-limit:], best({path: saved["accuracy"] for path, saved in by_path.items()})}
+        keep = {
+            *[*by_path][-limit:],
+            best({path: saved["evaluated"].get(self._best_by) for path, saved in by_path.items()}),
+        }
         for old in checkpoints(self._folder):
             if old not in keep:
                 # A rename ends it as a checkpoint at once: a kill while files are deleted leaves no half of one.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.command_line import write_config
 from grpo.config.errors import ConfigError
-from grpo.config.generation import EvaluateConfig
+from grpo.config.evaluate import EvaluateConfig
 from grpo.config.records import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.model.answering import write_answering

@@ -1,34 +1,45 @@
-"""Evaluation: how many held-out problems a model solves, greedily and over samples, shared by all ranks."""
+"""Evaluation: what a model's answers to held-out problems earn, and how many it solves; shared by all ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from grpo.config.generation import AnsweringConfig
+from grpo.algorithm.advantages import total_rewards
+from grpo.config.errors import ConfigError, require
+from grpo.config.rewards import RewardedConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.rewards.functions import TrainerState
 from grpo.rollouts.records import Example
 from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather
+from grpo.run.metrics import Stats
+from grpo.trainer.rewarding import Rewarder, full_rewards, reward_names, verdicts
 
 
 def evaluate(
     sampler: Sampler,
     examples: Sequence[Example],
-    is_correct: Callable[[str, str], bool],
-    has_format: Callable[[str, str], bool],
-    config: AnsweringConfig,
+    rewarder: Rewarder,
+    config: RewardedConfig,
     rank: int,
     world_size: int,
+    state: TrainerState,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return metrics over all examples (the same on every rank), and this rank's completions with their verdicts.
 
     Each example is answered greedily, and `num_generations_eval` times at `temperature`. The completions are cut into
-    calls of `sequences_per_generate` before ranks share them, and a call of samples has a seed of its own: so the
-    number of ranks changes nothing, to the last bit. A completion's `sample` is 0 for the greedy one, else its number.
+    calls of `sequences_per_generate` before ranks share them, the completions of a call are rewarded together, and a
+    call of samples has a seed of its own: so the number of ranks changes nothing, to the last bit. A completion's
+    `sample` is 0 for the greedy one, else its number.
+
+    `eval_reward` and `eval_rewards/NAME/mean` are of the greedy answers, as all but avg@k and pass@k. `eval_accuracy`,
+    avg@k and pass@k exist where a reward function is a verdict, `eval_format` where one declares a full reward.
 
     `eval_accuracy_se` is sqrt(p (1 - p) / n). The other standard errors are s / sqrt(n), where s is the standard
     deviation of the problems' estimates (both: Miller 2024, arXiv:2411.00640, section 2); NaN for a single problem.
@@ -40,7 +51,8 @@ def evaluate(
     calls = [cells[start : start + size] for cells in (greedy, sampled) for start in range(0, len(cells), size)]
 
     # This rank fills its own cells, the other ranks' cells stay 0: the sum over ranks is the whole.
-    counts = np.zeros((4, len(examples), 1 + samples), np.int64)
+    counts = np.zeros((2, len(examples), 1 + samples), np.int64)
+    rewards = np.zeros((len(rewarder.names), len(examples), 1 + samples))
     completions: list[dict[str, Any]] = []
     for cells in tqdm(calls[rank::world_size], desc="evaluate", unit="batch", disable=rank != 0, leave=False):
         batch = [examples[problem] for problem, _ in cells]
@@ -50,24 +62,51 @@ def evaluate(
         else:
             seed = config.seed * 1_000_003 + problem * samples + sample  # another seed for each call
             rollouts = [rollout for (rollout,) in sampler.sample(batch, 1, config.temperature, seed)]
-        for (problem, sample), example, rollout in zip(cells, batch, rollouts, strict=True):
-            answer, length = example.gold, len(rollout.completion_ids)
-            correct, formatted = is_correct(rollout.text, answer), has_format(rollout.text, example.prompt)
-            counts[:, problem, sample] = correct, formatted, length, not rollout.finished
+        by_function = rewarder.compute(batch, rollouts, state)
+        judged = _judge(rewarder, by_function)
+        for i, ((problem, sample), example, rollout) in enumerate(zip(cells, batch, rollouts, strict=True)):
+            length = len(rollout.completion_ids)
+            counts[:, problem, sample] = length, not rollout.finished
+            rewards[:, problem, sample] = by_function[:, i]
             completions.append(
                 {
                     "problem": example.index,
                     "sample": sample,
                     "prompt": example.prompt,
                     "completion": rollout.text,
-                    "answer": answer,
-                    "correct": correct,
-                    "format": formatted,
+                    "answer": example.gold,
+                    **{name: values[i].item() for name, values in judged.items()},
                     "tokens": length,
                     "finished": rollout.finished,
                 }
             )
-    return _metrics(sum(gather(counts)), config.ks), completions
+    return _metrics(sum(gather(counts)), sum(gather(rewards)), rewarder, config.ks), completions
+
+
+def check_verdicts(config: RewardedConfig, functions: Mapping[str, Callable | str]) -> None:
+    """Refuse samples for avg@k and pass@k where no function of `load_reward_funcs` is a verdict. Raises ConfigError."""
+    require(
+        config.num_generations_eval == 0 or bool(verdicts(functions)),
+        "num_generations_eval",
+        config.num_generations_eval,
+        f"avg@k and pass@k count right answers, and none of {', '.join(functions)} is a verdict: use 0, or set "
+        "FUNCTION.is_verdict = True where a reward above 0 means right",
+    )
+
+
+def best_metric(config: TrainerConfig, functions: Mapping[str, Callable | str]) -> str:
+    """Return the metric by which a checkpoint is the best. Raises ConfigError where the evaluation has no such one."""
+    names = ["accuracy"] if verdicts(functions) else []
+    names += ["reward", *(f"rewards/{name}/mean" for name in reward_names(functions, config))]
+    names += ["format"] if full_rewards(functions) else []
+    names += [f"{kind}@{k}" for kind, ks in _sampled(config).items() for k in ks]
+    name = names[0] if config.metric_for_best_model is None else config.metric_for_best_model.removeprefix("eval_")
+    if name not in names:
+        raise ConfigError(
+            f"metric_for_best_model={config.metric_for_best_model!r}: no number of the evaluation: use one of "
+            f"{', '.join(names)}"
+        )
+    return f"eval_{name}"
 
 
 def pass_at_k(correct: np.ndarray, n: int, k: int) -> np.ndarray:
@@ -80,23 +119,43 @@ def pass_at_k(correct: np.ndarray, n: int, k: int) -> np.ndarray:
     return 1 - np.prod(np.maximum(n - correct[:, None] - j, 0) / (n - j), axis=1)
 
 
-def _metrics(counts: np.ndarray, ks: Sequence[int]) -> dict[str, float]:
-    """Compute the metrics from [correct, formatted, length, clipped] x problems x (greedy, samples)."""
-    correct, formatted, length, clipped = counts[:, :, 0]
-    accuracy, count = correct.mean().item(), len(correct)
-    metrics = {
-        "eval_accuracy": accuracy,
-        "eval_accuracy_se": math.sqrt(accuracy * (1 - accuracy) / count),
-        "eval_n": count,
-        "eval_format": formatted.mean().item(),
+def _sampled(config: RewardedConfig) -> dict[str, list[int]]:
+    """Return the k of avg@k and of pass@k."""
+    return {"avg": [config.num_generations_eval], "pass": config.ks} if config.num_generations_eval else {}
+
+
+def _judge(rewarder: Rewarder, by_function: torch.Tensor) -> dict[str, np.ndarray]:
+    """Return what the record says of completions, [functions, completions] -> [completions] by name: the verdicts, and
+    where there is none the reward."""
+    rewards = by_function.numpy()
+    judged = {"correct": rewarder.is_correct(rewards)} if rewarder.verdicts else {}
+    judged |= {"format": rewarder.has_format(rewards)} if rewarder.full_rewards else {}
+    return judged if rewarder.verdicts else {"reward": total_rewards(by_function, rewarder.weights).numpy(), **judged}
+
+
+def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, ks: Sequence[int]) -> dict[str, float]:
+    """Compute the metrics from [length, clipped] and [functions], both x problems x (greedy, samples)."""
+    length, clipped = counts[:, :, 0]
+    greedy, count, metrics = rewards[:, :, 0], len(length), {}
+    if rewarder.verdicts:
+        accuracy = rewarder.is_correct(greedy).mean().item()
+        metrics |= {"eval_accuracy": accuracy, "eval_accuracy_se": math.sqrt(accuracy * (1 - accuracy) / count)}
+    metrics["eval_n"] = count
+    if rewarder.full_rewards:
+        metrics["eval_format"] = rewarder.has_format(greedy).mean().item()
+    metrics |= {
         "eval_completions/mean_length": length.mean().item(),
         "eval_completions/clipped_ratio": clipped.mean().item(),
-        "eval_num_tokens": counts[2].sum().item(),
+        "eval_num_tokens": counts[0].sum().item(),
     }
     if samples := counts.shape[2] - 1:
-        solved = counts[0, :, 1:].sum(axis=1)
+        solved = rewarder.is_correct(rewards[:, :, 1:]).sum(axis=1)
         estimates = {f"avg@{samples}": solved / samples} | {f"pass@{k}": pass_at_k(solved, samples, k) for k in ks}
         for name, values in estimates.items():
             metrics[f"eval_{name}"] = values.mean().item()
             metrics[f"eval_{name}_se"] = values.std(ddof=1).item() / math.sqrt(count) if count > 1 else math.nan
-    return metrics
+    total = Stats.of(total_rewards(torch.from_numpy(greedy), rewarder.weights))
+    metrics |= {"eval_reward": total.mean, "eval_reward_se": total.std / math.sqrt(max(1, total.count))}
+    return metrics | {
+        f"eval_rewards/{name}/mean": Stats.of(values).mean for name, values in zip(rewarder.names, greedy, strict=True)
+    }

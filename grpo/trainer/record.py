@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from itertools import chain
 from operator import itemgetter
 
 from tqdm import tqdm
 
+from grpo.rewards.functions import TrainerState
 from grpo.rollouts.records import StepBatch
 from grpo.run.collective import gather
 from grpo.run.recorder import BAD_STEPS
@@ -40,39 +41,49 @@ def progress_bar(run: Run) -> tqdm:
     )
 
 
-def evaluate_policy(
-    run: Run, step: int, is_correct: Callable[[str, str], bool], has_format: Callable[[str, str], bool]
-) -> dict[str, float]:
+def evaluate_policy(run: Run, step: int) -> dict[str, float]:
     """Return the metrics of an evaluation after this step, and record its first greedy answers.
 
-    All ranks call it together. Raises OutOfMemory.
+    All ranks call it together. Raises OutOfMemory, RewardError, ServerError.
     """
     with explain_shortage(f"{EVALUATION} after step {step}", EVALUATION, run.config, run.checkpoints.way_on):
         run.sampler.update_weights(step)
+        state = TrainerState(step, run.config.max_steps)
         metrics, completions = evaluate(
-            run.sampler,
-            run.held_out,
-            is_correct,
-            has_format,
-            run.config,
-            run.rank,
-            run.world_size,
+            run.sampler, run.held_out, run.rewarder, run.config, run.rank, run.world_size, state
         )
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
         run.recorder.completions(step, "eval", sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED])
-        log.info(
-            "step %d: held-out accuracy %.3f ± %.3f (n=%d), format %.3f%s",
-            *(step, metrics["eval_accuracy"], metrics["eval_accuracy_se"], metrics["eval_n"], metrics["eval_format"]),
-            "".join(f", pass@{k} {metrics[f'eval_pass@{k}']:.3f}" for k in run.config.ks),
-        )
+        log.info("step %d: %s", step, describe_evaluation(metrics))
     return metrics
 
 
-def record_step(run: Run, bar: tqdm, step: int, batch: StepBatch, result: StepResult, accuracy: float | None) -> None:
+def describe_evaluation(metrics: Mapping[str, float]) -> str:
+    """Return the numbers of an evaluation in a line: accuracy where a reward function is a verdict, else rewards."""
+
+    def pair(name: str) -> str:
+        return f"{metrics[name]:.3f} ± {metrics[f'{name}_se']:.3f} (n={metrics['eval_n']})"
+
+    if "eval_accuracy" in metrics:
+        parts = [f"held-out accuracy {pair('eval_accuracy')}"]
+    else:
+        parts = [f"held-out reward {pair('eval_reward')}"]
+        by_function = [name for name in metrics if name.startswith("eval_rewards/")]
+        if len(by_function) > 1:
+            parts += [f"{name.split('/', 1)[1].removesuffix('/mean')} {metrics[name]:.3f}" for name in by_function]
+    if "eval_format" in metrics:
+        parts.append(f"format {metrics['eval_format']:.3f}")
+    passed = [name for name in metrics if name.startswith("eval_pass@") and not name.endswith("_se")]
+    return ", ".join(parts + [f"{name.removeprefix('eval_')} {metrics[name]:.3f}" for name in passed])
+
+
+def record_step(
+    run: Run, bar: tqdm, step: int, batch: StepBatch, result: StepResult, evaluated: Mapping[str, float]
+) -> None:
     """Write the step's metrics and a group of its completions, and say what went wrong in it.
 
-    All ranks call it together. `accuracy` is that of the last evaluation, for the bar.
+    All ranks call it together. `evaluated` has the metrics of the last evaluation, for the bar; empty before the first.
     """
     skipped = [] if result.applied else list(chain.from_iterable(gather(batch.to_lines())))
     if run.recorder is None:
@@ -80,7 +91,7 @@ def record_step(run: Run, bar: tqdm, step: int, batch: StepBatch, result: StepRe
     metrics = result.metrics
     run.recorder.metrics(step, metrics)
     run.recorder.completions(step, "train", batch.to_lines(1))
-    numbers = _short(metrics, accuracy)
+    numbers = _short(metrics, evaluated)
     bar.set_postfix_str(numbers, refresh=False)
     if bar.disable:  # a file gets a line a step
         log.info("step %d of %d: %s", step, run.config.max_steps, numbers)
@@ -102,11 +113,13 @@ def record_step(run: Run, bar: tqdm, step: int, batch: StepBatch, result: StepRe
         log.warning("step %d has no reward: %s returned None for every completion", step, names)
 
 
-def _short(metrics: dict[str, float], accuracy: float | None) -> str:
-    """Return a step's most important numbers in some 50 characters."""
+def _short(metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> str:
+    """Return a step's most important numbers, and the last evaluation's, in some 60 characters."""
     words = [f"{metrics['step_time']:.1f} s", f"reward {metrics['reward']:.2f}"]
-    if accuracy is not None:
-        words.append(f"accuracy {accuracy:.1%}")
+    if "eval_accuracy" in evaluated:
+        words.append(f"accuracy {evaluated['eval_accuracy']:.1%}")
+    elif "eval_reward" in evaluated:
+        words.append(f"held-out {evaluated['eval_reward']:.2f}")
     if "kl" in metrics:
         words.append(f"kl {metrics['kl']:.3f}")
     words.append(f"{metrics['tokens_per_second']:.0f} tokens/s")

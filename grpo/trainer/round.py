@@ -7,7 +7,7 @@ The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, thro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import chain
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from grpo.algorithm.advantages import advantages, groups_with_signal, soft_overlong_punishment, total_rewards
+from grpo.algorithm.advantages import advantages, groups_with_signal, total_rewards
 from grpo.algorithm.kl import kl_divergence
 from grpo.client.errors import ServerError, ServersLost
 from grpo.client.reference import ReferenceClient
@@ -29,7 +29,7 @@ from grpo.rollouts.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather, raise_together
 from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.scoring import score_rollouts
+from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.step import policy_logprobs, split_masked, wait_for_reference
 
 
@@ -43,13 +43,13 @@ class Rounds:
         sampler: Sampler,
         batcher: Batcher,
         stream: PromptStream,
-        reward_funcs: dict[str, Callable],
+        rewarder: Rewarder,
         client: ReferenceClient | None,
         adapter_off: AdapterOffReference | None,
     ):
         """`client` is None where no server is asked, `adapter_off` unless the policy itself is the reference."""
         self._config, self._model, self._sampler, self._batcher = config, model, sampler, batcher
-        self._stream, self._reward_funcs = stream, reward_funcs
+        self._stream, self._rewarder = stream, rewarder
         self._client, self._adapter_off = client, adapter_off
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.requests: dict[int, Future[list[np.ndarray]]] = {}
@@ -57,10 +57,7 @@ class Rounds:
         self.logged: dict[str, list[float]] = {}
         """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
         self._state = TrainerState()
-        self.reward_names, weights = [*reward_funcs], [*config.reward_weights]
-        if config.soft_punish_cache:
-            self.reward_names, weights = [*self.reward_names, "soft_overlong_punishment"], [*weights, 1.0]
-        self._weights = torch.tensor(weights, dtype=torch.float64)
+        self.reward_names, self._weights = rewarder.names, rewarder.weights
 
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
         """Draw round `number` (from 0) with the policy as it is after so many updates. All ranks call it together.
@@ -148,20 +145,16 @@ class Rounds:
 
     def _reward(self, groups: list[Group]) -> torch.Tensor:
         """Compute the groups' rewards: float64 [functions, groups, num_generations], NaN where one does not apply."""
-        config, logged = self._config, Logged()
+        logged = Logged()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         examples = [group.example for group in groups for _ in group.rollouts]
-        by_function = torch.from_numpy(score_rollouts(self._reward_funcs, examples, rollouts, self._state, logged))
+        by_function = self._rewarder.compute(examples, rollouts, self._state, logged)
         for name, values in logged.metrics.items():
             self.logged.setdefault(name, []).extend(values)
         if logged.extra:
             rows = iter([dict(zip(logged.extra, row, strict=True)) for row in zip(*logged.extra.values(), strict=True)])
             for group in groups:
                 group.extra[:] = [next(rows) for _ in group.rollouts]
-        if config.soft_punish_cache:
-            lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
-            punishment = soft_overlong_punishment(lengths, config.max_completion_length, config.soft_punish_cache)
-            by_function = torch.cat([by_function, punishment.unsqueeze(0)])
         return by_function.view(len(by_function), len(groups), -1)
 
     def _replace(self, groups: list[Group], by_function: torch.Tensor, first_step: int, clock: PhaseClock) -> int:

@@ -36,7 +36,9 @@ from grpo.run.recorder import Recorder, check_report_to
 from grpo.run.signals import Launcher, StopSignals
 from grpo.run.watchdog import Watchdog
 from grpo.trainer.engine import Ranks, engine_config, start_engine
+from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.publish_weights import WeightPublisher, has_begun
+from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 from grpo.trainer.scoring import try_rewards
 
@@ -80,6 +82,7 @@ class Run:
     """None where the reference stays as it is"""
     reward_names: list[str]
     """the user's reward functions, without the overlong punishment"""
+    rewarder: Rewarder
     checkpoints: Checkpoints
     progress: Progress
     recorder: Recorder | None
@@ -96,6 +99,9 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     """
     check_report_to(config)
     reward_funcs = load_reward_funcs(config.reward_funcs)
+    if config.eval_steps:
+        check_verdicts(config, reward_funcs)
+        best_metric(config, reward_funcs)
     try_loss(config)
     ds_config = engine_config(config, world_size, device)
     tokenizer = load_tokenizer(config)
@@ -148,7 +154,8 @@ def set_up(
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
         any_version = config.ref_update_steps > 0 and (resumed or has_begun(folder))
         reference = client.wait_ready(any_version)
-    reward_funcs = start_rewards(inputs.reward_funcs, config, device)
+    started = start_rewards(inputs.reward_funcs, config, device)
+    rewarder = Rewarder(inputs.reward_funcs, started, config)
 
     model = load_model(config, device)
     policy_info = describe(model, tokenizer, config.model_name_or_path)
@@ -171,11 +178,19 @@ def set_up(
     if config.ref_update_steps:
         publisher = WeightPublisher(config, client, model, tokenizer, policy_info, folder if rank == 0 else None)
     engine, schedule = start_engine(config, inputs.ds_config, model)
-    rounds = Rounds(config, engine.module, sampler, batcher, inputs.stream, reward_funcs, client, adapter_off)
+    rounds = Rounds(config, engine.module, sampler, batcher, inputs.stream, rewarder, client, adapter_off)
 
     reference_model = reference.fingerprint if client is not None else ""
     checkpoints = Checkpoints(
-        config, folder, tokenizer, policy_info.fingerprint, reference_model, inputs.examples, rank, world_size
+        config,
+        folder,
+        tokenizer,
+        policy_info.fingerprint,
+        reference_model,
+        inputs.examples,
+        rank,
+        world_size,
+        best_by=best_metric(config, inputs.reward_funcs),
     )
     if resumed:
         progress = checkpoints.load(checkpoint, engine)
@@ -207,7 +222,8 @@ def set_up(
         rounds=rounds,
         client=client,
         publisher=publisher,
-        reward_names=[*reward_funcs],
+        reward_names=[*inputs.reward_funcs],
+        rewarder=rewarder,
         checkpoints=checkpoints,
         progress=progress,
         recorder=recorder,

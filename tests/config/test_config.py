@@ -8,7 +8,8 @@ from conftest import REPOSITORY
 
 from grpo.config.command_line import parse_arguments, write_config
 from grpo.config.errors import ConfigError
-from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.evaluate import EvaluateConfig
+from grpo.config.generation import ChatConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.trainer.engine import engine_config

@@ -7,14 +7,14 @@ import re
 import pytest
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.connection import ConnectionSection, ReferenceConfig, ReferenceSection
+from grpo.config.connection import ConnectionSection, ReferenceConfig, ReferenceSection, ServersSection
 from grpo.config.errors import ConfigError
+from grpo.config.evaluate import EvaluateSection
 from grpo.config.fields import Limits
 from grpo.config.generation import (
     AnswerSection,
     ChatSection,
     DataSection,
-    EvaluateSection,
     GenerationSection,
     PolicyConfig,
     RolloutSection,
@@ -31,7 +31,7 @@ from grpo.config.training import TrainingSection
 SECTIONS = (
     *(SharedConfig, DataSection, AnswerSection, GenerationSection, RolloutSection, EvaluateSection, ChatSection),
     *(RewardSection, LossSection, TrainingSection, AdapterSection, ConnectionSection, ReferenceSection, RecordSection),
-    *(ServingSection, ReportConfig),
+    *(ServersSection, ServingSection, ReportConfig),
 )
 NUMBERS = [
     (section, field)

@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
-from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.evaluate import EvaluateConfig
+from grpo.config.generation import ChatConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.answering import ANSWERING, model_settings, read_answering
 from grpo.model.load import load_model

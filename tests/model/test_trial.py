@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from grpo.config.errors import ConfigError
-from grpo.config.generation import EvaluateConfig
+from grpo.config.evaluate import EvaluateConfig
 from grpo.config.model import SharedConfig
 from grpo.model.load import check_lengths, checkpoint_activations, load_model, longest_sequence
 from grpo.model.logprobs import token_logprobs

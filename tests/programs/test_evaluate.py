@@ -10,7 +10,7 @@ from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
 import reward
 from grpo import evaluate
 from grpo.config.command_line import parse_arguments
-from grpo.config.generation import EvaluateConfig
+from grpo.config.evaluate import EvaluateConfig
 
 
 def options(model_folder, data, **changes) -> list[str]:
@@ -63,8 +63,8 @@ def test_a_table_a_folder_and_every_completion_with_its_verdict(main, capsys, mo
     for one in completions:
         assert problems[one["problem"]]["question"] in one["prompt"]
         assert one["answer"] == problems[one["problem"]]["answer"]
-        assert one["correct"] == reward.is_correct(one["completion"], one["answer"])
-        assert one["format"] == reward.has_format(one["completion"], one["prompt"])
+        assert one["correct"] == (reward.score_answer(one["completion"], one["answer"]) > 0)
+        assert one["format"] == (reward.score_format(one["completion"], one["prompt"]) == 0.8)
     assert metrics["eval_n"] == 10 and metrics["eval_pass@3"] >= metrics["eval_avg@3"]
     assert metrics["eval_num_tokens"] == sum(one["tokens"] for one in completions)
 
@@ -77,15 +77,41 @@ def test_a_table_a_folder_and_every_completion_with_its_verdict(main, capsys, mo
         "pass@1",
         "pass@2",
         "pass@3",
+        "reward, greedy",
+        "  correctness_reward",
+        "  format_reward",
         "format",
         "cut off",
         "tokens a completion",
     ]
     assert all(line.startswith(f"  {name}") for line, name in zip(table[1:], names, strict=False))
-    assert f"{metrics['eval_num_tokens']:,} tokens in" in table[-1] and len(table) == 10
+    assert f"{metrics['eval_num_tokens']:,} tokens in" in table[-1] and len(table) == 13
 
     config = parse_arguments(EvaluateConfig, "", ["--config", str(out / "config.yaml")])
     assert config == parse_arguments(EvaluateConfig, "", arguments)
+
+
+def test_rewards_of_ones_own_are_the_numbers(main, capsys, model_folder, data_folder, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import time\n"
+        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
+        "def hangs(prompts, completions, answer, **_):\n    time.sleep(600 * (answer[0] == '0'))\n    return [4]\n"
+    )
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"question": "{i}+0?", "answer": "{i}"}}\n' for i in range(4)))
+    named = ["--reward_funcs", f"{own}:letters", f"{own}:hangs", "--reward_weights", "1", "0.5"]
+    deadline = ["--reward_timeout", "1", "--reward_fallback=-2"]
+    arguments = options(model_folder, tmp_path / "data.jsonl", output=tmp_path / "out")
+    assert main(*arguments, *named, *deadline) == 0
+    metrics, completions = result(tmp_path / "out")
+    letters = sum(len(one["completion"]) / 100 for one in completions) / 4
+    assert metrics["eval_rewards/letters/mean"] == pytest.approx(letters)
+    assert metrics["eval_rewards/hangs/mean"] == (3 * 4 - 2) / 4
+    assert metrics["eval_reward"] == pytest.approx(letters + 0.5 * (3 * 4 - 2) / 4)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith(f"  reward, greedy {' ' * 13}{metrics['eval_reward']:8.3f} ± ")
+    assert shown[2].split() == ["letters", f"{metrics['eval_rewards/letters/mean']:.3f}"]
+    assert not [line for line in shown if "accuracy" in line or "format" in line]
 
 
 @pytest.fixture
@@ -113,6 +139,8 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data
         (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
         (dict(num_generations_eval=-1), "num_generations_eval=-1: "),
         (dict(temperature=0), "temperature=0.0: "),
+        (dict(reward_funcs="format_reward", num_generations_eval=2), "num_generations_eval=2: avg@k and pass@k count"),
+        (dict(reward_funcs="nothing"), "reward_funcs names 'nothing'"),
         (dict(temperature="nan"), "temperature=nan: "),
         (dict(max_completion_length=500), "max_completion_length=500: "),
         (dict(learning_rate=1), "--learning_rate: no such option"),
@@ -168,9 +196,13 @@ def test_two_ranks_say_a_mistake_once(launch, data_folder):
 @pytest.mark.slow
 def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_folder, tmp_path):
     own = tmp_path / "own.py"  # a reward that random weights earn, so that they move
-    own.write_text("def letters(prompts, completions, **columns):\n    return [len(text) for text in completions]\n")
+    own.write_text(
+        "def letters(prompts, completions, **columns):\n    return [len(text) for text in completions]\n\n"
+        "def even(prompts, completions, **columns):\n    return [len(text) % 2 for text in completions]\n\n"
+        "even.is_verdict = True\n"
+    )
+    functions = ["--reward_funcs", f"{own}:letters", f"{own}:even"]
     settings = {
-        "reward_funcs": f"{own}:letters",
         "model_name_or_path": model_folder,
         "dataset_name": data_folder,
         "output_dir": tmp_path / "run",
@@ -189,7 +221,8 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
         "num_generations_eval": 4,
         "beta": 0,
     }
-    command = [sys.executable, "grpo_ref_split.py", *(f"--{name}={value}" for name, value in settings.items())]
+    words = [*(f"--{name}={value}" for name, value in settings.items()), *functions]
+    command = [sys.executable, "grpo_ref_split.py", *words]
     trained = subprocess.run(
         command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -208,6 +241,9 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
     assert [{"step": 1, "phase": "eval", **one} for one in greedy] == last and len(last) == 20
     assert [one["completion"] for one in greedy] != [one["completion"] for one in first], "the weights have moved"
 
+    refused = run("--model", str(tmp_path / "run/model"))
+    assert refused.returncode == 2 and f"add --reward_funcs {own}:letters {own}:even, or others" in refused.stderr
+
     # A saved model knows how it was trained to answer, and a checkpoint too: nobody needs to say it again.
     for folder in ("model", "checkpoint-1"):
         out = tmp_path / f"out of {folder}"
@@ -217,6 +253,7 @@ def test_a_saved_model_has_the_numbers_that_its_run_recorded(model_folder, data_
             "--eval_samples=20",
             "--num_generations_eval=4",
             f"--output={out}",
+            *functions,
         )
         assert same.returncode == 0, same.stderr
         assert f"asked as in training, by {tmp_path}/run/{folder}/grpo.yaml: system_prompt=''," in same.stderr

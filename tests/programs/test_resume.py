@@ -363,7 +363,8 @@ def whole(tmp_path):
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         about = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)._run_info
-        write_progress(folder, about | {"reference": "r", "accuracy": accuracy, "files": {}, **changes})
+        evaluated = {} if accuracy is None else {"eval_accuracy": accuracy, "eval_reward": -accuracy}
+        write_progress(folder, about | {"reference": "r", "evaluated": evaluated, "files": {}, **changes})
         return folder
 
     return make
@@ -397,8 +398,17 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
     for step, accuracy in ((2, 0.5), (4, 0.9), (6, 0.9), (8, None), (10, 0.7), (12, None)):
         whole(step, accuracy)
     run = tmp_path / "run"
-    for limit, kept in ((0, [2, 4, 6, 8, 10, 12]), (5, [4, 6, 8, 10, 12]), (2, [6, 10, 12]), (1, [6, 12])):
-        Checkpoints(TrainerConfig(save_total_limit=limit), run, None, "m", "r", [], 0, 1)._delete_old()
+    whole(14, math.nan)
+    for limit, best_by, kept in (
+        (0, "eval_accuracy", [2, 4, 6, 8, 10, 12, 14]),
+        (6, "eval_accuracy", [4, 6, 8, 10, 12, 14]),
+        (3, "eval_accuracy", [6, 10, 12, 14]),
+        (2, "eval_reward", [10, 12, 14]),
+        (1, "eval_reward", [10, 14]),
+        (1, "eval_rewards/nothing/mean", [14]),
+    ):
+        config = TrainerConfig(save_total_limit=limit)
+        Checkpoints(config, run, None, "m", "r", [], 0, 1, best_by=best_by)._delete_old()
         assert [step_of(path) for path in checkpoints(run)] == kept
         assert len([*run.iterdir()]) == len(kept)
 
@@ -409,7 +419,10 @@ def written(folder: Path) -> Path:
     for name, size in (("engine/large", 3_000_000), ("model", 70_000), ("rank-0.pickle", 5), ("empty", 0)):
         (folder / name).write_bytes(bytes(range(250)) * (size // 250) + b"x" * (size % 250))
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    write_progress(folder, {"step": 5, "accuracy": math.nan, "beta": 0.1 + 0.2, "files": sum_files(folder, names)})
+    write_progress(
+        folder,
+        {"step": 5, "evaluated": {"eval_reward": math.nan}, "beta": 0.1 + 0.2, "files": sum_files(folder, names)},
+    )
     return folder
 
 
@@ -465,7 +478,9 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
         whole(step, accuracy, ref_step=step)
     for step, content in ((2, ""), (6, "{}")):
         (tmp_path / f"run/checkpoint-{step}/progress.json").write_text(content)
-    run_checkpoints = Checkpoints(TrainerConfig(save_total_limit=2), tmp_path / "run", None, "m", "r", [], 0, 1)
+    run_checkpoints = Checkpoints(
+        TrainerConfig(save_total_limit=2), tmp_path / "run", None, "m", "r", [], 0, 1, "eval_accuracy"
+    )
     assert run_checkpoints.references() == {4, 8}
     run_checkpoints._delete_old()
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [4, 8]

@@ -87,7 +87,7 @@ def check_record(run, model, steps, evaluated, per_step) -> None:
             expected = correct + reward.format_reward(**columns)[0] + len(sample["completion"]) / 100
             assert sample["reward"] == pytest.approx(expected)
         else:
-            assert sample["correct"] == reward.is_correct(sample["completion"], sample["answer"])
+            assert sample["correct"] == (reward.score_answer(sample["completion"], sample["answer"]) > 0)
     trained = [sample["step"] for sample in samples if sample["phase"] == "train"]
     assert trained == [step for step in range(1, steps + 1) for _ in range(per_step)]
 
@@ -123,7 +123,8 @@ def check_evaluation(row, model_folder, data_folder) -> None:
         ids = tokenizer(text, return_tensors="pt")
         answer = model.generate(**ids, do_sample=False, max_new_tokens=24)[0, ids["input_ids"].shape[1] :]
         completion = tokenizer.decode(answer, skip_special_tokens=True)
-        verdicts.append((reward.is_correct(completion, problem["answer"]), reward.has_format(completion)))
+        correct, tidy = reward.score_answer(completion, problem["answer"]), reward.score_format(completion, "")
+        verdicts.append((correct > 0, tidy == 0.8))
         lengths.append(len(answer))
     assert row["eval_n"] == 10
     assert (row["eval_accuracy"], row["eval_format"]) == tuple(

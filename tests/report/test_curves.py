@@ -59,6 +59,8 @@ KNOWN = [
     "aux_loss",
     "ref_step",
     "resampled_groups",
+    "eval_reward",
+    "eval_rewards/format_reward/mean",
     "eval_accuracy",
     "eval_format",
     "eval_avg@8",
@@ -132,8 +134,15 @@ def test_every_metric_is_in_exactly_one_chart_and_what_nobody_knows_comes_last()
     assert sorted(drawn) == sorted([*KNOWN, "what/is[this]?", "lonely_se"])
     assert list(charts)[-1] == REST
     assert [name for chart in charts[REST] for name in chart.curves] == ["num_tokens", "what/is[this]?", "lonely_se"]
-    overview = [name for section in charts.values() for chart in section if chart.overview for name in chart.curves]
-    assert overview == ["reward", "eval_accuracy", "eval_format", "kl", "completions/mean_length"]
+
+    def overview(row) -> list[str]:
+        charts = make_charts([a_run({1: row})], 5).values()
+        return [name for section in charts for chart in section if chart.overview for name in chart.curves]
+
+    assert overview(row) == ["reward", "eval_accuracy", "eval_format", "kl", "completions/mean_length"]
+    # Without a verdict the held-out reward stands there.
+    unjudged = {name: value for name, value in row.items() if name not in ("eval_accuracy", "eval_format")}
+    assert overview(unjudged) == ["reward", "eval_reward", "kl", "completions/mean_length"]
 
 
 def test_errors_stay_with_their_values_and_what_is_evaluated_is_not_smoothed():

@@ -43,12 +43,13 @@ def main(monkeypatch, capsys):
 
 
 def metrics(count: int, **changes) -> list[dict]:
-    rows = [{"step": 0, "eval_accuracy": 0.25, "eval_accuracy_se": 0.05}]
+    rows = [{"step": 0, "eval_accuracy": 0.25, "eval_accuracy_se": 0.05, "eval_reward": 0.5, "eval_reward_se": 0.1}]
     for step in range(1, count + 1):
         times = {"time/generate": 0.5, "time/update": 0.25, "step_time": 1.0}
         rows.append(
             {"step": step, "reward": step / count, "kl": 0.01 * step, "num_tokens": 100 * step} | times | changes
         )
+    rows[-1]["eval_reward"] = 0.9
     return rows
 
 
@@ -72,6 +73,7 @@ def test_a_page_and_pictures_beside_the_run(main, tmp_path):
     data = page_data(run / "report")
     assert data["window"] == 5 and len(data["completions"][0]) == 30
     assert data["runs"][0]["accuracy"] == [[0.25, 0.05]] * 2 and data["runs"][0]["tokens"] == 3000
+    assert data["runs"][0]["eval_reward"] == [[0.5, 0.1], [0.9, None]]
     assert data["runs"][0]["reward"] == pytest.approx([3 / 30, 28 / 30]) and data["runs"][0]["seconds"] == 30
     code, _, _ = main(run, "--smoothing", 1)  # over the older one
     assert code == 0 and page_data(run / "report")["window"] == 1

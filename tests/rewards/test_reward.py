@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from processes import is_alive, wait_until_dead
 
 import reward
-from reward import MathProcess, correctness_reward, format_reward, has_format, is_correct, to_number
+from reward import MathProcess, correctness_reward, format_reward, to_number
 
 unhurried = settings(deadline=None)
 
@@ -209,7 +209,6 @@ def test_a_gold_that_is_no_number_wants_the_same_string(text, gold):
 )
 def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expected):
     assert correctness_reward(["?"], [completion], answer=[gold]) == [expected]
-    assert is_correct(completion, gold) is (expected > 0)
 
 
 @pytest.mark.parametrize(
@@ -245,14 +244,11 @@ def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expecte
 )
 def test_a_box_is_an_answer_where_there_is_no_tag_and_in_a_gold(completion, gold, expected):
     assert correctness_reward(["?"], [completion], answer=[gold]) == [expected]
-    assert is_correct(completion, gold) is (expected > 0)
 
 
-def test_boxes_are_found_in_one_pass():
-    began = time.monotonic()
+def test_boxes_are_found_in_one_pass():  # several would take hours
     for text in ("\\boxed{" * 100_000, "\\boxed{" * 100_000 + "}" * 100_000, "{" * 400_000):
-        assert is_correct(text, "18") is False
-    assert time.monotonic() - began < 10
+        assert correctness_reward(["?"], [text], answer=["18"]) == [0.0]
 
 
 def test_rewards_are_in_the_order_of_the_completions_and_other_columns_are_ignored():
@@ -407,7 +403,6 @@ def test_every_gold_of_gsm8k_earns_full_marks(split, size):
 )
 def test_format(completion, expected):
     assert formatting(completion) == expected
-    assert has_format(completion) is (expected == 0.8)
 
 
 @pytest.mark.parametrize("prompt", ["assistant\n<think>", "assistant\n<think>\n", "Write <think> first. <think>\n\n"])
@@ -425,7 +420,6 @@ def test_format(completion, expected):
 )
 def test_a_tag_that_the_prompt_opens_is_there(prompt, completion, expected):
     assert formatting(completion, prompt) == expected
-    assert has_format(completion, prompt) is (expected == 0.8)
 
 
 @pytest.mark.parametrize("begin", ["assistant\n", "<|Assistant|>", "[/INST]", "Write <think> first.\nassistant\n"])
@@ -441,7 +435,6 @@ def test_a_tag_that_the_prompt_opens_is_there(prompt, completion, expected):
 def test_a_thought_that_the_prompt_begins_is_open(begin, completion, expected):
     for thought in ("<think>\nLet me", "<think>\nIf a < b\nthen "):
         assert formatting(completion, begin + thought) == expected
-        assert has_format(completion, begin + thought) is (expected == 0.8)
 
 
 @pytest.mark.parametrize("begin", ["", "<|im_start|>assistant\n", "Use <think> tags.\nassistant\n"])
@@ -460,7 +453,6 @@ def test_a_thought_that_the_prompt_begins_is_open(begin, completion, expected):
 def test_a_thought_that_the_prompt_opens_and_closes_is_there(begin, completion, expected):
     prompt = begin + "<think>\n\n</think>\n\n"
     assert formatting(completion, prompt) == expected
-    assert has_format(completion, prompt) is (expected == 0.8)
 
 
 TEMPLATE = "<|im_start|>{}<|im_end|>\n<|im_start|>assistant\n"
@@ -504,7 +496,7 @@ def test_a_tag_that_stands_elsewhere_in_the_prompt_is_not(prompt):
     ],
 )
 def test_only_end_tokens_and_white_space_may_follow(ending, ends):
-    assert has_format("<think>2+2</think><answer>4</answer>" + ending) is ends
+    assert (formatting("<think>2+2</think><answer>4</answer>" + ending) == 0.8) is ends
 
 
 PIECES = st.lists(st.sampled_from([*reward.TAGS, "4", " ", "<|im_end|>"]), max_size=8)
@@ -515,7 +507,7 @@ PIECES = st.lists(st.sampled_from([*reward.TAGS, "4", " ", "<|im_end|>"]), max_s
 def test_the_full_format_is_the_four_tags_once_in_order_with_nothing_behind(pieces):
     tags = tuple(piece for piece in pieces if piece in reward.TAGS)
     behind = pieces[max((i for i, piece in enumerate(pieces) if piece in reward.TAGS), default=0) + 1 :]
-    assert has_format("".join(pieces)) is (tags == reward.TAGS and "4" not in behind)
+    assert (formatting("".join(pieces)) == format_reward.full_reward) is (tags == reward.TAGS and "4" not in behind)
 
 
 @unhurried

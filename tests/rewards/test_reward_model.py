@@ -471,8 +471,9 @@ def test_what_a_reward_server_has_not_is_refused(settings, reason):
 
 @pytest.mark.slow
 def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
-    folders, served, model_folder, data_folder, tmp_path, token_file
+    launch, folders, served, model_folder, data_folder, tmp_path, token_file
 ):
+    """In training, in its evaluations, and in that of the saved model by two processes."""
     hangs = tmp_path / "hangs.py"
     hangs.write_text(
         "import time, zlib\n"
@@ -492,24 +493,38 @@ def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
         "num_generations": 8,
         "prompts_per_step": 2,
         "max_steps": 2,
-        "eval_steps": 0,
+        "eval_steps": 2,
+        "eval_samples": 4,
+        "sequences_per_generate": 2,
         "beta": 0,
         "reward_timeout": 1,
         "token_file": token_file,
     }
     command = [sys.executable, "grpo_ref_split.py", *(f"--{name}={value}" for name, value in arguments.items())]
-    command += ["--reward_funcs", str(folders["bert"]), served.url, f"{hangs}:hangs", "format_reward"]
+    functions = ["--reward_funcs", str(folders["bert"]), served.url, f"{hangs}:hangs", "format_reward"]
+    command += functions
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2
+    assert len(rows) == 3
     late = done.stderr.count("reward function 'hangs' gave no answer within 1 s on the completion")
     label = served.url.removeprefix("http://")
-    given = 0
-    for row in rows:
-        for name in ("bert", label, "hangs", "format_reward"):
+    names = "bert", label, "hangs", "format_reward"
+    given = 4 * (rows[0]["eval_rewards/hangs/mean"] + rows[2]["eval_rewards/hangs/mean"])
+    for row in rows[1:]:
+        for name in names:
             assert math.isfinite(row[f"rewards/{name}/mean"])
         assert row["rewards/bert/std"] > 0 and row[f"rewards/{label}/std"] > 0
         given += row["rewards/hangs/mean"] * 16
-    assert 0 < late < 32
-    assert given == pytest.approx(2.0 * (32 - late))
+    assert 0 < late < 40
+    assert given == pytest.approx(2.0 * (40 - late))
+    assert rows[2]["eval_reward"] == pytest.approx(sum(rows[2][f"eval_rewards/{name}/mean"] for name in names))
+
+    again = [f"--model={tmp_path / 'run/model'}", "--eval_samples=4", "--sequences_per_generate=2"]
+    again += [f"--token_file={token_file}"]
+    ended = launch(2, "--module", "grpo.evaluate", *again, *functions, f"--output={tmp_path / 'out'}")
+    assert ended.returncode == 0, ended.stdout
+    evaluated = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert evaluated.pop("eval_runtime") > 0 and "eval_reward" in evaluated
+    recorded = {name: value for name, value in rows[2].items() if name.startswith("eval_")}
+    assert evaluated == pytest.approx(recorded, rel=1e-5)

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.generation import EvaluateConfig
+from grpo.config.errors import ConfigError
+from grpo.config.evaluate import EvaluateConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.rewards.functions import TrainerState
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.prompts import load_examples
 from grpo.rollouts.records import Example, Rollout
 from grpo.rollouts.sampler import Sampler
-from grpo.trainer.evaluation import evaluate, pass_at_k
+from grpo.trainer.evaluation import best_metric, check_verdicts, evaluate, pass_at_k
+from grpo.trainer.rewarding import Rewarder
 
 
 def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one():
@@ -58,7 +62,9 @@ def ask(model, tokenizer, model_folder, data_folder):
         config = parse_arguments(EvaluateConfig, "", options)
         examples = load_examples(config, "test", tokenizer, config.eval_samples, progress=False)
         sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
-        return evaluate(sampler, examples, is_correct, has_format, config, rank, world_size)
+        return evaluate(
+            sampler, examples, Rewarder(FUNCTIONS, FUNCTIONS, config), config, rank, world_size, TrainerState()
+        )
 
     return run
 
@@ -69,6 +75,18 @@ def is_correct(completion: str, answer: str) -> bool:
 
 def has_format(completion: str, prompt: str) -> bool:
     return len(prompt + completion) % 2 == 0
+
+
+def right(prompts, completions, answer, **columns):
+    return [1.5 * is_correct(completion, gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def tidy(prompts, completions, **columns):
+    return [0.1 + 0.2 * has_format(completion, prompt) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+right.is_verdict, tidy.full_reward = True, 0.1 + 0.2
+FUNCTIONS = {"right": right, "tidy": tidy}
 
 
 def test_the_metrics_are_those_of_the_completions(ask):
@@ -86,6 +104,10 @@ def test_the_metrics_are_those_of_the_completions(ask):
     assert metrics["eval_completions/mean_length"] == pytest.approx(
         statistics.mean(completion["tokens"] for completion in greedy)
     )
+    earned = [1.5 * answer["correct"] + 0.1 + 0.2 * answer["format"] for answer in greedy]
+    assert metrics["eval_reward"] == pytest.approx(statistics.mean(earned))
+    assert metrics["eval_reward_se"] == pytest.approx(statistics.stdev(earned) / math.sqrt(7))
+    assert metrics["eval_rewards/right/mean"] == pytest.approx(1.5 * p)
     clipped = statistics.mean(not completion["finished"] for completion in greedy)
     assert metrics["eval_completions/clipped_ratio"] == pytest.approx(clipped)
     assert metrics["eval_num_tokens"] == sum(completion["tokens"] for completion in completions)
@@ -118,15 +140,27 @@ class ScriptedSampler(Sampler):
         return [[self.rollout(str(seed % 2)) for _ in range(copies)] for _ in examples]
 
 
+def same(prompts, completions, answer, **columns):
+    return [float(completion == gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
+same.is_verdict = True
+
+
+def rewarder(config, **functions) -> Rewarder:
+    config.reward_funcs = [*functions]
+    config.reward_weights = config.reward_weights[: len(functions)]
+    return Rewarder(functions, functions, config)
+
+
 def test_any_sampler_can_be_evaluated():
     options = ["--model=none", "--dataset=none", "--num_generations_eval=2", "--sequences_per_generate=1", "--seed=0"]
     config = parse_arguments(EvaluateConfig, "", options)
-    examples = [Example(index, "?", [1], {}, gold=str(index % 2)) for index in range(4)]
+    examples = [scripted(index) for index in range(4)]
 
-    def is_right(completion: str, answer: str) -> bool:
-        return completion == answer
-
-    metrics, completions = evaluate(ScriptedSampler(), examples, is_right, lambda *_: True, config, 0, 1)
+    metrics, completions = evaluate(
+        ScriptedSampler(), examples, rewarder(config, same=same), config, 0, 1, TrainerState()
+    )
     assert (metrics["eval_accuracy"], metrics["eval_avg@2"], metrics["eval_pass@2"]) == (1.0, 0.5, 1.0)
     assert [completion["completion"] for completion in completions] == [*"0101", *"10" * 4]
 
@@ -175,3 +209,85 @@ def test_more_samples_than_a_call_may_draw_are_drawn_in_several(ask):
 def test_a_single_problem_has_no_error_over_problems(ask):
     metrics, _ = ask(eval_samples=1, num_generations_eval=2)
     assert math.isnan(metrics["eval_avg@2_se"]) and not math.isnan(metrics["eval_avg@2"])
+
+
+def length(prompts, completions, **columns):
+    """None for some answers, as a function that does not apply to them returns."""
+    return [None if answer.endswith("1") else 3.0 * len(answer) for answer in completions]
+
+
+async def constant(prompts, completions, **columns):
+    return [-1.0] * len(completions)
+
+
+def scripted(index: int) -> Example:
+    gold = str(index % 2)
+    return Example(index, "?", [1], {"answer": gold}, gold=gold)
+
+
+def evaluated(examples: int, functions: dict, **settings):
+    """Metrics and completions of the gold answers 0, 1, 0, 1, ..., and the call sizes that fit."""
+    options = {"model": "none", "dataset": "none", "sequences_per_generate": 2, **settings}
+    config = parse_arguments(EvaluateConfig, "", [f"--{name}={value}" for name, value in options.items()])
+    problems = [scripted(index) for index in range(examples)]
+    return evaluate(ScriptedSampler(), problems, rewarder(config, **functions), config, 0, 1, TrainerState())
+
+
+def test_without_a_verdict_the_rewards_are_what_counts():
+    metrics, completions = evaluated(4, {"length": length, "constant": constant})
+    assert not [name for name in metrics if "accuracy" in name or "format" in name]
+    assert (metrics["eval_rewards/length/mean"], metrics["eval_rewards/constant/mean"]) == (3.0, -1.0)
+    assert metrics["eval_reward"] == statistics.mean([2.0, -1.0, 2.0, -1.0])
+    assert metrics["eval_reward_se"] == pytest.approx(statistics.stdev([2.0, -1.0, 2.0, -1.0]) / 2)
+    assert [answer["reward"] for answer in completions] == [2.0, -1.0] * 2
+    assert not completions[0].keys() & {"correct", "format"}
+
+
+def test_where_no_function_applies_there_is_no_reward():
+    metrics, _ = evaluated(4, {"length": length})
+    assert (metrics["eval_reward"], metrics["eval_rewards/length/mean"], metrics["eval_n"]) == (3.0, 3.0, 4)
+
+
+def test_the_overlong_punishment_counts_as_in_training():
+    metrics, _ = evaluated(4, {"length": length, "constant": constant}, max_completion_length=1, soft_punish_cache=1)
+    assert metrics["eval_rewards/soft_overlong_punishment/mean"] == -1.0
+    assert metrics["eval_reward"] == statistics.mean([1.0, -2.0, 1.0, -2.0])
+
+
+def test_all_verdicts_that_apply_must_say_right():
+    def even(prompts, completions, **columns):
+        return [None if answer == "1" else 1.0 for answer in completions]
+
+    def odd(prompts, completions, **columns):
+        return [1.0 if answer == "1" else None for answer in completions]
+
+    def first(prompts, completions, **columns):
+        return [0.0] + [None] * (len(completions) - 1)
+
+    for function in (even, odd, first):
+        function.is_verdict = True
+    assert evaluated(5, {"even": even})[0]["eval_accuracy"] == 0.6
+    assert evaluated(5, {"even": even, "odd": odd})[0]["eval_accuracy"] == 1.0
+    assert evaluated(5, {"even": even, "first": first})[0]["eval_accuracy"] == 0.0
+
+
+def test_which_metric_is_the_best_one_is_a_setting():
+    def best(functions, **settings):
+        return best_metric(TrainerConfig(**settings), functions)
+
+    assert best({"same": same, "length": length}) == "eval_accuracy"
+    assert best({"length": length}) == "eval_reward"
+    for name in ("reward", "eval_reward", "rewards/length/mean", "accuracy", "pass@2"):
+        functions = {"same": same, "length": length}
+        chosen = best(functions, metric_for_best_model=name, num_generations_eval=2)
+        assert chosen == "eval_" + name.removeprefix("eval_")
+    for name in ("accuracy", "pass@2", "loss", "rewards/other/mean"):
+        with pytest.raises(ConfigError, match=f"^metric_for_best_model=.{name}.: .* of reward, rewards/length/mean$"):
+            best({"length": length}, metric_for_best_model=name)
+
+
+def test_samples_need_a_verdict():
+    check_verdicts(EvaluateConfig(num_generations_eval=2), {"same": same})
+    check_verdicts(EvaluateConfig(), {"length": length})
+    with pytest.raises(ConfigError, match="^num_generations_eval=2: .* none of length is a verdict"):
+        check_verdicts(EvaluateConfig(num_generations_eval=2), {"length": length})

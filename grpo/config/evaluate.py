@@ -1,0 +1,37 @@
+"""The configuration of `python -m grpo.evaluate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grpo.config.connection import ClientConfig
+from grpo.config.errors import require
+from grpo.config.fields import Section, option
+from grpo.config.rewards import RewardedConfig
+
+
+@dataclass
+class EvaluateSection(Section):
+    """The settings of grpo.evaluate alone."""
+
+    HEADING = "extent and output"
+
+    eval_samples: int = option(0, "problems, the first of the split; 0 is all", at_least=0)
+    output: str | None = option(
+        None, "folder to make: every completion with its verdict, the metrics, and the settings they come from"
+    )
+    micro_batch_tokens: int = option(
+        16384, "tokens that a reward model in this process scores at once: lower it if memory runs out", above=0
+    )
+
+
+@dataclass
+class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
+    """Every setting of `python -m grpo.evaluate`."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.temperature > 0, "temperature", self.temperature, "use a number above 0")
