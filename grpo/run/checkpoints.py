@@ -10,18 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import random
 import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +40,7 @@ from grpo.run.checkpoint_files import (
 )
 from grpo.run.collective import from_first, gather
 from grpo.run.folder import SaveError, put_in_place, to_disk, write_model
+from grpo.run.progress import SHARED, Progress, random_states, set_random_states
 from grpo.run.rearrange import put_steps, share_anew, to_universal
 from grpo.wire.health import fingerprint
 
@@ -61,36 +60,6 @@ FREE = {
     *("ref_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout"),
 }
-
-
-@dataclass
-class Progress:
-    """A run's progress: numbers that all ranks share, and this rank's round of completions."""
-
-    beta: float
-    entropy_coef: float
-    entropy: float | None = None
-    """the mean entropy of the last step's tokens that an adaptive bonus acts on; None before the first step"""
-    step: int = 0
-    """the number of updates done"""
-    num_tokens: int = 0
-    """the tokens that were trained on, over all ranks"""
-    evaluated: dict[str, float] = field(default_factory=dict)
-    """the metrics of the evaluation after the last step; empty where there was none"""
-    round: int = -1
-    """the round that `batches` belong to; -1 before the first is drawn"""
-    batches: list[StepBatch] = field(default_factory=list)
-    """this rank's batch of each step of the round"""
-    reference: str = ""
-    """the fingerprint of the model that the reference servers began with; empty where no server is asked"""
-    ref_step: int = 0
-    """the last step after which the policy became part of the reference; 0 where it never did"""
-    bad_steps: list[int] = field(default_factory=list)
-    """the last steps, in a row, that taught the policy nothing: not finite, all rewards None, or all masked"""
-    masked_steps: int = 0
-    """the number of updates that did nothing, as every completion was masked"""
-    resampled: int = 0
-    """the number of groups that were replaced in this round, on all ranks"""
 
 
 class Checkpoints:
@@ -151,12 +120,12 @@ class Checkpoints:
 
         def save_rank() -> None:
             with open(unfinished / f"rank-{self._rank}.pickle", "wb") as file:
-                pickle.dump({"random": _random_states(), "batches": self._untrained(progress)}, file)
+                pickle.dump({"random": random_states(), "batches": self._untrained(progress)}, file)
             names = [str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file()]
             sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self._rank]))
 
         def put_together() -> None:
-            content = self._run_info | {name: getattr(progress, name) for name in _SHARED}
+            content = self._run_info | {name: getattr(progress, name) for name in SHARED}
             write_progress(unfinished, content | {"files": dict(sorted(sums.items()))})
             # A run that goes on from here does not write the earlier records again.
             for records in self._folder.glob("*.jsonl"):
@@ -239,10 +208,10 @@ class Checkpoints:
         needed = [self._rank] if saved_ranks == ranks else range(saved_ranks)
         states = {rank: _unpickled(checkpoint, rank) for rank in needed}
         if self._rank in states:
-            _set_random_states(states[self._rank]["random"])
+            set_random_states(states[self._rank]["random"])
         by_rank = [state["batches"] for state in states.values()]
         batches = by_rank[0] if saved_ranks == ranks else share_anew(by_rank, self._rank, ranks)
-        return Progress(batches=batches, **{name: saved[name] for name in _SHARED})
+        return Progress(batches=batches, **{name: saved[name] for name in SHARED})
 
     def references(self) -> set[int]:
         """Return the steps after which the policy became a reference that a checkpoint needs.
@@ -306,7 +275,6 @@ class Checkpoints:
 
 
 _NO_VALUE = object()
-_SHARED = [name for name in Progress.__dataclass_fields__ if name != "batches"]
 
 
 def _size(engine) -> int:
@@ -325,18 +293,3 @@ def _writer(name: str) -> int:
 def _unpickled(checkpoint: Path, rank: int) -> dict[str, Any]:
     with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
         return pickle.load(file)
-
-
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

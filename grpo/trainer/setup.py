@@ -29,8 +29,9 @@ from grpo.rollouts.records import Example
 from grpo.rollouts.sampler import Sampler
 from grpo.rollouts.trial import make_sampler
 from grpo.run.checkpoint_files import read_progress
-from grpo.run.checkpoints import Checkpoints, Progress
+from grpo.run.checkpoints import Checkpoints
 from grpo.run.preflight import check_alike
+from grpo.run.progress import Progress
 from grpo.run.rearrange import LOAD_UNIVERSAL
 from grpo.run.recorder import Recorder, check_report_to
 from grpo.run.signals import Launcher, StopSignals
