@@ -1,11 +1,15 @@
 """Reward models: in the trainer, and behind the real server, against transformers on one text at a time."""
 
+import gc
+import io
 import json
 import math
+import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from wsgiref.util import setup_testing_defaults
 
 import numpy as np
 import pytest
@@ -37,9 +41,11 @@ from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewar
 from grpo.rewards.functions import RewardError
 from grpo.rewards.local_model import RewardModel
 from grpo.rollouts.prompts import make_example, render_prompt
+from grpo.server.service import Service
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 from grpo.wire.rewards import RewardAnswer, RewardRequest
+from ref_server import make_app
 
 CPU = torch.device("cpu")
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
@@ -373,22 +379,44 @@ def test_400_for_what_is_malformed(served, content):
     assert len(answer.content) < 1000
 
 
-@pytest.mark.slow
-def test_refused_requests_leave_nothing_in_memory(folders, tmp_path):
+@pytest.fixture
+def application(folders):
+    """The server's application, in this process."""
+    service = Service(ServerConfig(task="reward", model_name_or_path=str(folders["qwen2"])))
+    service.load()
+    yield make_app(service)
+    service.worker.close()
+
+
+def test_refused_requests_leave_nothing_in_memory(application):
     """One after the other, and nobody collects garbage: references in a circle would stay for ever."""
     text = b"a" * (8 << 20)
-    with running_server(folders["qwen2"], tmp_path, "--task=reward", code="import gc\ngc.disable()") as server:
-        server.wait_ready()
-        for body, refused in (
+
+    def refused(body: bytes) -> tuple[int, str]:
+        environ = {"REQUEST_METHOD": "POST", "CONTENT_LENGTH": str(len(body)), "wsgi.input": io.BytesIO(body)}
+        environ |= {"PATH_INFO": "/v1/rewards", "waitress.client_disconnected": lambda: False}
+        setup_testing_defaults(environ)
+        status = []
+        answer = b"".join(application(environ, lambda line, headers, exc_info=None: status.append(int(line[:3]))))
+        return status[0], json.loads(answer)["error"]["code"]
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+    gc.disable()
+    try:
+        for body, expected in (
             (b'{"inputs": ["' + text, (400, "malformed")),
             (b'{"inputs": ["' + text + b'"]}', (422, "sequence_too_long")),
             (b'{"inputs": [' + b'"a", ' * 5000 + b'"' + text + b'"]}', (413, "too_many_sequences")),
         ):
-            assert refusal(post(server, body)) == refused
-            before = server.resident()
-            for _ in range(50):
-                assert post(server, body).status_code == refused[0]
-            assert server.resident() < before + 50, refused
+            assert refused(body) == expected
+            before = resident()
+            for _ in range(20):
+                assert refused(body) == expected
+            assert resident() < before + 50, expected
+    finally:
+        gc.enable()
 
 
 def test_the_limits_of_the_service_hold(served):
