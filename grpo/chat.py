@@ -27,6 +27,7 @@ NEW = "/new"
 
 def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
+    from grpo.model.devices import refuse_shortage
     from grpo.model.load import NO_LIMIT, eos_token_ids, length_limits, load_model, load_tokenizer
     from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
     from grpo.rollouts.local import LocalSampler
@@ -59,7 +60,8 @@ def talk(config: ChatConfig, interactive: bool) -> None:
             messages.pop()
             continue
         sampler = LocalSampler(model, tokenizer, ends, min(config.max_completion_length, room))
-        with stopped_by_ctrl_c(interactive) as stopped:
+        shortage = refuse_shortage("max_completion_length", config.max_completion_length, "use a smaller one")
+        with shortage, stopped_by_ctrl_c(interactive) as stopped:
             printer, example = AnswerPrinter(tokenizer.decode, stopped), Example(turn, prompt, prompt_ids, {})
             # Another seed for each question, or the same question would get the same answer.
             rollout = sampler.stream(example, config.temperature, config.seed + turn, printer)

@@ -32,6 +32,7 @@ def run(config: EvaluateConfig) -> None:
     """Evaluate, print the table and write the folder. Raises ConfigError, before a model is loaded where it can."""
     import torch.distributed as dist
 
+    from grpo.model.devices import refuse_shortage
     from grpo.model.load import check_lengths, load_model, load_tokenizer
     from grpo.rewards.compute import load_reward_funcs, start_rewards
     from grpo.rewards.functions import TrainerState
@@ -62,7 +63,8 @@ def run(config: EvaluateConfig) -> None:
     sampler = make_sampler(model, tokenizer, config.max_completion_length)
 
     start = time.perf_counter()
-    metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
+    with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
+        metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
     metrics["eval_runtime"] = time.perf_counter() - start
     completions = list(chain.from_iterable(gather(completions))) if config.output else []
     if world_size > 1:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from grpo.config.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|ALLOCATION_FAILED|can't allocate memory", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED|ALLOCATION_FAILED|can(no|')t allocate memory", re.IGNORECASE)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NO_P2P = "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"
 _GIB = 2**30
@@ -29,6 +30,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+@contextmanager
+def refuse_shortage(field: str, value: object, remedy: str) -> Iterator[None]:
+    """Raise ConfigError, naming the setting, where an error in the block means that memory was too small."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise ConfigError(f"{field}={value!r}: out of memory: {remedy}") from None
+        raise
 
 
 def wants_card() -> bool:

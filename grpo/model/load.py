@@ -19,6 +19,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.generation import AnsweringConfig
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
+from grpo.model.devices import refuse_shortage
 from grpo.model.hub import check_model_name
 from grpo.model.logprobs import Head
 from grpo.model.lora import QUANTIZERS, base_of, load_adapter, require_packages
@@ -57,7 +58,7 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
     It is quantized where the configuration says so, and spread over all devices with a `device_map`. It must never be
     put into training mode: its log-probs would be those of another distribution than it sampled from.
 
-    Raises ConfigError where a package that this needs is not installed.
+    Raises ConfigError where a package that this needs is not installed, or memory is too small.
     """
     # torch's first choice on an H100 is cuDNN's attention, which makes a new plan for every shape and fails at some of
     # ours ("Expected mha_graph.execute(...) to be true"). Without it torch takes flash attention.
@@ -74,11 +75,13 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
                 "already: use none, or name the model that they were made from"
             )
         options |= {"quantization_config": layout(config.quantization, dtype), "device_map": device_map or {"": device}}
-    model = load_auto(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options)
-    keep_layout(model)
-    if base_of(config.model_name_or_path) is not None:
-        load_adapter(model, config.model_name_or_path)
-    model = model.eval() if options else model.eval().to(device)
+    remedy = "free the device's memory, or use dtype bfloat16, quantization or a smaller model"
+    with refuse_shortage("model_name_or_path", config.model_name_or_path, remedy):
+        model = load_auto(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options)
+        keep_layout(model)
+        if base_of(config.model_name_or_path) is not None:
+            load_adapter(model, config.model_name_or_path)
+        model = model.eval() if options else model.eval().to(device)
     Head.check(model)
     return model
 

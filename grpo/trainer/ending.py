@@ -31,9 +31,9 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
         code = end.code if isinstance(end, EndRun) else 1
         raise EndRun(f"{end}; {run.checkpoints.leave(run.engine, run.progress)}", code) from end
     except (RuntimeError, MemoryError) as error:
-        phases = run.watchdog.clock.open
-        phase = phases[-1] if phases else "update"
-        where = f"{phase} of step {run.watchdog.step}"
+        clock, step = run.watchdog.clock, f"step {run.watchdog.step}"
+        phase = clock.open[-1] if clock.open else ""
+        where = f"{phase} of {step}" if phase else f"{step}, after {clock.ended or 'its begin'}"
         raise_if_short(error, where, phase, run.config, run.checkpoints.way_on())
         raise
 

@@ -91,6 +91,15 @@ def test_a_hub_out_of_reach_is_tried_once(monkeypatch, caplog):
     hub._is_hub_reachable.cache_clear()
 
 
+def test_a_model_too_large_for_the_memory_is_named(monkeypatch, model_folder):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.to", no_room)
+    with pytest.raises(ConfigError, match="model_name_or_path='.*tiny': out of memory: free .*, or use dtype bfloat16"):
+        load(model_folder)
+
+
 def test_a_missing_pad_token_is_the_eos(tmp_path, model_folder):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.pad_token = None

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
+from transformers import GenerationMixin
 
 import reward
 from grpo import evaluate
@@ -150,6 +152,21 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data
         code, line = failed(*options(model_folder, data_folder, **changes))
         assert code == 2 and said in line, line
     assert (tmp_path / "run/config.yaml").read_text() == "seed: 1\n"
+
+
+def test_too_little_memory_is_said_with_the_setting_to_lower(failed, monkeypatch, model_folder, data_folder):
+    generate, calls = GenerationMixin.generate, 0
+
+    def no_room(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls > 4:  # beyond the trial at the start
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB")
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate", no_room)
+    code, line = failed(*options(model_folder, data_folder, eval_samples=80))
+    assert (code, line) == (2, "evaluate.py: error: sequences_per_generate=4: out of memory: use a smaller one")
 
 
 def test_a_single_file_is_taken_whole(main, capsys, model_folder, data_folder):

@@ -2,12 +2,16 @@
 
 import os
 import re
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
 from trainer_runs import lines, options
 
 from grpo.config.trainer import TrainerConfig
+from grpo.run.phase_clock import PhaseClock
+from grpo.trainer.ending import saved_at_the_end
 from grpo.trainer.out_of_memory import EVALUATION, START, OutOfMemory, raise_if_short
 
 TORCHS = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 79 GiB")
@@ -58,6 +62,28 @@ LOW = {"micro_batch_tokens": 600, "max_prompt_length": 200, "max_completion_leng
 )
 def test_the_setting_that_helps_is_named(phase, settings, remedy):
     assert said(TORCHS, phase, num_generations=8, **settings).endswith(f": {remedy}; begin again")
+
+
+@pytest.mark.parametrize(
+    "phases, where",
+    [
+        (["update", "wait_ref"], "wait_ref of step 7"),
+        (["update"], "update of step 7"),
+        ([], "step 7, after generate"),
+    ],
+)
+def test_the_phase_that_ran_out_is_named_or_the_one_before(phases, where):
+    clock = PhaseClock()
+    with clock("generate"):
+        pass
+    checkpoints = SimpleNamespace(way_on=lambda: "begin again")
+    run = SimpleNamespace(
+        watchdog=SimpleNamespace(clock=clock, step=7), config=TrainerConfig(), checkpoints=checkpoints
+    )
+    with pytest.raises(OutOfMemory, match=f"^out of memory in {where} "), saved_at_the_end(run), ExitStack() as stack:
+        for phase in phases:
+            stack.enter_context(clock(phase))
+        raise TORCHS
 
 
 LIMIT = """
