@@ -324,6 +324,16 @@ def test_an_answer_may_be_longer_than_a_batch_allows(tokenizer, tmp_path, monkey
         talk(config, interactive=False)
 
 
+def test_an_answer_too_long_for_the_memory_is_said_with_the_setting_to_lower(model_folder, monkeypatch):
+    def no_room(*_, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB")
+
+    monkeypatch.setattr("transformers.GenerationMixin.generate", no_room)
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 2+2?\n"))
+    with pytest.raises(ConfigError, match="^max_completion_length=512: out of memory: use a smaller one"):
+        talk(parse_arguments(ChatConfig, "", ["--model", str(model_folder)]), interactive=False)
+
+
 @pytest.mark.slow
 def test_without_a_temperature_answers_are_samples_as_in_training(model_folder, model, tokenizer):
     ended = piped(model_folder, "What?\nWhat?\n", "--seed", "7", "--max_completion_length", "24", "--no_keep_history")
