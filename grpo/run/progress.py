@@ -36,6 +36,8 @@ class Progress:
     """the last step after which the policy became part of the reference; 0 where it never did"""
     bad_steps: list[int] = field(default_factory=list)
     """the last steps, in a row, that taught the policy nothing: not finite, all rewards None, or all masked"""
+    flat_steps: int = 0
+    """the number of last steps, in a row, in which all completions of every prompt earned the same reward"""
     masked_steps: int = 0
     """the number of updates that did nothing, as every completion was masked"""
     resampled: int = 0

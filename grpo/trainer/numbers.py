@@ -97,6 +97,8 @@ def step_result(
     progress.masked_steps += masked
     is_applied = masked or run.engine.was_step_applied()
     rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.reward_names or run.rounds.reward_names)
+    flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
+    progress.flat_steps = progress.flat_steps + 1 if flat else 0
     progress.bad_steps = [] if is_applied and rewarded and not masked else [*progress.bad_steps, step]
 
     metrics = {

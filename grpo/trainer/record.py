@@ -21,6 +21,8 @@ from grpo.trainer.setup import Run
 
 log = logging.getLogger(__name__)
 
+FLAT_STEPS = 5
+"""steps in a row without signal after which a warning says so, once until a step has signal again"""
 EVAL_RECORDED = 32
 """held-out answers in the record of each evaluation"""
 SAMPLE_STEPS = 50
@@ -110,7 +112,16 @@ def record_step(
         log.warning("step %d does nothing: %s, and mask_truncated_completions leaves them out", step, cut)
     if not result.rewarded:
         names = ", ".join(run.reward_names)
-        log.warning("step %d has no reward: %s returned None for every completion", step, names)
+        where = "see 'Steps have no reward' in docs/troubleshooting.md"
+        log.warning("step %d has no reward: %s returned None for every completion: %s", step, names, where)
+    if run.progress.flat_steps == FLAT_STEPS:
+        log.warning(
+            "in steps %d to %d all completions of each prompt earned the same reward (mean %.3g), so they taught "
+            "nothing: see 'The reward is flat' in docs/troubleshooting.md",
+            step - FLAT_STEPS + 1,
+            step,
+            metrics["reward"],
+        )
 
 
 def _short(metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> str:

@@ -96,11 +96,31 @@ def test_steps_without_any_reward_are_said_and_end_the_run_after_some_in_a_row(m
     assert str(run / "completions.jsonl") in said
     assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step 8")
     lost = [line.partition("step ")[2] for line in ended.stdout.splitlines() if "has no reward" in line]
-    assert lost == [
-        f"{step} has no reward: none, never returned None for every completion" for step in (2, *range(4, 9))
-    ]
+    why = "has no reward: none, never returned None for every completion: see 'Steps have no reward' in docs/"
+    assert lost == [f"{step} {why}troubleshooting.md" for step in (2, *range(4, 9))]
+    assert "earned the same reward" not in ended.stdout
     means = [row["rewards/none/mean"] is None for row in lines(run / "metrics.jsonl")]
     assert means == [False, True, False, *[True] * 5]
+
+
+FLAT = """
+def flat(completions, trainer_state, **kwargs):
+    step = trainer_state.global_step + 1
+    return [place / 10 if step == 2 else 0.5 for place, _ in enumerate(completions)]
+"""
+
+
+@pytest.mark.slow
+def test_five_steps_in_a_row_with_one_reward_for_all_are_said_once(model_folder, data_folder, tmp_path):
+    run, own = tmp_path / "run", tmp_path / "own.py"
+    own.write_text(FLAT)
+    words = options(model_folder, data_folder, run, beta=0.0, eval_steps=0, max_steps=9)
+    ended = plain_python(*words, "--reward_funcs", f"{own}:flat")
+    assert ended.returncode == 0, ended.stdout
+    assert [row["frac_reward_zero_std"] for row in lines(run / "metrics.jsonl")] == [1, 0, *[1] * 7]
+    (said,) = [line for line in ended.stdout.splitlines() if "earned the same reward" in line]
+    assert "in steps 3 to 7 all completions of each prompt earned the same reward (mean 0.5), so they taught" in said
+    assert "flat gives 0.5 for the gold answer of the first prompt" in ended.stdout
 
 
 @pytest.mark.slow
