@@ -2,7 +2,9 @@
 
     CUDA_VISIBLE_DEVICES=7 python ref_server.py
     CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6 deepspeed grpo_ref_split.py
-    deepspeed --num_gpus 2 grpo_ref_split.py --config configs/demo_cpu.yaml      (no GPU: two CPU processes)
+    deepspeed --num_gpus 2 grpo_ref_split.py --config configs/demo_cpu.yaml
+
+The last needs no GPU: it starts two CPU processes.
 
 Read it from the top: `train` sets up, `optimize` is the training loop, in phase order. A step is one optimizer update,
 from prompts_per_step prompts x num_generations completions over all ranks (grpo/trainer/step.py). A round

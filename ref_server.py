@@ -1,8 +1,11 @@
 """The reference model in a process of its own: rollouts come in over HTTP, log-probs go out.
 
-    CUDA_VISIBLE_DEVICES=7 python ref_server.py                      # the defaults: Qwen2.5-1.5B-Instruct on port 59875
-    python ref_server.py --config configs/demo_cpu.yaml              # the file that the trainer reads
-    python ref_server.py --task reward --model_name_or_path org/rm   # a reward model instead: texts in, scores out
+    CUDA_VISIBLE_DEVICES=7 python ref_server.py
+    python ref_server.py --config configs/demo_cpu.yaml
+    python ref_server.py --task reward --model org/rm
+
+The first has the defaults, Qwen2.5-1.5B-Instruct on port 59875; the second reads the trainer's file; the third serves a
+reward model instead: texts in, scores out.
 
 Read it from the top: what it answers at each path, how it starts and stops. The threads of the web server only parse,
 queue and wait (grpo/server/service.py); one worker thread owns the model (grpo/server/worker.py). docs/protocol.md

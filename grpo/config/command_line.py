@@ -25,6 +25,7 @@ import yaml
 
 from grpo.config.errors import ConfigError, program_name, require, say_once
 from grpo.config.former import FORMER
+from grpo.config.help import ALL, COMMON, HelpAction, HelpFormatter, check_topic, is_shown, topic_names
 
 _PROGRAMS = (
     "grpo.config.server:ServerConfig",
@@ -37,6 +38,8 @@ _PROGRAMS = (
 """the programs whose settings a file may hold; imported only for a file with a name that is not the program's own"""
 
 _TRUTH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
+
+_KINDS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 _ConfigT = TypeVar("_ConfigT")
 
@@ -52,49 +55,89 @@ def parse_arguments(
     `model_settings` returns the settings that come with a model, from the model's name, the names of the program's
     settings and of those that are given; the command line and the file of `--config` win over them.
     """
-    parser = _parser(config_class, description)
+    parser = _Parser(config_class, description)
     arguments = sys.argv[1:] if argv is None else argv
     try:
         file = parser.parse_known_args(arguments)[0].config
-        # The file's settings go before the command line's, so that argparse lets the latter win.
         from_file = _yaml_arguments(Path(file), config_class) if file else []
+        parser.source = f"{file}: "
+        parser.parse_known_args(from_file)  # so that a word of the wrong kind is said to be the file's
+        parser.source = ""
+        # The file's settings go before the command line's, so that argparse lets the latter win.
         parsed, unknown = parser.parse_known_args(from_file + arguments)
         if unknown:
             name = unknown[0].split("=")[0]  # a value may be a secret
+            if name.endswith((".yaml", ".yml")) and not name.startswith("-"):
+                raise ConfigError(f"{name}: use --config {name}")
             hint = _did_you_mean(name.lstrip("-"), [field.name for field in fields(config_class)])
-            raise ConfigError(f"{name}: no such option{hint}; see --help")
+            raise ConfigError(f"{name}: no such option{hint}; see --help all")
         if model_settings is not None:
             given = _given(parser, config_class, from_file + arguments)
             of_model = model_settings(parsed.model_name_or_path, {field.name for field in fields(config_class)}, given)
             parsed = parser.parse_args(_as_arguments(of_model) + from_file + arguments)
-        config = config_class(**{field.name: getattr(parsed, field.name) for field in fields(config_class)})
+        return config_class(**{field.name: getattr(parsed, field.name) for field in fields(config_class)})
     except ConfigError as error:
         parser.error(str(error))
-    return config
 
 
-def _parser(config_class: type, description: str) -> ArgumentParser:
-    positional = getattr(config_class, "POSITIONAL", None)
-    parser = _Parser(
-        prog=program_name(),
-        usage=f"%(prog)s {'RUN [RUN ...] ' if positional else ''}[--config FILE.yaml] [--field value ...]",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=_HelpFormatter,
-    )
-    parser.add_argument("--config", metavar="FILE.yaml", help="settings, one 'field: value' a line; for all programs")
-    for short, name in getattr(config_class, "SHORT", {}).items():
-        parser.add_argument(f"--{short}", dest=name, default=SUPPRESS, help=f"short for --{name}")
-    if positional:
-        parser.add_argument(positional, nargs="*", default=SUPPRESS, help=SUPPRESS)
-    parser.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it
-    for section in reversed(config_class.__mro__):
-        if "HEADING" in vars(section):
-            group = parser.add_argument_group(section.HEADING)
+class _Parser(ArgumentParser):
+    """The parser of a program's settings."""
+
+    source = ""
+    """what errors begin with: the file whose settings are being read"""
+
+    def __init__(self, config_class: type, description: str, topic: str = ALL):
+        """Show the settings of this topic in the help."""
+        self._config_class, positional = config_class, getattr(config_class, "POSITIONAL", None)
+        super().__init__(
+            prog=_command(),
+            usage=f"%(prog)s {'RUN [RUN ...]' if positional else '[--config FILE.yaml]'} [--field value ...]",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=HelpFormatter,
+            add_help=False,
+        )
+        group = self.add_argument_group("options")
+        group.add_argument(
+            "--help",
+            "-h",
+            action=HelpAction,
+            metavar="[TOPIC]",
+            help="show the settings that most people touch, those of a topic, or all (--help all)",
+        )
+        group.add_argument("--config", metavar="FILE.yaml", help="read settings, a line 'field: value' for each")
+        if positional:
+            self.add_argument(positional, nargs="*", default=SUPPRESS, help=SUPPRESS)
+        self.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it
+        sections = [section for section in reversed(config_class.__mro__) if "HEADING" in vars(section)]
+        self._headings = [section.HEADING for section in sections]
+        short = {name: word for word, name in getattr(config_class, "SHORT", {}).items()}
+        self._shown = 0
+        for section in sections:
+            group = self.add_argument_group(section.HEADING)
             hints = get_type_hints(section)
             for field in fields(section):
-                _add_option(group, field, hints[field.name])
-    return parser
+                shown = is_shown(topic, section.HEADING, field.name, field.metadata["common"])
+                self._shown += shown
+                _add_option(group, field, hints[field.name], short.get(field.name), shown)
+        if hidden := len(fields(config_class)) - self._shown:
+            self.epilog = (
+                f"{hidden} more: '--help all' shows all settings, '--help TOPIC' those of a topic: "
+                f"{topic_names(self._headings)}"
+            )
+
+    def make_help(self, topic: str) -> str:
+        """Return the text of `--help TOPIC`."""
+        try:
+            parser = _Parser(self._config_class, self.description if topic in (COMMON, ALL) else "", topic)
+            check_topic(topic, parser._shown, self._headings)
+        except ConfigError as error:
+            self.error(str(error))
+        return parser.format_help()
+
+    def error(self, message: str) -> NoReturn:
+        say_once(self.source + message)
+        raise SystemExit(2)
 
 
 def _given(parser: ArgumentParser, config_class: type, arguments: list[str]) -> set[str]:
@@ -104,29 +147,43 @@ def _given(parser: ArgumentParser, config_class: type, arguments: list[str]) -> 
     return {field.name for field in fields(config_class) if getattr(parsed, field.name) is not unset}
 
 
-def _add_option(group: argparse._ArgumentGroup, field: dataclasses.Field, kind: Any) -> None:
-    """Add `--field_name`, and `--field-name`; for a switch that is on also `--no_field_name`."""
+def _command() -> str:
+    """Return what the user wrote before the options: a file's name, or `python -m` and a module's."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else program_name()
+
+
+def _add_option(
+    group: argparse._ArgumentGroup, field: dataclasses.Field, kind: Any, short: str | None, shown: bool
+) -> None:
+    """Add `--field_name`, `--field-name` and `--short`; for a switch that is on also `--no_field_name`."""
     names = [f"--{field.name}"] + ([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])
+    names += [f"--{short}"] if short else []
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    help, limits = field.metadata["help"], field.metadata["limits"]
-    options: dict[str, Any] = {
-        "default": default,
-        "help": f"{help} ({limits}; default: %(default)s)" if limits else help,
-    }
+    options: dict[str, Any] = {"default": default, "dest": field.name}
     if get_origin(kind) in (Union, UnionType):
         kind = str if str in get_args(kind) else get_args(kind)[0]
+    details = [str(field.metadata["limits"])] if field.metadata["limits"] else []
     if kind is bool:
-        group.add_argument(*names, type=_read_truth, nargs="?", const=True, **options)
-        if default:
-            off = [f"--no{separator}{field.name.replace('_', separator)}" for separator in "_-"]
-            same = f"the same as {names[0]} false"
-            group.add_argument(*off, action="store_false", dest=field.name, default=SUPPRESS, help=same)
+        options |= {"type": _read_truth, "nargs": "?", "const": True}
     elif get_origin(kind) is Literal:
-        group.add_argument(*names, choices=get_args(kind), **options)
+        options |= {"choices": get_args(kind), "metavar": "WORD"}
+        details.append(" or ".join(filter(None, [", ".join(options["choices"][:-1]), options["choices"][-1]])))
     elif get_origin(kind) is list:
-        group.add_argument(*names, type=get_args(kind)[0], nargs="+", **options)
+        word = _KINDS[get_args(kind)[0]]
+        options |= {"type": get_args(kind)[0], "nargs": "+", "metavar": f"{word} [{word} ...]"}
     else:
-        group.add_argument(*names, type=kind, **options)
+        options |= {"type": kind, "metavar": _KINDS[kind]}
+    if default not in (None, False, []):
+        details.append(
+            f"default: {' '.join(map(_as_word, default)) if isinstance(default, list) else _as_word(default)}"
+        )
+    text = field.metadata["help"] + (f" ({'; '.join(details)})" if details else "")
+    group.add_argument(*names, help=text.replace("%", "%%") if shown else SUPPRESS, **options)
+    if kind is bool and default:
+        off = [f"--no{separator}{field.name.replace('_', separator)}" for separator in "_-"]
+        text = field.metadata["off"].replace("%", "%%") if shown else SUPPRESS
+        group.add_argument(*off, action="store_false", dest=field.name, default=SUPPRESS, help=text)
 
 
 def _read_truth(word: str) -> bool:
@@ -135,25 +192,14 @@ def _read_truth(word: str) -> bool:
     return _TRUTH[word.lower()]
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        choices = f" {{{','.join(map(str, action.choices))}}}" if action.choices else ""
-        return action.option_strings[0] + choices
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        say_once(message)
-        raise SystemExit(2)
-
-
 def _yaml_arguments(path: Path, config_class: type) -> list[str]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config='{path}': {error.strerror}: give the path of a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config='{path}': not YAML: {' '.join(str(error).split())}") from error
+        remedy = ": use spaces, no tabs" if "'\\t'" in str(error) else ""
+        raise ConfigError(f"config='{path}': not YAML: {' '.join(str(error).split())}{remedy}") from error
     if settings is None:
         return []
     if not isinstance(settings, dict):
@@ -179,7 +225,7 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
                 f"{path}: {name}={value!r}: no setting any more: leave it out, it is always {FORMER[name]}"
             )
         if name not in known:
-            raise ConfigError(f"{path}: {name}: no such field{_did_you_mean(str(name), known)}; see --help")
+            raise ConfigError(f"{path}: {name}: no such field{_did_you_mean(str(name), known)}; see --help all")
         for kind in (dict, list):
             if isinstance(value, kind) and kind.__name__ not in known[name].type:
                 raise ConfigError(f"{path}: {name}={value!r}: give a single value")

@@ -27,11 +27,13 @@ class ConnectionSection(Section):
         "the reference server's TCP port (0 lets the system choose one, and the server says which)",
         at_least=0,
         at_most=65535,
+        common=True,
     )
     token_file: str | None = option(
         None,
         "file that holds the token, the secret that server and trainer share, and nothing else; unset is the "
         f"environment variable {TOKEN_VARIABLE}, if there is one",
+        common=True,
     )
 
     def __post_init__(self) -> None:
@@ -92,28 +94,31 @@ class ClientConfig(ServersSection, ConnectionSection):
 class ReferenceSection(Section):
     """The settings of the reference: who computes its log-probs, and when the policy becomes part of it."""
 
-    HEADING = "the reference"
+    HEADING = "reference"
 
     ref: Literal["server", "adapter_off"] = option(
         "server",
         "who computes reference log-probs: a reference server, or the trainer with its adapter off (or, where it "
         "began with an adapter, with that one)",
+        common=True,
     )
 
     ref_servers: list[str] | None = option(
-        None, "base URLs, all of the same model: work goes to each by its speed; unset is http://127.0.0.1:PORT"
+        None,
+        "URLs of reference servers, all with the same model; each gets work by its speed. Unset is http://127.0.0.1:PORT",
+        common=True,
     )
     allow_other_reference: bool = option(
         False, "accept a server with another model than the policy starts from: the KL then does not begin at 0"
     )
     ref_update_steps: int = option(
         0,
-        "the policy becomes the reference every so many updates, on servers with update_folder; 0 is never",
+        "updates after which the policy becomes the reference again, on servers with update_folder; 0 is never",
         at_least=0,
     )
     ref_mixup_alpha: float = option(
         1.0,
-        "share of the policy in the new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)",
+        "share of the policy in a new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)",
         above=0,
         at_most=1,
     )

@@ -37,6 +37,11 @@ def first_here() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def is_first_rank() -> bool:
+    """Tell whether this is the first of all ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def program_name() -> str:
     """Return the program's file name; of a folder that is run (`python -m grpo.report`), the folder's."""
     path = Path(sys.argv[0])

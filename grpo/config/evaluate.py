@@ -17,9 +17,11 @@ class EvaluateSection(Section):
 
     HEADING = "extent and output"
 
-    eval_samples: int = option(0, "problems, the first of the split; 0 is all", at_least=0)
+    eval_samples: int = option(0, "how many problems to ask, the first of the split; 0 is all", at_least=0, common=True)
     output: str | None = option(
-        None, "folder to make: every completion with its verdict, the metrics, and the settings they come from"
+        None,
+        "folder to make: every completion with its verdict, the metrics, and the settings they come from",
+        common=True,
     )
     micro_batch_tokens: int = option(
         16384, "tokens that a reward model in this process scores at once: lower it if memory runs out", above=0

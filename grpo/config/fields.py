@@ -41,12 +41,13 @@ class Limits:
         )
 
 
-def option(default: Any, help: str, **limits: float) -> Any:
+def option(default: Any, help: str, common: bool = False, off: str = "", **limits: float) -> Any:
     """Return a field with its default, its line of `--help`, and the Limits of its number.
 
-    The limits of a list are those of each number in it.
+    `common` settings are in the short `--help`. `off` is what `--no_...` does, of a switch that is on by default. The
+    limits of a list are those of each number in it.
     """
-    metadata = {"help": help, "limits": Limits(**limits) if limits else None}
+    metadata = {"help": help, "common": common, "off": off, "limits": Limits(**limits) if limits else None}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -24,16 +24,22 @@ class DataSection(Section):
 
     HEADING = "data"
 
-    dataset_name: str = option("openai/gsm8k", "hub id, or a local .json/.jsonl/.parquet file, or a folder of them")
-    dataset_config: str | None = option(None, "the hub dataset's configuration name; unset is 'main' for openai/gsm8k")
+    dataset_name: str = option(
+        "openai/gsm8k", "a hub id, a local .json, .jsonl or .parquet file, or a folder of such files", common=True
+    )
+    dataset_config: str | None = option(None, "name of the hub dataset's configuration; unset is main for openai/gsm8k")
     dataset_train_split: str = option("train", "split to train on")
-    dataset_test_split: str = option("test", "split to evaluate on")
-    dataset_prompt_column: str = option("question", "column with the prompt: text, or a list of chat messages")
+    dataset_test_split: str = option("test", "split to evaluate on", common=True)
+    dataset_prompt_column: str = option(
+        "question", "column that holds the prompt: a text, or a list of chat messages", common=True
+    )
     dataset_answer_column: str = option(
-        "answer", "column with the gold answer; what follows '####' in it, if anything does"
+        "answer",
+        "column that holds the gold answer; where the text has '####', the answer is what follows",
+        common=True,
     )
     max_prompt_length: int = option(
-        512, "longer prompts, in tokens, are dropped when the data is loaded, and counted", above=0
+        512, "prompts of more tokens are dropped when the data is loaded, and counted", above=0
     )
 
 
@@ -46,16 +52,22 @@ class AnswerSection(Section):
     system_prompt: str = option(
         "You are a helpful assistant. First think about the problem step by step, then give the final answer. Write "
         "reasoning and answer within tags, like this: <think>reasoning here</think><answer>answer here</answer>",
-        "system message put before every prompt; empty for none",
+        "system message before every prompt; an empty text is none",
+        common=True,
     )
     chat_template_kwargs: dict | str | None = option(
-        None, "what the model's chat template can be told, as a JSON object, such as '{\"enable_thinking\": false}'"
+        None, "arguments of the model's chat template, as a JSON object such as '{\"enable_thinking\": false}'"
     )
-    max_completion_length: int = option(512, "new tokens at most", above=0)
+    max_completion_length: int = option(512, "most tokens that a completion may have", above=0, common=True)
     temperature: float = option(
-        1.0, "of the sampler, and of every log-prob; 0, which is greedy, is for the chat alone", at_least=0
+        1.0,
+        "logits are divided by this, in sampling and in every log-prob; the chat alone takes 0, which is greedy",
+        at_least=0,
+        common=True,
     )
-    seed: int = option(42, "of the prompt order and of sampling", at_least=0, below=2**31)
+    seed: int = option(
+        42, "number from which the order of the prompts and all samples follow", at_least=0, below=2**31, common=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,10 +99,11 @@ class GenerationSection(Section):
 
     HEADING = "generation and evaluation"
 
-    sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0)
+    sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0, common=True)
     num_generations_eval: int = option(
         0,
-        "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 is greedy only",
+        "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 measures that alone",
+        common=True,
         at_least=0,
     )
 
@@ -108,10 +121,12 @@ class RolloutSection(Section):
 
     HEADING = "rollouts"
 
-    num_generations: int = option(8, "completions per prompt, the group whose rewards are compared", at_least=2)
+    num_generations: int = option(
+        8, "completions per prompt, the group whose rewards are compared", at_least=2, common=True
+    )
     max_resample: int = option(
         0,
-        "times that prompts whose groups are without signal are replaced by others before an update (DAPO); 0: never",
+        "how often, before an update, prompts are replaced by others where all completions have the same reward (DAPO)",
         at_least=0,
     )
 
@@ -152,7 +167,12 @@ class ChatSection(Section):
 
     HEADING = "conversation"
 
-    keep_history: bool = option(True, "an answer sees all questions and answers before it")
+    keep_history: bool = option(
+        True,
+        "each answer depends on all questions and answers before it",
+        off="answer each question by itself",
+        common=True,
+    )
 
 
 @dataclass

@@ -19,6 +19,7 @@ class LaunchSection(Section):
     nproc_per_node: int | None = option(
         None,
         "trainer processes; unset is one for each GPU that the reference server does not take, without GPUs one",
+        common=True,
         above=0,
     )
 

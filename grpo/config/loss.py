@@ -24,6 +24,7 @@ class LossSection(Section):
         "grpo is a mean over sequences of token means; bnpo and dapo one mean over all tokens; dr_grpo divides by "
         "max_completion_length; cispo clips the weights; sapo has a soft gate for the clip; luspo is a mean over "
         "sequences of token sums; vespo weighs a sequence by a soft function of its probability ratio",
+        common=True,
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
         "token", "the probability ratio of each token, or one of each sequence (GSPO)"
@@ -31,11 +32,12 @@ class LossSection(Section):
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
     epsilon_high: float | None = option(
         None,
-        "... and above at 1 + epsilon_high; unset is epsilon. For cispo the ratio's bound itself; unset is 5.0",
+        "the probability ratio is clipped above at 1 + epsilon_high; unset is epsilon. With cispo this is the ratio's "
+        "bound itself, and unset is 5.0",
         at_least=0,
     )
     delta: float | None = option(
-        None, "two-sided (dual) clip: where the advantage is negative, the ratio is bounded by this; above 1 + epsilon"
+        None, "bound of the ratio where the advantage is negative (dual clip), a number above 1 + epsilon_high"
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group", "advantages are divided by the std of their group, of the whole batch, or not"
@@ -48,12 +50,14 @@ class LossSection(Section):
         "a group whose rewards differ by no more than this is without signal: its advantages are exactly 0",
         at_least=0,
     )
-    beta: float = option(0.04, "weight of the KL to the reference; 0 needs no reference server", at_least=0)
+    beta: float = option(
+        0.04, "weight of the KL to the reference; 0 needs no reference server", at_least=0, common=True
+    )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
-        "k3", "of the KL from single tokens; k3+ has the value of k3 and the gradient of k2"
+        "k3", "how the KL is estimated from single tokens; k3+ has the value of k3 and the gradient of k2"
     )
     kl_in_reward: bool = option(
-        False, "take beta times a completion's summed KL off its reward, instead of adding a KL term to the loss"
+        False, "take beta times the sum of a completion's KL off its reward, instead of adding a KL term to the loss"
     )
     kl_target: float | None = option(
         None, "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is", above=0
@@ -66,9 +70,11 @@ class LossSection(Section):
         False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
     )
     entropy_coef_min: float = option(0.0, "lower bound of an adaptive entropy_coef", at_least=0)
-    entropy_coef_max: float = option(1.0, "upper bound of it", at_least=0)
+    entropy_coef_max: float = option(1.0, "upper bound of an adaptive entropy_coef", at_least=0)
     entropy_coef_delta: float = option(
-        0.005, "what it grows by after a step with entropy_target or less, else shrinks", at_least=0
+        0.005,
+        "amount by which an adaptive entropy_coef grows after a step with entropy_target or less, and else shrinks",
+        at_least=0,
     )
     entropy_target: float = option(0.2, "mean entropy, in nats, of the tokens that the bonus acts on", at_least=0)
     router_aux_loss_coef: float = option(
@@ -88,11 +94,14 @@ class LossSection(Section):
     importance_sampling_mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
         option(
             "none",
-            "weigh by policy / sampler, of tokens or sequences, truncated at the bounds or 0 beyond (TRL: vllm_...)",
+            "weigh the loss by the ratio of policy and sampler, of tokens or of sequences; a ratio beyond the bounds "
+            "is truncated, or its tokens are masked (TRL: vllm_importance_sampling_mode)",
         )
     )
-    importance_sampling_clip_max: float | None = option(3.0, "upper bound of that weight", above=0)
-    importance_sampling_clip_min: float | None = option(None, "lower bound of that weight", at_least=0)
+    importance_sampling_clip_max: float | None = option(3.0, "upper bound of the ratio of policy and sampler", above=0)
+    importance_sampling_clip_min: float | None = option(
+        None, "lower bound of the ratio of policy and sampler", at_least=0
+    )
     off_policy_mask_threshold: float | None = option(
         None,
         "drop sequences of negative advantage from which the policy moved further than this (nats a token)",

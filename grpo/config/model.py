@@ -20,15 +20,16 @@ class SharedConfig(Section):
         "Qwen/Qwen2.5-1.5B-Instruct",
         "hub id or local folder, of a model or a LoRA adapter: the trainer's first weights, the server's frozen ones, "
         "those to evaluate or talk to",
+        common=True,
     )
-    trust_remote_code: bool = option(False, "run model code that comes with the weights")
+    trust_remote_code: bool = option(False, "run Python code that comes with the weights")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto", "weights and forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
+        "auto", "type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
     )
     quantization: Literal["none", "8bit", "4bit"] = option(
         "none",
-        "linear layers but the head in 8 or 4 bits, by bitsandbytes: less memory, a slightly different model; in the "
-        "trainer 4bit, under an adapter (QLoRA)",
+        "keep all linear layers but the head in 8 or 4 bits, by bitsandbytes: less memory, and a slightly different "
+        "model. The trainer takes 4bit alone, under an adapter (QLoRA)",
     )
 
     def __post_init__(self) -> None:
@@ -44,14 +45,16 @@ class AdapterSection(Section):
     HEADING = "LoRA (needs peft)"
 
     use_peft: bool = option(
-        False, "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names"
+        False,
+        "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names",
+        common=True,
     )
     lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", above=0)
-    lora_alpha: int = option(32, "its product is scaled by lora_alpha / lora_r", above=0)
+    lora_alpha: int = option(32, "the product of the adapter's two matrices is scaled by lora_alpha / lora_r", above=0)
     lora_target_modules: list[str] | None = option(
         None, "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model"
     )
-    use_rslora: bool = option(False, "scale by lora_alpha / sqrt(lora_r) instead")
+    use_rslora: bool = option(False, "scale that product by lora_alpha / sqrt(lora_r) instead (rsLoRA)")
     use_dora: bool = option(False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction")
     merge_on_save: bool = option(False, "save whole models, the adapter merged into the base, instead of adapters")
 

@@ -15,19 +15,24 @@ class RecordSection(Section):
     HEADING = "evaluation and records"
 
     eval_steps: int = option(
-        50, "evaluate every so many updates, and before the first and after the last; 0 is never", at_least=0
+        50,
+        "number of updates between evaluations, beside those before the first and after the last update; 0 is never",
+        at_least=0,
+        common=True,
     )
-    eval_samples: int = option(256, "held-out problems, the first of the test split; 0 is all", at_least=0)
+    eval_samples: int = option(
+        256, "how many held-out problems to ask, the first of the test split; 0 is all", at_least=0
+    )
     metric_for_best_model: str | None = option(
         None,
         "metric of the evaluation by which the best checkpoint is kept, the higher the better: accuracy, reward, "
         "rewards/NAME/mean and others; unset is accuracy where a reward function is a verdict, else reward",
     )
     save_steps: int = option(
-        100, "save a checkpoint every so many updates, to use or continue from; 0 is never", at_least=0
+        100, "number of updates between checkpoints, to use or continue from; 0 is never", at_least=0, common=True
     )
     save_total_limit: int = option(
-        2, "newest checkpoints to keep, beside the best by evaluation; 0 keeps all", at_least=0
+        2, "how many of the newest checkpoints to keep, beside the best by evaluation; 0 keeps all", at_least=0
     )
     save_system_prompt: bool = option(
         False,
@@ -35,14 +40,19 @@ class RecordSection(Section):
         "put it before every conversation without a system message",
     )
     resume_from_checkpoint: str | None = option(
-        None, "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any"
+        None,
+        "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any",
+        common=True,
     )
-    output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME")
+    output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME", common=True)
     report_to: list[str] = option(
-        ["tensorboard"], "any of tensorboard, wandb, or none; tensorboard is skipped where it is not installed"
+        ["tensorboard"],
+        "where metrics go beside metrics.jsonl: tensorboard, wandb or none; tensorboard is skipped if not installed",
     )
     dry_run: bool = option(
-        False, "check every setting, print a step's shape and the memory that it needs, load no weights, and end"
+        False,
+        "check every setting, print a step's shape and the memory that it needs, load no weights, and end",
+        common=True,
     )
 
     def __post_init__(self) -> None:

@@ -19,11 +19,16 @@ class ReportConfig(Section):
     HEADING = "report"
 
     runs: list[str] = option(
-        [], "folders of runs to show over each other; their names may also stand alone, without --runs"
+        [], "folders of runs to show over each other; their names may also stand alone, without --runs", common=True
     )
-    output: str | None = option(None, "folder to make; unset is the first run's folder, and in it 'report'")
+    output: str | None = option(
+        None, "folder to make; unset is the folder report in the first run's folder", common=True
+    )
     smoothing: int = option(
-        0, "steps of the centred moving average; 1 is none, 0 a twentieth of the longest run and at least 5", at_least=0
+        0,
+        "steps of the centred moving average of the curves; 1 is none, 0 a twentieth of the longest run and at least 5",
+        at_least=0,
+        common=True,
     )
 
     POSITIONAL: ClassVar = "runs"

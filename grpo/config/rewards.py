@@ -19,11 +19,14 @@ class RewardSection(Section):
         ["correctness_reward", "format_reward"],
         "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
         "servers with --task reward",
+        common=True,
     )
-    reward_weights: list[float] | None = option(None, "one weight a reward function; unset weighs each 1")
+    reward_weights: list[float] | None = option(
+        None, "weight of each reward function, in their order; unset is 1 for each", common=True
+    )
     soft_punish_cache: int = option(
         0,
-        "tokens before max_completion_length over which a reward falls from 0 to -1 (DAPO's overlong punishment)",
+        "number of tokens before max_completion_length over which a punishment for length goes from 0 to -1 (DAPO)",
         at_least=0,
     )
     reward_timeout: float | None = option(

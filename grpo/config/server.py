@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from grpo.config.connection import TOKEN_VARIABLE, ConnectionSection
 from grpo.config.errors import require
@@ -15,49 +15,62 @@ from grpo.config.model import SharedConfig
 class ServingSection(Section):
     """The settings of the server alone."""
 
-    HEADING = "reference server"
+    HEADING = "server"
 
     task: Literal["logprobs", "reward"] = option(
-        "logprobs", "log-probs of a reference model, or scores of a reward model (sequence classification, one output)"
+        "logprobs",
+        "what to answer: log-probs of a reference model, or scores of a reward model (sequence classification, "
+        "one output)",
+        common=True,
     )
-    host: str = option("127.0.0.1", "address to listen on; anything but loopback needs a token")
+    host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
     max_length: int | None = option(
-        None, "longest prompt plus completion, in tokens; unset is the model's own maximum", above=0
+        None, "longest prompt plus completion, in tokens; unset is the model's own maximum", above=0, common=True
     )
     max_batch_tokens: int | None = option(
         None,
         "tokens in one forward pass, a shared prompt counted once; unset is 16384 on a GPU, 4096 on a CPU",
         above=0,
+        common=True,
     )
     device_map: str | None = option(
-        None, "auto spreads the model over all visible GPUs, for one too big for a single card (needs accelerate)"
+        None,
+        "auto spreads the model over all visible GPUs, for one too big for a single card (needs accelerate)",
+        common=True,
     )
     deterministic: bool = option(
-        False, "compute each request by itself: bitwise the same answer whatever else waits, before and after a restart"
+        False,
+        "compute each request by itself: bitwise the same answer whatever else waits, before and after a restart",
+        common=True,
     )
     update_folder: str | None = option(
         None,
         "let trainers replace the weights (their ref_update_steps): new ones lie in this folder until they are whole, "
         "beside those that are served, so its disk needs room for two models; unset refuses them",
+        common=True,
     )
     max_queue_tokens: int = option(
         4_000_000,
-        "tokens that may wait, one client's at most as many as are left free, a request at most half; "
+        "most tokens that may wait, one client's at most as many as are left free, a request at most half; "
         "beyond it 503 with Retry-After",
         at_least=2,
     )
     body_timeout: float = option(120.0, "seconds a client may take to send a request's body", above=0)
     max_connections: int = option(
-        1000, "open connections; one more takes the place of one that asks nothing, or is told 503", above=0
+        1000, "most open connections; one more takes the place of one that asks nothing, or gets 503", above=0
     )
     drain_timeout: float = option(
-        60.0, "seconds that SIGTERM gives to what is in hand; then the server ends with 1", above=0
+        60.0,
+        "seconds after SIGTERM in which waiting requests are answered; then the server ends with exit code 1",
+        above=0,
     )
     log_level: Literal["debug", "info", "warning"] = option(
-        "info", "debug is a line a request, info a summary each minute, warning only trouble"
+        "info", "how much to log: debug is a line for each request, info a summary each minute, warning only trouble"
     )
     estimate: bool = option(
-        False, "print the memory that this model, these lengths and this dtype need, load no weights, and end"
+        False,
+        "print the memory that this model, these lengths and this dtype need, load no weights, and end",
+        common=True,
     )
 
     def __post_init__(self) -> None:
@@ -77,6 +90,8 @@ class ServingSection(Section):
 @dataclass
 class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
     """Every setting of `ref_server.py`."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from grpo.config.connection import ReferenceConfig
 from grpo.config.errors import require
@@ -24,6 +25,8 @@ class TrainerConfig(
     RewardedConfig,
 ):
     """Every setting of `grpo_ref_split.py`."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,29 +15,43 @@ class TrainingSection(Section):
 
     HEADING = "training"
 
-    max_steps: int = option(500, "optimizer updates", above=0)
-    prompts_per_step: int = option(56, "prompts per update over all ranks; times num_generations completions", above=0)
+    max_steps: int = option(500, "number of optimizer updates", above=0, common=True)
+    prompts_per_step: int = option(
+        56, "prompts per update over all ranks; times num_generations completions", above=0, common=True
+    )
     steps_per_generation: int = option(
         1, "updates that one round of generation feeds, each with prompts of its own", above=0
     )
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
     micro_batch_tokens: int = option(
-        16384, "tokens in one forward and backward, a shared prompt counted once: lower it if memory runs out", above=0
+        16384,
+        "tokens in one forward and backward pass, a shared prompt counted once: lower it if memory runs out",
+        above=0,
+        common=True,
     )
-    learning_rate: float = option(1e-6, "AdamW's peak learning rate", above=0)
+    learning_rate: float = option(1e-6, "AdamW's peak learning rate", above=0, common=True)
     lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
-        "constant_with_warmup", "what follows the linear warm-up"
+        "constant_with_warmup", "course of the learning rate after its linear warm-up"
     )
     warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0", at_least=0)
     optim: Literal["adamw_torch", "adamw_8bit"] = option(
-        "adamw_torch", "AdamW; with adamw_8bit its moments are in 8 bits, by bitsandbytes: a quarter of their memory"
+        "adamw_torch",
+        "optimizer; adamw_8bit keeps AdamW's moments in 8 bits, by bitsandbytes, in a quarter of the memory",
     )
-    adam_beta1: float = option(0.9, "AdamW", at_least=0, below=1)
-    adam_beta2: float = option(0.99, "AdamW", at_least=0, below=1)
-    weight_decay: float = option(0.0, "AdamW's, of all but biases and the weights of norms", at_least=0)
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0 switches clipping off", at_least=0)
-    gradient_checkpointing: bool = option(True, "recompute activations in the backward pass: less memory, more time")
-    deepspeed: str = option("ds_config.json", "DeepSpeed's engine knobs; 'auto' there is filled from these fields")
+    adam_beta1: float = option(0.9, "decay of AdamW's mean of the gradients", at_least=0, below=1)
+    adam_beta2: float = option(0.99, "decay of AdamW's mean of the squared gradients", at_least=0, below=1)
+    weight_decay: float = option(0.0, "AdamW's weight decay, of all weights but biases and those of norms", at_least=0)
+    max_grad_norm: float = option(
+        1.0, "larger gradients are scaled down to this norm; 0 switches clipping off", at_least=0
+    )
+    gradient_checkpointing: bool = option(
+        True,
+        "recompute activations in the backward pass: less memory, more time",
+        off="keep activations for the backward pass: more memory, less time",
+    )
+    deepspeed: str = option(
+        "ds_config.json", "JSON file with DeepSpeed's own settings; the trainer fills in what says auto there"
+    )
 
     @property
     def updates_per_round(self) -> int:

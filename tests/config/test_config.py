@@ -142,6 +142,8 @@ IMPOSSIBLE = [
     (["--use_peft", "perhaps"], "argument --use_peft", "use true or false"),
     (["--dtype", "float16"], "argument --dtype", "'float16'"),
     (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
+    (["configs/dapo.yaml"], "configs/dapo.yaml: ", "use --config configs/dapo.yaml"),
+    (["--help", "nonsense"], "--help nonsense: no such topic", "use all, a setting's name, or model, data,"),
     (["--learn", "1"], "--learn: no such option", "see --help"),
     (["--config", "nowhere.yaml"], "config='nowhere.yaml': No such file", "give the path"),
 ]
@@ -185,7 +187,10 @@ def test_short_names_are_the_long_ones_of_the_programs_that_have_them(refused, f
     assert (config.model_name_or_path, config.dataset_name, config.dataset_test_split) == ("x", "y", "c")
     assert config.eval_samples == 9 and parse_arguments(EvaluateConfig, "", []).eval_samples == 0
     assert parse_arguments(ChatConfig, "", ["--config", path]).model_name_or_path == "a"
-    assert "--model: no such option" in refused(TrainerConfig, "--model", "x")
+    config = trainer("--config", path, "--model", "x", "--dataset", "y")
+    assert (config.model_name_or_path, config.dataset_name) == ("x", "y")
+    assert parse_arguments(ServerConfig, "", ["--model=x"]).model_name_or_path == "x"
+    assert "--split: no such option" in refused(TrainerConfig, "--split", "x")
 
 
 @pytest.mark.parametrize(
@@ -296,6 +301,8 @@ def test_one_file_serves_both(file):
         ("beta: [1, 2]", "beta=[1, 2]: give a single value"),
         ("- beta", "write one 'field: value' a line"),
         ("beta: [1", "not YAML"),
+        ("beta:\n\t- 1", "use spaces, no tabs"),
+        ("max_steps: many", "settings.yaml: argument --max_steps"),
         ("temperature: 0", "temperature=0.0: "),
         ("kl_horizon: 500", "kl_horizon=500: no setting any more: leave it out, it is always 10000.0"),
         ("lora_dropout: 0.05", "lora_dropout=0.05: log-probs would be those of another distribution"),

@@ -112,11 +112,3 @@ def test_a_section_alone_refuses_settings_that_contradict_each_other(section, se
 def test_a_client_needs_no_more_than_its_own_settings():
     assert ReferenceConfig(port=7).ref_servers == ["http://127.0.0.1:7"]
     assert ReferenceConfig(ref_servers=["http://a:1/"]).ref_servers == ["http://a:1"]
-
-
-def test_help_shows_the_limits(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(TrainerConfig, "", ["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for end in ("compared (2 or more; default: 8)", "learning rate (a number above 0; default: 1e-06)"):
-        assert end in shown

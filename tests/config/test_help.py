@@ -1,0 +1,86 @@
+"""What `--help` of each program shows."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.launch import LaunchConfig
+from grpo.config.report import ReportConfig
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
+
+PROGRAMS = {
+    TrainerConfig: ["grpo_ref_split.py"],
+    LaunchConfig: ["-m", "grpo.launch"],
+    ServerConfig: ["ref_server.py"],
+    EvaluateConfig: ["-m", "grpo.evaluate"],
+    ChatConfig: ["-m", "grpo.chat"],
+    ReportConfig: ["-m", "grpo.report"],
+}
+
+
+@pytest.fixture
+def help_of(capsys):
+    def show(config_class, *topic) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parse_arguments(config_class, "What it is.", ["--help", *topic])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    return show
+
+
+def shown(text: str) -> set[str]:
+    """Return the settings that have an entry."""
+    entries = re.findall(r"^  (?:--\w+, )?--(\w+)", text, re.MULTILINE)
+    return {name for name in entries if not name.startswith("no_")} - {"help", "config"}
+
+
+@pytest.mark.parametrize("config_class", PROGRAMS, ids=lambda config_class: config_class.__name__)
+def test_the_short_help_has_what_most_people_touch_and_all_has_all(help_of, config_class):
+    everything = {field.name for field in fields(config_class)}
+    common = {field.name for field in fields(config_class) if field.metadata["common"]}
+    assert shown(help_of(config_class, "all")) == everything
+    assert shown(help_of(config_class)) == common and 3 <= len(common) <= 40
+    assert (f"{len(everything - common)} more: '--help all' shows" in help_of(config_class)) == (everything != common)
+
+
+def test_a_topic_is_a_word_of_a_heading_or_a_setting(help_of):
+    assert {"use_peft", "lora_r"} < shown(help_of(TrainerConfig, "lora"))
+    assert "beta" not in shown(help_of(TrainerConfig, "lora"))
+    assert shown(help_of(TrainerConfig, "adam_beta2")) == {"adam_beta2"}
+
+
+def test_an_entry_says_kind_limits_default_and_what_no_does(help_of):
+    text = " ".join(help_of(TrainerConfig, "all").split())
+    for entry in (
+        "--num_generations INT completions per prompt, the group whose rewards are compared (2 or more; default: 8)",
+        "--reward_weights FLOAT [FLOAT ...] weight of each",
+        "--dtype WORD type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else "
+        "float32 (auto, bfloat16 or float32; default: auto)",
+        "--model, --model_name_or_path TEXT hub id",
+        "--no_gradient_checkpointing keep activations for the backward pass: more memory, less time",
+    ):
+        assert entry in text
+    assert "None" not in text and "..." not in text.replace(" ...]", "")
+
+
+def test_only_the_first_rank_prints_it(help_of, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert help_of(TrainerConfig) == ""
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=" ".join)
+def test_a_program_says_how_it_is_called_and_fits_the_terminal(program):
+    command = [sys.executable, *program, "--help", "all"]
+    environment = {**ENVIRONMENT, "COLUMNS": "80"}
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    called = program[0] if len(program) == 1 else f"python -m {program[1]}"
+    assert ended.returncode == 0 and ended.stdout.startswith(f"usage: {called} ")
+    assert max(map(len, ended.stdout.splitlines())) <= 80
