@@ -3,9 +3,10 @@
     python -m grpo.launch --config configs/lora_24gb.yaml
     python -m grpo.launch --nproc_per_node 2 --config configs/demo_cpu.yaml
 
-The second needs no GPU: it starts two CPU processes. The options are those of `ref_server.py` and `grpo_ref_split.py`. With two GPUs or more the server gets the last one;
-with one GPU it shares that with the trainer. `--beta 0`, `--ref adapter_off` and `--ref_servers URL` start no server.
-Ctrl-C lets the trainer finish its step and save, then everything ends; a second Ctrl-C ends at once.
+The second needs no GPU: it starts two CPU processes. The options are those of `ref_server.py` and
+`grpo_ref_split.py`. With two GPUs or more the server gets the last one; with one GPU it shares that with the trainer.
+`--beta 0`, `--ref adapter_off` and `--ref_servers URL` start no server. Ctrl-C lets the trainer finish its step and
+save, then everything ends; a second Ctrl-C ends at once.
 """
 
 from __future__ import annotations

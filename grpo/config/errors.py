@@ -37,6 +37,11 @@ def first_here() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def rank_count() -> int:
+    """Return the number of ranks that the launcher started; without one it is 1."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_first_rank() -> bool:
     """Tell whether this is the first of all ranks."""
     return os.environ.get("RANK", "0") == "0"

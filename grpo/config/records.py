@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
@@ -54,6 +58,16 @@ class RecordSection(Section):
         "check every setting, print a step's shape and the memory that it needs, load no weights, and end",
         common=True,
     )
+
+    def recorded_settings(self) -> dict[str, Any]:
+        """Return the settings of the run to continue, as its config.yaml has them; none where a run begins."""
+        name = self.resume_from_checkpoint
+        folder = self.output_dir if name == "last" else name and Path(name).parent
+        try:
+            settings = yaml.safe_load((Path(folder) / "config.yaml").read_text(encoding="utf-8")) if folder else {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            settings = {}  # the checkpoint is compared with what was set instead
+        return settings if isinstance(settings, dict) else {}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grpo.config.connection import ReferenceConfig
-from grpo.config.errors import require
+from grpo.config.errors import rank_count, require
 from grpo.config.generation import PolicyConfig, RolloutSection
 from grpo.config.loss import LossSection
 from grpo.config.records import RecordSection
@@ -30,6 +30,8 @@ class TrainerConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.fill_in_unset(self.recorded_settings(), rank_count())
+        self.check_ranks(rank_count())
         require(
             self.temperature > 0,
             "temperature",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
+
+_PROMPTS = 48  # 1, 2, 3, 4, 6 and 8 ranks share them equally
 
 
 @dataclass
@@ -16,8 +19,12 @@ class TrainingSection(Section):
     HEADING = "training"
 
     max_steps: int = option(500, "number of optimizer updates", above=0, common=True)
-    prompts_per_step: int = option(
-        56, "prompts per update over all ranks; times num_generations completions", above=0, common=True
+    prompts_per_step: int | None = option(
+        None,
+        "prompts per update over all ranks, each with num_generations completions; unset is the multiple of the ranks "
+        "that is nearest to 48, and in a run that is continued the number that it had",
+        common=True,
+        above=0,
     )
     steps_per_generation: int = option(
         1, "updates that one round of generation feeds, each with prompts of its own", above=0
@@ -53,6 +60,12 @@ class TrainingSection(Section):
         "ds_config.json", "JSON file with DeepSpeed's own settings; the trainer fills in what says auto there"
     )
 
+    def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int) -> None:
+        """Give unset settings the value that the run to continue had, or their default."""
+        if self.prompts_per_step is None:
+            nearest = max(1, round(_PROMPTS / world_size)) * world_size
+            self.prompts_per_step = recorded.get("prompts_per_step", nearest)
+
     @property
     def updates_per_round(self) -> int:
         """Return the number of updates that one round of generation feeds."""
@@ -66,5 +79,6 @@ class TrainingSection(Section):
             rest == 0,
             "prompts_per_step",
             self.prompts_per_step,
-            f"{world_size} ranks cannot share it equally: use {f'{lower} or ' if lower else ''}{upper}",
+            f"{world_size} ranks cannot share it equally: use {f'{lower} or ' if lower else ''}{upper}, or another "
+            "number of ranks",
         )

@@ -7,7 +7,6 @@ import torch
 from conftest import REPOSITORY
 
 from grpo.config.command_line import parse_arguments, write_config
-from grpo.config.errors import ConfigError
 from grpo.config.evaluate import EvaluateConfig
 from grpo.config.generation import ChatConfig
 from grpo.config.server import ServerConfig
@@ -42,8 +41,6 @@ def test_the_defaults_are_the_documented_ones():
     assert (config.beta, config.epsilon, config.upper_clip) == (0.04, 0.2, 0.2)
     assert trainer("--epsilon", "0.1").upper_clip == 0.1 and trainer("--epsilon_high", "0.28").upper_clip == 0.28
     assert trainer("--loss_type", "cispo").upper_clip == 5.0
-    for ranks in (1, 2, 4, 7, 8):
-        config.check_ranks(ranks)
 
 
 IMPOSSIBLE = [
@@ -256,10 +253,33 @@ def test_a_token_opens_other_addresses(monkeypatch):
     assert trainer().token == "from-the-environment"
 
 
+@pytest.mark.parametrize(
+    "ranks, prompts", [(1, 48), (2, 48), (3, 48), (4, 48), (5, 50), (6, 48), (7, 49), (8, 48), (16, 48), (100, 100)]
+)
+def test_unset_prompts_are_what_the_ranks_can_share_and_given_ones_stay(monkeypatch, refused, ranks, prompts):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    assert trainer().prompts_per_step == prompts
+    assert trainer("--prompts_per_step", str(7 * ranks)).prompts_per_step == 7 * ranks
+
+
 @pytest.mark.parametrize("ranks, remedy", [(3, "use 54 or 57"), (5, "use 55 or 60"), (64, "use 64")])
-def test_a_batch_that_ranks_cannot_share_is_refused(ranks, remedy):
-    with pytest.raises(ConfigError, match=f"prompts_per_step=56: {ranks} ranks cannot share it equally: {remedy}"):
-        trainer().check_ranks(ranks)
+def test_a_batch_that_ranks_cannot_share_is_refused(monkeypatch, refused, ranks, remedy):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    said = refused(TrainerConfig, "--prompts_per_step", "56")
+    assert f"prompts_per_step=56: {ranks} ranks cannot share it equally: {remedy}, or another number of ranks" in said
+
+
+def test_a_run_that_is_continued_keeps_what_was_unset(monkeypatch, refused, tmp_path):
+    write_config(trainer(), tmp_path / "config.yaml")
+    (tmp_path / "checkpoint-5").mkdir()
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    assert trainer("--output_dir", str(tmp_path)).prompts_per_step == 50
+    for again in (["last", "--output_dir", str(tmp_path)], [str(tmp_path / "checkpoint-5")]):
+        monkeypatch.setenv("WORLD_SIZE", "5")
+        assert "prompts_per_step=48: 5 ranks" in refused(TrainerConfig, "--resume_from_checkpoint", *again)
+        monkeypatch.setenv("WORLD_SIZE", "16")
+        assert trainer("--resume_from_checkpoint", *again).prompts_per_step == 48
+    assert trainer("--resume_from_checkpoint", "last", "--output_dir", str(tmp_path / "new")).prompts_per_step == 48
 
 
 @pytest.fixture

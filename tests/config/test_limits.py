@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from grpo.config.command_line import parse_arguments
 from grpo.config.connection import ConnectionSection, ReferenceConfig, ReferenceSection, ServersSection
 from grpo.config.errors import ConfigError
 from grpo.config.evaluate import EvaluateSection

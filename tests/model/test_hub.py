@@ -60,7 +60,7 @@ def test_both_programs_find_their_defaults(launch, hub, tmp_path):
     assert before["eval_n"] == 8 and abs(first["kl"]) < 1e-8
     sample = json.loads((run / "completions.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("<|im_start|>system\nYou are a helpful assistant.")
-    completions = 56 * 8
+    completions = 48 * 8
     assert first["num_tokens"] > completions * first["completions/mean_length"]
 
 

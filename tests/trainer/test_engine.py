@@ -19,9 +19,9 @@ def config(*options) -> TrainerConfig:
 
 
 def test_the_shipped_file_is_filled():
-    filled = engine_config(config(), 7, GPU)
+    filled = engine_config(config(), 6, GPU)
     assert filled["zero_optimization"]["stage"] == 2
-    assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (56 * 8, 64)
+    assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (48 * 8, 64)
     assert (filled["gradient_accumulation_steps"], filled["managed_gradient_accumulation"]) == (1, False)
     assert filled["gradient_clipping"] == 1.0 and filled["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert "auto" not in json.dumps(filled)
@@ -60,8 +60,8 @@ def with_file(tmp_path):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"train_batch_size": 8}, "train_batch_size is 8 but prompts_per_step x num_generations makes it 448"),
-        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu is 1 but .* / 2 ranks makes it 224"),
+        ({"train_batch_size": 8}, "train_batch_size is 8 but prompts_per_step x num_generations makes it 384"),
+        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu is 1 but .* / 2 ranks makes it 192"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4 but .* makes it 1"),
         ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but max_grad_norm makes it 1.0"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True but dtype makes it False"),
