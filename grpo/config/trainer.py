@@ -30,7 +30,7 @@ class TrainerConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fill_in_unset(self.recorded_settings(), rank_count())
+        self.fill_in_unset(self.recorded_settings(), rank_count(), self.use_peft)
         self.check_ranks(rank_count())
         require(
             self.temperature > 0,

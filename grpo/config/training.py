@@ -9,6 +9,8 @@ from typing import Any, Literal
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
 
+_RATE = 1e-6  # TRL's
+_LORA_RATE = 1e-5  # LoRA wants ten times as much, or more (Schulman et al. 2025, "LoRA Without Regret")
 _PROMPTS = 48  # 1, 2, 3, 4, 6 and 8 ranks share them equally
 
 
@@ -36,7 +38,13 @@ class TrainingSection(Section):
         above=0,
         common=True,
     )
-    learning_rate: float = option(1e-6, "AdamW's peak learning rate", above=0, common=True)
+    learning_rate: float | None = option(
+        None,
+        "AdamW's peak learning rate; unset is 1e-6, or 1e-5 with use_peft, and in a run that is continued the one that "
+        "it had",
+        common=True,
+        above=0,
+    )
     lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
         "constant_with_warmup", "course of the learning rate after its linear warm-up"
     )
@@ -60,11 +68,13 @@ class TrainingSection(Section):
         "ds_config.json", "JSON file with DeepSpeed's own settings; the trainer fills in what says auto there"
     )
 
-    def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int) -> None:
+    def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
         """Give unset settings the value that the run to continue had, or their default."""
         if self.prompts_per_step is None:
             nearest = max(1, round(_PROMPTS / world_size)) * world_size
             self.prompts_per_step = recorded.get("prompts_per_step", nearest)
+        if self.learning_rate is None:
+            self.learning_rate = float(recorded.get("learning_rate", _LORA_RATE if is_lora else _RATE))
 
     @property
     def updates_per_round(self) -> int:

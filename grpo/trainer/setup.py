@@ -205,8 +205,9 @@ def set_up(
     stop = StopSignals(launcher)
     recorder = Recorder(config, folder, after=progress.step if resumed else -1) if rank == 0 else None
     log.info(
-        "%d prompts, %d held out; %d x %s; %d prompts a step; run folder %s%s",
-        *(len(inputs.examples), len(inputs.held_out), world_size, device, config.prompts_per_step, folder),
+        "%d prompts, %d held out; %d x %s; %d prompts a step; learning rate %g; run folder %s%s",
+        *(len(inputs.examples), len(inputs.held_out), world_size, device),
+        *(config.prompts_per_step, config.learning_rate, folder),
         f"; goes on after step {progress.step}" if resumed else "",
     )
     return Run(

@@ -269,6 +269,14 @@ def test_a_batch_that_ranks_cannot_share_is_refused(monkeypatch, refused, ranks,
     assert f"prompts_per_step=56: {ranks} ranks cannot share it equally: {remedy}, or another number of ranks" in said
 
 
+def test_an_unset_learning_rate_is_ten_times_as_large_for_an_adapter_and_kept_by_a_run_that_goes_on(tmp_path):
+    assert trainer().learning_rate == 1e-6 and trainer("--use_peft").learning_rate == 1e-5
+    write_config(trainer("--use_peft", "--learning_rate", "3e-6"), tmp_path / "config.yaml")
+    again = ["--use_peft", "--resume_from_checkpoint", "last", "--output_dir", str(tmp_path)]
+    assert trainer(*again).learning_rate == 3e-6
+    assert trainer(*again, "--learning_rate", "2e-6").learning_rate == 2e-6
+
+
 def test_a_run_that_is_continued_keeps_what_was_unset(monkeypatch, refused, tmp_path):
     write_config(trainer(), tmp_path / "config.yaml")
     (tmp_path / "checkpoint-5").mkdir()
