@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
@@ -27,6 +29,9 @@ class LaunchSection(Section):
 @dataclass
 class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
     """The settings of a run on one machine: server and trainer."""
+
+    def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
+        """Leave what depends on the number of ranks unset: the trainer fills it in, which knows that number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -83,6 +83,8 @@ class TrainingSection(Section):
 
     def check_ranks(self, world_size: int) -> None:
         """Refuse a global batch that cannot be shared equally. Raises ConfigError."""
+        if self.prompts_per_step is None:
+            return  # it will fit
         rest = self.prompts_per_step % world_size
         lower, upper = self.prompts_per_step - rest, self.prompts_per_step - rest + world_size
         require(

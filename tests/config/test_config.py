@@ -7,8 +7,10 @@ import torch
 from conftest import REPOSITORY
 
 from grpo.config.command_line import parse_arguments, write_config
+from grpo.config.errors import ConfigError
 from grpo.config.evaluate import EvaluateConfig
 from grpo.config.generation import ChatConfig
+from grpo.config.launch import LaunchConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.trainer.engine import engine_config
@@ -363,3 +365,11 @@ def test_every_recipe_is_read_by_both_programs(path):
     served = parse_arguments(ServerConfig, "", ["--config", str(path)])
     assert served.model_name_or_path == config.model_name_or_path and served.port == config.port
     engine_config(config, 1, torch.device("cpu"))
+
+
+def test_the_launcher_leaves_to_the_trainer_what_depends_on_its_ranks():
+    config = parse_arguments(LaunchConfig, "", ["--use_peft"])
+    assert config.prompts_per_step is None and config.learning_rate is None
+    config.check_ranks(5)
+    with pytest.raises(ConfigError, match="prompts_per_step=48: 5 ranks"):
+        parse_arguments(LaunchConfig, "", ["--prompts_per_step", "48"]).check_ranks(5)
