@@ -18,6 +18,8 @@ from pathlib import Path
 # One thread a process, before torch reads it: the tests run several on few cores. torch.set_num_threads would leave a
 # server's threads and those of backward passes as many as there are cores, which spin.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Containers set it, and each program would compile all of ours anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import forkserver
 import pytest
@@ -158,7 +160,7 @@ def thinking_model(model_folder: Path, folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "words"
-    write_dataset(folder, seed=0)
+    write_dataset(folder, seed=0, train_size=256)  # each rank tokenizes all of it
     return folder
 
 
