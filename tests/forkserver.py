@@ -34,7 +34,9 @@ HEAVY = (
     *("torch", "transformers", "deepspeed", "datasets", "waitress", "bottle", "requests", "prometheus_client", "peft"),
     *("accelerate", "bitsandbytes", "matplotlib.pyplot", "torch.utils.tensorboard", "torch._dynamo", "yaml"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2"),
-    *("deepspeed.runtime.engine", "deepspeed.launcher.multinode_runner"),
+    *("transformers.conversion_mapping", "deepspeed.runtime.engine", "deepspeed.launcher.multinode_runner"),
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
+    "deepspeed.runtime.zero.stage_1_and_2",
 )
 PROGRAMS = ("ref_server.py", "grpo_ref_split.py", "deepspeed", "-m grpo.", "-m demo", "-m deepspeed.", "tests/")
 # The libraries and the interpreter read these when they start: a program that wants others is started plainly.
@@ -275,6 +277,9 @@ if __name__ == "__main__":
 
     for module in HEAVY:
         importlib.import_module(module)
+    # What transformers and DeepSpeed compute once in each process, 0.3 s of it.
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen2")
+    assert sys.modules["deepspeed"].ops.__compatible_ops__
     forkserver._environment = dict(os.environ)
     subprocess.Popen = forkserver.Popen
     forkserver._serve(sys.argv[1])
