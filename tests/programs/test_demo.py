@@ -22,6 +22,7 @@ def start(folder, *options) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "demo", "--folder", str(folder), *options],
         cwd=REPOSITORY,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -75,6 +76,7 @@ def test_the_trained_model_has_the_accuracy_that_its_run_recorded(built, tmp_pat
 
 
 @pytest.mark.rare
+@pytest.mark.plain_start
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_demo_learns_with_other_seeds(tmp_path, seed):
     check(tmp_path / "demo", run(tmp_path / "demo", "--seed", str(seed)))
@@ -108,7 +110,7 @@ def test_an_interrupted_demo_leaves_no_process_behind(built, number, code):
     shutil.rmtree(folder / "run")
     process = start(folder)
     deadline = time.monotonic() + 120
-    while not (folder / "run/metrics.jsonl").exists() or len(lines(folder)) < 3:
+    while not (folder / "run/metrics.jsonl").exists() or not lines(folder):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
     process.send_signal(number)
