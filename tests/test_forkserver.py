@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, running_server
 from forkserver import PlainPopen
-from safetensors.torch import load_file
-from trainer_runs import lines, options, timeless
+from trainer_runs import lines, one_line, options, run_ranks, timeless, weights
 
 # It is taken for a program of ours by its second line; what follows tells of itself.
 PROGRAM = """
@@ -81,8 +81,24 @@ def test_a_forked_run_has_the_numbers_of_a_plain_one(model_folder, data_folder, 
             words = options(model_folder, data_folder, tmp_path / kind, ref_servers=server.url, num_generations_eval=2)
             ended = launch(2, "grpo_ref_split.py", *words)
             assert ended.returncode == 0, ended.stdout
-    forked, plain = tmp_path / "forked", tmp_path / "plain"
-    assert timeless(forked) == timeless(plain)
-    assert lines(forked / "completions.jsonl") == lines(plain / "completions.jsonl")
-    weights, others = (load_file(run / "model" / "model.safetensors") for run in (forked, plain))
-    assert weights.keys() == others.keys() and all((weights[name] == others[name]).all() for name in weights)
+    check_alike(tmp_path / "forked", tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_ranks_without_the_launcher_do_what_launched_ones_do(model_folder, data_folder, letters, tmp_path, launch):
+    for name, start in (("launched", launch), ("alone", run_ranks)):
+        settings = options(model_folder, data_folder, tmp_path / name, beta=0, max_steps=2, report_to="none")
+        words = ["grpo_ref_split.py", *settings, *letters]
+        ended = start(2, *words)
+        assert ended.returncode == 0, ended.stdout
+        refused = start(2, *words)
+        assert refused.returncode == 2 and "it holds a run" in one_line(refused.stdout)
+    assert lines(tmp_path / "alone/metrics.jsonl")[1]["grad_norm"] > 0
+    check_alike(tmp_path / "launched", tmp_path / "alone")
+
+
+def check_alike(run: Path, other: Path) -> None:
+    assert timeless(run) == timeless(other)
+    assert lines(run / "completions.jsonl") == lines(other / "completions.jsonl")
+    here, there = weights(run / "model"), weights(other / "model")
+    assert here.keys() == there.keys() and all((here[name] == there[name]).all() for name in here)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from ragged import completions, gradients, step_of, tokens_of
+from trainer_runs import run_ranks
 
 from grpo.algorithm.loss import grpo_loss, try_loss
 from grpo.algorithm.loss_types import LOSSES
@@ -165,7 +166,7 @@ def test_its_file_must_be_the_same_on_every_machine(copies):
 
 
 @pytest.mark.slow
-def test_a_real_update_with_a_copy_is_that_of_the_built_in_loss_to_the_bit(launch, model_folder, copies, tmp_path):
+def test_a_real_update_with_a_copy_is_that_of_the_built_in_loss_to_the_bit(model_folder, copies, tmp_path):
     """Two ranks under DeepSpeed, several micro-batches, an update before the one that is looked at."""
     order = random.Random(1).sample(range(36), 36)
     fixed = {"order": order, "shares": [10, 26], "old": True, "sampled": False, "small_steps": [0.3]}
@@ -173,7 +174,7 @@ def test_a_real_update_with_a_copy_is_that_of_the_built_in_loss_to_the_bit(launc
     cases = [{"options": [*fixed_options, "--loss_type", name], **fixed} for name in ("grpo", f"{copies}:copy_of_grpo")]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     files = str(tmp_path / "cases.json"), str(tmp_path / "out.pt")
-    ended = launch(2, "tests/step_worker.py", str(model_folder), *files)
+    ended = run_ranks(2, "tests/step_worker.py", str(model_folder), *files)
     assert ended.returncode == 0, ended.stdout
     built_in, copied = torch.load(tmp_path / "out.pt")
     assert built_in["norm"] == copied["norm"] > 0

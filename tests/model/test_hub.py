@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import running_server, write_model
+from trainer_runs import run_ranks
 
 from demo.task import write_dataset
 
@@ -47,13 +48,13 @@ def cache_gsm8k(home: Path) -> None:
     (prepared / "dataset_info.json").write_text(json.dumps(info))
 
 
-def test_both_programs_find_their_defaults(launch, hub, tmp_path):
+def test_both_programs_find_their_defaults(hub, tmp_path):
     run = tmp_path / "run"
     with running_server(None, tmp_path, environment=hub) as server:
         server.wait_ready()
         fewer = ["--max_steps", "1", "--max_completion_length", "16", "--ref_startup_timeout", "30"]
         where = ["--ref_servers", server.url, "--output_dir", str(run)]
-        ended = launch(2, "grpo_ref_split.py", *fewer, *where, environment=hub)
+        ended = run_ranks(2, "grpo_ref_split.py", *fewer, *where, environment=hub)
     assert ended.returncode == 0, ended.stdout
     assert "Qwen/Qwen2.5-1.5B-Instruct" in server.log.read_text()
     before, first = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -64,8 +65,8 @@ def test_both_programs_find_their_defaults(launch, hub, tmp_path):
     assert first["num_tokens"] > completions * first["completions/mean_length"]
 
 
-def test_what_is_not_on_the_hub_is_said_in_one_line(launch, hub, tmp_path):
-    ended = launch(1, "grpo_ref_split.py", "--model_name_or_path", "Qwen/Qwen2.5-0.5B", environment=hub)
+def test_what_is_not_on_the_hub_is_said_in_one_line(hub, tmp_path):
+    ended = run_ranks(1, "grpo_ref_split.py", "--model_name_or_path", "Qwen/Qwen2.5-0.5B", environment=hub)
     assert ended.returncode == 2
     said = [line for line in ended.stdout.splitlines() if "error: model_name_or_path='Qwen/Qwen2.5-0.5B'" in line]
     assert len(said) == 1 and "hub id that this machine can reach" in said[0] and "Traceback" not in ended.stdout

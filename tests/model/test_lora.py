@@ -28,7 +28,7 @@ from conftest import free_port, running_server
 from models import distance
 from safetensors.torch import load_file
 from step_worker import own_share, read_config
-from trainer_runs import lines, options, plain_python
+from trainer_runs import lines, options, plain_python, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client.reference import ReferenceClient
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_plain_autograd(model_folder, adapters, kind, che
 
 
 @pytest.mark.slow
-def test_the_step_of_two_ranks_is_that_of_plain_autograd(launch, model_folder, adapters, tmp_path):
+def test_the_step_of_two_ranks_is_that_of_plain_autograd(model_folder, adapters, tmp_path):
     """Under ZeRO-2, where one rank has one micro-batch of an empty completion, and the other 35."""
     settings = [
         "--micro_batch_tokens",
@@ -144,7 +144,7 @@ def test_the_step_of_two_ranks_is_that_of_plain_autograd(launch, model_folder, a
     case = {"options": settings, "shares": [1, 35], "order": list(range(36)), "old": False, "sampled": False}
     (tmp_path / "cases.json").write_text(json.dumps([case | {"small_steps": []}]))
     out = tmp_path / "step.pt"
-    ended = launch(2, "tests/step_worker.py", str(adapters["DoRA"]), str(tmp_path / "cases.json"), str(out))
+    ended = run_ranks(2, "tests/step_worker.py", str(adapters["DoRA"]), str(tmp_path / "cases.json"), str(out))
     assert ended.returncode == 0, ended.stdout
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
     plain = peft.PeftModel.from_pretrained(base, adapters["DoRA"], is_trainable=True).double().eval()
@@ -412,13 +412,13 @@ def test_a_server_answers_with_the_adapters_logprobs(model_folder, adapters, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start, dtype", [("model", "bfloat16"), ("DoRA", "float32")])
-def test_two_ranks_without_a_server(launch, model_folder, adapters, data_folder, letters, tmp_path, start, dtype):
+def test_two_ranks_without_a_server(model_folder, adapters, data_folder, letters, tmp_path, start, dtype):
     run = tmp_path / "run"
     begin = model_folder if start == "model" else adapters[start]
     settings = options(begin, data_folder, run, ref="adapter_off", use_peft=None, eval_steps=0, save_steps=2)
     settings += ["--ref_servers", f"http://127.0.0.1:{free_port()}"]  # nobody is there
     settings += ["--gradient_checkpointing", "--dtype", dtype]
-    ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
     assert ended.returncode == 0, ended.stdout
     assert "ref is adapter_off: no reference server" in ended.stdout
     rows = lines(run / "metrics.jsonl")

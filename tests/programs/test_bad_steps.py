@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from trainer_runs import lines, one_line, options, plain_python
+from trainer_runs import lines, one_line, options, plain_python, run_ranks
 
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.prompts import PromptStream
@@ -48,7 +48,7 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
     assert ended.stdout.count("is skipped: its loss or gradient is not finite; its 16 completions are in") == 6
 
     (tmp_path / "spoiled").write_text("")
-    ended = launch(2, "grpo_ref_split.py", *words)
+    ended = run_ranks(2, "grpo_ref_split.py", *words)
     assert ended.returncode == 0, ended.stdout
     rows = lines(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [*range(1, 10)]

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 import torch
-from trainer_runs import lines, options, plain_python, timeless
+from trainer_runs import lines, options, plain_python, run_ranks, timeless
 
 from grpo.algorithm.advantages import group_advantages
 
@@ -72,12 +72,12 @@ def test_a_round_of_generation_feeds_several_steps_several_times(run, tmp_path):
     assert texts[1] == texts[3] != texts[2] == texts[4] and texts[5] not in (texts[1], texts[2])
 
 
-def test_prompts_without_signal_are_replaced(launch, run, settings, tmp_path):
+def test_prompts_without_signal_are_replaced(run, settings, tmp_path):
     """Half of all prompts reward every completion alike. Two ranks, which seldom have equally many of them."""
     plain = run("plain", "picky", prompts_per_step=8)
     assert sum(row["frac_reward_zero_std"] for row in plain) > 0 and "resampled_groups" not in plain[0]
     resampled = settings("resampled", "picky", prompts_per_step=8, max_resample=12)
-    ended = launch(2, "grpo_ref_split.py", *resampled)
+    ended = run_ranks(2, "grpo_ref_split.py", *resampled)
     assert ended.returncode == 0, ended.stdout
     rows = lines(tmp_path / "resampled/metrics.jsonl")
     assert [row["frac_reward_zero_std"] for row in rows] == [0, 0, 0]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
 from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, exact, fake, open_client
-from trainer_runs import lines, options, start, timeless, wait_for_steps
+from trainer_runs import lines, options, run_ranks, start, timeless, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client import connection
@@ -358,14 +358,14 @@ def test_a_run_that_began_with_unknown_weights_does_not_begin_again_with_others(
 
 
 @pytest.mark.slow
-def test_a_run_whose_kl_begins_anew_with_each_update(launch, model_folder, data_folder, letters, tmp_path):
+def test_a_run_whose_kl_begins_anew_with_each_update(model_folder, data_folder, letters, tmp_path):
     run = tmp_path / "run"
     with open_server(model_folder, tmp_path) as server:
         server.wait_ready()
         settings = options(
             model_folder, data_folder, run, ref_servers=server.url, ref_update_steps=2, max_steps=4, eval_steps=0
         )
-        ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+        ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
     assert ended.returncode == 0, ended.stdout
     rows = lines(run / "metrics.jsonl")
     kl = [row["kl"] for row in rows]

@@ -16,6 +16,7 @@ import torch
 from experts import balanced, mixture
 from models import distance
 from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, rewards, sequences
+from trainer_runs import run_ranks
 from transformers import AutoModelForCausalLM
 
 from grpo.client.errors import ServerError
@@ -160,10 +161,10 @@ def norm(gradients) -> float:
     return sum((gradient**2).sum().item() for gradient in gradients.values()) ** 0.5
 
 
-def run(launch, ranks: int, model_folder, tmp_path, cases: list[dict]) -> list[dict]:
+def run(ranks: int, model_folder, tmp_path, cases: list[dict]) -> list[dict]:
     given, out = tmp_path / "cases.json", tmp_path / "results.pt"
     given.write_text(json.dumps(cases))
-    ended = launch(ranks, "tests/step_worker.py", str(model_folder), str(given), str(out))
+    ended = run_ranks(ranks, "tests/step_worker.py", str(model_folder), str(given), str(out))
     assert ended.returncode == 0, ended.stdout
     return torch.load(out)
 
@@ -187,17 +188,15 @@ def check(number: int, result: dict, gradients: dict, metrics: dict, limit: floa
     [(1, False, False), (2, True, False), (3, False, True), (4, False, False)],
     ids=["1 rank", "2 ranks, gradients clipped", "3 ranks, activations recomputed", "4 ranks"],
 )
-def test_every_loss_with_every_option(
-    launch, model_folder, tmp_path, plain, expected, few, ranks, clipping, checkpointing
-):
-    """All cases in one launch, each cut at random; then some losses with two updates on the same completions."""
+def test_every_loss_with_every_option(model_folder, tmp_path, plain, expected, few, ranks, clipping, checkpointing):
+    """All cases in one start, each cut at random; then some losses with two updates on the same completions."""
     numbers = few(range(len(CASES)), 24)
     limit = sorted(norm(expected(number)[0]) for number in numbers)[len(numbers) // 2] if clipping else 0.0
     engine = {"gradient_checkpointing": checkpointing, "max_grad_norm": limit}
     cases = [worker_case(number, ranks, **engine) for number in numbers]
     twice = [number for number in range(len(CASES)) if CASES[number][0] in PLAIN[::6]][ranks - 1 :: 4]
     cases += [worker_case(number, ranks, num_iterations=2, **engine) | {"small_steps": [0.3]} for number in twice]
-    results = run(launch, ranks, model_folder, tmp_path, cases)
+    results = run(ranks, model_folder, tmp_path, cases)
     for number, result in zip(numbers, results, strict=False):
         check(number, result, *expected(number), limit)
 
@@ -211,7 +210,7 @@ def test_every_loss_with_every_option(
 
 
 @pytest.mark.slow
-def test_experts_are_balanced_over_the_whole_step(launch, tmp_path):
+def test_experts_are_balanced_over_the_whole_step(tmp_path):
     """Three ranks, one with nothing but a masked completion: the loss of all tokens at once, added with its weight."""
     experts = mixture("mixtral")
     experts.save_pretrained(tmp_path / "experts")
@@ -225,7 +224,7 @@ def test_experts_are_balanced_over_the_whole_step(launch, tmp_path):
     kept = [(sample.prompt_ids, sample.completion_ids) for sample in sequences() if sample.finished]
     value, slopes = balanced(plain.model, kept)
     gradients = {name: slope + 0.5 * slopes[name] for name, slope in gradients.items()}
-    for result in run(launch, 3, tmp_path / "experts", tmp_path, cases):
+    for result in run(3, tmp_path / "experts", tmp_path, cases):
         check(numbers[0], result, gradients, metrics | {"loss": metrics["loss"] + 0.5 * value})
         assert result["stats"]["aux_loss"][1] == pytest.approx(value, rel=1e-5)
 
@@ -233,25 +232,25 @@ def test_experts_are_balanced_over_the_whole_step(launch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_without_a_token_changes_nothing_and_leaves_no_trace(launch, model_folder, tmp_path, expected, ranks):
+def test_a_step_without_a_token_changes_nothing_and_leaves_no_trace(model_folder, tmp_path, expected, ranks):
     """As the first step of all and as a later one."""
     numbers = [number for number, (settings, *_) in enumerate(CASES) if settings.get("mask_truncated_completions")][::9]
     cases = [worker_case(number, ranks) | {"masked": True} for number in numbers]
     assert len(cases) >= 2
-    for number, result in zip(numbers, run(launch, ranks, model_folder, tmp_path, cases), strict=True):
+    for number, result in zip(numbers, run(ranks, model_folder, tmp_path, cases), strict=True):
         check(number, result, *expected(number))
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_step_that_is_not_finite_changes_nothing_and_leaves_no_trace(launch, model_folder, tmp_path, expected, ranks):
+def test_a_step_that_is_not_finite_changes_nothing_and_leaves_no_trace(model_folder, tmp_path, expected, ranks):
     """An advantage that makes the loss infinite, or NaN, and one whose gradient alone is too large for float32."""
     numbers = [number for number, (settings, old, _) in enumerate(CASES) if settings in PLAIN[::7] and not old]
     spoiled = [(10, float("inf")), (11, float("nan")), (12, 1e30)]
     cases = [worker_case(number, ranks) | {"spoiled": spoiled[place % 3]} for place, number in enumerate(numbers)]
     assert len(cases) >= 3
-    for number, result in zip(numbers, run(launch, ranks, model_folder, tmp_path, cases), strict=True):
+    for number, result in zip(numbers, run(ranks, model_folder, tmp_path, cases), strict=True):
         check(number, result, *expected(number))
 
 
