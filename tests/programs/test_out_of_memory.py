@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trainer_runs import lines, options
+from trainer_runs import lines, options, run_ranks
 
 from grpo.config.trainer import TrainerConfig
 from grpo.run.phase_clock import PhaseClock
@@ -87,9 +87,11 @@ def test_the_phase_that_ran_out_is_named_or_the_one_before(phases, where):
 
 
 LIMIT = """
-import os, resource
+import ctypes, os, resource
 from pathlib import Path
 
+M_MMAP_THRESHOLD = -3
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # every tensor of 64 KiB and more is asked for by itself
 calls = -1  # the first call is the one before the run
 
 def own(prompts, completions, **columns):
@@ -112,8 +114,7 @@ def test_a_rank_without_memory_ends_all_in_one_sentence_and_the_run_goes_on(
     (tmp_path / "own.py").write_text(LIMIT)
     (tmp_path / "limit").touch()
     words += ["--reward_funcs", f"{tmp_path / 'own.py'}:own"]
-    # Every tensor of 64 KiB and more is asked for by itself.
-    ended = launch(2, "grpo_ref_split.py", *words, environment={"MALLOC_MMAP_THRESHOLD_": str(2**16)})
+    ended = launch(2, "grpo_ref_split.py", *words)
     assert ended.returncode != 0
     told = [line for line in ended.stdout.splitlines() if "out of memory" in line]
     assert len(told) == 1 and "Traceback" not in ended.stdout, ended.stdout
@@ -125,6 +126,6 @@ def test_a_rank_without_memory_ends_all_in_one_sentence_and_the_run_goes_on(
     assert re.fullmatch(f"{place}: {remedy}; {re.escape(way_on)}", told[0]), told[0]
 
     os.remove(tmp_path / "limit")
-    ended = launch(2, "grpo_ref_split.py", *words, "--sequences_per_generate", "4")
+    ended = run_ranks(2, "grpo_ref_split.py", *words, "--sequences_per_generate", "4")
     assert ended.returncode == 0, ended.stdout
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == [1, 2, 3, 4]

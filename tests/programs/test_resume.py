@@ -9,21 +9,19 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import ENVIRONMENT, REPOSITORY, running_server
+from conftest import running_server
 from processes import left_of, processes_below, ranks_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_runs import (
     STEPS,
     begun_again,
     check_same,
-    command_of,
     finish,
     lines,
     reach,
@@ -116,10 +114,10 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
             2, words, "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:after:1", "0"
         ) as process:
             process.communicate(timeout=120)
-        limited = ["-c", f"trap '' XFSZ; ulimit -f 400; exec {' '.join(command_of(2, words))}"]
-        ended = subprocess.run(["bash", *limited], cwd=REPOSITORY, env=ENVIRONMENT, text=True, capture_output=True)
-        assert ended.returncode != 0
-        errors = [line for line in (ended.stdout + ended.stderr).splitlines() if "could not be saved" in line]
+        with training(2, ["400", *words], "tests/full_disk.py") as process:
+            output, _ = process.communicate(timeout=120)
+        assert process.returncode != 0
+        errors = [line for line in output.splitlines() if "could not be saved" in line]
         assert len(errors) == 1 and errors[0].startswith("grpo_ref_split.py: error: ")
         assert "checkpoint-4 could not be saved: " in errors[0] and "MiB: make room" in errors[0]
         assert errors[0].endswith("--resume_from_checkpoint last goes on from checkpoint-2")

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
-from trainer_runs import lines, one_line, options, plain_python, start, wait_for_steps
+from trainer_runs import lines, one_line, options, plain_python, run_ranks, start, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
@@ -200,7 +200,7 @@ def test_no_token_waits_for_the_whole_device(model_folder, data_folder, letters,
 
 
 @pytest.mark.slow
-def test_bfloat16_with_a_linear_warm_up(launch, data_folder, letters, tmp_path):
+def test_bfloat16_with_a_linear_warm_up(data_folder, letters, tmp_path):
     """Masters in fp32 let weights move by less than bfloat16 can show in one step."""
     folder = write_model(tmp_path / "model", seed=0)
     with running_server(folder, tmp_path, "--dtype", "bfloat16") as server:
@@ -217,7 +217,7 @@ def test_bfloat16_with_a_linear_warm_up(launch, data_folder, letters, tmp_path):
             warmup_steps=3,
             learning_rate=1e-4,
         )
-        ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+        ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
     assert ended.returncode == 0, ended.stdout
     rows = lines(run / "metrics.jsonl")
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.0, 1e-4 / 3, 2e-4 / 3, 1e-4])
@@ -246,7 +246,7 @@ def test_another_reference_has_a_kl_from_the_first_step(data_folder, model_folde
 
 @pytest.mark.slow
 @needs_gsm8k
-def test_three_steps_of_gsm8k(launch, server, model_folder, letters, tmp_path):
+def test_three_steps_of_gsm8k(server, model_folder, letters, tmp_path):
     run = tmp_path / "run"
     settings = options(
         model_folder,
@@ -257,7 +257,7 @@ def test_three_steps_of_gsm8k(launch, server, model_folder, letters, tmp_path):
         eval_samples=12,
         system_prompt="Answer within <answer> tags.",
     )
-    ended = launch(2, "grpo_ref_split.py", *settings, *letters)
+    ended = run_ranks(2, "grpo_ref_split.py", *settings, *letters)
     assert ended.returncode == 0, ended.stdout
     check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
     sample = lines(run / "completions.jsonl")[0]
@@ -390,16 +390,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(model_fold
     """A file-size limit stands in for the full disk: the record fits below it, the model does not."""
     run = tmp_path / "run"
     settings = options(model_folder, data_folder, run, beta=0, max_steps=1, eval_steps=0)
-    command = f"ulimit -f 200; exec {sys.executable} grpo_ref_split.py {' '.join(settings)} --report_to none"
-    ended = subprocess.run(
-        ["bash", "-c", f"trap '' XFSZ; {command}"],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        text=True,
-        timeout=120,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    ended = run_ranks(1, "tests/full_disk.py", "200", *settings, "--report_to", "none")
     assert ended.returncode == 1, ended.stdout
     assert "the model could not be saved" in one_line(ended.stdout)
     left = ["completions.jsonl", "config.yaml", "metrics.jsonl", "trainer.lock"]
