@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,8 +14,6 @@ from pathlib import Path
 from conftest import ENVIRONMENT, REPOSITORY
 
 NAMES = ("node-1", "node-2", "other-machine")
-# A machine has a name of its own and knows the others by theirs, as from a name server.
-_BECOME = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
 @dataclass
@@ -50,7 +49,7 @@ def machines(folder: Path) -> Iterator[dict[str, Machine]]:
     where this system does not let us."""
     spaces = {name: f"grpo-{os.getpid()}-{name}" for name in NAMES}
     addresses = {name: f"10.77.0.{place}" for place, name in enumerate(NAMES, 1)}
-    hosts = folder / "hosts"
+    hosts = folder / "hosts"  # a machine knows the others by their names, as from a name server
     hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items()))
     switch = spaces[NAMES[-1]]
     try:
@@ -67,12 +66,10 @@ def machines(folder: Path) -> Iterator[dict[str, Machine]]:
             _ip("-n", space, "address", "add", f"{addresses[name]}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
         made = {
-            name: Machine(
-                name, ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", _BECOME, name, str(hosts)]
-            )
+            name: Machine(name, [sys.executable, "tests/in_namespace.py", space, name, str(hosts)])
             for name, space in spaces.items()
         }
-        subprocess.run([*made[NAMES[0]].prefix, "true"], check=True, capture_output=True)
+        subprocess.run(made[NAMES[0]].prefix, cwd=REPOSITORY, check=True, capture_output=True)
         yield made
     finally:
         for space in spaces.values():
