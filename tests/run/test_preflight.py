@@ -3,12 +3,13 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as processes
+from conftest import ENVIRONMENT, REPOSITORY
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -95,7 +96,10 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
         checkpoint = used / f"checkpoint-{step}"
         (checkpoint / "large").write_bytes(b"12"), (checkpoint / "small").write_bytes(b"1")
         write_progress(checkpoint, {"files": sum_files(checkpoint, ["large", "small"])})
-    processes.spawn(rank_of_two, (tmp_path,), nprocs=2)
+    command = [sys.executable, "tests/run/test_preflight.py"]
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+    ranks = [subprocess.Popen([*command, rank, tmp_path], cwd=REPOSITORY, env=environment) for rank in "01"]
+    assert [process.wait(timeout=120) for process in ranks] == [0, 0]
     results, second_results = (json.loads((tmp_path / f"results-{rank}").read_text()) for rank in range(2))
     assert results == second_results
     alike, (shared, hidden, refused, *resumed) = results[: len(CASES)], results[len(CASES) :]
@@ -148,3 +152,7 @@ def test_a_disk_that_cannot_be_written_is_said(tmp_path):
     """Of a file system that is read-only no user can write anything, root included; /proc is such a one."""
     with pytest.raises(ConfigError, match="^output_dir='/proc/self': .+: name a folder that can be written$"):
         opened(TrainerConfig(output_dir="/proc/self", resume_from_checkpoint="last"))
+
+
+if __name__ == "__main__":
+    rank_of_two(int(sys.argv[1]), Path(sys.argv[2]))
