@@ -1,4 +1,5 @@
-"""Training continues, bit for bit, whatever happens to its reference servers. Real processes, on the demo's settings.
+"""Training continues, bit for bit, whatever happens to its reference servers. Real processes, on the demo's settings
+and a model of random weights.
 
 Every run is compared with one that nothing disturbed: each step once, and the same numbers except times. It needs a
 deterministic server, whose answers do not depend on what else waits in its queue.
@@ -9,7 +10,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -56,14 +56,13 @@ class Training:
 
 
 @contextmanager
-def training(demo: Path, run: Path, *urls: str, max_steps: int, **changes):
+def training(words: list[str], run: Path, *urls: str, max_steps: int, **changes):
     settings = {
         "config": "configs/demo_cpu.yaml",
-        "model_name_or_path": demo / "model",
-        "dataset_name": demo / "data",
         "output_dir": run,
         "report_to": "none",
         "eval_steps": 0,
+        "max_completion_length": 24,
         "max_steps": max_steps,
         "ref_deadline": 200,
     } | changes
@@ -75,7 +74,7 @@ def training(demo: Path, run: Path, *urls: str, max_steps: int, **changes):
     log = run.with_suffix(".log")
     with open(log, "w") as output:
         process = subprocess.Popen(
-            list(map(str, [*command, "--ref_servers", *urls])),
+            list(map(str, [*command, *words, "--ref_servers", *urls])),
             cwd=REPOSITORY,
             env=ENVIRONMENT,
             stdout=output,
@@ -95,17 +94,15 @@ def deterministic(folder: Path, tmp_path: Path, port: int | None = None):
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("survival") / "demo"
-    command = [sys.executable, "-m", "demo", "--prepare", "--folder", str(folder)]
-    subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=True, capture_output=True)
-    return folder
+def words(model_folder, data_folder, letters) -> list[str]:
+    """Model, data and rewards, as the trainer's options."""
+    return ["--model_name_or_path", str(model_folder), "--dataset_name", str(data_folder), *letters]
 
 
 @pytest.fixture(scope="module")
-def steady(demo, tmp_path_factory):
+def steady(model_folder, tmp_path_factory):
     """A server that nobody ends."""
-    with deterministic(demo / "model", tmp_path_factory.mktemp("steady")) as server:
+    with deterministic(model_folder, tmp_path_factory.mktemp("steady")) as server:
         server.wait_ready()
         yield server
 
@@ -117,8 +114,8 @@ def steps(request) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(demo, steady, steps, tmp_path_factory):
-    with training(demo, tmp_path_factory.mktemp("undisturbed") / "run", steady.url, max_steps=steps) as run:
+def undisturbed(words, steady, steps, tmp_path_factory):
+    with training(words, tmp_path_factory.mktemp("undisturbed") / "run", steady.url, max_steps=steps) as run:
         rows, samples = run.finish()
         assert run.count_logged("out of rotation") == 0
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
@@ -135,28 +132,28 @@ def check(run: Training, undisturbed, steps: int) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_a_server_killed_every_third_step_changes_nothing(demo, undisturbed, steps, tmp_path):
+def test_a_server_killed_every_third_step_changes_nothing(model_folder, words, undisturbed, steps, tmp_path):
     chance, kills = random.Random(os.environ["TEST_SEED"]), steps // 3
     moments = sorted(chance.sample(range(1, steps - 1), kills))
     with ExitStack() as servers:
-        server = servers.enter_context(deterministic(demo / "model", tmp_path))
+        server = servers.enter_context(deterministic(model_folder, tmp_path))
         server.wait_ready()
-        run = servers.enter_context(training(demo, tmp_path / "run", server.url, max_steps=steps))
+        run = servers.enter_context(training(words, tmp_path / "run", server.url, max_steps=steps))
         for step in moments:
             run.reach(step)
             time.sleep(chance.uniform(0, 0.5))
             assert server.process.poll() is None and run.process.poll() is None
             assert server.end(signal.SIGKILL) == -signal.SIGKILL
-            server = servers.enter_context(deterministic(demo / "model", tmp_path, server.port))
+            server = servers.enter_context(deterministic(model_folder, tmp_path, server.port))
             server.wait_ready()
         check(run, undisturbed, steps)
         assert run.count_logged("out of rotation") >= kills // 2
 
 
-def test_one_of_two_servers_killed_for_good_changes_nothing(demo, steady, undisturbed, tmp_path):
-    with deterministic(demo / "model", tmp_path) as killed:
+def test_one_of_two_servers_killed_for_good_changes_nothing(model_folder, words, steady, undisturbed, tmp_path):
+    with deterministic(model_folder, tmp_path) as killed:
         killed.wait_ready()
-        with training(demo, tmp_path / "run", killed.url, steady.url, max_steps=FEWER) as run:
+        with training(words, tmp_path / "run", killed.url, steady.url, max_steps=FEWER) as run:
             run.reach(5)
             killed.end(signal.SIGKILL)
             check(run, undisturbed, FEWER)
@@ -164,10 +161,10 @@ def test_one_of_two_servers_killed_for_good_changes_nothing(demo, steady, undist
 
 
 @pytest.mark.rare
-def test_a_network_that_delays_cuts_and_swallows_changes_nothing(demo, steady, undisturbed, tmp_path):
+def test_a_network_that_delays_cuts_and_swallows_changes_nothing(words, steady, undisturbed, tmp_path):
     with (
         proxy(steady.port, accidents(seed=0, longest=4000)) as network,
-        training(demo, tmp_path / "run", network.url, max_steps=FEWER, ref_request_timeout=2) as run,
+        training(words, tmp_path / "run", network.url, max_steps=FEWER, ref_request_timeout=2) as run,
     ):
         check(run, undisturbed, FEWER)
         for kind in ("answer cut", "answer reset", "request cut", "request reset", "delay"):
@@ -176,8 +173,8 @@ def test_a_network_that_delays_cuts_and_swallows_changes_nothing(demo, steady, u
         assert run.count_logged("out of rotation") >= 10
 
 
-def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(demo, steady, undisturbed, tmp_path):
-    with training(demo, tmp_path / "run", steady.url, max_steps=FEWER, ref_request_timeout=2) as run:
+def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(words, steady, undisturbed, tmp_path):
+    with training(words, tmp_path / "run", steady.url, max_steps=FEWER, ref_request_timeout=2) as run:
         for step in (4, 9):
             run.reach(step)
             steady.process.send_signal(signal.SIGSTOP)
