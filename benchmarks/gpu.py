@@ -35,7 +35,7 @@ from benchmarks.arithmetic import Work, each_alone, prompt_once
 from benchmarks.card import CUDA, DEVICE, Clock, Tables, bandwidth, card_peak, free, peak_of, synchronize, where
 from benchmarks.common import REPOSITORY, SHAPES, TINY, Group, groups, qwen, random_model, spread
 from benchmarks.gpu_train import train
-from benchmarks.train_memory import CARD_CASES, TINY_CASES, phase_sizes
+from benchmarks.train_memory import CARD_CASES, PHASES, TINY_CASES, phase_sizes
 from demo.__main__ import free_port
 from demo.model import build_tokenizer
 from grpo.algorithm.loss import grpo_loss
@@ -226,9 +226,6 @@ def memory(tiny: bool, clock: Clock, tables: Tables) -> None:
         cells = [f"{size / 2**30:.2f}" for phase in PHASES for size in (predicted[phase], measured[phase])]
         highest = max(predicted[phase] for phase in PHASES) / max(measured[phase] for phase in PHASES)
         tables.row(name, *cells, f"{highest:.2f}")
-
-
-PHASES = "sampling", "backward", "AdamW's step"
 
 
 # Sampling

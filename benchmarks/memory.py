@@ -30,7 +30,7 @@ from transformers import (
 
 from benchmarks.common import forget_peak, fresh, machine, peak_above, qwen, random_model, table
 from grpo.model.logprobs import token_logprobs
-from grpo.model.memory import FORWARD, MIB, server_memory, total, weights
+from grpo.model.memory import FORWARD, GIB, MIB, server_memory, total, weights
 from grpo.model.memory_report import CARDS, fit
 from grpo.model.trial import make_batcher
 from ref_server import keep_memory_flat
@@ -132,33 +132,28 @@ def main() -> None:
 
 
 def cards() -> str:
-    """Return a table: the largest --max_batch_tokens for each card, and the longest sequence on 24 GB."""
-    rows = []
-    for name, (hidden, wide, layers, heads, keys, vocabulary, tied, longest) in KNOWN.items():
-        kind = LlamaConfig if name.startswith("Llama") else Qwen2Config
-        config = kind(
-            hidden_size=hidden,
-            intermediate_size=wide,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=keys,
-            vocab_size=vocabulary,
-            tie_word_embeddings=tied,
-            max_position_embeddings=longest,
-        )
-        model = on_meta(config, torch.bfloat16)
-        for quantization in ("none", "8bit", "4bit"):
-            fits = {card: fit(model, model.dtype, quantization, longest, card) for card in CARDS}
-            rows.append(
-                [
-                    name if quantization == "none" else f"... {quantization}",
-                    f"{weights(model, model.dtype, quantization) / 2**30:.1f}",
-                    *(f"{budget:,}" if budget else "-" for budget, _ in fits.values()),
-                    f"{fits[24][1]:,}" if fits[24][1] else "-",
-                ]
-            )
-    head = ["model", "weights, GiB", *(f"{card} GB" for card in CARDS), "longest sequence on 24 GB"]
-    return table(head, rows)
+    """Return a table: the largest --max_batch_tokens for each card, a power of two."""
+    rows = [card_row(name, quantization) for name in KNOWN for quantization in ("none", "8bit", "4bit")]
+    return table(["model", "weights, GiB", *(f"{card} GB" for card in CARDS)], rows)
+
+
+def card_row(name: str, quantization: str) -> list[str]:
+    hidden, wide, layers, heads, keys, vocabulary, tied, longest = KNOWN[name]
+    kind = LlamaConfig if name.startswith("Llama") else Qwen2Config
+    config = kind(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=longest,
+    )
+    model = on_meta(config, torch.bfloat16)
+    size = f"{weights(model, quantization) / GIB:.1f}"
+    fits = [f"{tokens:,}" if tokens else "-" for tokens in fit(model, quantization, longest).values()]
+    return [name if quantization == "none" else f"... {quantization}", size, *fits]
 
 
 def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -169,8 +164,8 @@ def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def predict(case: Case) -> int:
     """Return the predicted bytes above the weights."""
     tokens = max(case.batch_tokens, case.longest)
-    model = on_meta(case.config(), case.dtype)
-    return total(server_memory(model, case.dtype, "none", tokens, case.longest, "cpu").phases[FORWARD])
+    memory = server_memory(on_meta(case.config(), case.dtype), "none", tokens, case.longest, "cpu")
+    return memory.peak(FORWARD) - total(memory.standing)
 
 
 @torch.inference_mode()

@@ -44,7 +44,7 @@ from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config
-from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
+from grpo.trainer.memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 from grpo.trainer.step import update
 
 PROMPT, COMPLETION, GENERATIONS = 64, 48, 8
@@ -120,8 +120,7 @@ CARD_CASES = {
     "Qwen2.5-3B's shape": Case(shape("Qwen2.5-3B"), CARD),
 }
 TINY_CASES = {"tiny": Case(lambda: qwen(**TINY))}
-PHASES = {"sampling": ["sampling"], "backward": ["backward pass, its begin", "backward pass, its end"]}
-PHASES["AdamW's step"] = ["AdamW's step"]
+PHASES = SAMPLING, BACKWARD, STEP
 
 
 def main() -> None:
@@ -143,7 +142,7 @@ def main() -> None:
         expected = predict(case)
         measured = run("-m", "benchmarks.train_memory", "--measure", name, case=case, heap=options.heap)
         for phase in PHASES:
-            peak, predicted = measured[phase], highest_of(expected, phase)
+            peak, predicted = measured[phase], expected.peak(phase)
             row += [predicted // MIB, peak // MIB, f"{predicted / peak:.2f}"]
         predicted, peak = expected.peak(expected.highest), max(measured[phase] for phase in PHASES)
         rows.append([*row, f"{predicted / peak:.2f}"])
@@ -153,18 +152,15 @@ def main() -> None:
     print(table(["MiB above the process", *head, "highest: ratio"], rows))
 
 
-def highest_of(expected: Memory, phase: str) -> int:
-    return max(expected.peak(name) for name in PHASES[phase])
-
-
 def predict(case: Case, device: str = "cpu") -> Memory:
     config = case.trainer()
     model = on_meta(case.config(), torch.bfloat16 if device == "cuda" else torch.float32).eval()
     if config.use_peft:
         train_adapter(model, config)
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
     ds_config = engine_config(config, case.ranks, torch.device(device))
-    trained = TrainedModel.of(model, config.longest_sequence)
-    return trainer_memory(trained, RankWork.of(config, ds_config, case.ranks, config.max_prompt_length, 0), device)
+    return rank_memory(model, RankWork(config, case.ranks, config.max_prompt_length, 0), ds_config, device)
 
 
 def phase_sizes(name: str, case: Case, seconds: float) -> tuple[dict[str, int], dict[str, int]]:
@@ -173,7 +169,7 @@ def phase_sizes(name: str, case: Case, seconds: float) -> tuple[dict[str, int], 
     Raises RuntimeError or subprocess.TimeoutExpired where the case's process fails or takes too long.
     """
     expected = predict(case, DEVICE)
-    predicted = {phase: max(map(expected.allocated, names)) for phase, names in PHASES.items()}
+    predicted = {phase: expected.tensors(phase) for phase in PHASES}
     measured = run("-m", "benchmarks.train_memory", "--measure", name, case=case, on_card=CUDA, seconds=seconds)
     return predicted, measured
 
@@ -255,7 +251,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
         if turn == 1:
             forget_peak()
             sampler.sample(examples, config.num_generations, 1.0, seed=turn)
-            peaks["sampling"] = peak_above(start)
+            peaks[SAMPLING] = peak_above(start)
         sequences = [
             Sample(prompt, ids(config.max_completion_length), True, advantage=draw.gauss(0, 1))
             for prompt in prompts
@@ -263,7 +259,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
         ]
         forget_peak()
         update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0, {})
-        peaks["backward"], peaks["AdamW's step"] = watched.before_step - start, peak_above(start)
+        peaks[BACKWARD], peaks[STEP] = watched.before_step - start, peak_above(start)
     return peaks
 
 

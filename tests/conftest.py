@@ -28,9 +28,7 @@ import torch
 from transformers import PreTrainedModel
 
 # What these assert is shown as a test's own.
-pytest.register_assert_rewrite(
-    "trainer_runs", "models", "experts", "adapters", "servers", "recorded", "processes", "estimates"
-)
+pytest.register_assert_rewrite("trainer_runs", "models", "experts", "adapters", "servers", "recorded", "processes")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

@@ -11,12 +11,10 @@ import json
 import random
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -24,13 +22,13 @@ from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations
-from grpo.model.memory import total
+from grpo.model.memory import LiveTensors, total
 from grpo.model.trial import make_batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config, join_ranks, start_engine
-from grpo.trainer.memory import PHASES, RankWork, TrainedModel, trainer_memory
+from grpo.trainer.memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 from grpo.trainer.step import update
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -38,32 +36,19 @@ PROMPT, COMPLETION = 64, 48
 SHAPE = dict(hidden_size=256, intermediate_size=1024, num_attention_heads=8, tie_word_embeddings=True)
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the storages that are there, and the most since `forget`."""
+class Live(LiveTensors):
+    """Counts a model's own tensors too."""
 
     def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-        self._sizes = {}
+        super().__init__(nn.Module())
 
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        returned = function(*arguments, **(options or {}))
-        for leaf in tree_leaves(returned):
-            if isinstance(leaf, torch.Tensor):
-                self.count(leaf)
-        return returned
+    def count(self, model: nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._count(tensor.untyped_storage())
 
-    def count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.device.type == "meta" or storage._cdata in self._sizes:
-            return
-        self._sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._freed, storage._cdata)
-
-    def _freed(self, place: int) -> None:
-        self.now -= self._sizes.pop(place)
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":  # DeepSpeed has some
+            super()._count(storage)
 
     def forget(self) -> int:
         """Begin a new peak; returns the last one."""
@@ -120,8 +105,7 @@ def run(case: dict, folder: str) -> dict:
     live = Live()
     with live:
         model = random_model(shape, dtype)
-        for tensor in (*model.parameters(), *model.buffers()):
-            live.count(tensor)
+        live.count(model)
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         batcher = make_batcher(model, 0)
@@ -137,15 +121,13 @@ def run(case: dict, folder: str) -> dict:
             sequences = [Sample(prompt, ids(COMPLETION), True, 1.0) for prompt in prompts for _ in range(8)]
             update(watched, sequences, config, batcher, PhaseClock(), 0.0, 0.0, {})
         peaks |= {**watched.peaks, "standing": live.now}
-    trained = TrainedModel.of(on_meta(shape, dtype).eval(), PROMPT + COMPLETION)
-    memory = trainer_memory(trained, RankWork.of(config, ds_config, ranks, PROMPT, 0), "cpu")
-    sampling, begin, end, step = (memory.allocated(phase) for phase in PHASES)
-    predicted = {
-        "standing": total(memory.standing),
-        "sampling": sampling,
-        "backward": max(begin, end),
-        "step": step,
-    }
+    counted = on_meta(shape, dtype).eval()
+    if config.gradient_checkpointing:
+        checkpoint_activations(counted)
+    memory = rank_memory(counted, RankWork(config, ranks, PROMPT, 0), ds_config, "cpu")
+    predicted = {"standing": total(memory.standing)}
+    for name, phase in (("sampling", SAMPLING), ("backward", BACKWARD), ("step", STEP)):
+        predicted[name] = memory.tensors(phase)
     return peaks | {"predicted": predicted}
 
 

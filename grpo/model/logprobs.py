@@ -72,7 +72,7 @@ def _body(model: nn.Module, batch: Batch, **options):
         # transformers hands a mask in four dimensions on as it is; without one it would build one, N by N.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         inputs |= {"position_ids": batch.position_ids, "attention_mask": mask, "tree": batch.tree}
-    _recompute(model, wanted=torch.is_grad_enabled())
+    recompute(model, wanted=torch.is_grad_enabled())
     return body_of(model)(**inputs, **options)
 
 
@@ -102,7 +102,7 @@ def body_of(model: nn.Module) -> nn.Module:
     return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 
-def _recompute(model: nn.Module, wanted: bool) -> None:
+def recompute(model: nn.Module, wanted: bool) -> None:
     """Tell the layers that can recompute their activations (`checkpoint_activations`) whether to do so.
 
     Layers recompute only in training mode, which they must still have in the backward pass. The rest of the model stays

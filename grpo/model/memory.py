@@ -1,41 +1,38 @@
-"""The memory of the reference server, computed from a model's configuration.
+"""The memory of one process, computed without loading weights: what both programs count, and the server's sum.
 
-No weights are loaded: the model is on device meta. The formula counts the tensors that live at the same time, as
-transformers' layers, grpo/model/tree_attention.py and grpo/model/logprobs.py make and drop them.
-docs/reference_server.md explains every term. `python -m benchmarks.memory` compares it with measured peaks on a CPU,
-`python -m benchmarks.gpu --part memory` on a GPU. grpo/model/memory_report.py prints it, grpo/trainer/memory.py adds
-what a rank of the trainer needs.
+The model is built on device meta, where tensors have sizes and no numbers. A forward pass, and a backward pass for the
+trainer, really run there (`activations`), and the tensors that are alive are counted. Only what such a run cannot show
+is a formula: attention, whose kernel depends on the device, the head's blocks of logits, and quantized weights.
+grpo/trainer/memory.py adds what a rank of the trainer needs, grpo/model/memory_report.py prints both.
+`python -m benchmarks.memory` compares the sum with measured peaks.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32
+from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32, body_of, recompute
 from grpo.model.tree_attention import ROWS
 
 MIB, GIB = 2**20, 2**30
-# Measured: a process that has loaded Python, torch and the rest, but no model.
-SERVER_PROCESS = 400 * MIB
-# A margin that every measured peak stays below: what glibc's heap keeps beside the tensors, and ALLOCATOR_SHARE.
-CPU_HEAP = 160 * MIB
-# Assumed, not measured; the report says so.
-CUDA_PROCESS = 900 * MIB  # CUDA's context, and the kernels, which are loaded when they are first used
-CUDA_WORKSPACE = 32 * MIB  # of matrix products
-ALLOCATOR_SHARE = 0.1
-GROUP = 8  # completions of a prompt: flash attention lays the prompt's keys out for each
-
-ALLOCATOR, FORWARD = "allocator", "forward pass"
-# Activations that are one kernel; others are written in Python and make temporaries.
-FUSED = {"silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "tanh", "sigmoid"}
+SERVER_PROCESS = 400 * MIB  # measured on a CPU: Python, torch and the rest, but no model
+CUDA_PROCESS = 900 * MIB  # assumed: CUDA's context, and the kernels, which are loaded when they are first used
+# The margin: of a phase's tensors, and beside them. On a CPU every measured peak stays below it.
+MARGIN, CPU_MARGIN, CUDA_MARGIN = 0.1, 192 * MIB, 32 * MIB
+GROUP = 8  # completions of a prompt, in the server: flash attention wants the prompt's keys before each of them
+FORWARD = "forward pass"
 
 Terms = dict[str, int]
-"""bytes by the name of a tensor or a kind of tensors"""
+"""bytes by what they are for"""
 
 
 def total(terms: Terms) -> int:
@@ -44,7 +41,7 @@ def total(terms: Terms) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes that one process needs, term by term."""
+    """The bytes that one process needs."""
 
     outside: Terms
     """what torch's allocator does not know: the process on a CPU; on a GPU its context, kernels and NCCL's buffers"""
@@ -52,203 +49,251 @@ class Memory:
     """the tensors that always exist"""
     phases: dict[str, Terms]
     """what each phase adds to the standing tensors at its highest point"""
+    device_type: str
     host: Terms = field(default_factory=dict)
     """what is in the machine's memory, where the optimizer is offloaded from a GPU"""
 
     @property
     def highest(self) -> str:
-        return max(self.phases, key=lambda name: total(self.phases[name]))
+        return max(self.phases, key=self.peak)
 
     @property
     def total(self) -> int:
         return total(self.outside) + self.peak(self.highest)
 
-    def peak(self, phase: str) -> int:
+    def tensors(self, phase: str) -> int:
+        """Return what torch.cuda.max_memory_allocated() should show after a phase."""
         return total(self.standing) + total(self.phases[phase])
 
-    def allocated(self, phase: str) -> int:
-        """Return what torch.cuda.max_memory_allocated() should show after a phase: all tensors, and nothing else."""
-        return self.peak(phase) - self.phases[phase][ALLOCATOR]
+    def margin(self, phase: str) -> int:
+        constant = CUDA_MARGIN if self.device_type == "cuda" else CPU_MARGIN
+        return constant + round(MARGIN * total(self.phases[phase]))
+
+    def peak(self, phase: str) -> int:
+        return self.tensors(phase) + self.margin(phase)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model that its working memory depends on. A width is the numbers of one token."""
+def server_memory(model: PreTrainedModel, quantization: str, tokens: int, longest: int, device_type: str) -> Memory:
+    """Return what a server needs for a forward pass of `tokens`, the longest sequence of which has `longest`.
 
-    hidden: int
-    mlp_width: int
-    mlp_tensors: int
-    """tensors of the MLP's width that exist at once"""
-    query_width: int
-    key_width: int
-    """width of the keys; the values are as wide"""
-    heads: int
-    head_width: int
-    vocabulary: int
-    softcapped: bool
-    """whether attention scores are softcapped, which no fused kernel can do"""
-    eager: bool
-    """whether a padded batch makes all its attention scores at once"""
-    window: int | None
-    rotary: bool
-    largest_linear: int
-    """parameters of the largest linear layer except the head"""
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Shape:
-        """Raises NotImplementedError where the model has no attention, which the formulas count."""
-        config = model.config.get_text_config()
-        if getattr(config, "num_attention_heads", None) is None:
-            raise NotImplementedError(f"{type(model).__name__} has no attention heads, which the formula counts")
-        heads = config.num_attention_heads
-        head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        mlp_width = _first(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * config.hidden_size
-        activation = _first(config, "hidden_activation", "hidden_act", "activation_function")
-        gated = any(name.endswith(("gate_proj", "gate_up_proj")) for name, _ in model.named_modules())
-        layer_types = getattr(config, "layer_types", None)
-        slides = not layer_types or "sliding_attention" in layer_types
-        return cls(
-            hidden=config.hidden_size,
-            mlp_width=mlp_width,
-            # Gated: the activation's result, the other half, and their product. Else: input and output. An activation
-            # in Python holds its input and three more.
-            mlp_tensors=max(3 if gated else 2, 2 if activation in FUSED else 4),
-            query_width=heads * head_width,
-            key_width=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
-            heads=heads,
-            head_width=head_width,
-            vocabulary=len(model.get_output_embeddings().weight),
-            softcapped=getattr(config, "attn_logit_softcapping", None) is not None,
-            eager=model.config._attn_implementation == "eager",
-            window=getattr(config, "sliding_window", None) if slides else None,
-            rotary=bool(getattr(config, "rope_parameters", None)),
-            largest_linear=max((layer.weight.numel() for layer in _linear_layers(model)), default=0),
-        )
+    The model is on device meta. Raises NotImplementedError where it does not run there.
+    """
+    pass_terms = {"activations": activations(model, tokens, longest, device_type, GROUP + 1)}
+    return Memory(
+        outside={"process": CUDA_PROCESS if device_type == "cuda" else SERVER_PROCESS},
+        standing={"weights": weights(model, quantization)},
+        phases={FORWARD: pass_terms | beside_products(model, quantization, tokens)},
+        device_type=device_type,
+    )
 
 
-def _first(config, *names: str):
-    """Return the first of these attributes that is set: models name the same thing differently."""
-    return next((value for name in names if (value := getattr(config, name, None))), None)
+def weights(model: PreTrainedModel, quantization: str) -> int:
+    """Return the bytes of the weights. A tied head counts once.
+
+    As bitsandbytes lays them out: all linear layers except the head, in 8 bits with a float32 for each output, in 4
+    bits with a byte for every 64 numbers and a float32 for every 256 such bytes. Embeddings, head, norms, biases and
+    an adapter stay in the model's dtype.
+    """
+    item = model.dtype.itemsize
+    size = sum(parameter.numel() for parameter in model.parameters()) * item
+    if quantization == "none":
+        return size
+    for layer in _linear_layers(model):
+        count, outputs = layer.weight.numel(), _sizes(layer)[1]
+        blocks = -(-count // 64)
+        packed = count + 4 * outputs if quantization == "8bit" else -(-count // 2) + blocks + 4 * -(-blocks // 256)
+        size += packed - count * item
+    return size
+
+
+def beside_products(model: PreTrainedModel, quantization: str, tokens: int) -> Terms:
+    """Return what a product with a quantized weight makes, and drops after it."""
+    if quantization == "8bit":
+        # The input in 16 and 8 bits, the product in int32 and in 16 bits.
+        largest = max(3 * inputs + 6 * outputs for inputs, outputs in map(_sizes, _linear_layers(model)))
+        return {"8 bit product": tokens * largest}
+    if quantization == "4bit":
+        return {"4 bit weights unpacked": model.dtype.itemsize * max(x.weight.numel() for x in _linear_layers(model))}
+    return {}
 
 
 def _linear_layers(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
+    """Return what is quantized."""
     head = model.get_output_embeddings()
     layers = [layer for name, layer in model.named_modules() if ".lora_" not in name]
     return [layer for layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
 
 
-def weights(model: PreTrainedModel, dtype: torch.dtype, quantization: str) -> int:
-    """Return the bytes of the weights. A tied head counts once.
+def _sizes(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+    """Return the numbers of an input and an output."""
+    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
 
-    As bitsandbytes lays them out: all linear layers except the head, in 8 bits with a float32 for each output, in 4
-    bits with a byte for every 64 numbers and a float32 for every 256 such bytes. Embeddings, head, norms, biases and
-    an adapter stay in `dtype`.
+
+def attention_widths(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the numbers of a token's queries, and of its keys, in a layer; its values are as many as its keys.
+
+    Raises NotImplementedError where there is no attention.
     """
-    size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    if quantization == "none":
-        return size
-    for layer in _linear_layers(model):
-        count, outputs = layer.weight.numel(), layer.nf if isinstance(layer, Conv1D) else layer.out_features
-        blocks = -(-count // 64)
-        packed = count + 4 * outputs if quantization == "8bit" else -(-count // 2) + blocks + 4 * -(-blocks // 256)
-        size += packed - count * dtype.itemsize
-    return size
+    config = model.config.get_text_config()
+    if (heads := getattr(config, "num_attention_heads", None)) is None:
+        raise NotImplementedError(f"{type(model).__name__} has no attention heads, which the formula counts")
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
 
 
-def server_memory(
-    model: PreTrainedModel, dtype: torch.dtype, quantization: str, tokens: int, longest: int, device_type: str
-) -> Memory:
-    """Return what a reference server needs for one forward pass of `tokens` with a sequence of `longest` tokens."""
-    cuda = device_type == "cuda"
-    terms = forward_terms(Shape.of(model), dtype, quantization, tokens, longest, cuda)
-    return Memory(
-        outside={"process": CUDA_PROCESS if cuda else SERVER_PROCESS},
-        standing={"weights": weights(model, dtype, quantization)},
-        phases={FORWARD: with_allocator(terms, cuda)},
-    )
-
-
-def with_allocator(terms: Terms, cuda: bool) -> Terms:
-    """Add what the device's allocator takes beside the tensors of a phase."""
-    share = round(ALLOCATOR_SHARE * total(terms))
-    if cuda:
-        return terms | {"products' workspace": CUDA_WORKSPACE, ALLOCATOR: share}
-    return terms | {ALLOCATOR: CPU_HEAP + share}
-
-
-def forward_terms(
-    shape: Shape,
-    dtype: torch.dtype,
-    quantization: str,
+def activations(
+    model: PreTrainedModel,
     tokens: int,
     longest: int,
-    cuda: bool,
-    scoring: bool = True,
-) -> Terms:
-    """Return the tensors of one forward pass without gradients at its highest point: attention, MLP or head.
+    device_type: str,
+    copies: float = 1.0,
+    *,
+    padded: bool = False,
+    backward: bool = False,
+) -> int:
+    """Return the most bytes of a pass of `tokens` in sequences of at most `longest`, parameters' gradients not in.
 
-    Layers follow one another, so their number does not count. The sizes grow with `tokens` and with `longest`, the
-    tokens of the longest sequence. `scoring`: the batch is packed and gives log-probs; else it is padded, and only its
-    last tokens go through the head, as in `generate`.
+    `copies`: how often a key of a packed batch is laid out (grpo/model/tree_attention.py), on average. `padded`: the
+    batch is `generate`'s. `backward`: a backward pass follows, with recomputation where the model is set to it.
+    Raises NotImplementedError where the model, which is on device meta, does not run without numbers.
     """
-    item = dtype.itemsize
-    unit = tokens * item  # bytes of a tensor that has one number for every token
-    hidden, queries, keys = shape.hidden, shape.query_width, shape.key_width
-
-    body = {"embeddings, layer's input": 2 * hidden * unit}
-    if shape.rotary:
-        body["cosines and sines"] = 2 * shape.head_width * unit
-    else:
-        body["learned positions"] = 2 * hidden * unit
-
-    varlen = cuda and item == 2 and not shape.softcapped
-    attention = {
-        "input of the attention": hidden * unit,
-        "queries, keys, values": max(4 * queries + 2 * keys, 2 * queries + 5 * keys) * unit,
-    }
-    if scoring:
-        # The keys and values of a prompt beside a completion's: of one segment, for flash attention of all.
-        attention["prompts' keys again"] = 2 * keys * ((GROUP + 1) * unit if varlen else longest * item)
-        if not varlen and (cuda or shape.softcapped):
-            attention["keys repeated"] = 2 * queries * longest * item  # for all heads, of one segment
-            attention["scores"] = 8 * shape.heads * ROWS * longest  # of ROWS rows at a time, two in fp32
-        if shape.window is not None and longest > shape.window:
-            # Such batches are padded: a mask, and scores where no kernel knows it.
-            pair = 8 * shape.heads + 2 * item if shape.eager else 1 + item
-            attention["beyond the window"] = pair * tokens * longest
-    else:
-        if queries != keys:
-            attention["keys repeated"] = 2 * queries * unit
-        if shape.eager:
-            attention["scores"] = (4 + item) * shape.heads * tokens * longest  # in fp32 and in the model's dtype
-
-    mlp = {
-        "residual, input of the MLP": 2 * hidden * unit,
-        "inside of the MLP": shape.mlp_tensors * shape.mlp_width * unit,
-    }
-    if quantization == "8bit":
-        # The input in 16 and 8 bits, the product in int32 and in 16 bits.
-        mlp["8 bit product"] = tokens * (3 * hidden + 6 * shape.mlp_width)
-    elif quantization == "4bit":
-        mlp["4 bit weights unpacked"] = item * shape.largest_linear
-
-    block, rows, columns = logits_block(shape, tokens, cuda)
-    casts = 0 if item == 4 or (cuda and MM_GIVES_FP32) else 4 * (rows + columns) * hidden
-    head = {
-        "last hidden states": 2 * hidden * unit,  # all, and those that predict a completion token
-        "block of logits": block + casts,
-        "targets and answers": 64 * tokens,
-    }
-    phases = [body | attention, body | mlp, *([head] if scoring else [])]
-    terms = max(phases, key=total) | {"ids and positions": 48 * tokens}
-    if scoring and not varlen:
-        width = 1 << max(0, longest - 1).bit_length()  # cached in powers of two, as grpo/model/tree_attention.py does
-        terms["masks"] = item * (64 * ROWS**2 + ROWS * (2 * width + 8 * ROWS))
-    return terms
+    kept, dropped = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
+    head = 0 if padded else _at_head(model, tokens, device_type, backward)
+    return _peak_of_pass(model, tokens, kept, dropped, head, backward)
 
 
-def logits_block(shape: Shape, tokens: int, cuda: bool) -> tuple[int, int, int]:
-    """Return the bytes, rows and columns of a block of the head's logits (grpo/model/logprobs.py)."""
+def _beside_attention(
+    model: PreTrainedModel,
+    tokens: int,
+    longest: int,
+    device_type: str,
+    copies: float,
+    padded: bool,
+    backward: bool,
+) -> tuple[int, int]:
+    """Return the bytes that a layer's attention makes beside queries, keys, values and their result.
+
+    First what is kept for a backward pass, then what is dropped when the layer's attention is done.
+    """
+    config, item, (queries, keys) = model.config.get_text_config(), model.dtype.itemsize, attention_widths(model)
+    heads = config.num_attention_heads
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if not layer_types or "sliding_attention" in layer_types else None
+    # A batch with a sequence beyond the model's window is padded too.
+    if padded or (window is not None and longest > window):
+        pairs, repeated = tokens * longest, 2 * queries * item * tokens if queries != keys else 0
+        if model.config._attn_implementation == "eager":
+            # Scores as they come, in fp32, and rounded again; and two masks.
+            return 8 * heads * pairs + repeated, ((4 - item) * heads + 2 * item) * pairs
+        return 0, (1 + item) * pairs + repeated  # a mask, as bool and as numbers
+    softcapped = getattr(config, "attn_logit_softcapping", None) is not None
+    if device_type == "cuda" and item == 2 and not softcapped:
+        return round(2 * keys * item * tokens * copies), 0  # flash attention, one call
+    # A segment after another, each with a copy of its prompt's keys.
+    width = queries if softcapped or device_type == "cuda" else keys  # grouped heads are repeated
+    laid_out = round(tokens * copies) if backward else longest
+    scores = 8 * heads * ROWS * longest if softcapped or device_type == "cuda" else 0
+    # Kept with tanh's result, and in fp32; a token sees half of its sequence on average, rounded up to ROWS.
+    kept_scores = 8 * heads * tokens * ((longest + ROWS) // 2) if softcapped and backward else 0
+    return 2 * width * item * laid_out + kept_scores, scores
+
+
+def _at_head(model: PreTrainedModel, tokens: int, device_type: str, backward: bool) -> int:
+    """Return the bytes that the head makes beside the last hidden states, in blocks (grpo/model/logprobs.py)."""
+    vocabulary, hidden = model.get_output_embeddings().weight.shape
+    item, cuda = model.dtype.itemsize, device_type == "cuda"
     rows, columns = CUDA_BLOCK if cuda else CPU_BLOCK
-    rows, columns = min(rows, tokens), min(columns, shape.vocabulary)
-    return 4 * rows * columns, rows, columns
+    rows, columns = min(rows, tokens), min(columns, vocabulary)
+    casts = 0 if item == 4 or (cuda and MM_GIVES_FP32) else 4 * (rows + columns) * hidden
+    blocks = 3 if backward else 1  # the logits, their gradient, and what is made of them
+    states = (4 + 2 * item if backward else item) * hidden  # of the tokens that predict, and their gradient in fp32
+    return blocks * 4 * rows * columns + casts + (states + 200) * tokens  # ids, places, answers, losses
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of what operations return, until it is freed. Parameters and buffers of the model are not in."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.now = self.most = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        returned = function(*arguments, **(options or {}))
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return returned
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, place: int, size: int) -> None:
+        self._known.remove(place)
+        self.now -= size
+
+
+def _peak_of_pass(model: PreTrainedModel, tokens: int, kept: int, dropped: int, head: int, backward: bool) -> int:
+    """Run the model on device meta, and return the most bytes that are alive.
+
+    `kept`, `dropped`: of each layer's attention; `head`: beside the last hidden states.
+    """
+
+    def attention(module, query, key, value, mask, **options):
+        out = _Attention.apply(query, key, value, kept, dropped)
+        return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
+
+    implementation, embeddings = model.config._attn_implementation, model.get_input_embeddings().weight
+    AttentionInterface.register("grpo_counted", attention)
+    AttentionMaskInterface.register("grpo_counted", ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    model.set_attn_implementation("grpo_counted")
+    if model.config._attn_implementation != "grpo_counted":
+        raise NotImplementedError(f"{type(model).__name__} does not let its attention be counted")
+    trained = [parameter for parameter in model.parameters() if backward and parameter.requires_grad]
+    hooks = [weight.register_post_accumulate_grad_hook(_drop_gradient) for weight in trained]
+    live = LiveTensors(model)
+    try:
+        recompute(model, wanted=backward)
+        with live, torch.set_grad_enabled(backward), torch.device("meta"):
+            states = torch.empty(1, tokens, embeddings.shape[1], dtype=embeddings.dtype)
+            states.requires_grad_(backward and embeddings.requires_grad)
+            # A mask in four dimensions is handed on as it is, see grpo/model/logprobs.py.
+            mask, positions = torch.empty(1, 1, 1, 1, dtype=torch.bool), torch.empty(1, tokens, dtype=torch.int64)
+            inputs = {"inputs_embeds": states, "position_ids": positions, "attention_mask": mask}
+            out = body_of(model)(**inputs, use_cache=False).last_hidden_state
+            torch.empty(head, dtype=torch.uint8)
+            if backward:
+                out.backward(torch.empty_like(out))
+    # A model's code may fail in any way where it meets tensors without numbers or a mask that it does not know.
+    except Exception as error:
+        raise NotImplementedError(f"{type(model).__name__} does not run without numbers: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.set_attn_implementation(implementation)
+    return live.most
+
+
+def _drop_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+class _Attention(torch.autograd.Function):
+    """An attention that keeps what a fused kernel keeps, and makes what is beside that, but computes nothing."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, kept, dropped):
+        out = torch.empty_like(query)
+        beside, _ = query.new_empty(kept, dtype=torch.uint8), query.new_empty(dropped, dtype=torch.uint8)
+        ctx.save_for_backward(query, key, value, out, beside)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, _, beside = ctx.saved_tensors
+        torch.empty_like(beside)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

@@ -1,9 +1,8 @@
-"""What `ref_server.py --estimate` and `grpo_ref_split.py --dry_run` print of the memory that memory.py computes."""
+"""What `ref_server.py --estimate` and `grpo_ref_split.py --dry_run` print of the memory that is computed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -12,57 +11,50 @@ from grpo.config.errors import ConfigError
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.load import load_settings, longest_sequence, resolve_dtype
-from grpo.model.memory import (
-    ALLOCATOR_SHARE,
-    CUDA_PROCESS,
-    GIB,
-    GROUP,
-    MIB,
-    Memory,
-    Shape,
-    forward_terms,
-    server_memory,
-    total,
-    weights,
-    with_allocator,
-)
+from grpo.model.memory import CUDA_PROCESS, GIB, GROUP, MARGIN, MIB, Memory, Terms, server_memory, total
 
 CARDS = 8, 12, 16, 24, 40, 48, 80
 """GB, as cards are sold"""
 CARD_USABLE = 0.9  # of what a card is sold with: error correction, driver, display
-TRIED_TOKENS = 131_072
-"""the largest --max_batch_tokens that is tried"""
+BATCHES = [2**power for power in range(10, 18)]
+"""the values of --max_batch_tokens that are tried for a card"""
 
 
 def server_report(config: ServerConfig) -> str:
     """Return the text of `--estimate`. Raises ConfigError where there is no such model, or no formula for it."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype, quantization = resolve_dtype(config, device), config.quantization
+    device, card = torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.device("cuda")
+    dtype, card_dtype = resolve_dtype(config, device), resolve_dtype(config, card)
     model = on_meta(config, dtype)
-    limit = longest_sequence(model.config) or TRIED_TOKENS
+    limit = longest_sequence(model.config) or BATCHES[-1]
     longest, budget = min(config.max_length or limit, limit), config.batch_tokens(device.type)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    measured = "not measured on a card" if device.type == "cuda" else "compared with measured peaks"
     try:
-        batch = server_memory(model, dtype, quantization, budget, min(budget, longest), device.type)
-        alone = server_memory(model, dtype, quantization, longest, longest, device.type)
-        cards = _card_table(model, resolve_dtype(config, torch.device("cuda")), quantization, longest)
+        batch = server_memory(model, config.quantization, budget, min(budget, longest), device.type)
+        alone = server_memory(model, config.quantization, longest, longest, device.type)
+        fits = fit(on_meta(config, card_dtype), config.quantization, longest)
     except NotImplementedError as error:
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path!r}: no estimate of its memory ({error}): start the "
             "server without --estimate"
         ) from error
+    count = sum(parameter.numel() for parameter in model.parameters())
+    measured = "not measured on a card" if device.type == "cuda" else "compared with measured peaks"
     lines = [
         f"{config.model_name_or_path}: {count:,} parameters. Computed from its configuration, no weights were loaded.",
         "",
-        f"On this machine ({device.type}, {name_of(dtype)}, quantization {quantization}; {measured}),",
+        f"On this machine ({device.type}, {name_of(dtype)}, quantization {config.quantization}; {measured}),",
         f"with a forward pass of {budget:,} tokens (--max_batch_tokens), MiB:",
         *term_lines(batch),
         _line(f"one sequence of {longest:,} tokens", alone.total, "together; --max_length lowers it"),
         "",
-        *cards,
-        *experts_lines(model),
+        f"On a card (cuda, {name_of(card_dtype)}, quantization {config.quantization}): the same formula, not measured "
+        "there.",
+        f"{_ASSUMPTIONS}; groups of {GROUP}.",
+        f"No sequence may be longer than --max_batch_tokens, or than {longest:,} tokens.",
+        f"{'card':>6}  --max_batch_tokens",
     ]
+    for gigabytes, tokens in fits.items():
+        more = " or more" if tokens == BATCHES[-1] else ""
+        lines.append(f"{gigabytes:>3} GB  {f'up to {tokens:,}{more}' if tokens else 'does not fit'}")
     return "\n".join(lines)
 
 
@@ -80,24 +72,21 @@ def on_meta(config: SharedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval()
 
 
-def experts_lines(model: PreTrainedModel) -> list[str]:
-    config = model.config.get_text_config()
-    if not any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return []
-    return ["", "This model has experts, which the formula does not know: it may need more."]
+def fit(model: PreTrainedModel, quantization: str, longest: int) -> dict[int, int]:
+    """Return for each card the largest of BATCHES, with sequences as long as it or `longest`; 0 where none fits."""
+    sizes = {
+        tokens: server_memory(model, quantization, tokens, min(tokens, longest), "cuda").total for tokens in BATCHES
+    }
+    return {card: max((tokens for tokens in BATCHES if _fits(sizes[tokens], card)), default=0) for card in CARDS}
 
 
-def term_lines(memory: Memory) -> list[str]:
-    """Return a line for each term, those of a phase under it, and one for all."""
-    lines = [_line(name, size) for name, size in (memory.outside | memory.standing).items()]
-    for phase, terms in memory.phases.items():
-        lines.append(_line(phase, total(terms), "on top of that" + ", the highest" * (phase == memory.highest)))
-        lines += [_line(f"  {name}", size) for name, size in terms.items() if size]
-    return [*lines, _line("together", memory.total, f"with {memory.highest}")]
+def _fits(size: int, card: int) -> bool:
+    return size <= CARD_USABLE * card * GIB
 
 
-def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int, device_type: str) -> list[str]:
+def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
     """Return what a rank of this run needs on this machine."""
+    device_type = memory.device_type
     measured = "compared with one run on an H100" if device_type == "cuda" else "compared with measured peaks"
     lines = [
         f"Memory of a rank on this machine ({device_type}, {name_of(dtype)}; {measured}), MiB; times {ranks} for all "
@@ -107,12 +96,13 @@ def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int, device_type: s
     if memory.host:
         size, local_ranks = total(memory.host), int(os.environ.get("LOCAL_SIZE", ranks))
         needed, available = local_ranks * size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        verdict = "it does NOT fit: use fewer ranks on a machine, use_peft, or no offload"
-        if needed < available:
-            verdict = "it fits"
-        sizes = f"times {local_ranks} ranks here: {needed / GIB:.1f} of {available / GIB:.1f} GiB: {verdict}"
-        lines += ["", "In the machine's memory for each rank (offload_optimizer), MiB:"]
-        lines += [_line(name, size) for name, size in memory.host.items()]
+        fits = (
+            "it fits"
+            if needed < available
+            else "it does NOT fit: use fewer ranks on a machine, use_peft, or no offload"
+        )
+        sizes = f"times {local_ranks} ranks here: {needed / GIB:.1f} of {available / GIB:.1f} GiB: {fits}"
+        lines += ["", "In the machine's memory for each rank (offload_optimizer), MiB:", *_lines(memory.host)]
         lines.append(_line("together", size, sizes))
     return lines
 
@@ -122,58 +112,27 @@ def change_lines(memories: dict[str, Memory], dtype: torch.dtype) -> list[str]:
     lines = [
         f"On a card for each rank (cuda, {name_of(dtype)}), as set and with one setting changed: the same formula, "
         "compared with one run on an H100.",
-        f"{_assumptions()}.",
+        f"{_ASSUMPTIONS}.",
     ]
     for change, memory in memories.items():
-        card = next((card for card in CARDS if memory.total <= CARD_USABLE * card * GIB), None)
+        card = next((card for card in CARDS if _fits(memory.total, card)), None)
         fits = f"fits no card of {CARDS[-1]} GB" if card is None else f"fits a card of {card} GB"
         lines.append(f"  {change:<44}{memory.total / GIB:>7.1f} GiB, {fits}")
     return lines
 
 
-def fit(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: int, card: int) -> tuple[int, int]:
-    """Return the largest batch and the longest sequence, in tokens, for a card of `card` GB; 0 where 256 do not fit."""
-    shape = Shape.of(model)
-    room = CARD_USABLE * card * GIB - CUDA_PROCESS - weights(model, dtype, quantization)
-
-    def fits(tokens: int, length: int) -> bool:
-        return total(with_allocator(forward_terms(shape, dtype, quantization, tokens, length, True), True)) <= room
-
-    if not fits(256, min(256, longest)):
-        return 0, 0
-    budget = _largest(lambda tokens: fits(tokens, min(tokens, longest)), TRIED_TOKENS)
-    return budget // 256 * 256, _largest(lambda tokens: fits(tokens, tokens), longest)
+def term_lines(memory: Memory) -> list[str]:
+    """Return a line for each term, those of a phase under it, and one for all."""
+    lines = _lines(memory.outside | memory.standing)
+    for phase, terms in memory.phases.items():
+        terms = terms | {"margin": memory.margin(phase)}
+        lines.append(_line(phase, total(terms), "on top of that" + ", the highest" * (phase == memory.highest)))
+        lines += _lines({f"  {name}": size for name, size in terms.items()})
+    return [*lines, _line("together", memory.total, f"with {memory.highest}")]
 
 
-def _largest(holds: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number up to `limit` for which it holds, as for all smaller ones; 0 where there is none."""
-    low, high = 0, limit + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
-def _card_table(model: PreTrainedModel, dtype: torch.dtype, quantization: str, longest: int) -> list[str]:
-    lines = [
-        f"On a card (cuda, {name_of(dtype)}, quantization {quantization}): the same formula, not measured there.",
-        f"{_assumptions()}; groups of {GROUP}.",
-        f"{'card':>6}  {'weights':>9}  {'--max_batch_tokens up to':>24}  {'longest sequence':>17}",
-    ]
-    size = weights(model, dtype, quantization) / GIB
-    for card in CARDS:
-        budget, length = fit(model, dtype, quantization, longest, card)
-        budgets = f"{budget:,}" + (" or more" if budget == TRIED_TOKENS else "") if budget else "does not fit"
-        sequence = f"all {length:,}" if length == longest else f"{length:,}" if length else ""
-        lines.append(f"{card:>3} GB  {size:>5.1f} GiB  {budgets:>24}  {sequence:>17}".rstrip())
-    return lines
-
-
-def _assumptions() -> str:
-    return (
-        f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_PROCESS // MIB} MiB of that CUDA's context and kernels; "
-        f"the allocator takes {ALLOCATOR_SHARE:.0%} beside a phase's tensors"
-    )
+def _lines(terms: Terms) -> list[str]:
+    return [_line(name, size) for name, size in terms.items() if size]
 
 
 def _line(name: str, size: int, note: str = "") -> str:
@@ -182,3 +141,9 @@ def _line(name: str, size: int, note: str = "") -> str:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+_ASSUMPTIONS = (
+    f"Assumed: {CARD_USABLE:.0%} of a card usable, {CUDA_PROCESS // MIB} MiB of that CUDA's context and kernels, a "
+    f"margin of {MARGIN:.0%}"
+)

@@ -23,14 +23,14 @@ from grpo.model.load import check_lengths, checkpoint_activations, resolve_dtype
 from grpo.model.logprobs import check_router
 from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
 from grpo.model.memory import Memory, Terms
-from grpo.model.memory_report import change_lines, experts_lines, on_meta, trainer_lines
+from grpo.model.memory_report import change_lines, on_meta, trainer_lines
 from grpo.model.packing import Batcher
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import find_checkpoints
 from grpo.run.collective import own_place
 from grpo.run.folder import find_run_folder
 from grpo.trainer.engine import engine_config
-from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
+from grpo.trainer.memory import RankWork, rank_memory
 from grpo.trainer.setup import Inputs, read_inputs
 from grpo.wire.health import ModelInfo
 
@@ -51,12 +51,12 @@ def dry_run(config: TrainerConfig) -> None:
         check_router(model, config.router_aux_loss_coef)
 
     longest = max(len(example.prompt_ids) for example in inputs.examples)
-    work = RankWork.of(config, inputs.ds_config, ranks, longest, len(inputs.held_out))
+    work = RankWork(config, ranks, longest, len(inputs.held_out))
     found = _describe_inputs(config, inputs, model, policy_info)
     if checkpoint:
         found.append(f"  goes on    from {checkpoint}")
-    step = _describe_step(config, work, inputs.examples)
-    memory = _describe_memory(config, model, work, len(inputs.held_out), inputs.reward_funcs, device)
+    step = _describe_step(work, inputs.examples)
+    memory = _describe_memory(work, inputs.reward_funcs, device)
     print("\n\n".join("\n".join(lines) for lines in (found, step, memory)))
 
 
@@ -122,45 +122,45 @@ def _describe_server(
     return f"is ready: {model_info.name}, {model_info.dtype} on {model_info.device}"
 
 
-def _describe_step(config: TrainerConfig, work: RankWork, examples: list[Example]) -> list[str]:
+def _describe_step(work: RankWork, examples: list[Example]) -> list[str]:
     """Return how a step is cut into ranks, calls of generate and micro-batches."""
+    config, generations, longest_completion = (
+        work.config,
+        work.config.num_generations,
+        work.config.max_completion_length,
+    )
     mean = sum(len(example.prompt_ids) for example in examples) / len(examples)
-    group = range(work.generations)
-    full = [([prompt], range(work.longest_completion)) for prompt in range(work.prompts) for _ in group]
+    full = [([prompt], range(longest_completion)) for prompt in range(work.prompts) for _ in range(generations)]
     full = [([*prompt, *range(work.longest_prompt - 1)], completion) for prompt, completion in full]
     micro_batches = Batcher(0, 2**31).cut(full, config.micro_batch_tokens)
     groups = work.prompts * config.steps_per_generation
-    groups_per_call = min(max(1, config.sequences_per_generate // work.generations), groups)
+    groups_per_call = min(max(1, config.sequences_per_generate // generations), groups)
     calls = -(-groups // groups_per_call)
     return [
-        f"A step: {config.prompts_per_step} prompts x {work.generations} completions over {work.ranks} "
+        f"A step: {config.prompts_per_step} prompts x {generations} completions over {work.ranks} "
         f"rank{'s' if work.ranks > 1 else ''}; on each",
-        f"  groups         {work.prompts} of {work.generations} completions",
+        f"  groups         {work.prompts} of {generations} completions",
         f"  sampling       {calls} call{'s' if calls > 1 else ''} of generate a round, {groups_per_call} groups in "
         f"each; a round feeds {config.steps_per_generation * config.num_iterations} updates",
         f"  tokens         {work.prompts * work.group:,} at most, a shared prompt once",
-        f"                 {work.prompts * (mean + work.generations * work.longest_completion):,.0f} with prompts of "
+        f"                 {work.prompts * (mean + generations * longest_completion):,.0f} with prompts of "
         "mean length and all completions at full length",
         f"  micro-batches  {len(micro_batches)} at most, of {work.tokens:,} tokens at most",
     ]
 
 
-def _describe_memory(
-    config: TrainerConfig, model: PreTrainedModel, work: RankWork, held_out: int, rewards: dict, device: torch.device
-) -> list[str]:
+def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> list[str]:
     """Return what a rank needs on this machine, and on a card: as set, and with each change that lowers it."""
-    cuda = torch.device("cuda")
+    config, cuda = work.config, torch.device("cuda")
 
     def needed(config: TrainerConfig, ranks: int, device: torch.device) -> Memory:
-        model = policy_on_meta(config, resolve_dtype(config, device))
-        trained = TrainedModel.of(model, config.longest_sequence, config.quantization, config.optim)
-        changed = RankWork.of(config, engine_config(config, ranks, device), ranks, work.longest_prompt, held_out)
-        memory = trainer_memory(trained, changed, device.type)
+        model, ds_config = policy_on_meta(config, resolve_dtype(config, device)), engine_config(config, ranks, device)
+        memory = rank_memory(model, replace(work, config=config, ranks=ranks), ds_config, device.type)
         return replace(memory, standing=memory.standing | _reward_models(config, rewards, device))
 
     try:
         memories = {"as set": needed(config, work.ranks, cuda)}
-        for changes, ranks in _changes(config, work):
+        for changes, ranks in _changes(work, offloaded=bool(memories["as set"].host)):
             # What a run would refuse, or what needs a package that is not installed, is no choice.
             with suppress(ConfigError):
                 changed = replace(config, **changes)
@@ -170,20 +170,18 @@ def _describe_memory(
                 if memory.total < memories["as set"].total:
                     name = " ".join(f"{field} {value}" for field, value in changes.items()) or f"{ranks} ranks"
                     memories[name] = memory
-        lines = trainer_lines(
-            needed(config, work.ranks, device), resolve_dtype(config, device), work.ranks, device.type
-        )
+        lines = trainer_lines(needed(config, work.ranks, device), resolve_dtype(config, device), work.ranks)
     except NotImplementedError as error:
         return [f"Memory: no estimate ({' '.join(str(error).split())[:300]})"]
-    return [*lines, "", *change_lines(memories, resolve_dtype(config, cuda)), *experts_lines(model)]
+    return [*lines, "", *change_lines(memories, resolve_dtype(config, cuda))]
 
 
-def _changes(config: TrainerConfig, work: RankWork) -> list[tuple[dict[str, object], int]]:
+def _changes(work: RankWork, offloaded: bool) -> list[tuple[dict[str, object], int]]:
     """Return changes of one setting that may lower a rank's memory, each with the number of ranks."""
     halved = "micro_batch_tokens", "sequences_per_generate", "max_completion_length"
-    changes = [{name: getattr(config, name) // 2} for name in halved]
+    changes = [{name: getattr(work.config, name) // 2} for name in halved]
     changes += [{"gradient_checkpointing": True}, {"dtype": "bfloat16"}, {"optim": "adamw_8bit"}]
-    if not work.offloaded:
+    if not offloaded:
         changes.append({"deepspeed": "configs/ds_offload.json"})
     changes += [{"use_peft": True}, {"quantization": "4bit"}]
     return [({}, 2 * work.ranks), *((change, work.ranks) for change in changes)]

@@ -41,7 +41,7 @@ from grpo.model.trial import make_batcher
 from grpo.rollouts.trial import make_sampler
 from grpo.run.folder import save_model
 from grpo.trainer.engine import engine_config
-from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
+from grpo.trainer.memory import BACKWARD, RankWork, rank_memory
 from grpo.trainer.optimizer import make_optimizer
 
 pytest.importorskip("peft")
@@ -275,11 +275,10 @@ def test_7b_fits_a_card_of_24_gb_by_the_dry_runs_count():
     adapter = layers * config.lora_r * sides
     whole = 2 * vocabulary * hidden + hidden + layers * outside + adapter
     packed = layers * inside
-    described = TrainedModel.of(model, config.longest_sequence, "4bit")
-    work = RankWork.of(config, engine_config(config, 1, torch.device("cuda")), 1, config.max_prompt_length, 256)
-    memory = trainer_memory(described, work, "cuda")
+    ds_config = engine_config(config, 1, torch.device("cuda"))
+    memory = rank_memory(model, RankWork(config, 1, config.max_prompt_length, 256), ds_config, "cuda")
     standing = memory.standing
     assert standing["weights"] == 2 * whole + packed // 2 + packed // 64 + 4 * (packed // 64 // 256)
     assert standing["masters"] == 4 * adapter and standing["AdamW's moments"] == 8 * adapter
-    assert memory.phases["backward pass, its begin"]["4 bit weights unpacked"] == 2 * wide * hidden
+    assert memory.phases[BACKWARD]["4 bit weights unpacked"] == 2 * wide * hidden
     assert memory.total < CARD_USABLE * 24 * GIB

@@ -18,7 +18,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import train_adapter
 from grpo.trainer import optimizer as trainer_optimizer
-from grpo.trainer.memory import RankWork, TrainedModel, trainer_memory
+from grpo.trainer.memory import RankWork, rank_memory
 from grpo.trainer.optimizer import make_optimizer, make_schedule, parameter_groups
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -116,10 +116,10 @@ def test_the_dry_run_counts_the_moments_that_there_are():
     for state in optimizer.state.values():
         parts = [state.get(name) for name in ("state1", "state2", "absmax1", "absmax2")]
         held += sum(part.numel() * part.element_size() for part in parts if part is not None)
-    described = TrainedModel.of(on_meta(model.config, torch.float32), 100, optim="adamw_8bit")
-    work = RankWork.of(config_of(), {"zero_optimization": {}}, 1, 50, 0)
+    work = RankWork(config_of(optim="adamw_8bit"), 1, 50, 0)
     for device in ("cpu", "cuda"):
-        assert trainer_memory(described, work, device).standing["AdamW's moments"] == held
+        memory = rank_memory(on_meta(model.config, torch.float32), work, {"zero_optimization": {}}, device)
+        assert memory.standing["AdamW's moments"] == held
     assert held < 8 * sum(parameter.numel() for parameter in model.parameters()) / 2
 
 
