@@ -24,7 +24,6 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 
 from grpo.config.errors import ConfigError, program_name, require, say_once
-from grpo.config.former import FORMER
 from grpo.config.help import ALL, COMMON, HelpAction, HelpFormatter, check_topic, is_shown, topic_names
 
 _PROGRAMS = (
@@ -210,7 +209,7 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         known = {field.name: field for config in classes for field in fields(config)} | program_fields
     read: dict[str, Any] = {}
     for name, value in settings.items():
-        if name == "lora_dropout":  # in files for TRL, and in those of older runs
+        if name == "lora_dropout":  # in files for TRL
             require(
                 value == 0,
                 "lora_dropout",
@@ -218,12 +217,6 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
                 "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
             )
             continue
-        if name in FORMER and value in (FORMER[name], str(FORMER[name])):  # YAML reads 1e-08 as a text
-            continue
-        if name in FORMER:
-            raise ConfigError(
-                f"{path}: {name}={value!r}: no setting any more: leave it out, it is always {FORMER[name]}"
-            )
         if name not in known:
             raise ConfigError(f"{path}: {name}: no such field{_did_you_mean(str(name), known)}; see --help all")
         for kind in (dict, list):

@@ -24,7 +24,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError
-from grpo.config.former import FORMER
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import trained_alone
 from grpo.rollouts.records import Example, StepBatch
@@ -267,14 +266,10 @@ class Checkpoints:
             compare("the reference's fingerprint", saved["reference"], self._reference, remedy)
         compare("the prompts' count and sum", saved["prompts"], run["prompts"], "set dataset_name to the same data")
         constant = self._config.lr_scheduler_type.startswith("constant")
-        then = {name: value for name, value in saved["settings"].items() if value != FORMER.get(name, _NO_VALUE)}
-        for name in sorted(then.keys() | run["settings"].keys()):
+        for name in sorted(saved["settings"].keys() | run["settings"].keys()):
             if name == "max_steps" and constant:
                 continue  # the learning rate does not depend on it
-            compare(name, then.get(name), run["settings"].get(name), "leave it as it was")
-
-
-_NO_VALUE = object()
+            compare(name, saved["settings"].get(name), run["settings"].get(name), "leave it as it was")
 
 
 def _size(engine) -> int:

@@ -334,7 +334,6 @@ def test_one_file_serves_both(file):
         ("beta:\n\t- 1", "use spaces, no tabs"),
         ("max_steps: many", "settings.yaml: argument --max_steps"),
         ("temperature: 0", "temperature=0.0: "),
-        ("kl_horizon: 500", "kl_horizon=500: no setting any more: leave it out, it is always 10000.0"),
         ("lora_dropout: 0.05", "lora_dropout=0.05: log-probs would be those of another distribution"),
     ],
 )
@@ -353,10 +352,6 @@ def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_pa
     again = trainer("--config", str(tmp_path / "config.yaml"))
     assert again == config and again.chat_template_kwargs == json.loads(nested)
     parse_arguments(ServerConfig, "", ["--config", str(tmp_path / "config.yaml")])
-
-
-def test_a_file_of_an_earlier_version_is_still_read(file):
-    assert trainer("--config", file("adam_epsilon: 1.0e-08\nkl_horizon: 10000.0\nvespo_k_pos: 2\n")) == trainer()
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
