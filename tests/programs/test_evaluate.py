@@ -102,14 +102,14 @@ def test_rewards_of_ones_own_are_the_numbers(main, capsys, model_folder, data_fo
     )
     (tmp_path / "data.jsonl").write_text("".join(f'{{"question": "{i}+0?", "answer": "{i}"}}\n' for i in range(4)))
     named = ["--reward_funcs", f"{own}:letters", f"{own}:hangs", "--reward_weights", "1", "0.5"]
-    deadline = ["--reward_timeout", "1", "--reward_fallback=-2"]
+    deadline = ["--reward_timeout", "1"]
     arguments = options(model_folder, tmp_path / "data.jsonl", output=tmp_path / "out")
     assert main(*arguments, *named, *deadline) == 0
     metrics, completions = result(tmp_path / "out")
     letters = sum(len(one["completion"]) / 100 for one in completions) / 4
     assert metrics["eval_rewards/letters/mean"] == pytest.approx(letters)
-    assert metrics["eval_rewards/hangs/mean"] == (3 * 4 - 2) / 4
-    assert metrics["eval_reward"] == pytest.approx(letters + 0.5 * (3 * 4 - 2) / 4)
+    assert metrics["eval_rewards/hangs/mean"] == 3 * 4 / 4
+    assert metrics["eval_reward"] == pytest.approx(letters + 0.5 * 3)
     shown = capsys.readouterr().out.splitlines()
     assert shown[1].startswith(f"  reward, greedy {' ' * 13}{metrics['eval_reward']:8.3f} ± ")
     assert shown[2].split() == ["letters", f"{metrics['eval_rewards/letters/mean']:.3f}"]
