@@ -38,6 +38,8 @@ def evaluate(
     call of samples has a seed of its own: so the number of ranks changes nothing, to the last bit. A completion's
     `sample` is 0 for the greedy one, else its number.
 
+    Reward functions are given `state`, where the training is. What they log is not recorded.
+
     `eval_reward` and `eval_rewards/NAME/mean` are of the greedy answers, as all but avg@k and pass@k. `eval_accuracy`,
     avg@k and pass@k exist where a reward function is a verdict, `eval_format` where one declares a full reward.
 
