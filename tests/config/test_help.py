@@ -9,7 +9,8 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.generation import ChatConfig, EvaluateConfig
+from grpo.config.evaluate import EvaluateConfig
+from grpo.config.generation import ChatConfig
 from grpo.config.launch import LaunchConfig
 from grpo.config.report import ReportConfig
 from grpo.config.server import ServerConfig
