@@ -183,8 +183,9 @@ def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, reason
 
 def test_code_that_stops_the_process_above_it_costs_its_completion_too(pooled, monkeypatch):
     monkeypatch.setattr(worker_pool, "END_SECONDS", 0.5)
+    before = set(psutil.Process().children(recursive=True))  # of other tests' pools
     assert rewards(pooled("length", timeout=0.5), ["a", "stop", "ccc"]) == [[1, -1, 3]]
-    below = psutil.Process().children(recursive=True)
+    below = set(psutil.Process().children(recursive=True)) - before
     assert sum(map(is_worker, below)) <= 4
 
 
