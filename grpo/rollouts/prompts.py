@@ -1,13 +1,11 @@
-"""Loads datasets as examples with tokenised prompts, and fixes the order in which ranks train on them."""
+"""Makes examples with tokenised prompts of a dataset's rows, and fixes the order in which ranks train on them."""
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,16 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.generation import AnsweringConfig
-from grpo.model.hub import can_ask_hub
 from grpo.rollouts.chat_template import chat_messages, render_prompt, tokenize_prompt
+from grpo.rollouts.dataset import decoded, load_rows
 from grpo.rollouts.records import Example
 
 log = logging.getLogger(__name__)
 
-_FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-_DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
-# What `datasets` says of a JSON and a Parquet file without a row.
-_WITHOUT_ROWS = "corresponds to no data", "BatchSize must be greater than 0"
 # The arguments of a reward function beside the columns, in this program or in TRL.
 _GIVEN_TO_REWARDS = {
     *("prompts", "completions", "completion_ids", "prompt_texts", "trainer_state", "log_extra", "log_metric")
@@ -40,7 +34,7 @@ def load_examples(
     Rows without a prompt, without a gold answer or with too long a prompt are dropped and counted. Raises ConfigError
     where the dataset cannot be loaded, lacks a column, has a value of another type, or keeps no example.
     """
-    rows = _load(config, split)
+    rows = load_rows(config, split)
     _check_columns(config, rows.column_names)
     if limit:
         rows = rows.select(range(min(limit, len(rows))))
@@ -49,7 +43,7 @@ def load_examples(
     too_long = f"longer than max_prompt_length={config.max_prompt_length} tokens"
     examples, dropped, without_system = [], Counter(), 0
     bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=not progress, leave=False)
-    for index, row in enumerate(_decoded(config, split, bar)):
+    for index, row in enumerate(decoded(config, split, bar)):
         if row[prompt_column] is None or row[prompt_column] == []:
             dropped[no_prompt] += 1
             continue
@@ -211,104 +205,3 @@ def _is_prompt(prompt: Any) -> bool:
             for message in prompt
         )
     )
-
-
-def _load(config: AnsweringConfig, split: str):
-    import datasets
-
-    name, files = config.dataset_name, _files(config, split)
-    datasets.disable_progress_bars()
-    logging.getLogger("datasets").handlers.clear()  # with its own handler and ours each line would be there twice
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error says what it would log
-    try:
-        if files:
-            return datasets.load_dataset(
-                _FILE_TYPES[files[0].suffix], data_files=[glob.escape(str(file)) for file in files], split="train"
-            )
-        if not can_ask_hub("dataset_name", name):
-            datasets.config.HF_HUB_OFFLINE = True
-        return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
-    except ConfigError:
-        raise
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise _cannot_load(config, split, error.__cause__ or error) from error
-    # StopIteration is what `datasets` makes of an empty file, RecursionError of JSON that is too deep.
-    except (OSError, ValueError, StopIteration, RecursionError, datasets.exceptions.DatasetsError) as error:
-        raise _cannot_load(config, split, error) from error
-
-
-def _decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. Raises ConfigError where a text is not UTF-8, which shows only when it is read."""
-    try:
-        yield from rows
-    except UnicodeDecodeError as error:
-        raise _cannot_load(config, split, error) from error
-
-
-def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> ConfigError:
-    files = _files(config, split)
-    reason = " ".join(str(error).split())[:300]
-    if any(words in reason for words in _WITHOUT_ROWS):
-        reason = "there is no row in it"
-    if files:
-        reason = next(filter(None, map(_fault, files)), f"{', '.join(file.name for file in files)}: {reason}")
-        remedy = "correct the file, or name another one"
-    else:
-        remedy = (
-            "give a local file or folder, or a hub id that this machine can reach, and dataset_config if it has "
-            "several configurations"
-        )
-    return ConfigError(f"dataset_name={config.dataset_name!r}: split {split!r} cannot be loaded ({reason}): {remedy}")
-
-
-def _fault(file: Path) -> str:
-    """Return what is wrong with a JSON file or with the first wrong line of JSON Lines; empty where nothing is."""
-    if file.stat().st_size == 0:
-        return f"{file.name} is empty"
-    if file.suffix == ".json":
-        try:
-            json.loads(file.read_bytes())
-            return ""
-        except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # that is what follows the first line of JSON Lines
-                return f"{file.name}, line {error.lineno}: {error.msg}"
-        except (ValueError, RecursionError) as error:
-            return f"{file.name}: {error}"
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines if file.suffix != ".parquet" else (), 1):
-            try:
-                row = json.loads(line) if line.strip() else {}
-                json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-                reason = "" if isinstance(row, dict) else "not a JSON object"
-            except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", str(error))
-            if reason:
-                return f"{file.name}, line {number}: {reason}"
-    return ""
-
-
-def _files(config: AnsweringConfig, split: str) -> list[Path]:
-    """Return the files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type.
-
-    The list is empty where the dataset is no local path. Raises ConfigError where the split has no such files.
-
-    This is not left to `datasets`, which takes every file for the test split where the folder's path has "test" in it.
-    """
-    path = Path(config.dataset_name).expanduser()
-    if not path.exists():
-        return []
-    if path.is_file():
-        if split != config.dataset_train_split:
-            raise ConfigError(
-                f"dataset_test_split={split!r}: {path} is a single file: give a folder with {split}{path.suffix} "
-                f"beside {config.dataset_train_split}{path.suffix}, or set eval_steps to 0"
-            )
-        files = [path]
-    else:
-        files = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
-    if not files or len({file.suffix for file in files}) > 1 or files[0].suffix not in _FILE_TYPES:
-        names = ", ".join(file.name for file in files) or "none"
-        raise ConfigError(
-            f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}; found {names}"
-        )
-    return files
