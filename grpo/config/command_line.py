@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import pkgutil
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -23,7 +22,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
-from grpo.config.errors import ConfigError, program_name, require, say_once
+from grpo.config.errors import ConfigError, did_you_mean, program_name, require, say_once
 from grpo.config.help import ALL, COMMON, HelpAction, HelpFormatter, check_topic, is_shown, topic_names
 
 _PROGRAMS = (
@@ -68,7 +67,7 @@ def parse_arguments(
             name = unknown[0].split("=")[0]  # a value may be a secret
             if name.endswith((".yaml", ".yml")) and not name.startswith("-"):
                 raise ConfigError(f"{name}: use --config {name}")
-            hint = _did_you_mean(name.lstrip("-"), [field.name for field in fields(config_class)])
+            hint = did_you_mean(name.lstrip("-"), [field.name for field in fields(config_class)])
             raise ConfigError(f"{name}: no such option{hint}; see --help all")
         if model_settings is not None:
             given = _given(parser, config_class, from_file + arguments)
@@ -218,7 +217,7 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
             )
             continue
         if name not in known:
-            raise ConfigError(f"{path}: {name}: no such field{_did_you_mean(str(name), known)}; see --help all")
+            raise ConfigError(f"{path}: {name}: no such field{did_you_mean(str(name), known)}; see --help all")
         for kind in (dict, list):
             if isinstance(value, kind) and kind.__name__ not in known[name].type:
                 raise ConfigError(f"{path}: {name}={value!r}: give a single value")
@@ -242,11 +241,6 @@ def _as_word(value: Any) -> str:
     if isinstance(value, dict):
         return json.dumps({str(name): inner for name, inner in value.items()}, default=str)  # YAML has dates too
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def write_config(config: Any, path: Path) -> None:

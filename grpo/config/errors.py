@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ def require(ok: bool, field: str, value: Any, remedy: str) -> None:
     """Raise ConfigError unless `ok`."""
     if not ok:
         raise ConfigError(f"{field}={value!r}: {remedy}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the known name that is closest, as the end of a sentence; empty where none is close."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def say_once(message: str, details: str = "") -> None:

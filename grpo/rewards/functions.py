@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, did_you_mean
 from grpo.config.user_files import load_file
 
 if TYPE_CHECKING:
@@ -116,9 +116,11 @@ def load_function(name: str) -> Callable:
     module = load_file("reward_funcs", name, path) if path else importlib.import_module("reward")
     function = getattr(module, function_name, None)
     if not callable(function):
+        defined = _list_reward_functions(module)
         raise ConfigError(
-            f"reward_funcs names {name!r}, but {path or 'reward.py'} has no such function: "
-            f"define it there, name one that it defines ({', '.join(_list_reward_functions(module)) or 'none yet'}), "
+            f"reward_funcs names {name!r}, but {path or 'reward.py'} has no such function"
+            f"{did_you_mean(function_name, defined)}: "
+            f"define it there, name one that it defines ({', '.join(defined) or 'none yet'}), "
             "name one elsewhere as path/to/file.py:function, or a reward model as ./folder or org/model."
         )
     return function

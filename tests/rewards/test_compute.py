@@ -65,6 +65,12 @@ def test_an_unknown_function_of_another_file_is_refused_with_those_it_has(user_f
         load_reward_funcs([f"{user_file}:{function}"])
 
 
+def test_a_misspelt_function_is_answered_with_the_one_that_was_meant(user_file):
+    for name, meant in (("corectness_reward", "correctness_reward"), (f"{user_file}:lenght", "length")):
+        with pytest.raises(ConfigError, match=f"^reward_funcs names .* no such function; did you mean {meant}\\?: "):
+            load_reward_funcs([name])
+
+
 @pytest.mark.parametrize("path", ["nowhere/mine.py", ".", "notes.txt"])
 def test_a_missing_file_is_refused(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
