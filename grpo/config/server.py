@@ -108,6 +108,6 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
             self.token is not None or self.host in ("127.0.0.1", "localhost", "::1"),
             "host",
             self.host,
-            f"others could reach it there: set the environment variable {TOKEN_VARIABLE} (here and for the trainer), "
-            "or listen on 127.0.0.1",
+            f"others could reach it there: give --token_file, or set the environment variable {TOKEN_VARIABLE} (here "
+            "and for the trainer), or listen on 127.0.0.1",
         )

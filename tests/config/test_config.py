@@ -195,7 +195,7 @@ def test_short_names_are_the_long_ones_of_the_programs_that_have_them(refused, f
 @pytest.mark.parametrize(
     "options, field",
     [
-        (["--host", "0.0.0.0"], "host='0.0.0.0': "),
+        (["--host", "0.0.0.0"], "host='0.0.0.0': others could reach it there: give --token_file, or set"),
         (["--max_batch_tokens", "0"], "max_batch_tokens=0: "),
         (["--max_length", "-5"], "max_length=-5: "),
         (["--body_timeout", "nan"], "body_timeout=nan: "),
