@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ def load_examples(
     prompt_column, answer_column = config.dataset_prompt_column, config.dataset_answer_column
     no_prompt, no_gold = f"without a prompt in {prompt_column!r}", f"without a gold answer in {answer_column!r}"
     too_long = f"longer than max_prompt_length={config.max_prompt_length} tokens"
-    examples, dropped, without_system = [], Counter(), 0
+    examples, dropped, without_system, shortest = [], Counter(), 0, math.inf
     bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=not progress, leave=False)
     for index, row in enumerate(decoded(config, split, bar)):
         if row[prompt_column] is None or row[prompt_column] == []:
@@ -52,6 +53,7 @@ def load_examples(
             dropped[no_gold] += 1
         elif len(example.prompt_ids) > config.max_prompt_length:
             dropped[too_long] += 1
+            shortest = min(shortest, len(example.prompt_ids))
         else:
             examples.append(example)
             first = example.messages[0]
@@ -71,7 +73,7 @@ def load_examples(
     if dropped[too_long]:
         raise ConfigError(
             f"max_prompt_length={config.max_prompt_length}: none of the {dropped[too_long]} prompts of "
-            f"{config.dataset_name} ({split}) is that short: raise it"
+            f"{config.dataset_name} ({split}) is that short, the shortest has {shortest} tokens: raise it"
         )
     raise ConfigError(
         f"dataset_name={config.dataset_name!r}: none of its {len(rows)} rows ({split}) has both a prompt in "
