@@ -67,7 +67,8 @@ def parse_arguments(
             name = unknown[0].split("=")[0]  # a value may be a secret
             if name.endswith((".yaml", ".yml")) and not name.startswith("-"):
                 raise ConfigError(f"{name}: use --config {name}")
-            hint = did_you_mean(name.lstrip("-"), [field.name for field in fields(config_class)])
+            known = [*(field.name for field in fields(config_class)), *getattr(config_class, "SHORT", {})]
+            hint = did_you_mean(name.lstrip("-"), known)
             raise ConfigError(f"{name}: no such option{hint}; see --help all")
         if model_settings is not None:
             given = _given(parser, config_class, from_file + arguments)

@@ -143,6 +143,7 @@ IMPOSSIBLE = [
     (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
     (["configs/dapo.yaml"], "configs/dapo.yaml: ", "use --config configs/dapo.yaml"),
     (["--help", "nonsense"], "--help nonsense: no such topic", "use all, a setting's name, or model, data,"),
+    (["--modle", "x"], "--modle: no such option", "did you mean model?"),
     (["--learn", "1"], "--learn: no such option", "see --help"),
     (["--config", "nowhere.yaml"], "config='nowhere.yaml': No such file", "give the path"),
 ]
