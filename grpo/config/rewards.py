@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
 from grpo.config.generation import AnsweringConfig
+from grpo.config.user_files import check_file
 
 
 @dataclass
@@ -38,6 +39,10 @@ class RewardSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in self.reward_funcs:
+            path, colon, _ = name.rpartition(":")
+            if colon and "://" not in name:  # now, as the file is loaded only after torch
+                check_file("reward_funcs", name, path)
         if self.reward_weights is None:
             self.reward_weights = [1.0] * len(self.reward_funcs)
         require(

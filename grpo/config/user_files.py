@@ -10,16 +10,21 @@ from types import ModuleType
 from grpo.config.errors import ConfigError
 
 
-def load_file(field: str, name: str, path: str) -> ModuleType:
-    """Import the file of `name`, which stands in the setting `field`; the second time it is the module of the first.
-
-    Raises ConfigError where there is no such file, and whatever the file raises.
-    """
+def check_file(field: str, name: str, path: str) -> None:
+    """Raise ConfigError where the file of `name`, which stands in the setting `field`, is not there or no Python."""
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ConfigError(
             f"{field}={name!r}: {path} is not a Python file: write path/to/file.py:function, with a path that exists "
             "from the current directory"
         )
+
+
+def load_file(field: str, name: str, path: str) -> ModuleType:
+    """Import the file of `name`, which stands in the setting `field`; the second time it is the module of the first.
+
+    Raises ConfigError as check_file, and whatever the file raises.
+    """
+    check_file(field, name, path)
     module_name = str(Path(path).resolve())
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)

@@ -143,6 +143,7 @@ IMPOSSIBLE = [
     (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
     (["configs/dapo.yaml"], "configs/dapo.yaml: ", "use --config configs/dapo.yaml"),
     (["--help", "nonsense"], "--help nonsense: no such topic", "use all, a setting's name, or model, data,"),
+    (["--reward_funcs", "mine:f"], "reward_funcs='mine:f': mine is not a Python file", "path/to/file.py:function"),
     (["--modle", "x"], "--modle: no such option", "did you mean model?"),
     (["--learn", "1"], "--learn: no such option", "see --help"),
     (["--config", "nowhere.yaml"], "config='nowhere.yaml': No such file", "give the path"),
