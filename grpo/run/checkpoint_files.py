@@ -38,8 +38,6 @@ def find_checkpoints(config: RecordSection) -> list[Path]:
     if name is None:
         return []
     if name == "last":
-        if config.output_dir is None:
-            raise ConfigError("resume_from_checkpoint='last': of which run? set output_dir to its folder")
         return checkpoints(Path(config.output_dir))[::-1]
     path = Path(name)
     if not (path / PROGRESS).is_file():

@@ -144,6 +144,7 @@ IMPOSSIBLE = [
     (["configs/dapo.yaml"], "configs/dapo.yaml: ", "use --config configs/dapo.yaml"),
     (["--help", "nonsense"], "--help nonsense: no such topic", "use all, a setting's name, or model, data,"),
     (["--reward_funcs", "mine:f"], "reward_funcs='mine:f': mine is not a Python file", "path/to/file.py:function"),
+    (["--resume_from_checkpoint", "last"], "resume_from_checkpoint='last': of which run?", "set output_dir"),
     (["--modle", "x"], "--modle: no such option", "did you mean model?"),
     (["--learn", "1"], "--learn: no such option", "see --help"),
     (["--config", "nowhere.yaml"], "config='nowhere.yaml': No such file", "give the path"),
