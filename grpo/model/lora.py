@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import find_adapter_config_file
 
 from grpo.config.errors import ConfigError
@@ -169,10 +171,17 @@ def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: objec
     """Add an adapter's layers to the model. Raises ConfigError, naming `field` and `value`, where they do not fit."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer
+    layers = {
+        name.rsplit(".", 1)[-1]
+        for name, layer in model.named_modules()
+        if isinstance(layer, linear) and layer is not head
+    }
     try:
         model.add_adapter(config, NAME)
     except ValueError as error:
-        raise ConfigError(f"{field}={value!r}: {' '.join(str(error).split())[:300]}") from error
+        reason, known = " ".join(str(error).split())[:300], ", ".join(sorted(layers))
+        raise ConfigError(f"{field}={value!r}: {reason} The model's linear layers: {known}") from error
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):
             raise ConfigError(

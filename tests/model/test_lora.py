@@ -365,7 +365,7 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
 @pytest.mark.parametrize(
     "targets, said",
     [
-        (["nowhere"], r"lora_target_modules=\['nowhere'\]: .*not found"),
+        (["nowhere"], r"lora_target_modules=\['nowhere'\]: .*not found.* linear layers: down_proj, .*, v_proj$"),
         (["lm_head", "q_proj"], "embeddings or the head"),
         (["embed_tokens"], "embeddings or the head"),
     ],
