@@ -32,7 +32,9 @@ def check_model_name(field: str, name: str) -> None:
 def can_ask_hub(field: str, name: str) -> bool:
     """Tell whether the hub can be asked for a name that is no file or folder. Raises ConfigError for a path."""
     first, slash, _ = name.partition("/")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (slash and Path(first).is_dir()):
+    is_file = not slash and name.endswith((".json", ".jsonl", ".parquet"))
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or (slash and Path(first).is_dir())
+    if is_file or is_path:
         raise ConfigError(f"{field}={name!r}: there is no such file or folder: correct the path, or give a hub id")
     return _is_hub_reachable()
 

@@ -197,6 +197,7 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
     [
         ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
         ("rows.csv", "needs files of one type, .json, .jsonl, .parquet; found rows.csv"),
+        ("nothing.jsonl", "dataset_name='nothing.jsonl': there is no such file or folder"),
         ("./nothing", "dataset_name='./nothing': there is no such file or folder: correct the path"),
         ("empty-folder/rows.jsonl", "there is no such file or folder"),
         ("nobody/made/this", "there is no such file or folder"),
