@@ -25,7 +25,7 @@ def summary(folder: Path) -> str:
     """Return the table of the run in `folder`. Raises ConfigError where it has no step."""
     run = read_run(folder)
     evaluated = [row for row in run.rows.values() if "eval_n" in row]
-    trained = [row for row in run.rows.values() if "reward" in row]
+    trained = [row for row in run.rows.values() if "num_tokens" in row]
     lines: list[str] = []
     if len(evaluated) > 1:
         lines += _table(

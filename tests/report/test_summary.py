@@ -31,6 +31,15 @@ def test_a_run_without_evaluations_has_no_table_of_them(tmp_path):
     assert words(write(tmp_path, STEPS)[0]) == "training, sampled first step last step"
 
 
+def test_a_run_whose_functions_all_returned_none_has_a_table_without_rewards(tmp_path):
+    lines = write(tmp_path, [step | {"reward": None, "completions/mean_length": 9.0} for step in STEPS])
+    assert [words(line) for line in lines[:3]] == [
+        "training, sampled first step last step",
+        "tokens per completion 9.000 9.000",
+        "3 steps, 3,000 tokens, 1 h 40 min in steps and evaluations.",
+    ]
+
+
 def test_a_folder_with_a_space_can_be_copied(tmp_path):
     (folder := tmp_path / "my run").mkdir()
     assert write(folder, STEPS)[-1].endswith(f"python -m grpo.report '{folder}'")
