@@ -25,12 +25,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import requests
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -49,7 +51,7 @@ from benchmarks.common import (
     spread,
     table,
 )
-from demo.__main__ import free_port, wait_ready
+from demo.__main__ import free_port
 from demo.model import build_tokenizer
 from grpo.client.reference import ReferenceClient
 from grpo.config.trainer import TrainerConfig
@@ -358,6 +360,21 @@ def serving(folder: Path, command: Callable[[str], list[str]], environment: dict
     finally:
         process.kill()
         process.wait()
+
+
+def wait_ready(url: str, process: subprocess.Popen, log: Path) -> None:
+    """Wait until a server answers /health with 200. Raises RuntimeError where it ends, or is not ready in 120 s."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with code {process.returncode}:\n{log.read_text()}")
+        try:
+            if requests.get(url + "/health", timeout=5).status_code == 200:
+                return
+        except requests.RequestException:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError(f"the server was not ready after 120 s:\n{log.read_text()}")
 
 
 # Small things
