@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.common import machine, table
-from demo.__main__ import prepare, reference_server, train
+from demo.__main__ import prepare, train
 
 OPTIONS = {
     "the demo as it is (grpo, k3)": "",
@@ -67,8 +67,8 @@ def main() -> None:
         folder = (arguments.folder / f"seed{seed}").absolute()
         prepare(folder, seed)
         for name in chosen:
-            with reference_server(folder, "--update_folder", str(folder / "updates")) as url:
-                train(folder, seed, url, "--eval_steps", "5", "--report_to", "none", *OPTIONS[name].split())
+            shared = ["--update_folder", str(folder / "updates"), "--eval_steps", "5", "--report_to", "none"]
+            train(folder, seed, *shared, *OPTIONS[name].split())
             lines = (folder / "run/metrics.jsonl").read_text().splitlines()
             runs[name].append([json.loads(line) for line in lines])
             print(f"seed {seed}: {name}: {'; '.join(columns(runs[name][-1:]))}", file=sys.stderr, flush=True)

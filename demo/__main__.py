@@ -80,12 +80,12 @@ def prepare(folder: Path, seed: int) -> None:
     write_dataset(folder / "data", seed)
 
 
-def train(folder: Path, seed: int) -> None:
-    """Run `python -m grpo.launch` to its end. Raises DemoError where it fails."""
+def train(folder: Path, seed: int, *options: str) -> None:
+    """Run `python -m grpo.launch`, with more options of it, to its end. Raises DemoError where it fails."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     words = ["--nproc_per_node", "2", "--config", CONFIG, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
-    words += ["--output_dir", folder / "run"]
+    words += ["--output_dir", folder / "run", *options]
     run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
     try:
         if run.wait() != 0:

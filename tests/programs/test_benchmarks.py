@@ -1,5 +1,6 @@
 """The benchmarks run, at toy sizes, and count the work that is really fed."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,6 +11,10 @@ from conftest import ENVIRONMENT, REPOSITORY
 
 from benchmarks.arithmetic import each_alone, padded, prompt_once
 from benchmarks.common import groups, ratios, skewed
+from benchmarks.options import OPTIONS
+from demo.__main__ import CONFIG
+from grpo.config.command_line import parse_arguments
+from grpo.config.launch import LaunchConfig
 from grpo.model.packing import Batcher
 
 
@@ -40,6 +45,17 @@ def test_skewed_lengths_are_mostly_short_and_keep_their_ends():
 
 def test_ratios_are_of_pairs():
     assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+
+
+def test_every_benchmark_is_imported():
+    for file in (REPOSITORY / "benchmarks").glob("*.py"):
+        importlib.import_module(f"benchmarks.{file.stem}")
+
+
+def test_every_option_of_the_options_benchmark_is_accepted(tmp_path):
+    given = ["--config", str(REPOSITORY / CONFIG), "--update_folder", str(tmp_path)]
+    for words in OPTIONS.values():
+        parse_arguments(LaunchConfig, "", [*given, *words.split()]).check_ranks(2)
 
 
 @pytest.mark.rare
