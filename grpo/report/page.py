@@ -53,7 +53,8 @@ def report(config: ReportConfig) -> Iterator[Path]:
         "colours": COLOURS,
         "other": OTHER,
         "runs": [summarise(run, name, window) for run, name in zip(runs, names, strict=True)],
-        "settings": different_settings(runs),
+        "settings": all_settings(runs),
+        "starts": [[{name: _to_text(value) for name, value in start.items()} for start in run.starts] for run in runs],
         "sections": [
             {"title": title, "charts": [asdict(chart) for chart in charts]} for title, charts in sections.items()
         ],
@@ -96,18 +97,14 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return [os.path.relpath(folder, common) for folder in folders]
 
 
-def different_settings(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Return each setting that is not the same in all runs, with its value in each; None where a run has none."""
-
-    def show(run: Run, name: str) -> str | None:
-        if name not in run.settings:
-            return None
-        value = run.settings[name]
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
+def all_settings(runs: Sequence[Run]) -> dict[str, list[str | None]]:
+    """Return each setting but output_dir, with its value in each run; None where a run has none."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
-    values = {name: [show(run, name) for run in runs] for name in names}
-    return {name: by_run for name, by_run in values.items() if len(set(by_run)) > 1}
+    return {name: [_to_text(run.settings[name]) if name in run.settings else None for run in runs] for name in names}
+
+
+def _to_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def summarise(run: Run, name: str, window: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run's files, read back: its metrics, its settings, and a selection of its completions.
+"""A run's files, read back: its metrics, its settings, its starts, and a selection of its completions.
 
 The run may have been killed in the middle of a line, may still be going, or may have been resumed from an earlier step.
 What cannot be read is left out and named in `Run.notes`.
@@ -34,6 +34,8 @@ class Run:
     """the metrics of each step that are finite numbers; steps ascend"""
     settings: dict[str, Any]
     """the content of config.yaml; empty where there is none"""
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """the content of starts.jsonl, by time; empty where there is none"""
     notes: list[str] = field(default_factory=list)
     """what was missing or damaged, a sentence each"""
 
@@ -77,6 +79,8 @@ def read_run(folder: Path) -> Run:
         run.notes.append(f"steps that metrics.jsonl has more than once: {repeated}; the last line of each is taken")
     run.rows = dict(sorted(run.rows.items()))
     run.settings = _read_settings(folder / "config.yaml", run.notes)
+    if (starts := folder / "starts.jsonl").is_file():
+        run.starts = [record for *_, record in _read_lines(starts, run.notes)]
     return run
 
 

@@ -1,4 +1,4 @@
-"""Files with one JSON record a line: metrics.jsonl, completions.jsonl, bad_steps.jsonl."""
+"""Files with one JSON record a line: metrics.jsonl, completions.jsonl, bad_steps.jsonl, starts.jsonl."""
 
 from __future__ import annotations
 

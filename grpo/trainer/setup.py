@@ -35,6 +35,7 @@ from grpo.run.progress import Progress
 from grpo.run.rearrange import LOAD_UNIVERSAL
 from grpo.run.recorder import Recorder, check_report_to
 from grpo.run.signals import Launcher, StopSignals
+from grpo.run.starts import describe_start, record_start
 from grpo.run.watchdog import Watchdog
 from grpo.trainer.engine import Ranks, engine_config, start_engine
 from grpo.trainer.evaluation import best_metric, check_verdicts
@@ -203,7 +204,10 @@ def set_up(
         publisher.begin(reference)
     rounds.ask_again(progress.batches)
     stop = StopSignals(launcher)
-    recorder = Recorder(config, folder, after=progress.step if resumed else -1) if rank == 0 else None
+    recorder, start = None, describe_start(progress.step, device)
+    if rank == 0:
+        recorder = Recorder(config, folder, after=progress.step if resumed else -1)
+        record_start(folder, start)
     log.info(
         "%d prompts, %d held out; %d x %s; %d prompts a step; learning rate %g; run folder %s%s",
         *(len(inputs.examples), len(inputs.held_out), world_size, device),

@@ -277,6 +277,8 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(setting, undisturbed, m
     warning = f"{run}/checkpoint-6 is damaged: engine/{moments.name} is not as it was written. It is called "
     assert output.count(warning + "checkpoint-6.damaged now, and the run goes on from checkpoint-4") == 1
     assert went_on(output) == 4
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 4]
     assert (run / "checkpoint-6.damaged" / moments.relative_to(newest)).read_bytes() == content
     shutil.rmtree(run / "checkpoint-6.damaged")
     check_same(run, undisturbed(2, "full"))

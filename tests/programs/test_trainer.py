@@ -111,6 +111,9 @@ def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, lette
     assert AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").dtype == torch.float32
     parse_arguments(TrainerConfig, "", ["--config", str(run / "config.yaml")])
     check_evaluation(lines(run / "metrics.jsonl")[0], model_folder, data_folder)
+    (start,) = lines(run / "starts.jsonl")
+    assert (start["step"], start["ranks"], [*start["hosts"].values()]) == (0, 2, [["cpu", "cpu"]])
+    assert "max_steps" in start["command"] and "local_rank" not in start["command"], start["command"]
 
 
 def check_evaluation(row, model_folder, data_folder) -> None:

@@ -81,13 +81,17 @@ def test_a_page_and_pictures_beside_the_run(main, tmp_path):
 
 def test_several_runs_by_name_and_what_differs_in_their_settings(main, tmp_path):
     first = write(tmp_path / "a/run", metrics(3), settings="beta: 0.04\nseed: 1\nreward_funcs: [x]\noutput_dir: a\n")
+    (first / "starts.jsonl").write_text('{"step": 0, "hosts": {"box": ["cpu"]}}\n')
     second = write(tmp_path / "b/run", metrics(5), settings="beta: 0.04\nseed: 2\nuse_peft: true\noutput_dir: b\n")
     code, written, errors = main(first, second, "--output", tmp_path / "both")
     assert code == 0 and written[0] == str(tmp_path / "both/report.html")
     assert errors == [f"{run}: there is no completions.jsonl: no completions are shown" for run in (first, second)]
     data = page_data(tmp_path / "both")
     assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
-    assert data["settings"] == {"seed": ["1", "2"], "reward_funcs": ['["x"]', None], "use_peft": [None, "true"]}
+    assert data["settings"] == {
+        **{"beta": ["0.04", "0.04"], "seed": ["1", "2"], "reward_funcs": ['["x"]', None], "use_peft": [None, "true"]}
+    }
+    assert data["starts"] == [[{"step": "0", "hosts": '{"box": ["cpu"]}'}], []]
     (reward,) = [chart for chart in data["sections"][0]["charts"] if chart["title"] == "reward"]
     assert [line["run"] for line in reward["curves"]["reward"]] == [0, 1]
 
@@ -218,6 +222,10 @@ def test_the_page_of_real_runs_is_read_with_keys(main, trained, tmp_path):
     with chromium(tmp_path) as browser:
         opened(browser, tmp_path / "report")
         assert texts_of(browser, "section h2")[-2:] == ["Time by phase", "Completions"]
+        browser.js("document.querySelector('#machine').open = true")
+        assert {"command", "versions", "commit"} < set(texts_of(browser, "#starts tbody th"))
+        assert {"max_steps", "learning_rate"} < set(texts_of(browser, "#all tbody th"))
+        assert browser.js("document.querySelector('#settings').hidden")
 
         # The legend hides and shows a run.
         lines = "document.querySelector('svg.plot').querySelectorAll('path').length"
@@ -277,6 +285,7 @@ def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
             ("b", json.dumps(HOSTILE[0]) + ": " + json.dumps(HOSTILE[1])),
         )
     ]
+    (runs[0] / "starts.jsonl").write_text(json.dumps({"step": 0, "command": HOSTILE[1]}))
     assert main(*runs, "--output", tmp_path / "report")[0] == 0
     with chromium(tmp_path) as browser:
         opened(browser, tmp_path / "report")
@@ -288,7 +297,7 @@ def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
         assert texts_of(browser, ".group dd") == HOSTILE[:2]
         for selector in ("#settings tbody th", "#sections h3"):
             assert HOSTILE[0] in texts_of(browser, selector)
-        assert HOSTILE[1] in texts_of(browser, "#settings td")
+        assert HOSTILE[1] in texts_of(browser, "#settings td") and HOSTILE[1] in texts_of(browser, "#starts td")
         assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 2]
         browser.screen(400, 800)
         assert not browser.js("document.documentElement.scrollWidth > innerWidth")
