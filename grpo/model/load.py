@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from grpo.config.errors import ConfigError
 from grpo.config.generation import AnsweringConfig
@@ -26,6 +27,12 @@ from grpo.model.lora import QUANTIZERS, base_of, load_adapter, require_packages
 from grpo.model.quantization import keep_layout, layout
 
 log = logging.getLogger(__name__)
+
+# transformers' bars, such as "Loading weights": gone when they are full, and none where the output is no terminal.
+if hasattr(transformers_logging, "set_tqdm_hook"):  # not in transformers 5.0
+    transformers_logging.set_tqdm_hook(
+        lambda bar, args, kwargs: bar(*args, **{"leave": False, "disable": None, **kwargs})
+    )
 
 NO_LIMIT = 2**31 - 1
 

@@ -34,6 +34,12 @@ def test_a_reference_is_frozen_and_in_evaluation_mode(model_folder):
     assert not any(parameter.requires_grad for parameter in reference.parameters())
 
 
+def test_no_bar_goes_into_a_log_file(model_folder, tmp_path, capsys):
+    model, _ = load(model_folder)
+    model.save_pretrained(tmp_path)
+    assert "it/s" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype, expected", [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_dtypes(model_folder, dtype, expected):
     assert load(model_folder, dtype=dtype)[0].dtype == expected

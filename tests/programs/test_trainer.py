@@ -291,7 +291,7 @@ def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_fol
         settings = {"model_name_or_path": model_folder, "dataset_name": data_folder, "output_dir": tmp_path / "run"}
         ended = plain_python(*options(**(settings | changes)))
         assert ended.returncode in (1, 2), ended.stdout
-        assert said in one_line(ended.stdout) and "Loading weights" not in ended.stdout
+        assert said in one_line(ended.stdout) and "grpo.model.trial: " not in ended.stdout
     assert not (tmp_path / "run").exists()
 
 
