@@ -51,7 +51,8 @@ class RecordSection(Section):
     output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME", common=True)
     report_to: list[str] = option(
         ["tensorboard"],
-        "where metrics go beside metrics.jsonl: tensorboard, wandb or none; tensorboard is skipped if not installed",
+        "where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, swanlab or none; tensorboard is skipped "
+        "if not installed",
     )
     dry_run: bool = option(
         False,
@@ -78,7 +79,8 @@ class RecordSection(Section):
             "of which run? set output_dir to its folder",
         )
         for name in self.report_to:
-            require(name in ("tensorboard", "wandb", "none"), "report_to", name, "use tensorboard, wandb or none")
+            known = ("tensorboard", "wandb", "trackio", "swanlab", "none")
+            require(name in known, "report_to", name, "use tensorboard, wandb, trackio, swanlab or none")
         require(
             self.metric_for_best_model is None or self.eval_steps > 0,
             "metric_for_best_model",

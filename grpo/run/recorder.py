@@ -1,26 +1,25 @@
-"""Writes what a run records: its files, TensorBoard and wandb."""
+"""Writes what a run records: its files, and what its trackers are sent."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from grpo.config.command_line import write_config
-from grpo.config.errors import ConfigError
-from grpo.config.records import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.run.folder import SaveError
 from grpo.run.json_lines import read_record, some_of, to_json
+from grpo.run.trackers import open_trackers
 
 log = logging.getLogger(__name__)
 
 BAD_STEPS = "bad_steps.jsonl"
 """the file of a run with the completions of the steps that were skipped"""
+TABLE_STEPS = 50
+"""steps from one step whose completions the trackers are sent to the next; they have those of every evaluation"""
 
 
 class Recorder:
@@ -36,17 +35,7 @@ class Recorder:
             _cut_after(folder / name, after)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._completions = open(folder / "completions.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._tensorboard = self._wandb = None
-        if "tensorboard" in config.report_to and importlib.util.find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=None if after is None else after + 1
-            )
-        if "wandb" in config.report_to:
-            import wandb
-
-            self._wandb = wandb.init(project="grpo", dir=str(folder), config=asdict(config))
+        self._trackers = open_trackers(config, folder, after)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append a step's line. Raises SaveError where the file is no longer in the run's folder."""
@@ -60,16 +49,16 @@ class Recorder:
                 "folder back and start the run again, or begin a new one"
             )
         self._metrics.write(to_json({"step": step, **values}))
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(dict(values), step=step)
+        for tracker in self._trackers:
+            tracker.metrics(step, values)
 
     def completions(self, step: int, phase: str, samples: list[dict[str, Any]]) -> None:
         """Append samples; `phase` is "train" or "eval"."""
         for sample in samples:
             self._completions.write(to_json({"step": step, "phase": phase, **sample}))
+        if phase == "eval" or step % TABLE_STEPS == 1:
+            for tracker in self._trackers:
+                tracker.completions(step, phase, samples)
 
     def bad_step(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append the samples of a step that was skipped."""
@@ -79,10 +68,8 @@ class Recorder:
     def close(self) -> None:
         self._metrics.close()
         self._completions.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _cut_after(path: Path, step: int) -> None:
@@ -107,9 +94,3 @@ def _cut_after(path: Path, step: int) -> None:
         file.truncate(kept_bytes)
     if damaged := [number for number in damaged if number < last_kept]:
         log.warning("damaged lines of %s that are left out: %s", path, some_of(damaged))
-
-
-def check_report_to(config: RecordSection) -> None:
-    """Raise ConfigError where `report_to` names wandb and it is not installed."""
-    if "wandb" in config.report_to and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("report_to='wandb': it is not installed: 'pip install wandb', or leave it out")

@@ -33,9 +33,10 @@ from grpo.run.checkpoints import Checkpoints
 from grpo.run.preflight import check_alike
 from grpo.run.progress import Progress
 from grpo.run.rearrange import LOAD_UNIVERSAL
-from grpo.run.recorder import Recorder, check_report_to
+from grpo.run.recorder import Recorder
 from grpo.run.signals import Launcher, StopSignals
 from grpo.run.starts import describe_start, record_start
+from grpo.run.trackers import check_report_to
 from grpo.run.watchdog import Watchdog
 from grpo.trainer.engine import Ranks, engine_config, start_engine
 from grpo.trainer.evaluation import best_metric, check_verdicts

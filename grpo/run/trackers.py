@@ -1,0 +1,167 @@
+"""The services that a run's numbers go to beside its files, by their names in `report_to`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo.config.errors import ConfigError
+from grpo.config.records import RecordSection
+from grpo.config.trainer import TrainerConfig
+
+Samples = list[dict[str, Any]]
+
+
+class Tracker(Protocol):
+    """A service that shows a run's numbers."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Send a step's metrics."""
+
+    def completions(self, step: int, phase: str, samples: Samples) -> None:
+        """Send samples; `phase` is "train" or "eval"."""
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+
+
+class TensorBoard:
+    """Event files in the run's folder. They have no completions."""
+
+    def __init__(self, folder: Path, after: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=None if after is None else after + 1)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def completions(self, step: int, phase: str, samples: Samples) -> None:
+        pass
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Service:
+    """What the clients share that have wandb's interface."""
+
+    _run: Any
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def completions(self, step: int, phase: str, samples: Samples) -> None:
+        self._run.log({f"completions/{phase}": self._show(samples)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _show(self, samples: Samples) -> Any:
+        raise NotImplementedError
+
+
+class Wandb(_Service):
+    """Weights & Biases."""
+
+    def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
+        import wandb
+
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "grpo"),
+            name=os.environ.get("WANDB_NAME", folder.name),
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=asdict(config),
+        )
+
+    def _show(self, samples: Samples) -> Any:
+        columns, rows = to_table(samples)
+        return self._table(columns=columns, data=rows)
+
+
+class Trackio(_Service):
+    """Trackio. It continues a run by its name, so the name ends with the id."""
+
+    def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
+        import trackio
+
+        self._table = trackio.Table
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "grpo"),
+            name=f"{folder.name}-{run_id}",
+            resume="allow",
+            config=asdict(config),
+        )
+
+    def _show(self, samples: Samples) -> Any:
+        columns, rows = to_table(samples)
+        return self._table(columns=columns, data=rows)
+
+
+class SwanLab(_Service):
+    """SwanLab. It shows a completion as a text below its prompt."""
+
+    def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
+        import swanlab
+
+        self._text = swanlab.Text
+        self._run = swanlab.init(
+            project=os.environ.get("SWANLAB_PROJECT", "grpo"),
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            log_dir=str(folder / "swanlog"),
+            config=asdict(config),
+        )
+
+    def _show(self, samples: Samples) -> Any:
+        facts = [name for name in ("reward", "correct") if samples and name in samples[0]]
+        return [
+            self._text(
+                f"{sample['prompt']}\n\n{sample['completion']}",
+                caption=", ".join(f"{name} {sample[name]}" for name in facts),
+            )
+            for sample in samples
+        ]
+
+
+SERVICES = {"wandb": Wandb, "trackio": Trackio, "swanlab": SwanLab}
+"""the services whose clients must be installed, by the client's module"""
+
+
+def open_trackers(config: TrainerConfig, folder: Path, after: int | None) -> list[Tracker]:
+    """Open what `report_to` names. `after` as in Recorder: a run that goes on continues under its id, which is in the
+    file run_id of its folder; one that begins has a new one."""
+    trackers: list[Tracker] = []
+    if "tensorboard" in config.report_to and importlib.util.find_spec("tensorboard"):
+        trackers.append(TensorBoard(folder, after))
+    services = [service for name, service in SERVICES.items() if name in config.report_to]
+    if services:
+        kept = folder / "run_id"
+        if after == -1 or not kept.exists():
+            kept.write_text(secrets.token_hex(4), encoding="utf-8")
+        run_id = kept.read_text(encoding="utf-8").strip()
+        trackers += [service(config, folder, run_id) for service in services]
+    return trackers
+
+
+def check_report_to(config: RecordSection) -> None:
+    """Raise ConfigError where `report_to` names a service whose client is not installed."""
+    for name in SERVICES:
+        if name in config.report_to and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"report_to='{name}': it is not installed: 'pip install {name}', or leave it out")
+
+
+def to_table(samples: Samples) -> tuple[list[str], list[list[Any]]]:
+    """Return columns and rows; a cell that a sample does not have is None."""
+    columns = list(dict.fromkeys(name for sample in samples for name in sample))
+    return columns, [[sample.get(name) for name in columns] for sample in samples]
