@@ -33,6 +33,7 @@ BUCKET_SECONDS = 5
 _BUCKETS = 120  # ten minutes
 _LATENCIES = 1000
 _CLIENTS = 50
+_CLIENT_SECONDS = 600
 _ERRORS = 20
 _NAME_LENGTH = 64
 
@@ -223,6 +224,7 @@ class Monitor:
                         "last_seen": now - client.last_seen,
                     }
                     for key, client in reversed(self._clients.items())
+                    if key in held or now - client.last_seen <= _CLIENT_SECONDS
                 ],
                 "errors": [{"ago": now - at, **error} for at, error in reversed(self._errors)],
             }
