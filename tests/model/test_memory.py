@@ -106,17 +106,23 @@ def test_a_measured_peak_is_below_the_prediction_and_not_far_below(case):
     assert measured <= predicted <= 1.3 * measured + 128 * MIB
 
 
-NAMES = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+NAMES = dict(
+    num_hidden_layers=2,
+    hidden_size=128,
+    intermediate_size=320,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=100,
+)
 BODIES = {
-    "qwen2": lambda: qwen(4, 100, hidden_size=128, intermediate_size=320, num_attention_heads=4),
-    "gpt2": lambda: GPT2Config(vocab_size=100, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0),
-    "gemma2, softcapped scores": lambda: Gemma2Config(**NAMES, num_hidden_layers=4, vocab_size=100),
-    "gemma2 beyond its window": lambda: Gemma2Config(**NAMES, num_hidden_layers=4, vocab_size=100, sliding_window=256),
-    "mistral beyond its window": lambda: MistralConfig(
-        **NAMES, num_hidden_layers=4, vocab_size=100, sliding_window=256
-    ),
+    "qwen2": lambda: qwen(2, 100, hidden_size=128, intermediate_size=320, num_attention_heads=4),
+    "gpt2": lambda: GPT2Config(vocab_size=100, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0),
+    "gemma2, softcapped scores": lambda: Gemma2Config(**NAMES),
+    "gemma2 beyond its window": lambda: Gemma2Config(**NAMES, sliding_window=256),
+    "mistral beyond its window": lambda: MistralConfig(**NAMES, sliding_window=256),
     "qwen3 with experts": lambda: Qwen3MoeConfig(
-        **NAMES, num_hidden_layers=4, vocab_size=100, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
+        **NAMES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
     ),
 }
 
