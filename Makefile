@@ -1,6 +1,6 @@
 # make demo    a tiny model learns that thinking pays, on two CPU cores
 # make test    every promise: all tests but the rare ones, and a part of long series; two at a time
-# make test-all   every test, and every case
+# make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
 # make check   ruff
 # make setup   only .venv with the pinned requirements, those of the tests too
 PYTHON ?= python3

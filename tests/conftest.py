@@ -68,9 +68,20 @@ def pytest_report_header(config):
 LONGEST = "test_demo.py", "test_resume.py", "test_survival.py", "test_two_nodes.py", "test_rearrange.py"
 
 
+# Fixtures, modules' own too, that start programs through the fork server: its imports take 11 s, so who uses them is
+# slow, and the fast tests do without it.
+PROGRAMS = {"server", "updated_server", "launch", "limited", "low", "locked", "watched", "served"}
+
+
 def pytest_collection_modifyitems(config, items):
-    """Put the longest modules first. With --thin, leave so many cases of each test that is marked `sampled(count)`."""
+    """Put the longest modules first, and mark as slow what uses a fixture that starts a program.
+
+    With --thin, leave so many cases of each test that is marked `sampled(count)`.
+    """
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    for item in items:
+        if PROGRAMS.intersection(item.fixturenames):
+            item.add_marker("slow")
     if not config.option.thin:
         return
     series = defaultdict(list)

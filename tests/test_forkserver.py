@@ -36,6 +36,7 @@ def program(popen, tmp_path, what: str, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["succeeds", "fails", "says"])
 def test_a_fork_has_its_own_words_folder_environment_files_and_exit_code(tmp_path, what):
     seen = []
@@ -46,6 +47,7 @@ def test_a_fork_has_its_own_words_folder_environment_files_and_exit_code(tmp_pat
     assert str(tmp_path) in seen[0][0] and "typed to stderr" in seen[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_fork_is_a_child_with_a_name_and_dies_of_signals(tmp_path, number):
     ends = []
@@ -63,6 +65,7 @@ def test_a_fork_is_a_child_with_a_name_and_dies_of_signals(tmp_path, number):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "forked"), [({"ASKED": "no"}, True), ({"HF_HOME": "/nowhere"}, False)])
 def test_an_environment_that_libraries_read_when_imported_is_started_plainly(changes, forked):
     script = "import sys; print('torch' in sys.modules)  # grpo.run.signals"

@@ -77,6 +77,7 @@ def test_only_the_first_rank_prints_it(help_of, monkeypatch):
     assert help_of(TrainerConfig) == ""
 
 
+@pytest.mark.plain_start
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=" ".join)
 def test_a_program_says_how_it_is_called_and_fits_the_terminal(program):
     command = [sys.executable, *program, "--help", "all"]

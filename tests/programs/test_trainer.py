@@ -317,6 +317,7 @@ def test_a_reward_that_fails_on_one_rank_only_is_still_said(launch, model_folder
     assert len(said) == 1 and said[0].endswith("Reward function 'grade' returned 7 rewards for 8 completions")
 
 
+@pytest.mark.slow
 def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tmp_path):
     own = tmp_path / "own.py"
     own.write_text("import sys\n\ndef main():\n    sys.exit()\n\nmain()\n")
