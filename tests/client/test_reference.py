@@ -112,11 +112,9 @@ def test_servers_of_different_models_are_refused(server, tmp_path):
 
 
 def test_what_the_server_refuses_is_not_sent_again(server):
-    with open_client(server.url, ref_deadline=60) as client:
-        started = time.monotonic()
-        with pytest.raises(ServerError, match="422: sequence 0 has 601 tokens"):
-            client.request_logprobs([5], [[6] * 600], "g").result()
-        assert time.monotonic() - started < 10
+    refused = pytest.raises(ServerError, match="422: sequence 0 has 601 tokens")
+    with open_client(server.url, ref_deadline=60) as client, refused:
+        client.request_logprobs([5], [[6] * 600], "g").result(timeout=10)
 
 
 @pytest.mark.slow
@@ -367,9 +365,7 @@ futures = [with_nobody.request_logprobs([1], [[2]], "g") for _ in range(40)]
 import time; time.sleep(1)
 with_nobody.close()
 """
-    started = time.monotonic()
-    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, env=ENVIRONMENT, check=True, timeout=60)
-    assert time.monotonic() - started < 20
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, env=ENVIRONMENT, check=True, timeout=20)
 
 
 @pytest.mark.slow
