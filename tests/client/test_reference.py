@@ -34,6 +34,7 @@ def test_it_gets_each_completions_logprobs(server):
         assert [(len(row), row.dtype) for row in rows] == [(3, np.float32), (0, np.float32), (1, np.float32)]
 
 
+@pytest.mark.slow
 def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
     url = f"http://127.0.0.1:{free_port()}"
     with open_client(url) as client:
@@ -49,6 +50,7 @@ def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_server_that_loads_is_waited_for_and_one_that_is_gone_is_not(monkeypatch):
     began, body = time.monotonic(), ServerInfo("loading", ModelInfo("org/large")).to_json()
 
@@ -172,6 +174,7 @@ def working(seconds, may=None):
     return post
 
 
+@pytest.mark.slow
 def test_work_goes_by_speed():
     with (
         fake(working(0.01)) as fast,
@@ -356,6 +359,7 @@ def test_what_still_waits_when_the_client_closes_is_given_up_and_its_threads_end
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(("logprobs-client", "recovery"))], 8)
 
 
+@pytest.mark.slow
 def test_nothing_hangs_at_the_end_of_the_program():
     script = f"""
 from grpo.config.trainer import TrainerConfig
@@ -449,6 +453,7 @@ def test_an_authoritys_file_without_a_certificate_is_refused(tmp_path):
         ReferenceClient(TrainerConfig(ref_ca_file=str(tmp_path / "no.pem")))
 
 
+@pytest.mark.slow
 def test_something_else_on_that_port_is_not_a_reference():
     def page(*_):
         return 200, {}, b"<html>hello</html>"

@@ -24,6 +24,8 @@ from grpo.rewards.compute import RewardError, compute_rewards, load_reward_funcs
 from grpo.rewards.prints import SHOWN_CHARACTERS
 from grpo.rewards.worker_pool import RewardPool
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = r'''
 import asyncio, os, re, signal, subprocess, sys, time
 

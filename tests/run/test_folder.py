@@ -87,7 +87,8 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path):
 
 def test_the_settings_of_a_run_are_those_it_went_on_with(tmp_path):
     for steps, name in ((10, None), (14, "last")):
-        settings = TrainerConfig(max_steps=steps, resume_from_checkpoint=name, report_to=["none"])
+        folder = str(tmp_path)
+        settings = TrainerConfig(max_steps=steps, resume_from_checkpoint=name, output_dir=folder, report_to=["none"])
         Recorder(settings, tmp_path, after=-1).close()
         written = config("--config", str(tmp_path / "config.yaml"))
         assert written.max_steps == steps and written.resume_from_checkpoint is None
