@@ -28,7 +28,8 @@ demo: $(READY)
 
 test: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -n 2 --thin
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "slow and not rare" --thin --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "slow and not rare and not timed" --thin --durations=10
+	$(BIN)/python -m pytest -m "timed and not rare" --thin
 
 test-all: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m "" --durations=20

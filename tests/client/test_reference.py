@@ -34,6 +34,7 @@ def test_it_gets_each_completions_logprobs(server):
         assert [(len(row), row.dtype) for row in rows] == [(3, np.float32), (0, np.float32), (1, np.float32)]
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
     url = f"http://127.0.0.1:{free_port()}"
@@ -144,6 +145,7 @@ def ask(client, count) -> None:
         assert [row.tolist() for row in future.result(timeout=60)] == [[-1, -2, -3], [], [-4]]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "bad",
     [(503, {"Retry-After": "1"}, b"{}"), (502, {}, b"<html>"), (408, {}, b""), (200, {}, GOOD[:-1]), (200, {}, b"")],
@@ -230,6 +232,7 @@ def test_a_server_that_comes_back_has_work_again_and_both_are_said_once(caplog):
     assert said == ["WARNING", "INFO", "WARNING"]
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_a_stopped_server_costs_one_timeout_and_one_thread_probes_it():
     """It accepts and never answers, like a stopped process; then it continues."""
@@ -285,6 +288,7 @@ def test_a_server_that_is_ready_but_hangs_gets_one_request_at_a_time():
         assert all(len(future.result(timeout=20)) == 3 for future in futures)
 
 
+@pytest.mark.timed
 def test_a_server_that_changes_its_model_leaves_the_rotation_and_when_all_do_the_run_ends(caplog):
     models = ["f", "f"]
 
@@ -412,6 +416,7 @@ def tls(authority, name) -> ssl.SSLContext:
     return context
 
 
+@pytest.mark.timed
 def test_https_with_an_authority_of_ones_own(server, authority, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ours, others = tmp_path / "ours.pem", tmp_path / "others.pem"

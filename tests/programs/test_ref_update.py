@@ -251,6 +251,7 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
         check_answers(client, policy)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_back(
     model_folder, policy, tokenizer, tmp_path, caplog

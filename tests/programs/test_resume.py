@@ -190,6 +190,7 @@ def test_stopped_by_any_signal_it_saves_and_goes_on(setting, undisturbed, model_
     assert rows[: STEPS + 1] == timeless(undisturbed(2, "full"))
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_a_dead_rank_ends_the_others(setting, model_folder, tmp_path):
     with reference(model_folder, tmp_path / "server") as server:

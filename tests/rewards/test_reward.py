@@ -311,6 +311,7 @@ def test_no_text_crashes_the_rewards_or_leaves_their_values(text, gold):
     assert to_number(text, allow_unit=False) in {None, to_number(text)}
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "text",
     [
@@ -607,6 +608,7 @@ def test_the_process_starts_at_the_first_question_and_stays():
     assert not is_alive(pid)
 
 
+@pytest.mark.timed
 def test_a_question_that_overruns_is_answered_no_and_its_process_killed():
     process = fake_process("reply = text == 'easy' or time.sleep(60)")
     assert process.equal("easy", "x")

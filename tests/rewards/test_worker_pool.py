@@ -148,6 +148,7 @@ def rewards(functions: dict, completions: list[str], **columns: list) -> list[li
     return compute_rewards(functions, ["p"] * len(completions), completions, columns).tolist()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("hang", ["sleep", "regex", "stubborn"])
 def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
     length = pooled("length", timeout=0.5)

@@ -510,6 +510,7 @@ def test_a_connection_that_has_asked_may_rest_longer(low):
             time.sleep(HEADER_SECONDS + 2)
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_two_hundred_slow_clients_hold_up_nobody(server):
     """More than there are threads: half of them send their headers a byte at a time, half their body."""
