@@ -397,6 +397,6 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(model_fold
     ended = run_ranks(1, "tests/full_disk.py", "200", *settings, "--report_to", "none")
     assert ended.returncode == 1, ended.stdout
     assert "the model could not be saved" in one_line(ended.stdout)
-    left = ["completions.jsonl", "config.yaml", "metrics.jsonl", "trainer.lock"]
+    left = ["completions.jsonl", "config.yaml", "metrics.jsonl", "starts.jsonl", "trainer.lock"]
     assert sorted(path.name for path in run.iterdir()) == left
     assert os.path.getsize(model_folder / "model.safetensors") > 200 * 1024
