@@ -148,11 +148,11 @@ def test_the_memory_of_the_models_cards_is_shown_and_no_other(monkeypatch):
 def test_a_client_of_ten_minutes_ago_is_no_longer_shown_unless_it_waits(monkeypatch):
     monitor, begin = Monitor(), time.monotonic()
     for name, second in (("old", 0), ("waits", 0), ("new", 300)):
-        monkeypatch.setattr("grpo.server.monitor.time.monotonic", lambda second=second: begin + second)
+        monkeypatch.setattr(time, "monotonic", lambda second=second: begin + second)
         monitor.answered("POST", "/v1/logprobs", 200, 0.01, "10.0.0.1", client=name, tokens=5)
-    monkeypatch.setattr("grpo.server.monitor.time.monotonic", lambda: begin + 599)
+    monkeypatch.setattr(time, "monotonic", lambda: begin + 599)
     assert [client["name"] for client in monitor.status({})["clients"]] == ["new", "waits", "old"]
-    monkeypatch.setattr("grpo.server.monitor.time.monotonic", lambda: begin + 601)
+    monkeypatch.setattr(time, "monotonic", lambda: begin + 601)
     assert [client["name"] for client in monitor.status({"waits": (7, 1)})["clients"]] == ["new", "waits"]
 
 
