@@ -5,7 +5,6 @@ The same model that solves 95 % of its problems may solve 5 % when it is asked w
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import yaml
 
 from grpo.config.command_line import to_yaml
-from grpo.config.errors import ConfigError, program_name
+from grpo.config.errors import ConfigError, is_first_rank, program_name
 from grpo.config.generation import AnswerSection, DataSection
 from grpo.config.rewards import RewardSection
 
@@ -71,7 +70,7 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
                 f"reward_funcs={name!r}: the model was trained with it ({path}), but code, models and servers are "
                 f"yours to name: add --reward_funcs {' '.join(settings['reward_funcs'])}, or others"
             )
-    if settings and os.environ.get("RANK", "0") == "0":
+    if settings and is_first_rank():
         shown = ", ".join(f"{name}={_shorten(value)}" for name, value in settings.items())
         print(f"{program_name()}: asked as in training, by {path}: {shown}", file=sys.stderr)
     return settings

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from grpo.config.errors import rank_count
 from grpo.model.devices import take_device
 
 _T = TypeVar("_T")
@@ -21,7 +22,7 @@ def own_place() -> tuple[int, int, torch.device]:
     take_device.
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = rank_count()
     if rank != 0:
         disable_progress_bar()
     device = take_device(local_rank)

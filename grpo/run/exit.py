@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Callable
 
 from grpo.config.console import start_logging
-from grpo.config.errors import ConfigError, first_here, program_name, say_once
+from grpo.config.errors import ConfigError, first_here, is_first_rank, program_name, say_once
 
 _GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
 
@@ -28,7 +27,7 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
 
     Any other error is a defect of ours, and is raised with its traceback.
     """
-    start_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
+    start_logging(logging.INFO if is_first_rank() else logging.ERROR)
     try:
         work()
     except ConfigError as error:

@@ -53,6 +53,8 @@ class _Service:
     """What the clients share that have wandb's interface."""
 
     _run: Any
+    _table: Any
+    """the client's class of a table"""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -64,7 +66,8 @@ class _Service:
         self._run.finish()
 
     def _show(self, samples: Samples) -> Any:
-        raise NotImplementedError
+        columns, rows = to_table(samples)
+        return self._table(columns=columns, data=rows)
 
 
 class Wandb(_Service):
@@ -83,10 +86,6 @@ class Wandb(_Service):
             config=asdict(config),
         )
 
-    def _show(self, samples: Samples) -> Any:
-        columns, rows = to_table(samples)
-        return self._table(columns=columns, data=rows)
-
 
 class Trackio(_Service):
     """Trackio. It continues a run by its name, so the name ends with the id."""
@@ -101,10 +100,6 @@ class Trackio(_Service):
             resume="allow",
             config=asdict(config),
         )
-
-    def _show(self, samples: Samples) -> Any:
-        columns, rows = to_table(samples)
-        return self._table(columns=columns, data=rows)
 
 
 class SwanLab(_Service):

@@ -92,16 +92,16 @@ def record_step(
         return
     metrics = result.metrics
     run.recorder.metrics(step, metrics)
-    run.recorder.completions(step, "train", batch.to_lines(1))
+    samples = batch.to_lines(1)
+    run.recorder.completions(step, "train", samples)
     numbers = _short(metrics, evaluated)
     bar.set_postfix_str(numbers, refresh=False)
     if bar.disable:  # a file gets a line a step
         log.info("step %d of %d: %s", step, run.config.max_steps, numbers)
     if step % SAMPLE_STEPS == 1:
-        sample = batch.to_lines(1)[0]
         log.info(
             "step %d, reward %.2f of this completion:\n%s\n%s",
-            *(step, sample["reward"], _shorten(sample["prompt"]), _shorten(sample["completion"])),
+            *(step, samples[0]["reward"], _shorten(samples[0]["prompt"]), _shorten(samples[0]["completion"])),
         )
     if skipped:
         run.recorder.bad_step(step, skipped)
