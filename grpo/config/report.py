@@ -30,6 +30,7 @@ class ReportConfig(Section):
         at_least=0,
         common=True,
     )
+    png: bool = option(False, "draw each section of the page as a PNG too, beside it", common=True)
 
     POSITIONAL: ClassVar = "runs"
 

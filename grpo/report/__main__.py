@@ -1,4 +1,4 @@
-"""Make a page of a run's curves and completions: one HTML file, and the curves as PNGs beside it.
+"""Make a page of a run's curves and completions: one HTML file, and with --png the curves as pictures beside it.
 
     python -m grpo.report runs/DATE-TIME
     python -m grpo.report runs/ONE runs/OTHER --output comparison

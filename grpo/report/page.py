@@ -29,40 +29,18 @@ COMPLETIONS_BYTES = 6_000_000
 
 
 def report(config: ReportConfig) -> Iterator[Path]:
-    """Write page and pictures, and yield the path of each when it is there.
+    """Write the page, and with `png` the pictures, and yield the path of each when it is there.
 
     Raises ConfigError, before anything is written, where a run cannot be read or the folder cannot be used.
     """
-    folders = [Path(name) for name in config.runs]
-    for place, folder in enumerate(folders):
-        earlier = [path.resolve() for path in folders[:place]]
-        require(folder.resolve() not in earlier, "runs", str(folder), "it is named twice")
+    folders = run_folders(config)
     runs = [read_run(folder) for folder in folders]
     output = Path(config.output) if config.output else folders[0] / "report"
     check_output(output)
-
-    names, window = run_names(folders), config.smoothing or default_window(runs)
-    sections, phases = make_charts(runs, window), make_phases(runs)
-    completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
+    data = page_data(runs, config.smoothing)
     for run in runs:
         for note in run.notes:
             print(f"{run.folder}: {note}", file=sys.stderr)
-    data = {
-        "made": time.strftime("%Y-%m-%d %H:%M"),
-        "window": window,
-        "colours": COLOURS,
-        "other": OTHER,
-        "runs": [summarise(run, name, window) for run, name in zip(runs, names, strict=True)],
-        "settings": all_settings(runs),
-        "starts": [[{name: _to_text(value) for name, value in start.items()} for start in run.starts] for run in runs],
-        "sections": [
-            {"title": title, "charts": [asdict(chart) for chart in charts]} for title, charts in sections.items()
-        ],
-        "phases": [asdict(of_run) for of_run in phases],
-        "completions": completions,
-    }
-
-    from grpo.report.plots import draw_charts, draw_phases
 
     output.mkdir(parents=True, exist_ok=True)
     pictures = {title: output / f"{re.sub('[^a-z]+', '_', title.lower())}.png" for title in (*PANELS, REST, "time")}
@@ -71,10 +49,47 @@ def report(config: ReportConfig) -> Iterator[Path]:
     (output / UNFINISHED).write_text(make_page(data), encoding="utf-8")
     os.replace(output / UNFINISHED, output / PAGE)
     yield output / PAGE
-    for title, charts in sections.items():
+    if not config.png:
+        return
+
+    from grpo.report.plots import draw_charts, draw_phases
+
+    names = run_names(folders)
+    for title, charts in make_charts(runs, data["window"]).items():
         yield draw_charts(charts, names, pictures[title])
+    phases = make_phases(runs)
     if any(sum(of_run.totals.values()) for of_run in phases):
         yield draw_phases(phases, names, pictures["time"])
+
+
+def run_folders(config: ReportConfig) -> list[Path]:
+    """Return the runs' folders. Raises ConfigError where two are the same."""
+    folders = [Path(name) for name in config.runs]
+    for place, folder in enumerate(folders):
+        earlier = [path.resolve() for path in folders[:place]]
+        require(folder.resolve() not in earlier, "runs", str(folder), "it is named twice")
+    return folders
+
+
+def page_data(runs: Sequence[Run], smoothing: int) -> dict[str, Any]:
+    """Return what the page shows. Reads the completions, and adds to the notes of the runs what is missing of them."""
+    names, window = run_names([run.folder for run in runs]), smoothing or default_window(runs)
+    completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
+    return {
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "window": window,
+        "colours": COLOURS,
+        "other": OTHER,
+        "runs": [summarise(run, name, window) for run, name in zip(runs, names, strict=True)],
+        "settings": all_settings(runs),
+        "starts": [[{name: _to_text(value) for name, value in start.items()} for start in run.starts] for run in runs],
+        "sections": [
+            {"title": title, "charts": [asdict(chart) for chart in charts]}
+            for title, charts in make_charts(runs, window).items()
+        ],
+        "phases": [asdict(of_run) for of_run in make_phases(runs)],
+        "completions": completions,
+    }
 
 
 def check_output(folder: Path) -> None:
