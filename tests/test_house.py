@@ -188,5 +188,5 @@ def test_the_tree_for_contributors_is_the_tree():
         if indent in (2, 4):
             names = re.match(r" *(\w+\.\w+(?:, \w+\.\w+)*) ", line)
             listed |= {f"{folder}/{name}".lstrip("/") for name in (names[1].split(", ") if names else [])}
-    files = {path for path in (REPOSITORY / "grpo").rglob("*.*") if path.suffix in (".py", ".html")}
+    files = {path for path in (REPOSITORY / "grpo").rglob("*.*") if path.suffix in (".py", ".html", ".js")}
     assert listed == {str(path.relative_to(REPOSITORY / "grpo")) for path in files if path.name != "__init__.py"}

@@ -21,6 +21,7 @@ from grpo.report.read import Run, read_completions, read_run
 
 PAGE, UNFINISHED = "report.html", "report.unfinished"
 TEMPLATE = Path(__file__).with_name("report.html")
+SCRIPTS = ("plot.js", "charts.js", "completions.js", "page.js")
 MARK = '<meta name="generator" content="grpo.report">'
 """what tells a page of ours, which may be replaced, from another one"""
 
@@ -76,7 +77,7 @@ def page_data(runs: Sequence[Run], smoothing: int) -> dict[str, Any]:
     names, window = run_names([run.folder for run in runs]), smoothing or default_window(runs)
     completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
     return {
-        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "window": window,
         "colours": COLOURS,
         "other": OTHER,
@@ -150,7 +151,8 @@ def summarise(run: Run, name: str, window: int) -> dict[str, Any]:
 
 def make_page(data: dict[str, Any]) -> str:
     """Put the data into the template, and a policy that allows its own script and style and nothing else."""
-    page = TEMPLATE.read_text(encoding="utf-8")
+    script = "\n".join(TEMPLATE.with_name(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    page = TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", script, 1)
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'"
     for tag in ("style", "script"):
         content = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]

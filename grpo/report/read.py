@@ -20,8 +20,11 @@ from grpo.run.json_lines import read_record, some_of
 
 LONGEST_TEXT = 20_000
 """characters that are kept of a prompt, completion or answer: four fifths from its beginning, the rest from its end"""
+LONGEST_FACT = 200
+"""characters that are kept of a text that a reward function logged of a completion"""
 STEP_COMPLETIONS = 64
 """completions that are kept of one step"""
+_NO_FACTS = {"step", "phase", "prompt", "completion", "answer"}
 _LARGEST = 1e300  # a larger number, which only a damaged file has, is left out: plots could not compute with it
 
 
@@ -134,9 +137,9 @@ def _read_block(path: Path, step: int, phase: str, block: _Block) -> dict[str, A
             if not groups or {name: groups[-1][name] for name in texts} != texts:
                 groups.append({**texts, "completions": []})
             facts = {
-                name: value
+                name: value[:LONGEST_FACT] if isinstance(value, str) else value
                 for name, value in record.items()
-                if name != "step" and (isinstance(value, bool) or _is_number(value))
+                if name not in _NO_FACTS and (isinstance(value, bool | str) or _is_number(value))
             }
             groups[-1]["completions"].append({"text": _shorten(record.get("completion")), "facts": facts})
     return {"step": step, "phase": phase, "groups": groups, "left_out": max(0, block.count - STEP_COMPLETIONS)}

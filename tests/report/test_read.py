@@ -94,7 +94,8 @@ def test_what_is_no_run_is_refused_and_what_is_missing_said(tmp_path):
 
 def test_completions_are_grouped_by_prompt_and_keep_their_facts(tmp_path):
     rows = [completion(0, "eval", prompt=f"q{place}", correct=place == 1, reward=None) for place in range(2)]
-    rows += [completion(1, advantage=sign * 0.5, completion={"not": "text"}) for sign in (1, -1)]
+    logged = {"extracted": "x" * 300, "parts": [1, 2], "none": None}
+    rows += [completion(1, advantage=sign * 0.5, completion={"not": "text"}, **logged) for sign in (1, -1)]
     blocks = read_completions(read_run(write(tmp_path, [{"step": 1, "reward": 1}], rows)), 10**6)
     assert [(block["step"], block["phase"], block["left_out"]) for block in blocks] == [(0, "eval", 0), (1, "train", 0)]
     assert [group["prompt"] for group in blocks[0]["groups"]] == ["q0", "q1"]
@@ -104,7 +105,7 @@ def test_completions_are_grouped_by_prompt_and_keep_their_facts(tmp_path):
     ]
     (group,) = blocks[1]["groups"]
     assert [shown["facts"] for shown in group["completions"]] == [
-        {"reward": 1.0, "advantage": sign} for sign in (0.5, -0.5)
+        {"reward": 1.0, "advantage": sign, "extracted": "x" * 200} for sign in (0.5, -0.5)
     ]
     assert group["completions"][0]["text"] == '{"not": "text"}'
 

@@ -195,18 +195,19 @@ def visible(text: str) -> str:
 
 
 def choose(browser, id: str, value: str) -> None:
-    browser.js(f"document.getElementById('{id}').value = '{value}'")
-    browser.js(f"document.getElementById('{id}').dispatchEvent(new Event('change'))")
+    browser.js(f"document.getElementById('{id}').value = {json.dumps(value)}")
+    for event in ("input", "change"):
+        browser.js(f"document.getElementById('{id}').dispatchEvent(new Event('{event}'))")
 
 
-def opened(browser, folder) -> None:
+def opened(browser, folder, paths: int = 8) -> None:
     browser.screen(1280, 900)
     browser.open((folder / "report.html").as_uri())
-    browser.wait("document.querySelectorAll('svg.plot path').length > 8")
-    paths = (
+    browser.wait(f"document.querySelectorAll('svg.plot path').length > {paths}")
+    drawn = (
         "[...document.querySelectorAll('svg.plot :is(path, circle, line, text)')].map((element) => element.outerHTML)"
     )
-    assert not re.search("NaN|Infinity|undefined", browser.js(f"{paths}.join()"))
+    assert not re.search("NaN|Infinity|undefined", browser.js(f"{drawn}.join()"))
 
 
 @pytest.mark.rare
@@ -273,14 +274,123 @@ def test_the_page_of_real_runs_is_read_with_keys(main, trained, tmp_path):
 
 @pytest.mark.rare
 @needs_browser
+def test_the_charts_zoom_together_and_leave_out_what_never_changes(main, tmp_path):
+    rows = [{"step": step, "reward": 2.0**step, "loss": step - 20, "beta": 0.5, "kl": 0.0} for step in range(1, 41)]
+    assert main(write(tmp_path / "run", rows, []), "--smoothing", 1)[0] == 0
+    with chromium(tmp_path) as browser:
+        opened(browser, tmp_path / "run/report", paths=2)
+        assert texts_of(browser, "#sections h3") == ["reward", "KL to the reference, nats per token", "loss"]
+        assert texts_of(browser, "#constant tr")[1:] == ["KL coefficient beta0.5"]
+        extents = (
+            "[...document.querySelectorAll('svg.plot')].map((plot) => plot.ariaValueMin + ' ' + plot.ariaValueMax)"
+        )
+        assert browser.js(extents) == ["1 40"] * 3
+
+        # A drag over one chart, and the fields.
+        left, top, width = browser.js(
+            "(({x, y, width}) => [x, y, width])(document.querySelector('svg.plot').getBoundingClientRect())"
+        )
+        for kind, place in (("Pressed", 0.5), ("Moved", 0.6), ("Moved", 0.8), ("Released", 0.8)):
+            browser.devtools(
+                "Input.dispatchMouseEvent",
+                **{"type": f"mouse{kind}", "x": left + place * width, "y": top + 50, "button": "left", "clickCount": 1},
+            )
+        (extent,) = set(browser.js(extents))
+        assert 15 < int(extent.split()[0]) < 20 and 28 < int(extent.split()[1]) < 34
+        assert browser.text("#zoom-all") == "all"
+        choose(browser, "zoom-first", "39")
+        choose(browser, "zoom-last", "40")
+        ticks = "[...document.querySelector('svg.plot').querySelectorAll('text')].map((text) => text.textContent)"
+        assert set(browser.js(extents)) == {"39 40"} and browser.js(ticks)[-3:] == ["step", "39", "40"]
+        browser.js("document.querySelector('#zoom-all').click()")
+        assert set(browser.js(extents)) == {"1 40"}
+
+        # A chart with a number that is not positive has no logarithmic axis; on that of powers of two they are a line.
+        assert browser.js("[...document.querySelectorAll('.log')].map((button) => button.hidden)") == [
+            False,
+            True,
+            True,
+        ]
+        browser.js("document.querySelector('.log').click()")
+        path = browser.js("document.querySelector('svg.plot path').getAttribute('d')")
+        heights = [float(point.split(",")[1]) for point in path[1:].split("L")]
+        steps = [before - after for before, after in itertools.pairwise(heights)]
+        assert min(steps) > 0 and max(steps) - min(steps) < 0.25
+
+
+@pytest.mark.rare
+@needs_browser
+def test_completions_are_found_followed_and_compared(main, tmp_path):
+    def recorded(name: str) -> list[dict]:
+        answers = [
+            completion(
+                step, "eval", problem=problem, prompt=f"question {problem}", completion=f"{name} {problem} at {step}",
+                correct=problem == 3 or step == 20, finished=problem != 5, tokens=problem, reward=None,
+            )
+            for step in (0, 10, 20) for problem in (3, 5, 8)
+        ]  # fmt: skip
+        samples = [
+            completion(step, completion="x" * copy + name, reward=step + copy / 10, prompt=f"training {step}", note="n")
+            for step in range(1, 21) for copy in range(4)
+        ]  # fmt: skip
+        return sorted(answers + samples, key=lambda row: (row["step"], row["phase"]))
+
+    runs = [write(tmp_path / name, metrics(20), recorded(name)) for name in ("a", "b")]
+    assert main(*runs, "--output", tmp_path / "report")[0] == 0
+    with chromium(tmp_path) as browser:
+        opened(browser, tmp_path / "report")
+
+        def shown() -> list[str]:
+            return texts_of(browser, ".completion pre")
+
+        assert shown() == ["a", "xa", "xxa", "xxxa"] and "note n" in texts_of(browser, ".facts")[0]
+        for id, value, count, first in (
+            ("words", "XXXA", 20, "xxxa"),
+            ("words", "training 7", 4, "a"),
+            ("low", "19.15", 6, "xxa"),
+            ("high", "19.25", 1, "xxa"),
+            ("order", "high", 80, "xxxa"),
+            ("order", "short", 80, "a"),
+        ):
+            choose(browser, id, value)
+            assert browser.text("#which") == f"{count} found in 20 steps" and shown()[0] == first, (id, value)
+            if id != "low":
+                for each in ("words", "low", "high", "order"):
+                    choose(browser, each, "")
+        choose(browser, "order", "long")
+        before = len(shown())
+        browser.js("document.querySelector('#more').click()")
+        assert before < len(shown()) <= 80
+        choose(browser, "order", "")
+
+        choose(browser, "phase", "eval")
+        choose(browser, "beside", "1")
+        assert shown() == [f"{name} {problem} at 20" for problem in (3, 5, 8) for name in "ab"]
+        choose(browser, "verdict", "wrong")
+        assert shown() == [f"{name} {problem} at {step}" for step in (0, 10) for problem in (5, 8) for name in "ab"]
+        choose(browser, "verdict", "cut")
+        assert shown() == [f"{name} 5 at {step}" for step in (0, 10, 20) for name in "ab"]
+        browser.js("document.querySelector('.group button').click()")  # over the steps
+        assert browser.text("#which") == "2 of 3" and browser.js("document.querySelector('#step').value") == "5"
+        assert texts_of(browser, "h3.at") == ["step 0", "step 10", "step 20"]
+        assert shown() == [f"{name} 5 at {step}" for step in (0, 10, 20) for name in "ab"]
+        choose(browser, "step", "8")
+        assert shown()[0] == "a 8 at 0" and texts_of(browser, ".group dd") == ["question 8", "4"]
+        assert browser.console() == []
+
+
+@pytest.mark.rare
+@needs_browser
 def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
     completions = [
         completion(step, prompt=HOSTILE[0], answer=HOSTILE[1], completion=text, advantage=-0.5)
         for step in (1, 2)
         for text in HOSTILE
     ]
+    rows = metrics(8, **{HOSTILE[0]: 1.0, HOSTILE[1]: 1.0})
+    rows[-1][HOSTILE[0]] = 2.0
     runs = [
-        write(tmp_path / name, metrics(8, **{HOSTILE[0]: 1.0}), completions, settings)
+        write(tmp_path / name, rows, completions, settings)
         for name, settings in (
             ("<script>window.pwned=1<", ""),
             ("b", json.dumps(HOSTILE[0]) + ": " + json.dumps(HOSTILE[1])),
@@ -298,6 +408,11 @@ def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
         assert texts_of(browser, ".group dd") == HOSTILE[:2]
         for selector in ("#settings tbody th", "#sections h3"):
             assert HOSTILE[0] in texts_of(browser, selector)
+        assert HOSTILE[1] in texts_of(browser, "#constant tbody th")
+        for words in ("pwned", "(.*", "\u202e", "</script>"):
+            choose(browser, "words", words)
+            shown = texts_of(browser, ".completion pre")
+            assert len(shown) == 2 * sum(words in text or words in HOSTILE[0] + HOSTILE[1] for text in HOSTILE), words
         assert HOSTILE[1] in texts_of(browser, "#settings td") and HOSTILE[1] in texts_of(browser, "#starts td")
         assert browser.js("[window.pwned ?? null, document.images.length, document.scripts.length]") == [None, 0, 2]
         browser.screen(400, 800)
