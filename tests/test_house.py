@@ -29,7 +29,7 @@ ENTRIES = {
     "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
     "grpo/evaluate": {"bottle", "waitress", "prometheus_client", "deepspeed"},
     "grpo/chat": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
-    "grpo/report/__main__": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests", "torch", "datasets"},
+    "grpo/report/__main__": {"prometheus_client", "deepspeed", "requests", "torch", "datasets"},
 }
 
 

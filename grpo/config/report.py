@@ -31,6 +31,14 @@ class ReportConfig(Section):
         common=True,
     )
     png: bool = option(False, "draw each section of the page as a PNG too, beside it", common=True)
+    serve: bool = option(
+        False,
+        "show the page live in this machine's browser, beside runs that go on, until Ctrl-C; writes no file",
+        common=True,
+    )
+    port: int = option(
+        59880, "the TCP port of --serve (0 lets the system choose one)", at_least=0, at_most=65535, common=True
+    )
 
     POSITIONAL: ClassVar = "runs"
 
@@ -38,3 +46,5 @@ class ReportConfig(Section):
         super().__post_init__()
         require(len(self.runs) > 0, "runs", self.runs, "name the folder of a run")
         require(len(self.runs) <= MOST_RUNS, "runs", self.runs, f"only {MOST_RUNS} can be told apart: name fewer")
+        written = self.output is not None or self.png
+        require(not (self.serve and written), "serve", True, "it writes no file: leave output and png out")

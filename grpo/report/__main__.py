@@ -2,6 +2,7 @@
 
     python -m grpo.report runs/DATE-TIME
     python -m grpo.report runs/ONE runs/OTHER --output comparison
+    python -m grpo.report runs/DATE-TIME --serve
 
 Several runs are shown over each other. A run may still be going, or have been killed: the report leaves out what is
 damaged, and says so. The page needs no network and no server: open report.html from the disk.
@@ -21,6 +22,10 @@ def main() -> int:
     config = parse_arguments(ReportConfig, __doc__)
 
     def run() -> None:
+        if config.serve:
+            from grpo.report.serve import serve
+
+            return serve(config)
         for path in report(config):
             print(path, flush=True)
 

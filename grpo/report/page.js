@@ -1,6 +1,6 @@
-// The page: what all its parts use, the head with the runs and their settings, and the page's beginning.
+// The page: what all its parts use, the head with the runs and their settings, and the page's beginning and renewal.
 const $ = (id) => document.getElementById(id);
-const data = JSON.parse($("data").textContent);  // what grpo/report/page.py has read
+let data = JSON.parse($("data").textContent);  // what grpo/report/page.py has read
 const several = data.runs.length > 1;
 const known = (x) => typeof x === "number" && Number.isFinite(x);
 
@@ -66,7 +66,7 @@ function showHead() {
   const { runs } = data, title = several ? `${runs.length} runs` : runs[0].name;
   $("title").textContent = title;
   document.title = `${title} · GRPO report`;
-  $("about").textContent = `Made ${data.made}. ` + (data.window > 1
+  $("about").textContent = `${data.version ? "Live: read at" : "Made"} ${data.made}. ` + (data.window > 1
     ? `Strong lines are centred moving averages over ${data.window} steps, faint ones the values themselves.`
     : "Nothing is smoothed.");
   const pair = (values, text) => [...new Set(values.map(text))].join(" → ") || "–";
@@ -125,6 +125,22 @@ function show() {
     Object.assign(node("a", "", text), { href })));
 }
 
+// A page that grpo/report/serve.py made asks it for newer numbers as long as somebody looks.
+const WAIT = 2000;  // milliseconds
+async function renew() {
+  if (!document.hidden) {
+    const answer = await fetch(`data?seen=${data.version}`).catch(() => null);
+    const newer = answer?.status === 200 && await answer.json().catch(() => null);
+    if (newer) {
+      data = newer;
+      show();
+    }
+    $("lost").textContent = answer?.ok ? data.lost ?? "" : `The server has ended: these are the numbers of ${data.made}.`;
+  }
+  setTimeout(renew, WAIT);
+}
+
 showLegend();
 listenToCompletions();
 show();
+if (data.version) setTimeout(renew, WAIT);

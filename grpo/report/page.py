@@ -139,7 +139,7 @@ def summarise(run: Run, name: str, window: int) -> dict[str, Any]:
         "name": name,
         "folder": str(run.folder),
         "notes": run.notes,
-        "steps": max(run.rows),
+        "steps": max(run.rows, default=None),
         "max_steps": max_steps if isinstance(max_steps, int) else None,
         "reward": [sum(part) / len(part) for part in (rewards[:window], rewards[-window:]) if part],
         "accuracy": first_and_last("eval_accuracy"),
@@ -150,10 +150,14 @@ def summarise(run: Run, name: str, window: int) -> dict[str, Any]:
 
 
 def make_page(data: dict[str, Any]) -> str:
-    """Put the data into the template, and a policy that allows its own script and style and nothing else."""
+    """Put the data into the template, and a policy that allows its own script and style and nothing else.
+
+    Data with a `version` make a live page, which may also ask the server that it came from.
+    """
     script = "\n".join(TEMPLATE.with_name(name).read_text(encoding="utf-8") for name in SCRIPTS)
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", script, 1)
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    policy += "; connect-src 'self'" if "version" in data else ""
     for tag in ("style", "script"):
         content = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
         policy += f"; {tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -60,24 +60,29 @@ class _Block:
     """bytes of the first STEP_COMPLETIONS, about as in the page"""
 
 
-def read_run(folder: Path) -> Run:
-    """Read metrics and settings. Raises ConfigError where there is no run, or none with a step."""
+def read_run(folder: Path, may_be_empty: bool = False) -> Run:
+    """Read metrics and settings. Raises ConfigError where there is no run, or none with a step.
+
+    `may_be_empty`: a folder without a step is a run that has just begun.
+    """
     if not folder.is_dir():
         what = "it is a file" if folder.exists() else "there is no such folder"
         raise ConfigError(f"runs='{folder}': {what}: name the folder of a run")
     path = folder / "metrics.jsonl"
-    if not path.is_file():
+    if not path.is_file() and not may_be_empty:
         raise ConfigError(
             f"runs='{folder}': no run's folder, as it has no metrics.jsonl: name one that the trainer made"
         )
     run, repeated = Run(folder, {}, {}), 0
-    for *_, record in _read_lines(path, run.notes):
+    for *_, record in _read_lines(path, run.notes) if path.is_file() else ():
         repeated += record["step"] in run.rows
         run.rows[record["step"]] = {
             name: float(value) for name, value in record.items() if name != "step" and _is_number(value)
         }
-    if not run.rows:
+    if not run.rows and not may_be_empty:
         raise ConfigError(f"runs='{folder}': metrics.jsonl has no step yet: wait for the first, or name another run")
+    if not run.rows:
+        run.notes.append("there is no step yet")
     if repeated:
         run.notes.append(f"steps that metrics.jsonl has more than once: {repeated}; the last line of each is taken")
     run.rows = dict(sorted(run.rows.items()))
