@@ -137,13 +137,14 @@ def default_window(runs: Sequence[Run]) -> int:
 
 def make_charts(runs: Sequence[Run], window: int) -> dict[str, list[Chart]]:
     """Put every metric into one chart, by section. Those that no panel knows have one each, in the last section."""
-    names = list(dict.fromkeys(name for run in runs for name in run.names if not name.startswith(TIME)))
+    names_by_run = [run.names for run in runs]
+    names = list(dict.fromkeys(name for of_run in names_by_run for name in of_run if not name.startswith(TIME)))
     left = [name for name in names if not (name.endswith("_se") and name[:-3] in names)]  # these are error bars
     charts: dict[str, list[Chart]] = {}
 
     def add(section: str, panel: Panel, metrics: Sequence[str]) -> None:
         curves = {
-            name: [_line(place, run, name, window) for place, run in enumerate(runs) if name in run.names]
+            name: [_line(place, run, name, window) for place, run in enumerate(runs) if name in names_by_run[place]]
             for name in metrics
         }
         overview = panel.overview and panel.unless not in names
@@ -170,19 +171,19 @@ def _line(place: int, run: Run, name: str, window: int) -> Line:
         steps[kept].tolist(),
         _rounded(values[kept]),
         errors=_rounded(errors[kept]) if errors.any() else [],
-        smooth=_rounded(moving_average(values, window)[kept]) if noisy else [],
+        smooth=_rounded(moving_average(values, window, kept)) if noisy else [],
     )
 
 
-def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """Average each value with (window - 1) // 2 before it and as many after it: float64 [n] -> float64 [n].
+def moving_average(values: np.ndarray, window: int, places: np.ndarray) -> np.ndarray:
+    """Average the value at each place with (window - 1) // 2 before it and as many after it.
 
-    Near an end there are fewer on that side.
+    float64 [n], int [m] -> float64 [m]. Near an end there are fewer on that side.
     """
     half, count = max(0, (window - 1) // 2), len(values)
     # Missing ones are NaN. A running sum would be faster, but one huge value would drown all that follow it.
     padded = np.pad(np.asarray(values, np.float64), min(half, count - 1), constant_values=np.nan)
-    return np.nanmean(sliding_window_view(padded, len(padded) - count + 1), axis=1)
+    return np.nanmean(sliding_window_view(padded, len(padded) - count + 1)[places], axis=1)
 
 
 def thin(values: np.ndarray) -> np.ndarray:

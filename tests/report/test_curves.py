@@ -77,9 +77,9 @@ def a_run(rows: dict) -> Run:
 @settings(deadline=None)
 @given(values, st.integers(1, 50))
 def test_the_moving_average_is_centred_and_exact(numbers, window):
-    smooth = moving_average(np.array(numbers), window)
-    assert len(smooth) == len(numbers)
-    for place, value in enumerate(smooth):
+    places = range(0, len(numbers), 2)
+    smooth = moving_average(np.array(numbers), window, np.array(places))
+    for place, value in zip(places, smooth, strict=True):
         reach = (window - 1) // 2
         around = [Fraction(number) for number in numbers[max(0, place - reach) : place + reach + 1]]
         assert value == pytest.approx(float(sum(around) / len(around)), rel=1e-9, abs=1e-9)
@@ -87,10 +87,10 @@ def test_the_moving_average_is_centred_and_exact(numbers, window):
 
 def test_a_straight_line_does_not_lag_and_one_huge_value_drowns_only_its_neighbours():
     line = np.arange(50) * 0.5 - 3
-    np.testing.assert_allclose(moving_average(line, 11)[5:-5], line[5:-5], atol=1e-12)
+    np.testing.assert_allclose(moving_average(line, 11, np.arange(5, 45)), line[5:-5], atol=1e-12)
     spike = np.full(50, 1.0)
     spike[10] = 1e200
-    smooth = moving_average(spike, 5)
+    smooth = moving_average(spike, 5, np.arange(50))
     assert (smooth[13:] == 1).all() and (smooth[:8] == 1).all() and (smooth[8:13] > 1e199).all()
 
 
