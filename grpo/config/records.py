@@ -51,8 +51,8 @@ class RecordSection(Section):
     output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME", common=True)
     report_to: list[str] = option(
         ["tensorboard"],
-        "where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, swanlab or none; tensorboard is skipped "
-        "if not installed",
+        "where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, swanlab, mlflow or none; tensorboard "
+        "is skipped if not installed",
     )
     dry_run: bool = option(
         False,
@@ -79,8 +79,8 @@ class RecordSection(Section):
             "of which run? set output_dir to its folder",
         )
         for name in self.report_to:
-            known = ("tensorboard", "wandb", "trackio", "swanlab", "none")
-            require(name in known, "report_to", name, "use tensorboard, wandb, trackio, swanlab or none")
+            known = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
+            require(name in known, "report_to", name, "use tensorboard, wandb, trackio, swanlab, mlflow or none")
         require(
             self.metric_for_best_model is None or self.eval_steps > 0,
             "metric_for_best_model",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +16,8 @@ from typing import Any, Protocol
 from grpo.config.errors import ConfigError
 from grpo.config.records import RecordSection
 from grpo.config.trainer import TrainerConfig
+
+log = logging.getLogger(__name__)
 
 Samples = list[dict[str, Any]]
 
@@ -129,7 +134,56 @@ class SwanLab(_Service):
         ]
 
 
-SERVICES = {"wandb": Wandb, "trackio": Trackio, "swanlab": SwanLab}
+class Mlflow:
+    """MLflow. It makes the ids of its runs itself, so that the run to continue is found by a tag."""
+
+    def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
+        """Raises ConfigError where MLflow's store cannot be used."""
+        import mlflow
+
+        self._mlflow = mlflow
+        try:
+            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "grpo"))
+            before = mlflow.search_runs(filter_string=f"tags.grpo_run_id = '{run_id}'", output_format="list")
+            mlflow.start_run(
+                run_id=before[0].info.run_id if before else None,
+                run_name=folder.name,
+                tags={"grpo_run_id": run_id},
+            )
+            if not before:  # MLflow refuses to change a parameter
+                mlflow.log_params(asdict(config))
+        except mlflow.MlflowException as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"report_to='mlflow': {mlflow.get_tracking_uri()} cannot be used ({reason}): "
+                "set MLFLOW_TRACKING_URI to a server that runs, or to sqlite:///FILE"
+            ) from error
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        # MLflow refuses the @ of pass@k.
+        names = {re.sub(r"[^\w/.\- :]", "_", name): value for name, value in values.items()}
+        self._mlflow.log_metrics(names, step=step, synchronous=False)
+
+    def completions(self, step: int, phase: str, samples: Samples) -> None:
+        columns, rows = to_table(samples)
+        table = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
+        with self._warned():
+            self._mlflow.log_table(table, f"completions/{phase}-{step:06}.json")
+
+    def close(self) -> None:
+        with self._warned():
+            self._mlflow.end_run()
+
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        """Warn where the server does not answer. The run goes on: its own files have everything."""
+        try:
+            yield
+        except (self._mlflow.MlflowException, OSError) as error:
+            log.warning("MLflow: %s", " ".join(str(error).split())[:300])
+
+
+SERVICES = {"wandb": Wandb, "trackio": Trackio, "swanlab": SwanLab, "mlflow": Mlflow}
 """the services whose clients must be installed, by the client's module"""
 
 
