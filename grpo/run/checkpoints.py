@@ -104,7 +104,7 @@ class Checkpoints:
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_model(engine.module, self._tokenizer, unfinished, self._config)
+            write_model(engine.module, self._tokenizer, unfinished, self._config, progress.step)
 
         def save_engine() -> None:
             try:

@@ -24,6 +24,7 @@ from grpo.rollouts.chat_template import with_system_prompt
 from grpo.run.checkpoint_files import checkpoints, find_checkpoints, write_progress
 from grpo.run.json_lines import read_record
 from grpo.run.lock import LOCK, lock_run
+from grpo.run.model_card import write_card
 
 
 class SaveError(RuntimeError):
@@ -115,19 +116,19 @@ def _has_step(metrics: Path) -> bool:
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: TrainerConfig, step: int = 0
 ) -> None:
-    """Write model and tokenizer as `from_pretrained` reads them, how they were trained to answer, and the `step` of
-    the run that they are of.
+    """Write model and tokenizer as `from_pretrained` reads them, how they were trained to answer, a model card, and the
+    `step` of the run that they are of.
 
     Of a model with an adapter this writes the adapter alone, or with `merge_on_save` the whole model, merged. Raises
     SaveError; `folder` is then not there.
     """
     with whole_folder(folder, "model") as unfinished:
-        write_model(model, tokenizer, unfinished, config)
+        write_model(model, tokenizer, unfinished, config, step)
         write_progress(unfinished, {"step": step})
 
 
 def write_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: TrainerConfig
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: TrainerConfig, step: int
 ) -> None:
     """Write as save_model does, but into a folder that may stay half written. Raises what the libraries raise."""
     if config.merge_on_save:
@@ -143,6 +144,7 @@ def write_model(
         tokenizer = with_system_prompt(tokenizer, config.system_prompt)
     tokenizer.save_pretrained(folder)
     write_answering(config, folder)
+    write_card(folder, config, model, tokenizer.chat_template is not None, step)
 
 
 @contextmanager

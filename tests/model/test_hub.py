@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import running_server, write_model
+from huggingface_hub import ModelCard
 from trainer_runs import run_ranks
 
 from demo.task import write_dataset
@@ -63,6 +64,8 @@ def test_both_programs_find_their_defaults(hub, tmp_path):
     assert sample["prompt"].startswith("<|im_start|>system\nYou are a helpful assistant.")
     completions = 48 * 8
     assert first["num_tokens"] > completions * first["completions/mean_length"]
+    facts = ModelCard.load(run / "model/README.md").data
+    assert (facts.base_model, facts.datasets) == ("Qwen/Qwen2.5-1.5B-Instruct", ["openai/gsm8k"])
 
 
 def test_what_is_not_on_the_hub_is_said_in_one_line(hub, tmp_path):
