@@ -43,6 +43,15 @@ class RecordSection(Section):
         "save system_prompt in the chat template too, for programs that do not read grpo.yaml, such as vLLM: they then "
         "put it before every conversation without a system message",
     )
+    push_to_hub: bool = option(
+        False, "push the model to the Hugging Face hub at the end, with the token of 'hf auth login' or HF_TOKEN"
+    )
+    hub_model_id: str | None = option(
+        None, "repository to push to, OWNER/NAME or NAME, made if missing; unset is the run folder's name"
+    )
+    hub_private_repo: bool = option(
+        False, "make that repository private; unset leaves it to the owner's settings on the hub"
+    )
     resume_from_checkpoint: str | None = option(
         None,
         "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any",
@@ -77,6 +86,12 @@ class RecordSection(Section):
             "resume_from_checkpoint",
             self.resume_from_checkpoint,
             "of which run? set output_dir to its folder",
+        )
+        require(
+            self.push_to_hub or self.hub_model_id is None,
+            "hub_model_id",
+            self.hub_model_id,
+            "nothing would be pushed there: add push_to_hub, or leave this out",
         )
         for name in self.report_to:
             known = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")

@@ -123,14 +123,22 @@ def save_model(
     SaveError; `folder` is then not there.
     """
     with whole_folder(folder, "model") as unfinished:
-        write_model(model, tokenizer, unfinished, config, step)
+        write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL")
         write_progress(unfinished, {"step": step})
 
 
 def write_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: TrainerConfig, step: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    config: TrainerConfig,
+    step: int,
+    name: str = "MODEL",
 ) -> None:
-    """Write as save_model does, but into a folder that may stay half written. Raises what the libraries raise."""
+    """Write as save_model does, but into a folder that may stay half written. Raises what the libraries raise.
+
+    `name` is what the card calls the model.
+    """
     if config.merge_on_save:
         model = merged(model)
     if hasattr(model, "peft_config"):
@@ -144,7 +152,7 @@ def write_model(
         tokenizer = with_system_prompt(tokenizer, config.system_prompt)
     tokenizer.save_pretrained(folder)
     write_answering(config, folder)
-    write_card(folder, config, model, tokenizer.chat_template is not None, step)
+    write_card(folder, config, model, tokenizer.chat_template is not None, step, name)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
 from grpo.run.checkpoints import LIBRARIES
 from grpo.run.collective import from_first, gather
 from grpo.run.folder import find_run_folder, run_folder, writable
+from grpo.run.push import open_repo
 from grpo.wire.health import fingerprint
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,15 @@ def _open_run(config: TrainerConfig, rank: int, world_size: int, stack: ExitStac
         )
     # A reward function may change the directory.
     return checkpoint and checkpoint.absolute(), folder.absolute(), False
+
+
+def open_hub(config: TrainerConfig, folder: Path, rank: int) -> None:
+    """Make the repository that the run's model will be pushed to, and write its full name into `hub_model_id`.
+
+    Does nothing without `push_to_hub`. Raises ConfigError on every rank, as open_repo does on rank 0.
+    """
+    if config.push_to_hub:
+        config.hub_model_id = _on_first(rank, partial(open_repo, config, folder))
 
 
 def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path | None:

@@ -29,6 +29,7 @@ from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import find_checkpoints
 from grpo.run.collective import own_place
 from grpo.run.folder import find_run_folder
+from grpo.run.push import check_login
 from grpo.trainer.engine import engine_config
 from grpo.trainer.memory import RankWork, rank_memory
 from grpo.trainer.setup import Inputs, read_inputs
@@ -42,6 +43,8 @@ def dry_run(config: TrainerConfig) -> None:
         return
     logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # or it would log every adapter that is counted
     find_run_folder(config)
+    if config.push_to_hub:
+        check_login()
     inputs = read_inputs(config, rank, ranks, device)
     checkpoint = next(iter(find_checkpoints(config)), None)
     model = policy_on_meta(config, resolve_dtype(config, device))

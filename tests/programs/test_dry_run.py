@@ -107,6 +107,13 @@ def test_a_step_is_cut_as_the_update_cuts_it(given, capsys, monkeypatch):
     assert f"{3 * (longest + 4 * 24)} at most, a shared prompt once" in said
 
 
+def test_it_logs_in_where_the_model_is_to_be_pushed(given, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", "any")
+    with pytest.raises(ConfigError, match="push_to_hub=True: https://.* does not log you in"):
+        dry_run(TrainerConfig(**given, push_to_hub=True))
+
+
 def test_only_rank_0_says_it(given, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

@@ -1,0 +1,104 @@
+"""A model goes to a hub that is a server of this machine; what would prevent that is refused at the start."""
+
+import re
+
+import pytest
+from hub_server import running_hub
+from huggingface_hub import constants
+from trainer_runs import one_line, options, run_ranks
+
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.run.folder import SaveError, save_model
+from grpo.run.preflight import open_hub
+from grpo.run.push import check_login, push_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client's way without Xet
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "write")
+    with running_hub(tmp_path / "hub") as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        yield hub
+
+
+def test_a_pushed_model_is_what_was_saved(hub, model, tokenizer, tmp_path):
+    run = tmp_path / "my-run"
+    config = TrainerConfig(push_to_hub=True, hub_private_repo=True)
+    open_hub(config, run, rank=0)
+    assert config.hub_model_id == "me/my-run" and hub.created == {"me/my-run": "private"}
+    save_model(model, tokenizer, run / "model", config, 7)
+    push_model(run / "model", config.hub_model_id)
+    saved = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hub/me/my-run").iterdir()} == saved
+    assert b'pipeline("text-generation", "me/my-run")' in saved["README.md"]
+
+
+def test_a_repository_that_is_there_is_pushed_to(hub, tmp_path):
+    for _ in range(2):
+        config = TrainerConfig(push_to_hub=True, hub_model_id="other")
+        open_hub(config, tmp_path, rank=0)
+        assert config.hub_model_id == "me/other"
+    assert hub.created == {"me/other": None}
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "reason"),
+    [
+        ("stranger", None, r"push_to_hub=True: http://127.0.0.1:\d+ does not log you in \(Invalid user token.*hf auth"),
+        ("read", None, r"push_to_hub=True: your token of http://127.0.0.1:\d+ may only read"),
+        ("write", "you/model", r"hub_model_id='you/model': it cannot be made \(.*You don't have the rights.*: name a"),
+        ("write", "a/b/c", r"hub_model_id='a/b/c': it cannot be made"),
+    ],
+)
+def test_what_cannot_be_pushed_to_is_refused(hub, tmp_path, monkeypatch, token, name, reason):
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ConfigError, match=reason):
+        open_hub(TrainerConfig(push_to_hub=True, hub_model_id=name), tmp_path, rank=0)
+    assert not hub.created
+
+
+def test_a_hub_out_of_reach_is_refused(hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="http://127.0.0.1:9 does not log you in .*Connection refused"):
+        check_login()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="does not log you in .*offline mode"):
+        check_login()
+
+
+@pytest.mark.parametrize("fault", ["large", "commit"])
+def test_a_model_that_cannot_be_pushed_stays(hub, model, tokenizer, tmp_path, fault):
+    save_model(model, tokenizer, folder := tmp_path / "a run", TrainerConfig(), 7)
+    hub.fault = fault
+    with pytest.raises(SaveError) as failed:
+        push_model(folder, "me/model")
+    assert str(failed.value).startswith(f"{folder} could not be pushed to me/model: ")
+    assert "Your storage is full" in str(failed.value)
+    assert str(failed.value).endswith(f"push it with: hf upload me/model '{folder}'")
+    assert (folder / "model.safetensors").exists()
+
+
+def test_nothing_is_asked_without_push_to_hub(tmp_path):
+    open_hub(TrainerConfig(), tmp_path, rank=0)
+    with pytest.raises(ConfigError, match=re.escape("hub_model_id='me/model': nothing would be pushed there")):
+        TrainerConfig(hub_model_id="me/model")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_done_is_pushed_when_it_is_repeated(model, tokenizer, model_folder, data_folder, tmp_path):
+    run = tmp_path / "run"
+    save_model(model, tokenizer, run / "model", TrainerConfig(), 3)
+    (run / "metrics.jsonl").write_text('{"step": 3, "reward": 1.0, "num_tokens": 9, "step_time": 1.0}\n')
+    words = options(model_folder, data_folder, run, beta=0, resume_from_checkpoint="last", push_to_hub=None)
+    with running_hub(tmp_path / "hub") as hub:
+        hub.fault = "commit"
+        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "write", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        ended = run_ranks(1, "grpo_ref_split.py", *words, environment=environment)
+    assert ended.returncode == 1 and hub.created == {"me/run": None}
+    assert f"{run}/model could not be pushed to me/run: " in one_line(ended.stdout)
+    assert "talk to it" in ended.stdout and (run / "model/model.safetensors").exists()
