@@ -14,6 +14,7 @@ from grpo.config.errors import ConfigError
 log = logging.getLogger(__name__)
 
 logging.getLogger("huggingface_hub").handlers.clear()  # with its own handler and ours each line would be there twice
+logging.getLogger(httpx.__name__).setLevel(logging.WARNING)  # it logs every request
 
 
 def check_model_name(field: str, name: str) -> None:
