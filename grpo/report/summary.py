@@ -63,5 +63,6 @@ def _next_commands(run: Run) -> list[str]:
     return [
         f"talk to it:    python -m grpo.chat --model {folder}/model",
         f"evaluate it:   python -m grpo.evaluate --model {folder}/model",
+        f"serve it:      as {folder}/model/README.md says",
         f"see its page:  python -m grpo.report {folder}",
     ]

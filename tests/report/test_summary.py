@@ -25,6 +25,7 @@ def test_first_and_last_numbers_stand_beside_each_other(tmp_path):
     assert words(lines[3]) == "mean reward 0.100 0.300"
     assert lines[4] == "3 steps, 3,000 tokens, 1 h 40 min in steps and evaluations."
     assert lines[-1].endswith(f"python -m grpo.report {tmp_path}")
+    assert f"{tmp_path}/model/README.md" in lines[-2]
 
 
 def test_a_run_without_evaluations_has_no_table_of_them(tmp_path):
