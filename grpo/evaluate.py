@@ -57,7 +57,7 @@ def run(config: EvaluateConfig) -> None:
     tokenizer = load_tokenizer(config)
     examples = load_examples(config, _split(config), tokenizer, config.eval_samples, progress=rank == 0)
     check_reward_columns(config, examples)
-    rewarder = Rewarder(functions, start_rewards(functions, config, device), config)
+    rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config)
     model = load_model(config, device)
     check_lengths(config, model.config)
     sampler = make_sampler(model, tokenizer, config.max_completion_length)

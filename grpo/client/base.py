@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import socket
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, list_outcomes
 from grpo.client.connection import Connection
 from grpo.client.errors import ModelLoading, RequestFailure, ServersUnavailable
 from grpo.config.connection import ClientConfig
+from grpo.config.errors import rank_count
 from grpo.wire.health import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -24,10 +27,13 @@ FIRST_LINE, BETWEEN_LINES = 5.0, 15.0
 class TaskClient:
     """The servers of one task, and the threads that send requests to them. Close it when the run ends."""
 
-    def __init__(self, config: ClientConfig, task: str, urls: list[str], wanted: str):
-        """`wanted` names the answers in messages. Raises ServerError where `ref_ca_file` holds no certificate."""
+    def __init__(self, config: ClientConfig, task: str, urls: list[str], wanted: str, run: str):
+        """`wanted` names the answers in messages, `run` the client's run on the servers' pages.
+
+        Raises ServerError where `ref_ca_file` holds no certificate.
+        """
         self._config = config
-        self._client_id = uuid.uuid4().hex  # servers serve their clients in turn
+        self._client_id = make_client_name(run)  # servers serve their clients in turn
         self.connection = Connection(config, task)
         self.balancer = Balancer(self.connection, urls, wanted, config.ref_deadline)
         # Room for all that may be in flight: the threads that wait for one server are never those that another needs.
@@ -80,3 +86,14 @@ class TaskClient:
                 logged, hint = outcomes, ""
                 next_log = passed + min(60.0, max(BETWEEN_LINES, passed))
             time.sleep(min(0.5, max(0.0, min(deadlines[server].seconds_left() for server in waiting))))
+
+
+def make_client_name(run: str) -> str:
+    """Return a name that people can read and no other client has: "RUN, rank R of N, HOST #random".
+
+    It has 128 characters at most, as docs/protocol.md wants it. Without a run it begins with the rank.
+    """
+    place = f"rank {os.environ.get('RANK', '0')} of {rank_count()}, {socket.gethostname()[:32]}"
+    name = f"{run[:48]}, {place}" if run else place
+    # The name of a folder may hold bytes that are no text.
+    return f"{name} #{secrets.token_hex(4)}".encode("utf-8", "replace").decode()

@@ -73,8 +73,8 @@ def check_reference(config: TrainerConfig, policy: ModelInfo, reference: ModelIn
 class ReferenceClient(TaskClient):
     """The client of the reference servers. `balancer` sends them new weights."""
 
-    def __init__(self, config: TrainerConfig):
-        super().__init__(config, "logprobs", config.ref_servers, wanted="log-probs")
+    def __init__(self, config: TrainerConfig, run: str = ""):
+        super().__init__(config, "logprobs", config.ref_servers, wanted="log-probs", run=run)
 
     def wait_ready(self, any_version: bool = False) -> ModelInfo:
         """Wait until every server is ready and check that all serve the same model; return it.

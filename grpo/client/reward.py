@@ -17,8 +17,8 @@ _CHATS_PER_REQUEST = 16  # few enough that a request which fails is cheap to sen
 class RewardClient(TaskClient):
     """The client of one reward server: chats go out, scores come back. Tokenizer and template are the server's."""
 
-    def __init__(self, config: ClientConfig, url: str):
-        super().__init__(config, "reward", [url], wanted="scores")
+    def __init__(self, config: ClientConfig, url: str, run: str = ""):
+        super().__init__(config, "reward", [url], wanted="scores", run=run)
         self._url = url
 
     def wait_ready(self) -> None:

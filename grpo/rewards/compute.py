@@ -84,9 +84,11 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
 
 
 def start_rewards(
-    rewards: dict[str, Callable | str], config: TrainerConfig | EvaluateConfig, device: torch.device
+    rewards: dict[str, Callable | str], config: TrainerConfig | EvaluateConfig, device: torch.device, run: str = ""
 ) -> dict[str, Callable | RewardScorer]:
     """Return the rewards of `load_reward_funcs` ready for use: load models, wait for servers, start processes.
+
+    `run` is shown on the servers' pages.
 
     Raises what RewardModel and RewardClient raise.
     """
@@ -96,7 +98,7 @@ def start_rewards(
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             from grpo.client.reward import RewardClient
 
-            started[label] = client = RewardClient(config, reward)
+            started[label] = client = RewardClient(config, reward, run)
             client.wait_ready()
         elif isinstance(reward, str):
             from grpo.rewards.local_model import RewardModel

@@ -35,7 +35,6 @@ _LATENCIES = 1000
 _CLIENTS = 50
 _CLIENT_SECONDS = 600
 _ERRORS = 20
-_NAME_LENGTH = 64
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,6 @@ class Monitor:
         error: ProtocolError | None = None,
     ) -> None:
         """Count an answered request. `path` is one of the server's, or "other"."""
-        client = client[:_NAME_LENGTH]
         self._requests.labels(path, status).inc()
         is_for_model = path in TASK_PATHS.values()
         scored = is_for_model and status == 200

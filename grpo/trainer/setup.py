@@ -148,7 +148,7 @@ def set_up(
     if resumed and read_progress(checkpoint)["ranks"] != world_size:
         inputs.ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
 
-    client = ReferenceClient(config) if config.beta > 0 and config.ref == "server" else None
+    client = ReferenceClient(config, folder.name) if config.beta > 0 and config.ref == "server" else None
     if config.beta == 0:
         log.info("beta is 0: no KL term, no reference server")
     elif client is None:
@@ -157,7 +157,7 @@ def set_up(
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
         any_version = config.ref_update_steps > 0 and (resumed or has_begun(folder))
         reference = client.wait_ready(any_version)
-    started = start_rewards(inputs.reward_funcs, config, device)
+    started = start_rewards(inputs.reward_funcs, config, device, folder.name)
     rewarder = Rewarder(inputs.reward_funcs, started, config)
 
     model = load_model(config, device)

@@ -3,6 +3,7 @@
 import itertools
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -19,10 +20,12 @@ from proxy import Plan, proxy
 from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, answer, eventually, fake, open_client
 
 from grpo.client import base
+from grpo.client.base import make_client_name
 from grpo.client.errors import ServerError, ServersUnavailable
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
+from grpo.wire.errors import check_name
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, encode_answer
 
@@ -517,3 +520,16 @@ def test_another_model_is_refused_unless_it_is_wanted(caplog):
     # Of the same configuration, so it may be the same model in fewer bits.
     check_reference(TrainerConfig(), MODEL, replace(MODEL, fingerprint="x", quantization="8bit"))
     assert len(caplog.messages) == 2 and all("the KL will not begin at 0" in line for line in caplog.messages)
+
+
+def test_the_name_of_a_client_can_be_read_and_is_no_other_clients(monkeypatch):
+    monkeypatch.setenv("RANK", "12345")
+    monkeypatch.setenv("WORLD_SIZE", "99999")
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
+    names = {make_client_name("r" * 200) for _ in range(100)}
+    assert len(names) == 100
+    for name in names:
+        check_name("client", name)
+        assert re.fullmatch(r"r{48}, rank 12345 of 99999, h{32} #[0-9a-f]{8}", name)
+    assert make_client_name("").startswith("rank 12345 of 99999, h")
+    assert make_client_name("läuft\udcff").startswith("läuft?, rank")  # a folder's name may be no text

@@ -164,7 +164,6 @@ def test_memory_stays_bounded_however_many_clients_and_errors_come():
         monitor.answered("POST", "/v1/logprobs", 400, 0.01, "10.0.0.1", error=error)
     shown = monitor.status({})
     assert len(shown["clients"]) == 50 and len(shown["errors"]) == 20
-    assert all(len(client["name"]) <= 64 for client in shown["clients"])
     assert all(len(error["message"]) == 300 for error in shown["errors"])
     assert shown["requests"] == {"200": 1000, "400": 1000} and shown["latency"]["requests"] == 1000
 
