@@ -152,7 +152,7 @@ def run(config: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, on_signal)
 
     url = f"http://{config.host}:{server.effective_port}"
-    log.info("loading %s; listening on %s", config.model_name_or_path, url)
+    log.info("loading %s; listening on %s; to watch it, open %s/ in a browser", config.model_name_or_path, url, url)
     service.load()
     model = service.info.model
     log.info("ready: %s, %s on %s, up to %d tokens a sequence", url, model.dtype, model.device, model.max_length)

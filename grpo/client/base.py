@@ -48,8 +48,8 @@ class TaskClient:
         """Wait until every server is ready; return by URL what each says of itself. `remedy` ends the message.
 
         Logs each minute what it waits for, and more often at first. The first line has the remedy, and a line says what
-        the servers answered where that is news. A server that is loading its model has
-        LONGEST_LOADING seconds; `ref_startup_timeout` is for a server that does not say so.
+        the servers answered where that is news. The last line names the servers' pages. A server that is loading its
+        model has LONGEST_LOADING seconds; `ref_startup_timeout` is for a server that does not say so.
 
         Raises ServersUnavailable after that time, ServerError where waiting cannot help: a refused token, a certificate
         that does not verify.
@@ -75,6 +75,8 @@ class TaskClient:
                             ) from failure
             waiting = [server for server in waiting if server.url not in answers]
             if not waiting:
+                pages = " or ".join(f"{url}/" for url in answers)
+                log.info("the %s server is ready; to watch it, open %s in a browser", kind, pages)
                 return answers
             if silent := [server for server in waiting if deadlines[server].seconds_left() <= 0]:
                 raise ServersUnavailable(

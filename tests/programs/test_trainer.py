@@ -5,12 +5,14 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
+from servers import status
 from trainer_runs import lines, one_line, options, plain_python, run_ranks, start, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -101,7 +103,7 @@ def check_record(run, model, steps, evaluated, per_step) -> None:
 
 
 def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, letters, tmp_path):
-    run = tmp_path / "run"
+    run = tmp_path / "two-ranks"
     # Four at a time, so that both ranks have a share of the ten held-out problems.
     few = {"sequences_per_generate": 4}
     settings = options(model_folder, data_folder, run, ref_servers=server.url, save_steps=2, max_steps=3, **few)
@@ -111,6 +113,9 @@ def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, lette
     assert AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").dtype == torch.float32
     parse_arguments(TrainerConfig, "", ["--config", str(run / "config.yaml")])
     check_evaluation(lines(run / "metrics.jsonl")[0], model_folder, data_folder)
+    assert ended.stdout.count(f"the reference server is ready; to watch it, open {server.url}/ in") == 1, ended.stdout
+    clients = [client["name"].split(" #")[0] for client in status(server)["clients"]]
+    assert {f"two-ranks, rank {rank} of 2, {socket.gethostname()[:32]}" for rank in (0, 1)} <= {*clients}, clients
     (start,) = lines(run / "starts.jsonl")
     assert (start["step"], start["ranks"], [*start["hosts"].values()]) == (0, 2, [["cpu", "cpu"]])
     assert "max_steps" in start["command"] and "local_rank" not in start["command"], start["command"]
