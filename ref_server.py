@@ -33,7 +33,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.server.app import App, make_answer, make_json, note, read_body
 from grpo.server.http import HttpServer
-from grpo.server.monitor import SUMMARY_SECONDS
+from grpo.server.monitor import SAMPLE_SECONDS, SUMMARY_SECONDS
 from grpo.server.service import Service
 from grpo.wire.errors import ProtocolError
 from grpo.wire.paths import (
@@ -54,7 +54,7 @@ PAGE = Path(__file__).with_name("grpo").joinpath("server/page.html").read_bytes(
 # The page shows names that strangers sent. Even if one gets in as code, it can load nothing and reach no other host.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 
 
@@ -152,11 +152,16 @@ def run(config: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, on_signal)
 
     url = f"http://{config.host}:{server.effective_port}"
-    log.info("loading %s; listening on %s; to watch it, open %s/ in a browser", config.model_name_or_path, url, url)
+    log.info("loading %s; listening on %s (to watch it, open that in a browser)", config.model_name_or_path, url)
     service.load()
     model = service.info.model
     log.info("ready: %s, %s on %s, up to %d tokens a sequence", url, model.dtype, model.device, model.max_length)
-    while not service.stop.wait(SUMMARY_SECONDS):
+    next_summary = time.monotonic() + SUMMARY_SECONDS
+    while not service.stop.wait(SAMPLE_SECONDS):
+        service.monitor.sample(service.held())
+        if time.monotonic() < next_summary:
+            continue
+        next_summary += SUMMARY_SECONDS
         if summary := service.monitor.summary(service.held()):
             log.info(summary)
         if service.updates is not None:

@@ -186,6 +186,22 @@ def device_memory(cards: list[torch.device]) -> tuple[int, int, int]:
     return sum(torch.cuda.memory_reserved(card) for card in cards), total, peak
 
 
+def device_use(cards: list[torch.device]) -> float | None:
+    """Return the mean share of time in which these GPUs ran kernels, over the last second or less.
+
+    None where NVIDIA's library cannot be asked: the package nvidia-ml-py is not installed, or it does not know such a
+    card or a part of it (MIG).
+    """
+    try:
+        from pynvml import NVMLError
+    except ImportError:
+        return None
+    try:
+        return sum(torch.cuda.utilization(card) for card in cards) / len(cards) / 100
+    except (NVMLError, RuntimeError):
+        return None
+
+
 def load_auto(auto_class, shared: SharedConfig, **options):
     """Load by the model's name; for an adapter from its base, but its own tokenizer where it has one."""
     name = shared.model_name_or_path

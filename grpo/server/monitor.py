@@ -23,14 +23,14 @@ from prometheus_client import (
     generate_latest,
 )
 
+from grpo.server.history import SECONDS, WORK, History
 from grpo.wire.errors import ProtocolError
 from grpo.wire.paths import HEALTH_PATH, TASK_PATHS
 
 log = logging.getLogger("ref_server")
 
 SUMMARY_SECONDS = 60
-BUCKET_SECONDS = 5
-_BUCKETS = 120  # ten minutes
+SAMPLE_SECONDS = 1
 _LATENCIES = 1000
 _CLIENTS = 50
 _CLIENT_SECONDS = 600
@@ -106,10 +106,15 @@ class Monitor:
 
         self.device_memory: Callable[[], tuple[int, int, int]] | None = None
         """returns bytes on the model's GPUs: held, in all, and the peak of tensors; None before the model is loaded"""
+        self.device_use: Callable[[], float | None] | None = None
+        """returns the share of time in which these GPUs were busy, None where that is unknown"""
 
         self._lock = threading.Lock()
         self._began = time.monotonic()
-        self._curve: dict[int, float] = {}  # tokens by bucket of time
+        self._histories = [History(seconds, self._began) for seconds in SECONDS]
+        self._sampled: Tally[str] = Tally()  # the sums at the last sample
+        self._working_since = math.inf  # when the first pass since the last sample began
+        self._unsampled = 0  # answers since then
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
         self._clients: OrderedDict[str, _Client] = OrderedDict()
         self._errors: deque[tuple[float, dict]] = deque(maxlen=_ERRORS)
@@ -132,12 +137,9 @@ class Monitor:
                 budget=done.budget,
                 sharing=done.saved_by_sharing,
                 packing=done.saved_by_packing,
+                seconds=done.seconds,
             )
-            first, last = (int(at // BUCKET_SECONDS) for at in (done.began, done.began + done.seconds))
-            for bucket in range(first, last + 1):
-                self._curve[bucket] = self._curve.get(bucket, 0.0) + done.tokens / (last - first + 1)
-            for bucket in [old for old in self._curve if old < last - _BUCKETS - 1]:
-                del self._curve[bucket]
+            self._working_since = min(self._working_since, done.began)
 
     def answered(
         self,
@@ -161,6 +163,7 @@ class Monitor:
                 self._statuses[status] += 1
             if scored:
                 self._latencies.append(seconds)
+                self._unsampled += 1
                 sender = self._clients.setdefault(client or address, _Client(client, address))
                 sender.requests, sender.tokens = sender.requests + 1, sender.tokens + tokens
                 sender.last_seen = time.monotonic()
@@ -172,6 +175,24 @@ class Monitor:
                 self._errors.append((time.monotonic(), {**facts, "client": client or address}))
         # %r: a client chooses its name, and may put line ends into it.
         log.debug("%s %s %d %d tokens %.1f ms %s %r", method, path, status, tokens, seconds * 1e3, address, client)
+
+    def sample(self, held: dict[str, tuple[int, int]]) -> None:
+        """Take what the curves show, once every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""
+        now, use = time.monotonic(), self.device_use() if self.device_use else None
+        memory = self.device_memory()[0] if self.device_memory else _resident()
+        state = {
+            "queue_tokens": sum(tokens for tokens, _ in held.values()),
+            "queue_requests": sum(requests for _, requests in held.values()),
+            "device_use": math.nan if use is None else use,
+        }
+        with self._lock:
+            work = {name: self._sums[name] - self._sampled[name] for name in WORK}
+            latencies = list(self._latencies)[-self._unsampled :] if self._unsampled else []
+            for history in self._histories:
+                if work["seconds"]:
+                    history.add_work(self._working_since, now, work)
+                history.add_sample(now, state, math.nan if memory is None else memory, latencies)
+            self._sampled, self._working_since, self._unsampled = self._sums.copy(), math.inf, 0
 
     def to_prometheus(self, held: dict[str, tuple[int, int]]) -> bytes:
         """Return metrics in Prometheus' text format. `held`: (tokens, requests) waiting or being scored, by client."""
@@ -187,7 +208,6 @@ class Monitor:
     def status(self, held: dict[str, tuple[int, int]]) -> dict:
         """Return the numbers of the live page: times in seconds, sizes in bytes, curves oldest first."""
         now = time.monotonic()
-        newest = int(now // BUCKET_SECONDS) - 1  # the last complete one
         device, device_total, device_peak = self.device_memory() if self.device_memory else (None, None, None)
         with self._lock:
             sums, latencies = self._sums, sorted(self._latencies)
@@ -195,10 +215,7 @@ class Monitor:
             return {
                 "time": time.time(),
                 "uptime": now - self._began,
-                "bucket_seconds": BUCKET_SECONDS,
-                "tokens_per_second": [
-                    self._curve.get(bucket, 0.0) / BUCKET_SECONDS for bucket in range(newest - _BUCKETS + 1, newest + 1)
-                ],
+                "history": [{"seconds": history.seconds, **history.curves(now)} for history in self._histories],
                 "latency": {
                     "p50": quantile(latencies, 0.5),
                     "p99": quantile(latencies, 0.99),

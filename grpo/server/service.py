@@ -55,7 +55,7 @@ class Service:
 
         from grpo.model.devices import take_device
         from grpo.model.fingerprint import describe
-        from grpo.model.load import cards_of, device_memory, load_reference, load_tokenizer
+        from grpo.model.load import cards_of, device_memory, device_use, load_reference, load_tokenizer
         from grpo.model.trial import make_batcher
         from grpo.server.fair_queue import FairQueue
         from grpo.server.weight_swap import WeightSwap
@@ -83,6 +83,8 @@ class Service:
             for card in cards:
                 torch.cuda.reset_peak_memory_stats(card)  # count from here on, without loading
             self.monitor.device_memory = partial(device_memory, cards)
+            if device_use(cards) is not None:
+                self.monitor.device_use = partial(device_use, cards)
         self.queue = FairQueue(
             batcher,
             config.batch_tokens(device.type),

@@ -1,6 +1,7 @@
 """The numbers that the server shows of itself, over HTTP from a real one, and the arithmetic behind them."""
 
 import re
+import sys
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ from conftest import running_server
 from faulty_server import code_for, summarise_each_second
 from prometheus_client.parser import text_string_to_metric_families
 
-from grpo.model.load import cards_of, device_memory
-from grpo.server.monitor import BUCKET_SECONDS, Monitor, Pass, quantile
+from grpo.model.load import cards_of, device_memory, device_use
+from grpo.server.monitor import Monitor, quantile
 from grpo.wire.errors import ProtocolError
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 
@@ -81,6 +82,7 @@ def test_status_shows_clients_and_errors(watched):
     assert client["waiting"] == 0 and 0 <= client["last_seen"] < 10
     error = shown["errors"][0]
     assert (error["status"], error["code"]) == (400, "malformed") and "vocabulary" in error["message"]
+    assert [(len(curves["p50"]), curves["seconds"]) for curves in shown["history"]] == [(120, 5), (120, 30), (120, 360)]
     assert shown["latency"]["requests"] >= 1 and 0 < shown["latency"]["p50"] <= shown["latency"]["p99"]
 
 
@@ -119,15 +121,6 @@ def test_quantiles_are_values_that_occurred():
     assert quantile([float(n) for n in range(1, 101)], 0.99) == 99.0
 
 
-def test_the_curve_holds_ten_minutes_and_a_long_pass_is_spread_over_its_time():
-    monitor, now = Monitor(), time.monotonic()
-    began = (now // BUCKET_SECONDS - 4) * BUCKET_SECONDS
-    monitor.scored(Pass(tokens=300, padded=300, fed=300, budget=100, began=began, seconds=2.5 * BUCKET_SECONDS))
-    curve = monitor.status({})["tokens_per_second"]
-    assert len(curve) == 120 and sum(curve) * BUCKET_SECONDS == pytest.approx(300)
-    assert sum(rate > 0 for rate in curve) == 3
-
-
 def test_the_memory_of_the_models_cards_is_shown_and_no_other(monkeypatch):
     """There is no card here: torch's answers for eight of 24 GB, of which the second holds the model."""
     card = torch.device("cuda", 1)
@@ -143,6 +136,22 @@ def test_the_memory_of_the_models_cards_is_shown_and_no_other(monkeypatch):
     assert [shown[name] for name in ("device", "device_total", "device_peak")] == [2 * 10**9, 24 * 10**9, 2 * 10**8]
     metrics = monitor.to_prometheus({}).decode()
     assert "grpo_ref_device_memory_bytes 2e+09" in metrics and "grpo_ref_device_memory_peak_bytes 2e+08" in metrics
+
+
+def test_the_use_of_the_models_cards_is_known_where_nvidias_library_can_be_asked(monkeypatch):
+    """There is no card here: torch's answers for two, then for a part of a card, which the library does not know."""
+    cards, refusal = [torch.device("cuda", 0), torch.device("cuda", 1)], type("NVMLError", (Exception,), {})
+    monkeypatch.setattr(torch.cuda, "utilization", lambda card: 30 + 40 * card.index)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert device_use(cards) is None
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=refusal))
+    assert device_use(cards) == 0.5
+
+    def refuse(card):
+        raise refusal("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    assert device_use(cards) is None
 
 
 def test_a_client_of_ten_minutes_ago_is_no_longer_shown_unless_it_waits(monkeypatch):

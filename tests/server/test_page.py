@@ -1,6 +1,7 @@
 """The server's live page in a real Chromium, before a server under load: what a person sees and what it refuses."""
 
 import json
+import re
 import threading
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,7 +54,7 @@ def load(server: Server, *clients: str):
 
 READY = "document.querySelector('#status').textContent === 'ready'"
 LOST = "document.querySelector('#status').textContent === 'no answer'"
-POINTS = "document.querySelector('.curve').getAttribute('d').split('L').length"
+POINTS = "document.querySelector('#throughput .curve').getAttribute('d').split('L').length"
 
 
 def too_wide(browser: Browser) -> bool:
@@ -67,26 +68,45 @@ def test_it_shows_what_the_server_does(model_folder, tmp_path, browser):
         browser.wait(READY)
         assert browser.text("#model") == str(model_folder) and "cpu" in browser.text("#facts")
         assert browser.text("#clients p") == browser.text("#errors p").replace("None.", "None yet.") == "None yet."
-        with load(server, "trainer-0", "trainer-1"):
+        with load(server, "trainer-0", "demo, rank 1 of 2, box #0123abcd"):
             browser.wait(f"{POINTS} >= 3 && document.querySelector('#now').textContent > '0'")
             before = browser.text("#codes")
             browser.wait(f"document.querySelector('#codes').innerText !== {json.dumps(before)}")
             assert requests.post(f"{server.url}/v1/logprobs", data=b"hello", timeout=60).status_code == 400
             browser.wait("document.querySelector('#error-rows').innerText.includes('400 malformed')")
-            assert {"trainer-0", "trainer-1"} <= set(browser.text("#client-rows").split())
+            assert {"trainer-0", "demo", "rank 1 of 2, box"} <= set(re.split("[\n\t]", browser.text("#client-rows")))
             for id in ("p50", "p99"):
                 assert browser.text(f"#{id}").endswith("s")
             for id in ("fill", "sharing", "packing"):
                 assert browser.text(f"#{id}").endswith(" %")
             assert "iB process" in browser.text("#memory")
             assert browser.js("document.title").startswith(browser.text("#now"))
-            assert "over the last" in browser.js("document.querySelector('#chart').getAttribute('aria-label')")
+            check_charts(browser)
             for dark in (False, True):
                 for width in (1280, 700, 375, 320):
                     browser.screen(width, 800, dark)
                     assert not too_wide(browser), width
         assert browser.hosts() == {urlsplit(server.url).netloc}
         assert browser.console() == []
+
+
+def check_charts(browser):
+    """Each has a curve and says in words what it shows, at the pointer too, and over a longer time where it can."""
+    for id in ("throughput", "latency", "queue", "busy", "memory", "batches"):
+        browser.wait(f"document.querySelector('#{id} .curve:not(.second)').getAttribute('d').includes('L')")
+        words = browser.js(f"document.querySelector('#{id} svg').getAttribute('aria-label')").replace("\xa0", " ")
+        assert "over the last 10 min: now" in words and "NaN" not in words, words
+    assert browser.js("document.querySelector('#ranges').hidden")
+    # An hour later, before the next answer is there.
+    browser.wait("!busy && (clearTimeout(timer), busy = true, last.uptime = 4000, show(last), true)")
+    assert browser.text("#ranges").split("\n")[-3:] == ["10 min", "1 h", "12 h"]
+    browser.js("(document.querySelector('#ranges input[value=\"1\"]').click(), 0)")
+    browser.js("(pointed = 0.75, draw(), 0)")
+    words = browser.js("document.querySelector('#latency svg').getAttribute('aria-label')")
+    assert "over the last 1 h: now" in words.replace("\xa0", " "), words
+    assert browser.text("#queue .reading").endswith("15 min ago")
+    browser.js("(pointed = null, busy = false, poll(), 0)")
+    browser.wait("document.querySelector('#ranges').hidden")
 
 
 def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_path, browser):
