@@ -1,5 +1,6 @@
 """The numbers that the server shows of itself, over HTTP from a real one, and the arithmetic behind them."""
 
+import json
 import re
 import sys
 import time
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 import torch
-from conftest import running_server
+from conftest import REPOSITORY, running_server
 from faulty_server import code_for, summarise_each_second
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -70,6 +71,17 @@ def test_metrics_count_what_was_asked(watched):
     assert 0 < grown("grpo_ref_forward_seconds_total") <= grown("grpo_ref_request_seconds_sum")
     assert after["grpo_ref_queue_tokens"] == after["grpo_ref_queue_requests"] == after["grpo_ref_clients"] == 0
     assert after["process_resident_memory_bytes"] > 50e6
+
+
+def test_every_metric_of_the_grafana_dashboard_is_one_of_the_servers(watched):
+    assert ask(watched, [5], [[6] * 10]).status_code == 200
+    exported = {re.sub(r"{.*", "", name) for name in samples(watched)}
+    board = (REPOSITORY / "examples/grafana.json").read_text()
+    json.loads(board)
+    used = {*re.findall(r"\b(?:grpo_ref|process)_\w+", board)}
+    assert len(used) > 10 and used <= exported, used - exported
+    page = (REPOSITORY / "docs/reference_server.md").read_text()
+    assert {name for name in used if re.sub("_(bucket|sum|count)$", "", name) not in page} == set()
 
 
 def test_status_shows_clients_and_errors(watched):
