@@ -13,6 +13,7 @@ import torch
 from conftest import REPOSITORY, running_server
 from faulty_server import code_for, summarise_each_second
 from prometheus_client.parser import text_string_to_metric_families
+from servers import status, wait_until
 
 from grpo.model.load import cards_of, device_memory, device_use
 from grpo.server.monitor import Monitor, quantile
@@ -112,6 +113,12 @@ def test_the_log_has_a_line_a_request_and_a_summary_each_while(watched):
     quiet = watched.log.read_text()
     time.sleep(2)
     assert watched.log.read_text() == quiet  # nothing happened, nothing is said
+
+    def curves():
+        return status(watched)["history"][0]
+
+    wait_until(lambda: curves()["memory"][-1])  # a point is over that began after the server: 10 s at most
+    assert None not in (curves()["queue_requests"][-1], curves()["busy"][-1])
 
 
 def test_at_info_requests_are_not_logged(server):
