@@ -556,3 +556,7 @@ def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
     assert evaluated.pop("eval_runtime") > 0 and "eval_reward" in evaluated
     recorded = {name: value for name, value in rows[2].items() if name.startswith("eval_")}
     assert evaluated == pytest.approx(recorded, rel=1e-5)
+    token = {"Authorization": f"Bearer {Path(token_file).read_text().strip()}"}
+    clients = requests.get(served.url + "/status", headers=token, timeout=5).json()["clients"]
+    places = [client["name"].rsplit(", ", 1)[0] for client in clients]  # without the host, the newest first
+    assert sorted(places[:3]) == ["evaluate, rank 0 of 2", "evaluate, rank 1 of 2", "run, rank 0 of 1"]
