@@ -9,7 +9,7 @@ else is said: its grpo.yaml has the settings. The third command shares the probl
 whatever the trainer takes (of a folder or a hub id the split `test`, of a single file all).
 
 The answers are rewarded by --reward_funcs, as in training, and right where a function that is a verdict says so. The
-numbers do not depend on the number of processes; the samples follow from seed, temperature and sequences_per_generate.
+numbers do not depend on the number of processes; the samples follow from seed and temperature.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(config: EvaluateConfig) -> None:
     rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config)
     model = load_model(config, device)
     check_lengths(config, model.config)
-    sampler = make_sampler(model, tokenizer, config.max_completion_length)
+    sampler = make_sampler(model, tokenizer, config.max_completion_length, config.sequences_per_generate)
 
     start = time.perf_counter()
     with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):

@@ -164,7 +164,9 @@ def ratios(make, dataset: str) -> dict:
             loaded = load_reward_funcs(config.reward_funcs)
             rewards = Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu")), config)
             stream = PromptStream(examples, config.prompts_per_step, config.seed)
-            sampler = make_sampler(engine.module, tokenizer, config.max_completion_length)
+            sampler = make_sampler(
+                engine.module, tokenizer, config.max_completion_length, config.sequences_per_generate
+            )
             rounds = Rounds(config, engine.module, sampler, batcher, stream, rewards, None, reference)
             apart, from_reference = [], []
 

@@ -1,11 +1,16 @@
-"""The sampler of the trainer's own process: transformers' `generate` with the policy. Left padding is in here only."""
+"""The plain sampler of the trainer's own process: transformers' `generate` with the policy.
+
+Left padding is in here only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress, count
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -20,11 +25,15 @@ from transformers import (
 
 from grpo.model.logprobs import Head
 from grpo.model.lora import frozen_norms
+from grpo.rollouts.draw import draw, in_blocks, uniforms
 from grpo.rollouts.records import Example, Rollout
 from grpo.rollouts.sampler import Sampler
 
 LOOK_EVERY = 16  # tokens
 HALF = (torch.bfloat16, torch.float16)
+
+Name = tuple[int, int, int]
+"""what a completion's random numbers follow from: seed, group, number in the group"""
 
 
 class LocalSampler(Sampler):
@@ -36,8 +45,10 @@ class LocalSampler(Sampler):
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: list[int],
         max_completion_length: int,
+        rows: int = 64,
     ):
-        self._model, self._tokenizer, self._eos = model, tokenizer, eos_token_ids
+        """`rows`: the completions that are drawn at a time; the copies of an example are drawn together."""
+        self._model, self._tokenizer, self._eos, self._rows = model, tokenizer, eos_token_ids, rows
         self._max_new_tokens, self._policy_version = max_completion_length, 0
 
     def sample(
@@ -47,39 +58,57 @@ class LocalSampler(Sampler):
         temperature: float,
         seed: int,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
+        ids: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Do what Sampler.sample says. `on_group` is called soon: within LOOK_EVERY tokens of a group's end."""
-        torch.manual_seed(seed)
-        return self._generate(examples, copies, temperature, on_group)
+        names = [(seed, group, copy) for group in ids or range(len(examples)) for copy in range(copies)]
+        return self._draw(examples, copies, temperature, names, on_group)
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
         """Do what Sampler.greedy says."""
-        return [rollout for (rollout,) in self._generate(examples, 1, temperature=0)]
+        return [rollout for (rollout,) in self._draw(examples, 1, 1.0, None, None)]
 
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
         """Do what Sampler.stream says."""
-        torch.manual_seed(seed)
+        names = [(seed, 0, 0)] if temperature else None
         criteria = [_TokenStream(len(example.prompt_ids), on_token)]
-        return self._generate([example], 1, temperature, criteria=criteria)[0][0]
+        return self._generate([example], 1, temperature or 1.0, names, criteria=criteria)[0][0]
 
     def update_weights(self, version: int) -> None:
         """Note the version. The model is the very one that the updates change, so it is there already."""
         self._policy_version = version
+
+    def _draw(
+        self,
+        examples: Sequence[Example],
+        copies: int,
+        temperature: float,
+        names: list[Name] | None,
+        on_group: Callable[[int, list[Rollout]], None] | None,
+    ) -> list[list[Rollout]]:
+        """Draw `copies` completions of each example, with the random numbers of these names; greedily without names."""
+        groups: list[list[Rollout]] = []
+        at_once = max(1, self._rows // copies)
+        for start in range(0, len(examples), at_once):
+            part = slice(start, start + at_once)
+            of_rows = None if names is None else names[start * copies : (start + at_once) * copies]
+            report = None if on_group is None else partial(_shifted, on_group, start)
+            groups += self._generate(examples[part], copies, temperature, of_rows, report)
+        return groups
 
     def _generate(
         self,
         examples: Sequence[Example],
         copies: int,
         temperature: float,
+        names: list[Name] | None,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
         criteria: Sequence[StoppingCriteria] = (),
     ) -> list[list[Rollout]]:
-        """Draw `copies` completions of each example; a temperature of 0 is greedy."""
+        """Draw all at once."""
         model = self._model
-        settings = GenerationConfig(do_sample=False)
-        if temperature:  # it is applied where the log-probs are taken (`_KeptLogprobs`)
-            settings = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
-        settings.max_new_tokens = self._max_new_tokens
+        # Every token is drawn in `_Draws`; generate() takes the one with the highest score.
+        settings = GenerationConfig(do_sample=False, max_new_tokens=self._max_new_tokens)
         settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
         prompts = [example.prompt_ids for example in examples for _ in range(copies)]
         width = max(map(len, prompts))
@@ -89,13 +118,17 @@ class LocalSampler(Sampler):
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
         groups: dict[int, list[Rollout]] = {}
-        kept_logprobs = _KeptLogprobs(temperature or 1.0)
+        numbers = None
+        if names is not None:
+            numbers = np.stack([uniforms(*name, self._max_new_tokens) for name in names])
+            numbers = torch.from_numpy(numbers).to(model.device)
+        draws = _Draws(temperature, numbers)
 
         def finish_groups(finished: Iterable[int], ids: torch.Tensor) -> None:
             """Make the rollouts of these examples, where that is not done yet, and hand them over."""
             if not (new := [index for index in finished if index not in groups]):
                 return
-            drawn, logprobs = ids[:, width:].tolist(), kept_logprobs.upto(ids).tolist()
+            drawn, logprobs = ids[:, width:].tolist(), draws.logprobs().tolist()
             for index in new:
                 rows = slice(index * copies, (index + 1) * copies)
                 groups[index] = [self._rollout(*pair) for pair in zip(drawn[rows], logprobs[rows], strict=True)]
@@ -105,9 +138,8 @@ class LocalSampler(Sampler):
         # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty),
         # which would draw from another distribution than the loss scores. So it has none while we draw.
         models_config, model.generation_config = model.generation_config, settings
-        model.eval()  # layers that recompute their activations would switch the KV cache off
         try:
-            with _without_gradients(model), frozen_norms(model), _exact_head(model):
+            with policy_that_draws(model), _exact_head(model):
                 if on_group is not None:
                     eos = torch.tensor(self._eos, device=model.device)
                     criteria = [*criteria, _FinishedGroups(len(prompts), copies, width, eos, finish_groups)]
@@ -115,7 +147,7 @@ class LocalSampler(Sampler):
                     input_ids=input_ids.to(model.device),
                     attention_mask=attention_mask.to(model.device),
                     generation_config=settings,
-                    logits_processor=LogitsProcessorList([kept_logprobs]),
+                    logits_processor=LogitsProcessorList([draws]),
                     stopping_criteria=StoppingCriteriaList([*criteria]),
                 )
                 finish_groups(range(len(examples)), ids)
@@ -131,30 +163,29 @@ class LocalSampler(Sampler):
         return Rollout(kept, end is not None, text, logprobs[: len(kept)], self._policy_version)
 
 
-class _KeptLogprobs(LogitsProcessor):
-    """The log-probs of the drawn tokens, in the distribution that dividing the logits by the temperature makes."""
+def _shifted(on_group: Callable[[int, list[Rollout]], None], start: int, index: int, rollouts: list[Rollout]) -> None:
+    on_group(start + index, rollouts)
 
-    def __init__(self, temperature: float):
-        self._temperature = temperature
-        self._distribution: torch.Tensor | None = None  # [rows, vocabulary], of the token that is drawn next
+
+class _Draws(LogitsProcessor):
+    """Draws each token itself, from what dividing the logits by the temperature makes, and leaves no other choice."""
+
+    def __init__(self, temperature: float, numbers: torch.Tensor | None):
+        """`numbers`: float64 [rows, tokens]; None draws greedily."""
+        self._temperature, self._numbers = temperature, numbers
         self._columns: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._keep_last(input_ids)
         if self._temperature != 1:
             scores = scores / self._temperature
-        self._distribution = torch.log_softmax(scores, dim=-1)
-        return scores
+        numbers = None if self._numbers is None else self._numbers[:, len(self._columns)]
+        tokens, logprobs = draw(in_blocks(scores), numbers)
+        self._columns.append(logprobs)
+        return torch.zeros_like(scores).scatter_(1, tokens.unsqueeze(1), 1.0)
 
-    def upto(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return float32 [rows, tokens drawn so far]; the last column of input_ids is the last of these tokens."""
-        self._keep_last(input_ids)
-        return torch.cat(self._columns, dim=1)
-
-    def _keep_last(self, input_ids: torch.Tensor) -> None:
-        if self._distribution is not None:
-            self._columns.append(self._distribution.gather(1, input_ids[:, -1:]))
-            self._distribution = None
+    def logprobs(self) -> torch.Tensor:
+        """Return float32 [rows, tokens drawn so far]."""
+        return torch.stack(self._columns, dim=1)
 
 
 class _TokenStream(StoppingCriteria):
@@ -191,6 +222,14 @@ class _FinishedGroups(StoppingCriteria):
             ended = torch.isin(drawn, self._eos).any(dim=1).view(-1, self._copies).all(dim=1).tolist()
             self._finish_groups(compress(count(), ended), input_ids)
         return self._stops
+
+
+@contextmanager
+def policy_that_draws(model: PreTrainedModel) -> Iterator[None]:
+    """Set a model that is trained to draw completions within."""
+    model.eval()  # layers that recompute their activations would switch the KV cache off
+    with _without_gradients(model), frozen_norms(model):
+        yield
 
 
 @contextmanager

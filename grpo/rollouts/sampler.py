@@ -28,11 +28,14 @@ class Sampler(Protocol):
         temperature: float,
         seed: int,
         on_group: Callable[[int, list[Rollout]], None] | None = None,
+        ids: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Draw `copies` completions of each example; return them in the order of the examples.
 
-        The arguments and the weights decide what is drawn: earlier calls change nothing. `on_group(index, rollouts)` is
-        called once for each example, soon after its last completion ends and while the others are still being drawn.
+        A completion's random numbers follow from `seed`, its group's id (`ids`; 0, 1, ... where there are none) and its
+        number in the group: earlier calls, the other examples and how many rows are drawn at a time change nothing but
+        the last bits of log-probs. `on_group(index, rollouts)` is called once for each example, soon after its last
+        completion ends and while the others are still being drawn.
         """
         ...
 

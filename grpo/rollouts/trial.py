@@ -50,9 +50,9 @@ def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: 
 
 
 def make_sampler(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int, rows: int = 64
 ) -> LocalSampler:
-    """Return the trainer's sampler. Raises ConfigError where it would draw from another distribution than is scored."""
+    """Return the run's sampler. Raises ConfigError where it would draw from another distribution than is scored."""
     never = model.get_input_embeddings().weight.shape[0]  # an id that is not in the vocabulary: no early end
     check_sampling(model, LocalSampler(model, tokenizer, [never], 4), tokenizer.pad_token_id)
-    return LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length)
+    return LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows)

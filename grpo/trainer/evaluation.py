@@ -21,6 +21,8 @@ from grpo.run.collective import gather
 from grpo.run.metrics import Stats
 from grpo.trainer.rewarding import Rewarder, full_rewards, reward_names, verdicts
 
+EVALUATION_SEED = 1 << 63  # no seed of training's groups
+
 
 def evaluate(
     sampler: Sampler,
@@ -34,9 +36,9 @@ def evaluate(
     """Return metrics over all examples (the same on every rank), and this rank's completions with their verdicts.
 
     Each example is answered greedily, and `num_generations_eval` times at `temperature`. The completions are cut into
-    calls of `sequences_per_generate` before ranks share them, the completions of a call are rewarded together, and a
-    call of samples has a seed of its own: so the number of ranks changes nothing, to the last bit. A completion's
-    `sample` is 0 for the greedy one, else its number.
+    calls of `sequences_per_generate` before ranks share them, and the completions of a call are drawn and rewarded
+    together: so the number of ranks changes nothing, to the last bit. A completion's `sample` is 0 for the greedy one,
+    else its number.
 
     Reward functions are given `state`, where the training is. What they log is not recorded.
 
@@ -58,12 +60,12 @@ def evaluate(
     completions: list[dict[str, Any]] = []
     for cells in tqdm(calls[rank::world_size], desc="evaluate", unit="batch", disable=rank != 0, leave=False):
         batch = [examples[problem] for problem, _ in cells]
-        problem, sample = cells[0]
-        if sample == 0:
+        if cells[0][1] == 0:
             rollouts = sampler.greedy(batch)
         else:
-            seed = config.seed * 1_000_003 + problem * samples + sample  # another seed for each call
-            rollouts = [rollout for (rollout,) in sampler.sample(batch, 1, config.temperature, seed)]
+            ids = [problem * samples + sample for problem, sample in cells]
+            drawn = sampler.sample(batch, 1, config.temperature, config.seed + EVALUATION_SEED, ids=ids)
+            rollouts = [rollout for (rollout,) in drawn]
         by_function = rewarder.compute(batch, rollouts, state)
         judged = _judge(rewarder, by_function)
         for i, ((problem, sample), example, rollout) in enumerate(zip(cells, batch, rollouts, strict=True)):

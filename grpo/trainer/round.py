@@ -118,15 +118,6 @@ class Rounds:
         self.requests[group.id] = self._client.request_logprobs(group.example.prompt_ids, completions, name)
 
     def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
-        """Draw a group for each example, as many at once as `sequences_per_generate` allows."""
-        groups = []
-        at_once = max(1, self._config.sequences_per_generate // self._config.num_generations)
-        for start in range(0, len(ids), at_once):
-            places = slice(start, start + at_once)
-            groups += self._draw_at_once(examples[places], ids[places], attempt)
-        return groups
-
-    def _draw_at_once(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
         """Draw a group for each example. Each goes to the reference soon after its last completion ends."""
         config = self._config
 
@@ -137,9 +128,10 @@ class Rounds:
             examples,
             config.num_generations,
             config.temperature,
-            # The first group's id is in no other call's seed of this attempt, on no rank and in no round.
-            seed=config.seed * 1_000_003 + ids[0] + (attempt << 52),
+            # A replacement has its group's id, so it is drawn with another seed.
+            seed=config.seed + (attempt << 32),
             on_group=ask if self._client is not None else None,
+            ids=ids,
         )
         return list(map(Group, ids, examples, sampled))
 

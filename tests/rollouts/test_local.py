@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from models import CONFIGS, SMALL, build
@@ -81,20 +82,44 @@ def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_seed_draws_what_transformers_draws_with_it(model, tokenizer, examples, temperature):
-    """In fp32, with its own head, its own temperature and no_grad."""
-    eos, copies = list(range(20)), 3
-    draw = sampler(model, tokenizer, eos, length=20).sample
-    groups = draw(examples, copies, temperature, seed=6, on_group=lambda *_: None)
-    texts = ["Tom has 3", "A bus carries 8 people and", "7"]
-    inputs = tokenizer([text for text in texts for _ in range(copies)], padding=True, padding_side="left")
-    torch.manual_seed(6)
-    settings = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=20, eos_token_id=eos)
-    rows = model.generate(**inputs.convert_to_tensors("pt"), **settings, pad_token_id=tokenizer.pad_token_id)
-    drawn = [rollout.completion_ids for rollouts in groups for rollout in rollouts]
-    width = len(inputs["input_ids"][0])
-    assert drawn == [row[width : width + len(ids)] for row, ids in zip(rows.tolist(), drawn, strict=True)]
-    assert len({len(ids) for ids in drawn}) > 2
+def test_a_seed_draws_what_its_random_numbers_say(model, tokenizer, examples, temperature):
+    """One sequence at a time, without a cache, by NumPy in float64."""
+    eos, copies, length = list(range(20)), 3, 20
+    draw = sampler(model, tokenizer, eos, length=length).sample
+    groups = draw(examples, copies, temperature, seed=6, on_group=lambda *_: None, ids=[40, 7, 123456789])
+    for example, group, rollouts in zip(examples, [40, 7, 123456789], groups, strict=True):
+        for place, rollout in enumerate(rollouts):
+            numbers = np.random.Generator(np.random.Philox(np.random.SeedSequence((6, group, place)))).random(length)
+            ids = list(example.prompt_ids)
+            for number in numbers:
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double().numpy() / temperature
+                ends = np.cumsum(np.exp(logits - logits.max()))
+                ids.append(int((ends <= number * ends[-1]).sum()))
+                if ids[-1] in eos:
+                    break
+            assert rollout.completion_ids == ids[len(example.prompt_ids) :]
+    assert len({len(rollout.completion_ids) for group in groups for rollout in group}) > 2
+
+
+def test_what_is_drawn_at_a_time_changes_nothing(model, tokenizer, examples):
+    whole = sampler(model, tokenizer, list(range(20)), length=20).sample(examples, 3, 1.0, seed=6, ids=[5, 6, 7])
+    for rows in (1, 3, 6):
+        few = LocalSampler(model, tokenizer, list(range(20)), 20, rows)
+        handed = {}
+        again = few.sample(examples, 3, 1.0, seed=6, on_group=handed.__setitem__, ids=[5, 6, 7])
+        assert handed == dict(enumerate(again))
+        assert_alike(again, whole)
+    ((last, *_), *_) = sampler(model, tokenizer, list(range(20)), length=20).sample(examples[2:], 1, 1.0, 6, ids=[7])
+    assert last.completion_ids == whole[2][0].completion_ids
+
+
+def assert_alike(groups, others) -> None:
+    """The same tokens; log-probs but for the rounding of products of another shape."""
+    for rollouts, expected in zip(groups, others, strict=True):
+        assert [rollout.completion_ids for rollout in rollouts] == [rollout.completion_ids for rollout in expected]
+        for rollout, other in zip(rollouts, expected, strict=True):
+            assert rollout.sampling_logprobs == pytest.approx(other.sampling_logprobs, abs=1e-5)
 
 
 HEADS = ["qwen2", "gemma2, softcapped", "cohere, scaled", "granite, divided", "phi, bias", "with LoRA"]

@@ -9,8 +9,6 @@ from trainer_runs import finish, lines, reference, timeless, training, weights, 
 from grpo.rollouts.records import StepBatch
 from grpo.run.rearrange import share_anew
 
-# A group's completions are drawn in a call of their own, so that the draw does not depend on who draws what.
-ALONE = {"sequences_per_generate": 4}
 KILLED = "grpo.run.checkpoints:Checkpoints._delete_old:before:"
 
 
@@ -20,10 +18,10 @@ KILLED = "grpo.run.checkpoints:Checkpoints._delete_old:before:"
 @pytest.mark.parametrize("kind", ["reference updates", "LoRA"])
 def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_folder, tmp_path, kind):
     with reference(model_folder, tmp_path / "server") as server:
-        finish(2, setting(tmp_path / "straight", kind, ref_servers=server.url, **ALONE))
+        finish(2, setting(tmp_path / "straight", kind, ref_servers=server.url))
     run = tmp_path / "run"
     with reference(model_folder, tmp_path / "server 2") as server:
-        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last", **ALONE)
+        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
         for ranks, moment, step in ((2, KILLED + "1", 0), (4, KILLED + "2", 2)):
             with training(ranks, words, "tests/killed_at.py", moment, "0") as process:
                 output, _ = process.communicate(timeout=200)

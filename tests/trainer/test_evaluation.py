@@ -136,8 +136,8 @@ class ScriptedSampler(Sampler):
     def greedy(self, examples):
         return [self.rollout(example.gold) for example in examples]
 
-    def sample(self, examples, copies, temperature, seed, on_group=None):
-        return [[self.rollout(str(seed % 2)) for _ in range(copies)] for _ in examples]
+    def sample(self, examples, copies, temperature, seed, on_group=None, ids=None):
+        return [[self.rollout(str(number % 2)) for _ in range(copies)] for number in ids]
 
 
 def same(prompts, completions, answer, **columns):

@@ -1,0 +1,67 @@
+"""Draw tokens from softmax(logits), every completion with random numbers of its own.
+
+A completion's random numbers follow from (seed, group, place in the group) alone, one for each token: whatever else is
+drawn beside it, before it or on another rank changes nothing. A token is the inverse of the distribution function at
+its number (Devroye 1986, Non-Uniform Random Variate Generation, section III.2), which needs one number for a token
+where torch.multinomial needs one for each entry of the vocabulary.
+
+Logits are in blocks of the vocabulary, float32 [blocks, rows, size], -inf beyond its end: a block's sum is computed
+while the block is in cache, and only the block in which a token lies is looked through.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+BLOCK = 4096
+BELOW_1 = 1 - 2**-52
+"""times a float64, less than it after rounding: beyond the end of a distribution function there is no token"""
+
+
+def uniforms(seed: int, group: int, place: int, count: int) -> np.ndarray:
+    """Return the first `count` random numbers of a completion: float64 [count], 0 <= number < 1."""
+    words = np.random.SeedSequence((seed, group, place))
+    return np.random.Generator(np.random.Philox(words)).random(count)
+
+
+def in_blocks(logits: torch.Tensor) -> torch.Tensor:
+    """Cut logits into blocks: [rows, vocabulary] -> [blocks, rows, size]."""
+    rows, vocabulary = logits.shape
+    size = min(BLOCK, vocabulary)
+    return F.pad(logits, (0, -vocabulary % size), value=-torch.inf).view(rows, -1, size).transpose(0, 1)
+
+
+def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token for each row: float32 [blocks, rows, size], float64 [rows] -> int64 [rows], float32 [rows].
+
+    Returns tokens and their log-probs. Without numbers each token is the most likely one, the first of equals.
+    """
+    tops, places = logits.max(dim=2)
+    top, block = tops.max(dim=0, keepdim=True)
+    top = top[0]
+    sums = torch.stack([(part - top.unsqueeze(1)).exp_().sum(dim=1) for part in logits])
+    ends = sums.cumsum(dim=0, dtype=torch.float64)
+    total = ends[-1]
+    if numbers is None:
+        place = places.gather(0, block)[0]
+        row_logits = _rows(logits, block)
+    else:
+        target = numbers.clamp(max=BELOW_1) * total
+        block = (ends <= target).sum(dim=0, keepdim=True).clamp_(max=len(ends) - 1)  # too many where logits are NaN
+        row_logits = _rows(logits, block)
+        inside = (row_logits - top.unsqueeze(1)).exp_().cumsum(dim=1, dtype=torch.float64)
+        # A block's sum, in float32, is not quite the end of its numbers here.
+        share = (target - ends.gather(0, block)[0]) / sums.gather(0, block)[0] + 1
+        target = share.clamp_(0, BELOW_1) * inside[:, -1]
+        place = torch.searchsorted(inside, target.unsqueeze(1), right=True)[:, 0].clamp_(max=logits.shape[2] - 1)
+    logprobs = row_logits.gather(1, place.unsqueeze(1))[:, 0].double() - top - total.log()
+    return block[0] * logits.shape[2] + place, logprobs.float()
+
+
+def _rows(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Take a block of each row: [blocks, rows, size], [1, rows] -> [rows, size]."""
+    if len(logits) == 1:
+        return logits[0]
+    return logits.gather(0, block.unsqueeze(2).expand(-1, -1, logits.shape[2]))[0]
