@@ -30,10 +30,12 @@ from grpo.run.exit import exit_code
 
 def run(config: EvaluateConfig) -> None:
     """Evaluate, print the table and write the folder. Raises ConfigError, before a model is loaded where it can."""
+    import torch
     import torch.distributed as dist
 
     from grpo.model.devices import refuse_shortage
     from grpo.model.load import check_lengths, load_model, load_tokenizer
+    from grpo.model.trial import make_batcher
     from grpo.rewards.compute import load_reward_funcs, start_rewards
     from grpo.rewards.functions import TrainerState
     from grpo.rollouts.prompts import check_reward_columns, load_examples
@@ -60,7 +62,13 @@ def run(config: EvaluateConfig) -> None:
     rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config)
     model = load_model(config, device)
     check_lengths(config, model.config)
-    sampler = make_sampler(model, tokenizer, config.max_completion_length, config.sequences_per_generate)
+    longest_packed = 0
+    if config.sampler == "continuous":
+        with torch.no_grad():
+            longest_packed = make_batcher(model, tokenizer.pad_token_id).longest_packed
+    sampler = make_sampler(
+        model, tokenizer, config.max_completion_length, config.sequences_per_generate, longest_packed
+    )
 
     start = time.perf_counter()
     with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):

@@ -24,6 +24,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations
 from grpo.model.memory import LiveTensors, total
 from grpo.model.trial import make_batcher
+from grpo.rollouts.continuous import ContinuousSampler
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
@@ -110,7 +111,10 @@ def run(case: dict, folder: str) -> dict:
             checkpoint_activations(model)
         batcher = make_batcher(model, 0)
         engine, _ = start_engine(config, ds_config, model)
-        sampler = LocalSampler(engine.module, Tokenizer(), [2], COMPLETION)
+        arguments = engine.module, Tokenizer(), [2], COMPLETION, config.sequences_per_generate
+        sampler = LocalSampler(*arguments)
+        if config.sampler == "continuous":
+            sampler = ContinuousSampler(*arguments, longest_packed=batcher.longest_packed)
         watched, peaks = Watched(engine, live), {}
         for turn in range(2):
             prompts = [ids(PROMPT) for _ in range(4)]

@@ -157,6 +157,22 @@ class Head:
         # The weight is cast to fp32, a block at a time.
         return torch.cat([self.logits(hidden, block) for block in self.blocks(hidden)[1]], dim=1)
 
+    def logits_in_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute all logits over the temperature in blocks of the vocabulary, -inf beyond its end.
+
+        [n, hidden size] -> float32 [blocks, n, size], without gradients. For few rows only.
+        """
+        _, slices, _ = self.blocks(hidden)
+        size = min(slices[0].stop, len(self.weight))
+        blocks = torch.empty(len(slices), len(hidden), size, dtype=torch.float32, device=hidden.device)
+        for block, tokens in zip(blocks, slices, strict=True):
+            if tokens.stop <= len(self.weight):
+                self.logits(hidden, tokens, block.view(-1))
+            else:
+                block.fill_(-torch.inf)
+                block[:, : len(self.weight) - tokens.start] = self.logits(hidden, tokens)
+        return blocks
+
     def back_through(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Turn the gradient of `logits` into that of hidden @ weight + bias, in place."""
         if self.softcap is not None:

@@ -3,6 +3,7 @@
 A prompt attends to itself; a completion attends to its prompt and to itself. Attention runs one segment at a time, so
 no score between two segments that do not see each other is ever computed, and no mask of the whole row exists.
 `switch_on` installs it in a model, whose other calls (generate, padded batches) still use the implementation it had.
+With a `shared_cache` the keys and values of packed prompts are kept, and later passes draw from them token by token.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo.model.packing import Tree
+from grpo.model.shared_cache import SharedCache
 
 ROWS = 256  # queries of one call: few scores are computed for nothing, and its mask is small
 _PREFIX = "grpo_packed_"
@@ -133,15 +135,20 @@ def _dispatch(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     tree: Tree | None = None,
+    shared_cache: SharedCache | None = None,
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if tree is None:
+    if tree is None and shared_cache is None:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(
             module, query, key, value, attention_mask, **options
         )
-    scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    return packed(query, key, value, tree, scaling, options.get("softcap")), None
+    scaling, softcap = options.get("scaling") or query.shape[-1] ** -0.5, options.get("softcap")
+    if tree is None:
+        return shared_cache.attend(module.layer_idx, query, key, value, scaling, softcap), None
+    if shared_cache is not None:
+        shared_cache.keep(module.layer_idx, key, value)
+    return packed(query, key, value, tree, scaling, softcap), None
 
 
 def _causal(

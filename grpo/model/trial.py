@@ -176,7 +176,7 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
     The configuration of a model does not tell enough, so it is tried. Raises ConfigError where even padded batches
     cannot be trusted.
     """
-    longest, reason = _longest_packed(model)
+    longest, reason = longest_packed(model)
     padded, name = check_padded(model, pad_token_id), type(model).__name__
     variants = variants_for(model) if longest else []
     for variant in variants:
@@ -196,7 +196,7 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
     return Batcher(pad_token_id, longest_packed=0)
 
 
-def _longest_packed(model: PreTrainedModel) -> tuple[int, str]:
+def longest_packed(model: PreTrainedModel) -> tuple[int, str]:
     """Return how long a sequence may be to be packed, and where that is 0, why."""
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or [])

@@ -5,6 +5,7 @@ Left padding is in here only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -159,6 +160,8 @@ class LocalSampler(Sampler):
         """Make the rollout of a row of drawn ids: cut it after its first eos."""
         end = next((place for place, token in enumerate(ids) if token in self._eos), None)
         kept = ids if end is None else ids[: end + 1]
+        if math.isnan(sum(logprobs[: len(kept)])):
+            raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
         text = self._tokenizer.decode(kept, skip_special_tokens=True)
         return Rollout(kept, end is not None, text, logprobs[: len(kept)], self._policy_version)
 

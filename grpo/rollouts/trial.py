@@ -1,24 +1,26 @@
-"""The trial of a local sampler at the start: does it draw from the distribution that the loss scores?"""
+"""The choice of the local sampler at the start: does it draw from the distribution that the loss scores?"""
 
 from __future__ import annotations
 
+import logging
+
 import torch
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.trial import distance, refused_distance, trial_sequences
+from grpo.rollouts.continuous import ContinuousSampler
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 
+log = logging.getLogger(__name__)
+
 
 def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int) -> None:
-    """Draw two completions of a prompt beside a longer prompt, so that it is padded on the left.
+    """Draw two completions of a prompt beside a longer prompt, so that generate pads it on the left.
 
     Raises ConfigError where the model cannot draw them, or where the log-probs that they are drawn with are not those
     that the loss gives them.
@@ -29,7 +31,7 @@ def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: 
         drawn, _ = sampler.sample(examples, 2, 1.0, seed=0)
     except torch.OutOfMemoryError:  # says nothing about the model
         raise
-    # generate() runs the model's own code, which may fail in any way.
+    # The model's own code may fail in any way.
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
@@ -50,9 +52,28 @@ def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: 
 
 
 def make_sampler(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int, rows: int = 64
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_completion_length: int,
+    rows: int = 64,
+    longest_packed: int = 0,
 ) -> LocalSampler:
-    """Return the run's sampler. Raises ConfigError where it would draw from another distribution than is scored."""
-    never = model.get_input_embeddings().weight.shape[0]  # an id that is not in the vocabulary: no early end
-    check_sampling(model, LocalSampler(model, tokenizer, [never], 4), tokenizer.pad_token_id)
-    return LocalSampler(model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows)
+    """Choose the sampler that keeps its rows full where the model allows it, else transformers' generate.
+
+    `longest_packed` is the batcher's; 0 asks for generate. Raises ConfigError where even generate would draw from
+    another distribution than is scored.
+    """
+    never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
+    check_sampling(model, LocalSampler(model, tokenizer, [never], 4), pad)
+    arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows
+    if longest_packed == 0:
+        return LocalSampler(*arguments)
+    try:
+        # Three rows for four completions: one waits, and the last row moves.
+        check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, longest_packed=longest_packed), pad)
+    except ConfigError as error:
+        log.warning(
+            "sampling goes a slower way, by transformers' generate: %s", str(error).removesuffix(": use another model")
+        )
+        return LocalSampler(*arguments)
+    return ContinuousSampler(*arguments, longest_packed=longest_packed)

@@ -51,7 +51,7 @@ LIBRARIES = "torch", "transformers", "deepspeed"
 # The settings that may differ when a run goes on. They change no number, or (the second line) only its rounding.
 FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
-    *("micro_batch_tokens", "gradient_checkpointing", "sequences_per_generate"),
+    *("micro_batch_tokens", "gradient_checkpointing", "sequences_per_generate", "sampler"),
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
     *("eval_steps", "eval_samples", "num_generations_eval", "metric_for_best_model"),

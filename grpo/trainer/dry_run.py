@@ -126,7 +126,7 @@ def _describe_server(
 
 
 def _describe_step(work: RankWork, examples: list[Example]) -> list[str]:
-    """Return how a step is cut into ranks, calls of generate and micro-batches."""
+    """Return how a step is cut into ranks, sampling and micro-batches."""
     config, generations, longest_completion = (
         work.config,
         work.config.num_generations,
@@ -136,15 +136,13 @@ def _describe_step(work: RankWork, examples: list[Example]) -> list[str]:
     full = [([prompt], range(longest_completion)) for prompt in range(work.prompts) for _ in range(generations)]
     full = [([*prompt, *range(work.longest_prompt - 1)], completion) for prompt, completion in full]
     micro_batches = Batcher(0, 2**31).cut(full, config.micro_batch_tokens)
-    groups = work.prompts * config.steps_per_generation
-    groups_per_call = min(max(1, config.sequences_per_generate // generations), groups)
-    calls = -(-groups // groups_per_call)
+    completions = work.prompts * config.steps_per_generation * generations
     return [
         f"A step: {config.prompts_per_step} prompts x {generations} completions over {work.ranks} "
         f"rank{'s' if work.ranks > 1 else ''}; on each",
         f"  groups         {work.prompts} of {generations} completions",
-        f"  sampling       {calls} call{'s' if calls > 1 else ''} of generate a round, {groups_per_call} groups in "
-        f"each; a round feeds {config.steps_per_generation * config.num_iterations} updates",
+        f"  sampling       {completions} completions a round, {min(config.sequences_per_generate, completions)} at a "
+        f"time; a round feeds {config.steps_per_generation * config.num_iterations} updates",
         f"  tokens         {work.prompts * work.group:,} at most, a shared prompt once",
         f"                 {work.prompts * (mean + generations * longest_completion):,.0f} with prompts of "
         "mean length and all completions at full length",

@@ -23,6 +23,10 @@ from grpo.model.memory import (
     total,
     weights,
 )
+from grpo.model.shared_cache import GROW
+from grpo.model.trial import longest_packed
+from grpo.rollouts.continuous import PREFILL_TOKENS, slots
+from grpo.rollouts.draw import BLOCK
 from grpo.trainer.optimizer import in_8_bits
 
 TRAINER_PROCESS = 550 * MIB  # measured on a CPU: Python, torch and the rest, but no model
@@ -170,7 +174,47 @@ def _gradients(model: PreTrainedModel, work: RankWork, ds_config: dict, cuda: bo
 
 
 def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
-    """Return the higher of the prompts' forward pass and that of the last token."""
+    """Return what the rows of a round hold at most, or those of an evaluation, whose prompts have one row each."""
+    config, window = work.config, longest_packed(model)[0]
+    if config.sampler == "generate" or window < work.sequence:
+        return _generate(model, work, device_type)
+    groups = work.prompts * config.steps_per_generation
+    calls = [_continuous(model, work, device_type, groups, config.num_generations)]
+    if work.held_out:
+        calls.append(_continuous(model, work, device_type, min(config.sequences_per_generate, work.held_out), copies=1))
+    return max(calls, key=total)
+
+
+def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups: int, copies: int) -> Terms:
+    """Return the higher of the prompts' forward pass and that of the last token (grpo/rollouts/continuous.py)."""
+    config, (_, keys), item = work.config, attention_widths(model), model.dtype.itemsize
+    text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
+    prompt, completion = work.longest_prompt, config.max_completion_length
+    rows = min(config.sequences_per_generate, groups * copies)
+    at_once = -(-rows // copies)
+    cache = 2 * keys * item  # for one token in one layer
+    prompts = text.num_hidden_layers * cache * slots(groups, rows, copies) * prompt
+    tokens = max(1, min(at_once, PREFILL_TOKENS // prompt)) * prompt
+    first = {
+        "KV cache": prompts,
+        "prompts": activations(model, tokens, prompt, device_type),
+        **beside_products(model, config.quantization, tokens),
+    }
+    own = cache * rows * completion
+    last = {
+        # A layer's are copied when there is room for more tokens.
+        "KV cache": prompts + text.num_hidden_layers * own + int(own / GROW),
+        # Of the prompts, of the rows, of both, and their softmax, in fp32.
+        "scores": 3 * 4 * rows * text.num_attention_heads * (prompt + completion),
+        # All in fp32; a block is looked through in fp32 and fp64.
+        "next token's logits": rows * (4 * vocabulary + 16 * min(vocabulary, BLOCK)),
+        **beside_products(model, config.quantization, rows),
+    }
+    return max(first, last, key=total)
+
+
+def _generate(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
+    """Return the higher of the prompts' forward pass and that of the last token, by transformers' generate."""
     (queries, keys), item, prompt = attention_widths(model), model.dtype.itemsize, work.longest_prompt
     layers, vocabulary = model.config.get_text_config().num_hidden_layers, len(model.get_output_embeddings().weight)
     cache = 2 * layers * keys * work.rows * item  # for one token of every sequence

@@ -176,7 +176,13 @@ def set_up(
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    sampler = make_sampler(model, tokenizer, config.max_completion_length, config.sequences_per_generate)
+    sampler = make_sampler(
+        model,
+        tokenizer,
+        config.max_completion_length,
+        config.sequences_per_generate,
+        longest_packed=batcher.longest_packed if config.sampler == "continuous" else 0,
+    )
     publisher = None
     if config.ref_update_steps:
         publisher = WeightPublisher(config, client, model, tokenizer, policy_info, folder if rank == 0 else None)

@@ -72,7 +72,7 @@ def test_it_finds_everything_and_leaves_nothing(given, model, capsys, tmp_path):
     assert "80 prompts to train on" in said and "10 held out" in said
     assert "correctness_reward x 1, format_reward x 1" in said
     assert f"{given['ref_servers'][0]} cannot be reached (Connection refused): a run would wait for it" in said
-    assert "6 prompts x 4 completions over 1 rank" in said and "1 call of generate a round, 6 groups" in said
+    assert "6 prompts x 4 completions over 1 rank" in said and "24 completions a round, 24 at a time" in said
     for words in ("masters", "AdamW's moments", "KV cache", "activations", "margin", "one run on an H100"):
         assert words in said
     as_set, *changed = said.split("as set  ")[1].splitlines()

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
-from transformers import GenerationMixin
 
 import reward
 from grpo import evaluate
 from grpo.config.command_line import parse_arguments
 from grpo.config.evaluate import EvaluateConfig
+from grpo.model.shared_cache import SharedCache
 
 
 def options(model_folder, data, **changes) -> list[str]:
@@ -155,16 +155,16 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data
 
 
 def test_too_little_memory_is_said_with_the_setting_to_lower(failed, monkeypatch, model_folder, data_folder):
-    generate, calls = GenerationMixin.generate, 0
+    step, calls = SharedCache.step, 0
 
-    def no_room(*arguments, **options):
+    def no_room(*arguments):
         nonlocal calls
         calls += 1
-        if calls > 4:  # beyond the trial at the start
+        if calls > 12:  # beyond the trial at the start
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB")
-        return generate(*arguments, **options)
+        return step(*arguments)
 
-    monkeypatch.setattr(GenerationMixin, "generate", no_room)
+    monkeypatch.setattr(SharedCache, "step", no_room)
     code, line = failed(*options(model_folder, data_folder, eval_samples=80))
     assert (code, line) == (2, "evaluate.py: error: sequences_per_generate=4: out of memory: use a smaller one")
 

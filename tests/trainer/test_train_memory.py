@@ -59,10 +59,15 @@ def test_an_adapter_keeps_less_and_trains_what_peft_trains():
 
 
 def test_the_cache_by_hand():
-    sampling = needed(max_completion_length=900).phases[SAMPLING]
+    sampling = needed(max_completion_length=900, sampler="generate").phases[SAMPLING]
     # Keys and values, layers, width, bytes, rows, tokens; in one layer the keys once more for all heads.
     assert sampling["KV cache"] == (2 * 2 * 64 + 2 * 128) * 4 * 16 * 1000
     assert sampling["next token's logits"] == 24 * 16 * 100
+    # 16 rows of a token's keys and values each, room for twice their two prompts, and a layer's rows as they were.
+    sampling = needed(max_completion_length=900).phases[SAMPLING]
+    assert sampling["KV cache"] == 2 * 64 * 4 * (2 * 4 * 100 + 2 * 16 * 900 + 16 * 600)
+    assert sampling["scores"] == 3 * 4 * 16 * 4 * 1000
+    assert sampling["next token's logits"] == 16 * (4 + 16) * 100
 
 
 def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
@@ -86,7 +91,7 @@ IN_BF16 = {"deepspeed": {"data_types": {"grad_accum_dtype": "bf16"}}}
 OFFLOADED = {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}
 LIVE = {
     "several micro-batches": PLAIN | IN_BF16,
-    "no checkpointing": PLAIN | IN_BF16 | {"gradient_checkpointing": False},
+    "no checkpointing": PLAIN | IN_BF16 | {"gradient_checkpointing": False, "sampler": "generate"},
     "gradients in fp32": PLAIN,
     "offloaded": PLAIN | OFFLOADED,
     "fp32": PLAIN | {"dtype": "float32"},
