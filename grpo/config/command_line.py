@@ -89,7 +89,7 @@ class _Parser(ArgumentParser):
         """Show the settings of this topic in the help."""
         self._config_class, positional = config_class, getattr(config_class, "POSITIONAL", None)
         super().__init__(
-            prog=_command(),
+            prog=program_name(),
             usage=f"%(prog)s {'RUN [RUN ...]' if positional else '[--config FILE.yaml]'} [--field value ...]",
             description=description,
             allow_abbrev=False,
@@ -144,12 +144,6 @@ def _given(parser: ArgumentParser, config_class: type, arguments: list[str]) -> 
     unset = object()
     parsed, _ = parser.parse_known_args(arguments, Namespace(**{field.name: unset for field in fields(config_class)}))
     return {field.name for field in fields(config_class) if getattr(parsed, field.name) is not unset}
-
-
-def _command() -> str:
-    """Return what the user wrote before the options: a file's name, or `python -m` and a module's."""
-    spec = sys.modules["__main__"].__spec__
-    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else program_name()
 
 
 def _add_option(

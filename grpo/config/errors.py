@@ -56,6 +56,6 @@ def is_first_rank() -> bool:
 
 
 def program_name() -> str:
-    """Return the program's file name; of a folder that is run (`python -m grpo.report`), the folder's."""
-    path = Path(sys.argv[0])
-    return path.parent.name if path.name == "__main__.py" else path.name
+    """Return what the user wrote before the options: a file's name, or `python -m` and a module's."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name

@@ -357,5 +357,5 @@ def test_without_a_temperature_answers_are_samples_as_in_training(model_folder, 
 def test_what_cannot_be_answered_is_said_in_one_line(model_folder, options, question, said):
     ended = piped(model_folder, question, *options)
     assert ended.returncode == 2 and ended.stdout == b""
-    errors = [line for line in ended.stderr.decode().splitlines() if line.startswith("chat.py: error: ")]
+    errors = [line for line in ended.stderr.decode().splitlines() if line.startswith("python -m grpo.chat: error: ")]
     assert len(errors) == 1 and said in errors[0] and b"Traceback" not in ended.stderr

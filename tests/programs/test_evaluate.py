@@ -123,8 +123,8 @@ def failed(main, capsys):
     def run(*arguments) -> tuple[int, str]:
         code = main(*arguments)
         said = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-        assert len(said) == 1 and said[0].startswith("evaluate.py: error: ")
-        return code, said[0]
+        assert len(said) == 1
+        return code, said[0].partition(": error: ")[2]
 
     return run
 
@@ -166,7 +166,7 @@ def test_too_little_memory_is_said_with_the_setting_to_lower(failed, monkeypatch
 
     monkeypatch.setattr(SharedCache, "step", no_room)
     code, line = failed(*options(model_folder, data_folder, eval_samples=80))
-    assert (code, line) == (2, "evaluate.py: error: sequences_per_generate=4: out of memory: use a smaller one")
+    assert (code, line) == (2, "sequences_per_generate=4: out of memory: use a smaller one")
 
 
 def test_a_single_file_is_taken_whole(main, capsys, model_folder, data_folder):
@@ -207,7 +207,7 @@ def test_two_ranks_find_what_one_process_finds(launch, model_folder, data_folder
 def test_two_ranks_say_a_mistake_once(launch, data_folder):
     ended = launch(2, "--module", "grpo.evaluate", *options("/no/model", data_folder))
     assert ended.returncode != 0 and "Traceback" not in ended.stdout
-    assert ended.stdout.count("evaluate.py: error: model_name_or_path='/no/model'") == 1
+    assert ended.stdout.count("python -m grpo.evaluate: error: model_name_or_path='/no/model'") == 1
 
 
 @pytest.mark.slow
