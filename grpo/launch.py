@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ import requests
 
 from grpo.config.command_line import parse_arguments, to_yaml
 from grpo.config.console import start_logging
-from grpo.config.errors import ConfigError, say_once
+from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import REPOSITORY
 from grpo.config.launch import LaunchConfig
 
@@ -121,7 +122,7 @@ class Programs:
         return subprocess.Popen(
             [sys.executable, str(REPOSITORY / program), "--config", str(self._settings)],
             env=os.environ
-            | {"CUDA_VISIBLE_DEVICES": ",".join(cards)}
+            | {"CUDA_VISIBLE_DEVICES": ",".join(cards), COMMAND: f"{program_name()} {shlex.join(sys.argv[1:])}"}
             | {name: str(value) for name, value in environment.items()},
             start_new_session=True,
             preexec_fn=_end_with_parent,

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+COMMAND = "GRPO_COMMAND"
+"""the environment variable in which grpo.launch tells the programs that it starts what the user typed"""
+
 
 class ConfigError(ValueError):
     """A setting that cannot be used. The message names the field, the value and the remedy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from grpo.config.errors import COMMAND
 from grpo.config.fields import REPOSITORY
 from grpo.run.checkpoints import LIBRARIES
 from grpo.run.collective import gather
@@ -31,16 +33,21 @@ def describe_start(step: int, device: torch.device) -> dict[str, Any]:
     devices = gather((socket.gethostname(), torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"))
     for host, name in devices:
         hosts.setdefault(host, []).append(name)
-    arguments = [word for word in sys.argv if not word.startswith("--local_rank=")]  # the launcher's
     return {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(arguments),
+        "command": _command(),
         "ranks": len(devices),
         "hosts": hosts,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES} | _program(),
         "commit": commit_of(REPOSITORY),
     }
+
+
+def _command() -> str:
+    """Return what the user typed: grpo.launch says it of itself, other launchers only add an option."""
+    words = [word for word in sys.argv if not word.startswith("--local_rank=")]
+    return os.environ.get(COMMAND) or shlex.join(words)
 
 
 def record_start(folder: Path, start: dict[str, Any]) -> None:

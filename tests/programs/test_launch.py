@@ -1,6 +1,7 @@
 """`python -m grpo.launch`: what it starts for which settings, and how it all ends."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -102,6 +103,9 @@ def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == list(range(1, done + 3))
+    first, second = [row["command"] for row in lines(run / "starts.jsonl")]
+    typed = shlex.join(["python", "-m", "grpo.launch", "--nproc_per_node", "2", *words])
+    assert first == typed and second.startswith(f"{typed} --resume_from_checkpoint=last")
     assert (run / "model/model.safetensors").exists()
 
 
