@@ -111,12 +111,14 @@ class _Parser(ArgumentParser):
         sections = [section for section in reversed(config_class.__mro__) if "HEADING" in vars(section)]
         self._headings = [section.HEADING for section in sections]
         short = {name: word for word, name in getattr(config_class, "SHORT", {}).items()}
+        uncommon = getattr(config_class, "UNCOMMON", ())
         self._shown = 0
         for section in sections:
             group = self.add_argument_group(section.HEADING)
             hints = get_type_hints(section)
             for field in fields(section):
-                shown = is_shown(topic, section.HEADING, field.name, field.metadata["common"])
+                is_common = field.metadata["common"] and field.name not in uncommon
+                shown = is_shown(topic, section.HEADING, field.name, is_common)
                 self._shown += shown
                 _add_option(group, field, hints[field.name], short.get(field.name), shown)
         if hidden := len(fields(config_class)) - self._shown:

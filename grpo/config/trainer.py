@@ -27,6 +27,8 @@ class TrainerConfig(
     """Every setting of `grpo_ref_split.py`."""
 
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name"}
+    UNCOMMON: ClassVar = {"dataset_test_split", "num_generations_eval", "temperature", "port", "token_file"}
+    """settings that most people touch in other programs, and the short `--help` of this one leaves out"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
