@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
+
+# It warns at its import, which peft makes too, that it lacks a kernel for CPUs. `keep_layout` needs none.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def layout(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig:
