@@ -56,20 +56,21 @@ def try_rewards(
     tokenizer: PreTrainedTokenizerBase,
     example: Example,
 ) -> None:
-    """Call each function of `load_reward_funcs` once, as the run will, on the example with its gold answer as the
-    completion, and log what it gives. A mistake shows here, not after minutes of sampling.
+    """Call each function of `load_reward_funcs` once, as the run will, on two completions of the example, its gold
+    answer and an empty one, and log what it gives. A mistake shows here, not after minutes of sampling.
 
     Reward models are left out: none is loaded yet. Raises RewardError.
     """
     functions, pool = start_functions(rewards, config, workers=1)
     folder = os.getcwd()
     answer = Rollout(tokenizer(example.gold, add_special_tokens=False)["input_ids"], True, example.gold, [], 0)
+    empty = Rollout([tokenizer.eos_token_id], True, "", [], 0)
     try:
-        values = score_rollouts(functions, [example], [answer], TrainerState(0, config.max_steps))
+        values = score_rollouts(functions, [example] * 2, [answer, empty], TrainerState(0, config.max_steps))
     finally:
         os.chdir(folder)  # a function may change it, and settings may have paths that begin there
         if pool is not None:
             pool.close()
-    for name, value in zip(functions, values[:, 0].tolist(), strict=True):
-        shown = "None" if np.isnan(value) else value
-        log.info("%s gives %s for the gold answer of the first prompt", name, shown)
+    for name, pair in zip(functions, values.tolist(), strict=True):
+        shown = ["None" if np.isnan(value) else value for value in pair]
+        log.info("%s gives %s for the gold answer of the first prompt, %s for an empty completion", name, *shown)

@@ -126,7 +126,7 @@ def test_it_calls_each_reward_function_once(given, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         dry_run(TrainerConfig(**given))
     for name in ("correctness_reward", "format_reward"):
-        assert f"{name} gives 0.0 for the gold answer of the first prompt" in caplog.messages
+        assert f"{name} gives 0.0 for the gold answer of the first prompt, 0.0 for" in caplog.text
     with pytest.raises(RewardError, match="'f' cannot be called: missing a required argument: 'level': it is given"):
         dry_run(TrainerConfig(**given | {"reward_funcs": [f"{tmp_path / 'own.py'}:f"]}))
 

@@ -312,7 +312,7 @@ def test_a_reward_that_fails_on_one_rank_only_is_still_said(launch, model_folder
     own = tmp_path / "own.py"
     own.write_text(
         "import os\ndef grade(prompts, completions, **columns):\n"
-        "    return [1.0] * (len(completions) - (os.environ['RANK'] == '1' and len(completions) > 1))\n"
+        "    return [1.0] * (len(completions) - (os.environ['RANK'] == '1' and len(completions) > 2))\n"
     )
     settings = options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:grade", beta=0, eval_steps=0)
     ended = launch(2, "grpo_ref_split.py", *settings)

@@ -129,21 +129,27 @@ CALLS = []
 
 def plain(prompts, completions, **kwargs):
     CALLS.append((prompts, completions, os.getpid()))
-    return [0.5 if completions == ["4"] else 9.0]
+    return [0.5 if text == "4" else 9.0 for text in completions]
 
 def no_value(completions, **kwargs):
-    return [None]
+    return [None for _ in completions]
 
 async def later(completions, completion_ids, **kwargs):
-    return [len(completion_ids[0])]
+    return [len(ids) for ids in completion_ids]
 
 def broken(completions, solution, **kwargs):
-    return [float(solution[0])]
+    return [float(text) for text in solution]
+
+def single(completions, **kwargs):
+    return [1.0]
+
+def careless(completions, **kwargs):
+    return [text[0] == "4" for text in completions]
 """
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
-def test_each_function_is_called_once_before_the_run_on_the_gold_answer(tokenizer, tmp_path, caplog, timeout):
+def test_each_function_is_called_once_before_the_run_on_two_completions(tokenizer, tmp_path, caplog, timeout):
     path = tmp_path / "mine.py"
     path.write_text(TRIED)
     names = [f"{path}:{name}" for name in ("plain", "no_value", "later")]
@@ -154,11 +160,14 @@ def test_each_function_is_called_once_before_the_run_on_the_gold_answer(tokenize
     with caplog.at_level(logging.INFO):
         try_rewards(config, functions, tokenizer, example)
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    given = {"plain": 0.5, "no_value": None, "later": float(len(tokenizer("4")["input_ids"]))}
-    expected = [f"{name} gives {value} for the gold answer of the first prompt" for name, value in given.items()]
+    given = {"plain": (0.5, 9.0), "no_value": (None, None), "later": (float(len(tokenizer("4")["input_ids"])), 1.0)}
+    expected = [
+        f"{name} gives {gold} for the gold answer of the first prompt, {empty} for an empty completion"
+        for name, (gold, empty) in given.items()
+    ]
     assert [record.getMessage() for record in caplog.records] == expected
     calls = functions["plain"].__globals__["CALLS"]
-    assert calls == ([([example.prompt], ["4"], os.getpid())] if timeout is None else [])
+    assert calls == ([([example.prompt] * 2, ["4", ""], os.getpid())] if timeout is None else [])
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
@@ -171,3 +180,13 @@ def test_a_mistake_is_found_before_the_run(tokenizer, tmp_path, timeout):
         config = TrainerConfig(reward_funcs=[name], reward_timeout=timeout)
         try_rewards(config, load_reward_funcs([name]), tokenizer, example)
     assert f'File "{path}", line 16, in broken' in caught.value.traceback
+
+
+@pytest.mark.parametrize("name, said", [("single", "returned 1 rewards for 2 completions"), ("careless", "IndexError")])
+def test_a_mistake_that_one_completion_would_not_show_is_found_too(tokenizer, tmp_path, name, said):
+    path = tmp_path / "mine.py"
+    path.write_text(TRIED)
+    config = TrainerConfig(reward_funcs=[f"{path}:{name}"])
+    example = make_example(CONFIG, tokenizer, 0, {"problem": "2+2?", "solution": "4"})
+    with pytest.raises(RewardError, match=said):
+        try_rewards(config, load_reward_funcs(config.reward_funcs), tokenizer, example)
