@@ -39,7 +39,7 @@ from grpo.rewards.functions import RewardError
 from grpo.run.exit import exit_code
 from grpo.run.folder import SaveError
 from grpo.run.phase_clock import PhaseClock
-from grpo.run.preflight import check_alike, check_run_folder, describe_inputs, open_hub, open_run
+from grpo.run.preflight import check_alike, check_run_folder, describe_inputs, find_run, open_hub
 from grpo.run.push import push_model
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.ending import finish, raise_if_over, saved_at_the_end
@@ -60,13 +60,13 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
         check_run_folder(config, ranks.rank)
         inputs = read_inputs(config, ranks.rank, ranks.size, ranks.device)
         check_alike(describe_inputs(config, inputs.ds_config, inputs.reward_funcs, [inputs.examples, inputs.held_out]))
-        with open_run(config, ranks.rank, ranks.size) as (checkpoint, folder, done):
-            open_hub(config, folder, ranks.rank)
-            if not done:
-                run = set_up(config, ranks, inputs, folder, checkpoint, launcher)
-                with saved_at_the_end(run):
-                    optimize(run)
-                finish(run)
+        checkpoint, folder, done = find_run(config, ranks.rank, ranks.size)
+        open_hub(config, folder, ranks.rank)
+        if not done:
+            run = set_up(config, ranks, inputs, folder, checkpoint, launcher)
+            with saved_at_the_end(run):
+                optimize(run)
+            finish(run)
         if ranks.rank == 0:
             show_end(folder)
             if config.push_to_hub:

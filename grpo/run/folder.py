@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from grpo.model.lora import merged
 from grpo.rollouts.chat_template import with_system_prompt
 from grpo.run.checkpoint_files import checkpoints, find_checkpoints, write_progress
 from grpo.run.json_lines import read_record
-from grpo.run.lock import LOCK, lock_run
+from grpo.run.lock import lock_run
 from grpo.run.model_card import write_card
 
 
@@ -45,29 +45,16 @@ def find_run_folder(config: RecordSection) -> Path:
     return folder
 
 
-@contextmanager
-def run_folder(config: RecordSection) -> Iterator[Path]:
-    """Make the run's folder, if it is not there, lock it for this process, and yield it.
+def make_run_folder(config: RecordSection, folder: Path) -> None:
+    """Make the run's folder, if it is not there, and lock it for this process.
 
-    Where the body fails before anything is in the folder, what was made is removed. Raises ConfigError as
-    find_run_folder, and where another trainer writes there.
+    Raises ConfigError where it cannot be written, where another trainer writes there, and where it has results by now.
     """
-    folder = find_run_folder(config)
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with writable("output_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
-    try:
-        if config.resume_from_checkpoint is None:
-            check_unused("output_dir", folder, may_have_begun=True)  # another trainer may have had it until now
-        yield folder
-    except BaseException:
-        if missing and [path.name for path in folder.iterdir()] == [LOCK]:
-            (folder / LOCK).unlink()
-            for path in missing:
-                with suppress(OSError):  # another run may be beside this one by now
-                    path.rmdir()
-        raise
+    if config.resume_from_checkpoint is None:
+        check_unused("output_dir", folder, may_have_begun=True)
 
 
 def new_folder(field: str, folder: Path, config: EvaluateConfig) -> None:
@@ -83,9 +70,13 @@ def new_folder(field: str, folder: Path, config: EvaluateConfig) -> None:
 
 def check_writable(field: str, folder: Path) -> None:
     """Raise ConfigError where the folder cannot be made or nothing can be written into it. Makes nothing."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
-    with writable(field, folder), tempfile.TemporaryFile(dir=existing):
+    with writable(field, folder), tempfile.TemporaryFile(dir=nearest_existing(folder)):
         pass
+
+
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that is there."""
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 @contextmanager

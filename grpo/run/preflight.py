@@ -7,8 +7,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -23,7 +22,7 @@ from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
 from grpo.run.checkpoints import LIBRARIES
 from grpo.run.collective import from_first, gather
-from grpo.run.folder import find_run_folder, run_folder, writable
+from grpo.run.folder import find_run_folder, make_run_folder, nearest_existing, writable
 from grpo.run.push import open_repo
 from grpo.wire.health import fingerprint
 
@@ -43,30 +42,27 @@ def check_run_folder(config: RecordSection, rank: int) -> None:
     _on_first(rank, partial(find_run_folder, config))
 
 
-@contextmanager
-def open_run(config: TrainerConfig, rank: int, world_size: int) -> Iterator[tuple[Path | None, Path, bool]]:
-    """Yield (checkpoint to continue from, run folder, whether the run is done already); None as checkpoint: it begins.
+def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
+    """Return (checkpoint to continue from, run folder, whether the run is done already); None as checkpoint: it begins.
 
-    Rank 0 alone finds the checkpoint and makes the folder, and removes it where the run fails before its first record.
-    Raises ConfigError on every rank: as run_folder, where a machine does not see the folder, as whole_checkpoint, and
-    where a run that has ended would be erased.
+    Rank 0 alone finds the checkpoint. A folder that is there is locked; a new one is not made before `open_run`, so
+    that a start that fails or is killed leaves none. Raises ConfigError on every rank: as find_run_folder and
+    make_run_folder, where a machine does not see the folder, as whole_checkpoint, and where a run that has ended would
+    be erased.
     """
-    with ExitStack() as stack:
-        yield _open_run(config, rank, world_size, stack)
 
-
-def _open_run(config: TrainerConfig, rank: int, world_size: int, stack: ExitStack) -> tuple[Path | None, Path, bool]:
-    """Return what open_run yields. What is to be undone where the run fails goes onto the stack."""
-
-    def create_folder() -> tuple[Path, Path]:
-        folder = stack.enter_context(run_folder(config))
-        marker = folder / f"seen-{secrets.token_hex(4)}"  # a new name: an older file may be seen on another disk
+    def mark() -> tuple[Path, Path]:
+        folder = find_run_folder(config)
+        if folder.exists():
+            make_run_folder(config, folder)
+        # A new name: an older file may be seen on another disk.
+        marker = nearest_existing(folder) / f"seen-{secrets.token_hex(4)}"
         with writable("output_dir", folder):
             marker.touch()
         return folder, marker
 
-    folder, marker = _on_first(rank, create_folder)
-    views = gather((socket.gethostname(), str(folder.absolute()), marker.exists()))
+    folder, marker = _on_first(rank, mark)
+    views = gather((socket.gethostname(), str(marker.parent.absolute()), marker.exists()))
     if rank == 0:
         marker.unlink()
     for host, path, is_visible in views:
@@ -96,6 +92,11 @@ def open_hub(config: TrainerConfig, folder: Path, rank: int) -> None:
     """
     if config.push_to_hub:
         config.hub_model_id = _on_first(rank, partial(open_repo, config, folder))
+
+
+def open_run(config: TrainerConfig, rank: int, folder: Path) -> None:
+    """Let rank 0 make the run's folder, and lock it. Raises ConfigError on every rank, as make_run_folder."""
+    _on_first(rank, partial(make_run_folder, config, folder))
 
 
 def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path | None:

@@ -30,7 +30,7 @@ from grpo.rollouts.sampler import Sampler
 from grpo.rollouts.trial import make_sampler
 from grpo.run.checkpoint_files import read_progress
 from grpo.run.checkpoints import Checkpoints
-from grpo.run.preflight import check_alike
+from grpo.run.preflight import check_alike, open_run
 from grpo.run.progress import Progress
 from grpo.run.rearrange import LOAD_UNIVERSAL
 from grpo.run.recorder import Recorder
@@ -205,6 +205,7 @@ def set_up(
         progress = checkpoints.load(checkpoint, engine)
     else:
         progress = Progress(config.beta, config.entropy_coef, reference=reference_model)
+    open_run(config, rank, folder)
     if publisher and resumed:
         publisher.resume(progress.ref_step, progress.reference)
     elif publisher:

@@ -132,4 +132,4 @@ def test_a_server_that_cannot_start_ends_the_run(server, model_folder, data_fold
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "starts again" not in output, output
     assert f"127.0.0.1:{server.port}" in output and "ended before it was ready" in output
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run.folder import SaveError, find_run_folder, run_folder, save_model
+from grpo.run.folder import SaveError, find_run_folder, make_run_folder, save_model
 from grpo.run.recorder import Recorder
 
 
@@ -40,21 +40,21 @@ def test_a_failed_save_says_where_and_leaves_nothing(model, tokenizer, tmp_path)
 
 
 def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    with run_folder(config("--output_dir", str(tmp_path / "a" / "run"))) as folder:
-        assert folder == tmp_path / "a" / "run" and folder.is_dir()
+    settings = config("--output_dir", str(tmp_path / "a" / "run"))
+    make_run_folder(settings, folder := find_run_folder(settings))
+    assert folder == tmp_path / "a" / "run" and folder.is_dir()
     monkeypatch.chdir(tmp_path)
-    with run_folder(config()) as folder:
-        assert folder.parent.name == "runs"
+    assert find_run_folder(config()).parent.name == "runs"
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     settings = config("--output_dir", str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')  # a run that failed in its first step
-    with run_folder(settings):
-        pass
+    make_run_folder(settings, find_run_folder(settings))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    with pytest.raises(ConfigError, match="output_dir=.*holds a run or"), run_folder(settings):
-        pass
+    for refuse in (lambda: find_run_folder(settings), lambda: make_run_folder(settings, tmp_path)):
+        with pytest.raises(ConfigError, match="output_dir=.*holds a run or"):
+            refuse()
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_made(tmp_pat
         find_run_folder(config("--output_dir", str(tmp_path / name)))
     find_run_folder(config("--output_dir", str(tmp_path / "a/run")))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_start_that_is_refused_leaves_nothing(tmp_path):
-    def fail(name: str, written: str | None = None) -> None:
-        with pytest.raises(LookupError), run_folder(config("--output_dir", str(tmp_path / name))) as folder:
-            if written:
-                (folder / written).touch()
-            raise LookupError
-
-    fail("a/run")
-    assert not [*tmp_path.iterdir()]
-    (tmp_path / "runs").mkdir()
-    fail("runs/b")
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"] and not [*(tmp_path / "runs").iterdir()]
-    fail("runs/b", "metrics.jsonl")
-    assert (tmp_path / "runs/b/metrics.jsonl").exists()
 
 
 def test_the_settings_of_a_run_are_those_it_went_on_with(tmp_path):

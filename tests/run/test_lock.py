@@ -13,7 +13,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.run import lock as run_lock
 from grpo.run.lock import LOCK, lock_run
-from grpo.run.preflight import open_run
+from grpo.run.preflight import find_run
 
 HOLD = """
 import os, sys, time
@@ -45,8 +45,8 @@ def test_a_second_trainer_is_refused_and_one_after_its_death_is_let_in(tmp_path,
     with holder(tmp_path) as (trainer, _):
         with pytest.raises(ConfigError):
             lock_run(tmp_path)
-        with pytest.raises(ConfigError) as refused, open_run(settings, 0, 1):
-            pass
+        with pytest.raises(ConfigError) as refused:
+            find_run(settings, 0, 1)
         message = rf"^output_dir='{tmp_path}': another trainer \(process {trainer.pid} on .+\) writes there: wait for"
         assert refused.match(message)
         assert (tmp_path / LOCK).read_text().startswith(f"process {trainer.pid} on ")

@@ -16,12 +16,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import load_reward_funcs
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import sum_files, write_progress
-from grpo.run.preflight import check_alike, describe_inputs, open_run
-
-
-def opened(config: TrainerConfig, rank: int = 0, world_size: int = 1) -> tuple[Path | None, Path, bool]:
-    with open_run(config, rank, world_size) as run:
-        return run
+from grpo.run.preflight import check_alike, describe_inputs, find_run, open_run
 
 
 def examples(answers: str) -> list[Example]:
@@ -73,16 +68,16 @@ def rank_of_two(rank: int, folder: Path) -> None:
     for changes, _ in CASES:
         attempt(compare, rank == 1, **changes)
     for path in (str(folder / "shared"), "runs", str(folder / "used")):
-        attempt(opened, TrainerConfig(output_dir=path), rank, 2)
+        attempt(find_run, TrainerConfig(output_dir=path), rank, 2)
     # Only rank 0 looks for the checkpoint: the other one may see an older state of the disk.
     again = {"output_dir": str(folder / "used"), "resume_from_checkpoint": "last"}
-    attempt(opened, TrainerConfig(**again), rank, 2)
+    attempt(find_run, TrainerConfig(**again), rank, 2)
     for damage in ("checkpoint-3/large", "checkpoint-2/progress.json"):
         dist.barrier()
         if rank == 0:
             (folder / "used" / damage).write_bytes(b"")
         dist.barrier()
-        attempt(opened, TrainerConfig(**again), rank, 2)
+        attempt(find_run, TrainerConfig(**again), rank, 2)
     dist.destroy_process_group()
     (folder / f"results-{rank}").write_text(json.dumps(results))
 
@@ -109,9 +104,9 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
         else:
             assert re.match(expected, result) and result.endswith("the same settings, data and programs"), changes
     assert shared == ["None", str(tmp_path / "shared"), "False"]
-    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["trainer.lock"]
-    assert not (tmp_path / "0/runs").exists()
-    assert hidden.startswith("output_dir='runs': ") and f" does not see in its {tmp_path}/1/runs what " in hidden
+    assert not (tmp_path / "shared").exists() and not (tmp_path / "0/runs").exists()  # made at the first record
+    assert not [*tmp_path.rglob("seen-*")]
+    assert hidden.startswith("output_dir='runs': ") and f" does not see in its {tmp_path}/1 what " in hidden
     assert refused.startswith(f"output_dir='{used}': it holds a run")
     assert resumed[:2] == [[str(used / f"checkpoint-{step}"), str(used), "False"] for step in (3, 2)]
     assert resumed[2] == (
@@ -121,10 +116,19 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
     assert (used / "checkpoint-3.damaged/large").exists() and not (used / "checkpoint-3").exists()
 
 
+def test_a_folder_is_made_when_the_run_is_opened_and_not_when_it_is_found(tmp_path):
+    """A start that fails or is killed in between leaves nothing."""
+    settings = TrainerConfig(output_dir=str(tmp_path / "a/run"))
+    assert find_run(settings, 0, 1) == (None, tmp_path / "a/run", False)
+    assert not [*tmp_path.iterdir()]
+    open_run(settings, 0, tmp_path / "a/run")
+    assert [path.name for path in (tmp_path / "a/run").iterdir()] == ["trainer.lock"]
+
+
 def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
     def last(max_steps: int):
         asked = {"output_dir": str(tmp_path), "resume_from_checkpoint": "last", "max_steps": max_steps}
-        return opened(TrainerConfig(**asked))
+        return find_run(TrainerConfig(**asked), 0, 1)
 
     assert last(4) == (None, tmp_path, False)
     (tmp_path / "model").mkdir()
@@ -138,10 +142,10 @@ def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
     assert last(4) == (None, tmp_path, True)
     assert last(5) == (tmp_path / "checkpoint-2", tmp_path, False)
     named = TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2"), max_steps=4)
-    assert opened(named) == (tmp_path / "checkpoint-2", tmp_path, False)
+    assert find_run(named, 0, 1) == (tmp_path / "checkpoint-2", tmp_path, False)
     write_progress(tmp_path / "checkpoint-2", {"files": {"weights": [1, ""]}})
     with pytest.raises(ConfigError) as refused:
-        opened(TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2")))
+        find_run(TrainerConfig(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), 0, 1)
     assert str(refused.value) == (
         f"resume_from_checkpoint='{tmp_path}/checkpoint-2': it is damaged: weights cannot be read (No such file or "
         "directory): use 'last', which takes an older one"
@@ -151,7 +155,7 @@ def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
 def test_a_disk_that_cannot_be_written_is_said(tmp_path):
     """Of a file system that is read-only no user can write anything, root included; /proc is such a one."""
     with pytest.raises(ConfigError, match="^output_dir='/proc/self': .+: name a folder that can be written$"):
-        opened(TrainerConfig(output_dir="/proc/self", resume_from_checkpoint="last"))
+        find_run(TrainerConfig(output_dir="/proc/self", resume_from_checkpoint="last"), 0, 1)
 
 
 if __name__ == "__main__":
