@@ -22,17 +22,20 @@ import sys
 from pathlib import Path
 
 from grpo.config.command_line import parse_arguments
+from grpo.config.console import start_logging
+from grpo.config.errors import ConfigError, is_first_rank
 from grpo.config.trainer import TrainerConfig
 from grpo.run.signals import Launcher
 
 if __name__ == "__main__":
     LAUNCHER = Launcher()  # from the first moment on: a launcher may end while all this is imported
     CONFIG = parse_arguments(TrainerConfig, __doc__)  # before the heavy imports: --help and mistakes answer at once
+    start_logging(logging.INFO if is_first_rank() else logging.ERROR)
+    logging.getLogger("grpo_ref_split").info("importing torch, transformers and DeepSpeed")
 
 import torch.distributed as dist
 
 from grpo.client.errors import ServerError, ServersLost
-from grpo.config.errors import ConfigError
 from grpo.report.plots import draw_curves
 from grpo.report.summary import summary
 from grpo.rewards.functions import RewardError

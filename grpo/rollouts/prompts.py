@@ -35,6 +35,7 @@ def load_examples(
     Rows without a prompt, without a gold answer or with too long a prompt are dropped and counted. Raises ConfigError
     where the dataset cannot be loaded, lacks a column, has a value of another type, or keeps no example.
     """
+    log.info("reading split %s of %s", split, config.dataset_name)
     rows = load_rows(config, split)
     _check_columns(config, rows.column_names)
     if limit:
@@ -43,7 +44,7 @@ def load_examples(
     no_prompt, no_gold = f"without a prompt in {prompt_column!r}", f"without a gold answer in {answer_column!r}"
     too_long = f"longer than max_prompt_length={config.max_prompt_length} tokens"
     examples, dropped, without_system, shortest = [], Counter(), 0, math.inf
-    bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=not progress, leave=False)
+    bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=None if progress else True, leave=False)
     for index, row in enumerate(decoded(config, split, bar)):
         if row[prompt_column] is None or row[prompt_column] == []:
             dropped[no_prompt] += 1

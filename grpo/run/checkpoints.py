@@ -150,6 +150,7 @@ class Checkpoints:
             )
         if self._rank == 0:
             self._delete_old()
+            log.info("saved %s", final)
 
     def leave(self, engine, progress: Progress) -> str:
         """Save where the run stands, if that is not done yet; return how to go on from there. Raises SaveError."""

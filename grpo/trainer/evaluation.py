@@ -58,7 +58,8 @@ def evaluate(
     counts = np.zeros((2, len(examples), 1 + samples), np.int64)
     rewards = np.zeros((len(rewarder.names), len(examples), 1 + samples))
     completions: list[dict[str, Any]] = []
-    for cells in tqdm(calls[rank::world_size], desc="evaluate", unit="batch", disable=rank != 0, leave=False):
+    bar = {"desc": "evaluate", "unit": "batch", "leave": False}
+    for cells in tqdm(calls[rank::world_size], **bar, disable=None if rank == 0 else True):
         batch = [examples[problem] for problem, _ in cells]
         if cells[0][1] == 0:
             rollouts = sampler.greedy(batch)

@@ -49,6 +49,7 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
     All ranks call it together. Raises OutOfMemory, RewardError, ServerError.
     """
     with explain_shortage(f"{EVALUATION} after step {step}", EVALUATION, run.config, run.checkpoints.way_on):
+        log.info("step %d: evaluating %d held-out problems", step, len(run.held_out))
         run.sampler.update_weights(step)
         state = TrainerState(step, run.config.max_steps)
         metrics, completions = evaluate(

@@ -160,6 +160,7 @@ def set_up(
     started = start_rewards(inputs.reward_funcs, config, device, folder.name)
     rewarder = Rewarder(inputs.reward_funcs, started, config)
 
+    log.info("loading %s", config.model_name_or_path)
     model = load_model(config, device)
     policy_info = describe(model, tokenizer, config.model_name_or_path)
     check_lengths(config, model.config)
@@ -186,6 +187,7 @@ def set_up(
     publisher = None
     if config.ref_update_steps:
         publisher = WeightPublisher(config, client, model, tokenizer, policy_info, folder if rank == 0 else None)
+    log.info("starting DeepSpeed on %d x %s", world_size, device)
     engine, schedule = start_engine(config, inputs.ds_config, model)
     rounds = Rounds(config, engine.module, sampler, batcher, inputs.stream, rewarder, client, adapter_off)
 

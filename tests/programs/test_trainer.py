@@ -110,6 +110,16 @@ def test_two_ranks_and_a_server(launch, server, model_folder, data_folder, lette
     ended = launch(2, "grpo_ref_split.py", *settings, *letters)
     assert ended.returncode == 0, ended.stdout
     check_record(run, model_folder, steps=3, evaluated=[0, 2, 3], per_step=4)
+    for line in (
+        "importing torch",
+        f"reading split train of {data_folder}",
+        f"loading {model_folder}",
+        "starting DeepSpeed on 2 x cpu",
+        "step 0: evaluating 10 held-out problems",
+        f"saved {run}/checkpoint-2",
+    ):
+        assert ended.stdout.count(f": {line}") == 1, line
+    assert "\r" not in ended.stdout  # no bars in a log file
     assert AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").dtype == torch.float32
     parse_arguments(TrainerConfig, "", ["--config", str(run / "config.yaml")])
     check_evaluation(lines(run / "metrics.jsonl")[0], model_folder, data_folder)
