@@ -16,6 +16,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -38,6 +39,9 @@ _PROGRAMS = (
 _TRUTH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
 
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT"}
+_REMEDIES = {int: "a whole number", float: "a number"}
+_QUOTES = "'", '"'
+"""what a message begins with that says what is wrong with a word"""
 
 _ConfigT = TypeVar("_ConfigT")
 
@@ -77,6 +81,9 @@ def parse_arguments(
         return config_class(**{field.name: getattr(parsed, field.name) for field in fields(config_class)})
     except ConfigError as error:
         parser.error(str(error))
+    except argparse.ArgumentError as error:
+        name = error.argument_name.split("/")[0].lstrip("-")
+        parser.error(f"{name}{'=' if error.message.startswith(_QUOTES) else ': '}{error.message}")
 
 
 class _Parser(ArgumentParser):
@@ -95,6 +102,7 @@ class _Parser(ArgumentParser):
             allow_abbrev=False,
             formatter_class=HelpFormatter,
             add_help=False,
+            exit_on_error=False,
         )
         group = self.add_argument_group("options")
         group.add_argument(
@@ -162,13 +170,15 @@ def _add_option(
     if kind is bool:
         options |= {"type": _read_truth, "nargs": "?", "const": True}
     elif get_origin(kind) is Literal:
-        options |= {"choices": get_args(kind), "metavar": "WORD"}
-        details.append(" or ".join(filter(None, [", ".join(options["choices"][:-1]), options["choices"][-1]])))
+        choices = get_args(kind)
+        listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+        options |= {"type": partial(_read_choice, choices, listed), "metavar": "WORD"}
+        details.append(listed)
     elif get_origin(kind) is list:
         word = _KINDS[get_args(kind)[0]]
-        options |= {"type": get_args(kind)[0], "nargs": "+", "metavar": f"{word} [{word} ...]"}
+        options |= {"type": partial(_read, get_args(kind)[0]), "nargs": "+", "metavar": f"{word} [{word} ...]"}
     else:
-        options |= {"type": kind, "metavar": _KINDS[kind]}
+        options |= {"type": partial(_read, kind), "metavar": _KINDS[kind]}
     if default not in (None, False, []):
         details.append(
             f"default: {' '.join(map(_as_word, default)) if isinstance(default, list) else _as_word(default)}"
@@ -179,6 +189,19 @@ def _add_option(
         off = [f"--no{separator}{field.name.replace('_', separator)}" for separator in "_-"]
         text = field.metadata["off"].replace("%", "%%") if shown else SUPPRESS
         group.add_argument(*off, action="store_false", dest=field.name, default=SUPPRESS, help=text)
+
+
+def _read(kind: type, word: str) -> Any:
+    try:
+        return kind(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r}: use {_REMEDIES[kind]}") from None
+
+
+def _read_choice(choices: tuple[str, ...], listed: str, word: str) -> str:
+    if word not in choices:
+        raise argparse.ArgumentTypeError(f"{word!r}: use {listed}")
+    return word
 
 
 def _read_truth(word: str) -> bool:
@@ -192,9 +215,12 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config='{path}': {error.strerror}: give the path of a YAML file") from error
+    except yaml.MarkedYAMLError as error:
+        place, remedy = error.problem_mark, ": use spaces, no tabs" if "'\\t'" in error.problem else ""
+        where = f"line {place.line + 1}, column {place.column + 1}"
+        raise ConfigError(f"config='{path}': not YAML: {where}: {error.problem}{remedy}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        remedy = ": use spaces, no tabs" if "'\\t'" in str(error) else ""
-        raise ConfigError(f"config='{path}': not YAML: {' '.join(str(error).split())}{remedy}") from error
+        raise ConfigError(f"config='{path}': not YAML: {' '.join(str(error).split())}") from error
     if settings is None:
         return []
     if not isinstance(settings, dict):
