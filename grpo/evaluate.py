@@ -34,7 +34,7 @@ def run(config: EvaluateConfig) -> None:
     import torch.distributed as dist
 
     from grpo.model.devices import refuse_shortage
-    from grpo.model.load import check_lengths, load_model, load_tokenizer
+    from grpo.model.load import check_lengths, load_model, load_settings, load_tokenizer
     from grpo.model.trial import make_batcher
     from grpo.rewards.compute import load_reward_funcs, start_rewards
     from grpo.rewards.functions import TrainerState
@@ -57,11 +57,11 @@ def run(config: EvaluateConfig) -> None:
     check_verdicts(config, functions)
 
     tokenizer = load_tokenizer(config)
+    check_lengths(config, load_settings(config))
     examples = load_examples(config, _split(config), tokenizer, config.eval_samples, progress=rank == 0)
     check_reward_columns(config, examples)
     rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config)
     model = load_model(config, device)
-    check_lengths(config, model.config)
     longest_packed = 0
     if config.sampler == "continuous":
         with torch.no_grad():

@@ -19,7 +19,7 @@ from grpo.client.reference import check_reference
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe_without_weights
-from grpo.model.load import check_lengths, checkpoint_activations, resolve_dtype
+from grpo.model.load import checkpoint_activations, resolve_dtype
 from grpo.model.logprobs import check_router
 from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
 from grpo.model.memory import Memory, Terms
@@ -49,7 +49,6 @@ def dry_run(config: TrainerConfig) -> None:
     checkpoint = next(iter(find_checkpoints(config)), None)
     model = policy_on_meta(config, resolve_dtype(config, device))
     policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path)
-    check_lengths(config, model.config)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
 

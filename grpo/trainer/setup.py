@@ -18,7 +18,7 @@ from grpo.config.errors import require
 from grpo.config.trainer import TrainerConfig
 from grpo.model.answering import read_answering
 from grpo.model.fingerprint import describe
-from grpo.model.load import check_lengths, checkpoint_activations, load_model, load_tokenizer
+from grpo.model.load import check_lengths, checkpoint_activations, load_model, load_settings, load_tokenizer
 from grpo.model.logprobs import check_router
 from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.packing import Batcher
@@ -108,6 +108,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     try_loss(config)
     ds_config = engine_config(config, world_size, device)
     tokenizer = load_tokenizer(config)
+    check_lengths(config, load_settings(config))
     check_adapter(config)
     require(
         tokenizer.chat_template is not None or not config.save_system_prompt,
@@ -163,7 +164,6 @@ def set_up(
     log.info("loading %s", config.model_name_or_path)
     model = load_model(config, device)
     policy_info = describe(model, tokenizer, config.model_name_or_path)
-    check_lengths(config, model.config)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
     check_alike({"the model's fingerprint": policy_info.fingerprint})

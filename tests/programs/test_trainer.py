@@ -315,6 +315,7 @@ def test_more_tokens_than_the_model_takes_are_refused(model_folder, data_folder,
     ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", max_completion_length=500, beta=0))
     assert ended.returncode == 2
     assert "max_completion_length=500" in one_line(ended.stdout) and "at most 512" in one_line(ended.stdout)
+    assert "reading" not in ended.stdout and "loading" not in ended.stdout  # the model's config.json says it
 
 
 @pytest.mark.slow
