@@ -34,7 +34,8 @@ def can_ask_hub(field: str, name: str) -> bool:
     """Tell whether the hub can be asked for a name that is no file or folder. Raises ConfigError for a path."""
     first, slash, _ = name.partition("/")
     is_file = not slash and name.endswith((".json", ".jsonl", ".parquet"))
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or (slash and Path(first).is_dir())
+    # `runs` is where runs go, also before the first one.
+    is_path = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or (slash and Path(first).is_dir())
     if is_file or is_path:
         raise ConfigError(f"{field}={name!r}: there is no such file or folder: correct the path, or give a hub id")
     return _is_hub_reachable()

@@ -70,16 +70,17 @@ def test_a_model_that_is_not_there_is_named(monkeypatch, name):
         ("/no/such/folder", "there is no such file or folder"),
         ("~/no/such/folder", "there is no such file or folder"),
         ("runs/nope", "there is no such file or folder"),
+        ("made/nope", "there is no such file or folder"),
         ("nobody/run/model", "there is no such file or folder"),
-        ("runs", "it is a folder without config.json: name the folder of a model, such as RUN/model"),
-        ("runs/file", "it is a file: name the folder that the model is in"),
+        ("made", "it is a folder without config.json: name the folder of a model, such as RUN/model"),
+        ("made/file", "it is a file: name the folder that the model is in"),
     ],
 )
 def test_a_path_is_never_looked_up_on_the_hub(monkeypatch, tmp_path, name, reason):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/file").touch()
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/file").touch()
     expected = f"model_name_or_path='{os.path.expanduser(name)}': {reason}"
     with pytest.raises(ConfigError, match=f"^{re.escape(expected)}"):
         load_tokenizer(SharedConfig(model_name_or_path=name))
