@@ -166,7 +166,7 @@ def check_returned(returned: Any, batch: Batch, logged: Logged) -> list:
         raise Misuse(f"returned {returned!r}: it must return a list with one reward for each completion")
     rewards = list(returned)
     if len(rewards) != count:
-        raise Misuse(f"returned {len(rewards)} rewards for {count} completions")
+        raise Misuse(f"returned {len(rewards)} rewards for {count} completions: return one for each")
     for column, values in logged.extra.items():
         if len(values) != count:
             raise Misuse(f"gave log_extra {len(values)} values of {column!r} for {count} completions")

@@ -186,7 +186,7 @@ TWICE = [1.0] * 2
     [
         (lambda **_: None, "returned None: is a `return` missing?"),
         (lambda **_: 1.0, "returned 1.0: it must return a list with one reward for each completion"),
-        (lambda **_: [1.0], "returned 1 rewards for 2 completions"),
+        (lambda **_: [1.0], "returned 1 rewards for 2 completions: return one for each"),
         (lambda log_extra, **_: log_extra("x", [1]) or TWICE, "gave log_extra 1 values of 'x' for 2 completions"),
         (
             lambda solution, **_: TWICE,
