@@ -196,8 +196,9 @@ def _read_error_message(response: requests.Response) -> str:
 
 
 def _first_line(response: requests.Response) -> str:
-    """Return the first line of a body that is not ours, such as a page of another web server."""
-    return response.text.strip().partition("\n")[0][:200]
+    """Return the first line of a body that is not ours; of a web page, that it is one."""
+    line = response.text.strip().partition("\n")[0][:200]
+    return "a web page: another program or a proxy answers there" if line.startswith("<") else line
 
 
 def _read_retry_after(response: requests.Response) -> float:
