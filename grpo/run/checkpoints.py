@@ -38,6 +38,7 @@ from grpo.run.checkpoint_files import (
     write_progress,
 )
 from grpo.run.collective import from_first, gather
+from grpo.run.exit import how_to_go_on
 from grpo.run.folder import SaveError, put_in_place, to_disk, write_model
 from grpo.run.progress import SHARED, Progress, random_states, set_random_states
 from grpo.run.rearrange import put_steps, share_anew, to_universal
@@ -159,14 +160,14 @@ class Checkpoints:
         saved = self._folder / f"checkpoint-{progress.step}"
         if not from_first((saved / PROGRESS).exists()):  # another machine may see it later
             self.save(engine, progress)
-        return f"--resume_from_checkpoint last --output_dir {self._folder} goes on after step {progress.step}"
+        return how_to_go_on(self._folder, progress.step)
 
     def way_on(self) -> str:
         """Return how to go on from the newest checkpoint, for a rank that fails alone and cannot save."""
         last = next(reversed(readable(self._folder).values()), None)
         if last is None:
             return "no checkpoint was saved: begin again"
-        return f"--resume_from_checkpoint last --output_dir {self._folder} goes on after step {last['step']}"
+        return how_to_go_on(self._folder, last["step"])
 
     def load(self, checkpoint: Path, engine) -> Progress:
         """Bring this rank and its engine to where the checkpoint is. Its requests to the reference are lost.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from grpo.config.console import start_logging
-from grpo.config.errors import ConfigError, first_here, is_first_rank, program_name, say_once
+from grpo.config.errors import COMMAND, ConfigError, first_here, is_first_rank, program_name, say_once
 
 _GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
 
@@ -20,6 +23,19 @@ class EndRun(Exception):
         """`code` is the program's exit code: 1 for a failure, 128 + its number for a signal."""
         super().__init__(message)
         self.code = code
+
+
+def how_to_go_on(folder: Path, step: int) -> str:
+    """Return how to go on with a run, for the end of its last line: a command to copy where grpo.launch started it."""
+    words, kept = iter(shlex.split(os.environ.get(COMMAND, ""))), []
+    for word in words:
+        name, has_value, _ = word.partition("=")
+        if name.replace("-", "_") not in ("__resume_from_checkpoint", "__output_dir"):
+            kept.append(word)
+        elif not has_value:
+            next(words, None)
+    command = shlex.join([*kept, "--resume_from_checkpoint", "last", "--output_dir", str(folder)])
+    return f"{command} goes on after step {step}"
 
 
 def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:

@@ -1,6 +1,7 @@
 """`python -m grpo.launch`: what it starts for which settings, and how it all ends."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -50,9 +51,9 @@ def test_settings_of_a_server_alone_are_refused():
             LaunchConfig(**settings)
 
 
-def begin(words: list[str], ranks: int) -> subprocess.Popen:
+def begin(words: list[str]) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "grpo.launch", "--nproc_per_node", str(ranks), *words],
+        [sys.executable, "-m", "grpo.launch", *words],
         cwd=REPOSITORY,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -79,8 +80,9 @@ def programs_of(folder: Path) -> dict[int, str]:
 @pytest.mark.slow
 def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
-    words = options(model_folder, data_folder, run, max_steps=200, port=free_port(), eval_steps=0, report_to="none")
-    process = begin(words, ranks=2)
+    words = ["--nproc_per_node", "2"]
+    words += options(model_folder, data_folder, run, max_steps=200, port=free_port(), eval_steps=0, report_to="none")
+    process = begin(words)
     try:
         wait_for_steps(process, run, 2)
         started = programs_of(run)
@@ -99,13 +101,15 @@ def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model
     assert not any(Path(f"/proc/{number}").exists() for number in started)
 
     done = len(lines(run / "metrics.jsonl"))
-    process = begin([*words, "--resume_from_checkpoint=last", f"--max_steps={done + 2}"], ranks=2)
+    (command,) = re.findall(r"stopped by signal 2; python -m grpo.launch (.*) goes on after step \d+", output)
+    process = begin([*shlex.split(command), f"--max_steps={done + 2}"])
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert [row["step"] for row in lines(run / "metrics.jsonl")] == list(range(1, done + 3))
     first, second = [row["command"] for row in lines(run / "starts.jsonl")]
-    typed = shlex.join(["python", "-m", "grpo.launch", "--nproc_per_node", "2", *words])
-    assert first == typed and second.startswith(f"{typed} --resume_from_checkpoint=last")
+    assert first == shlex.join(["python", "-m", "grpo.launch", *words])
+    assert second == f"python -m grpo.launch {command} --max_steps={done + 2}"
+    assert second.count("--output_dir") == second.count("--resume_from_checkpoint") == 1
     assert (run / "model/model.safetensors").exists()
 
 
@@ -113,7 +117,7 @@ def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model
 def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
     words = options(model_folder, data_folder, run, max_steps=200, port=free_port(), eval_steps=0, report_to="none")
-    process = begin(words, ranks=1)
+    process = begin(["--nproc_per_node", "1", *words])
     wait_for_steps(process, run, 1)
     started = programs_of(run)
     assert len(started) == 2
@@ -128,7 +132,7 @@ def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path
 @pytest.mark.slow
 def test_a_server_that_cannot_start_ends_the_run(server, model_folder, data_folder, tmp_path):
     words = options(model_folder, data_folder, tmp_path / "run", port=server.port)
-    process = begin(words, ranks=1)
+    process = begin(["--nproc_per_node", "1", *words])
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "starts again" not in output, output
     assert f"127.0.0.1:{server.port}" in output and "ended before it was ready" in output
