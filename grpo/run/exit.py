@@ -50,8 +50,10 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         say_once(str(error))
         return 2
     except EndRun as end:
-        if end.code == 1 or first_here():
+        if end.code == 1:
             say_once(str(end))
+        elif first_here():  # a signal, which all ranks act on: no error
+            print(f"{program_name()}: {end}", file=sys.stderr, flush=True)
         return end.code
     except failures as error:
         say_once(str(error), getattr(error, "traceback", ""))

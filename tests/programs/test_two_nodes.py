@@ -157,7 +157,7 @@ def test_killed_or_stopped_on_one_machine_all_end_and_the_run_goes_on(cluster, u
             assert "another rank has ended" in said[0] and "Traceback" not in said[0]
         else:
             lines = [
-                re.findall(r"error: stopped by signal 15; .*last --output_dir .* after step (\d+)", one) for one in said
+                re.findall(r": stopped by signal 15; .*last --output_dir .* after step (\d+)", one) for one in said
             ]
             assert len(lines[0]) == 1 and lines[0] == lines[1] and int(lines[0][0]) > kept, said
             kept = int(lines[0][0])
