@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import find_adapter_config_file
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, did_you_mean
 from grpo.config.generation import PolicyConfig
 from grpo.model.quantization import is_packed, is_quantized, unpacked
 
@@ -151,6 +151,8 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     from peft import LoraConfig
 
     targets = config.lora_target_modules
+    if targets != ["all-linear"]:
+        _check_targets(model, targets or [])
     settings = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -167,21 +169,35 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     return False
 
 
+def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
+    """Raise ConfigError where a name is no layer's. peft does so only where all of them are none's."""
+    names = [f".{name}" for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name.endswith(f".{target}") for name in names):
+            layers = _linear_layers(model)
+            raise ConfigError(
+                f"lora_target_modules={target!r}: the model has no such layer{did_you_mean(target, layers)}: name some "
+                f"of its linear layers ({', '.join(layers)}), or all-linear"
+            )
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the last parts of the names of the model's linear layers, without its head."""
+    head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, linear) and layer is not head]
+    return sorted({name.rsplit(".", 1)[-1] for name in layers})
+
+
 def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: object) -> None:
     """Add an adapter's layers to the model. Raises ConfigError, naming `field` and `value`, where they do not fit."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer
-    layers = {
-        name.rsplit(".", 1)[-1]
-        for name, layer in model.named_modules()
-        if isinstance(layer, linear) and layer is not head
-    }
+    layers = _linear_layers(model)
     try:
         model.add_adapter(config, NAME)
     except ValueError as error:
-        reason, known = " ".join(str(error).split())[:300], ", ".join(sorted(layers))
-        raise ConfigError(f"{field}={value!r}: {reason} The model's linear layers: {known}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{field}={value!r}: {reason} The model's linear layers: {', '.join(layers)}") from error
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):
             raise ConfigError(

@@ -365,7 +365,8 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
 @pytest.mark.parametrize(
     "targets, said",
     [
-        (["nowhere"], r"lora_target_modules=\['nowhere'\]: .*not found.* linear layers: down_proj, .*, v_proj$"),
+        (["nowhere"], r"lora_target_modules='nowhere': .* linear layers \(down_proj, .*, v_proj\), or all-linear$"),
+        (["q_proj", "v_projj"], r"lora_target_modules='v_projj': the model has no such layer; did you mean v_proj\?: "),
         (["lm_head", "q_proj"], "embeddings or the head"),
         (["embed_tokens"], "embeddings or the head"),
     ],
