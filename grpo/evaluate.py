@@ -41,7 +41,7 @@ def run(config: EvaluateConfig) -> None:
     from grpo.rollouts.prompts import check_reward_columns, load_examples
     from grpo.rollouts.trial import make_sampler
     from grpo.run.collective import gather, own_place
-    from grpo.run.folder import check_unused, check_writable
+    from grpo.run.run_folder import check_unused, check_writable
     from grpo.trainer.evaluation import check_verdicts, evaluate
     from grpo.trainer.rewarding import Rewarder
 
@@ -127,8 +127,8 @@ def _split(config: EvaluateConfig) -> str:
 
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
     """Make the folder and write config.yaml, metrics.json, and completions.jsonl in the order of the problems."""
-    from grpo.run.folder import new_folder
     from grpo.run.json_lines import to_json
+    from grpo.run.run_folder import new_folder
 
     new_folder("output", folder, config)
     with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:

@@ -32,6 +32,7 @@ from grpo.config.console import start_logging
 from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import REPOSITORY
 from grpo.config.launch import LaunchConfig
+from grpo.run.run_folder import find_run_folder
 
 log = logging.getLogger("grpo.launch")
 
@@ -43,8 +44,9 @@ _SET_PDEATHSIG = 1  # of linux/prctl.h
 def launch(config: LaunchConfig) -> int:
     """Run server and trainer to the trainer's end. Return the exit code of the first rank that failed, or 0.
 
-    Raises ConfigError where the ranks cannot share a step or a GPU.
+    Raises ConfigError where the ranks cannot share a step or a GPU, and as find_run_folder.
     """
+    find_run_folder(config)  # the ranks would refuse it too, after seconds of imports
     server_cards, cards = share_cards(visible_cards(), config.starts_server)
     ranks = config.nproc_per_node or max(1, len(cards))
     if cards and ranks > len(cards):

@@ -22,8 +22,8 @@ from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
 from grpo.run.checkpoints import LIBRARIES
 from grpo.run.collective import from_first, gather
-from grpo.run.folder import find_run_folder, make_run_folder, nearest_existing, writable
 from grpo.run.push import open_repo
+from grpo.run.run_folder import find_run_folder, make_run_folder, nearest_existing, writable
 from grpo.wire.health import fingerprint
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from grpo.model.packing import Batcher
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import find_checkpoints
 from grpo.run.collective import own_place
-from grpo.run.folder import find_run_folder
 from grpo.run.push import check_login
+from grpo.run.run_folder import find_run_folder
 from grpo.trainer.engine import engine_config
 from grpo.trainer.memory import RankWork, rank_memory
 from grpo.trainer.setup import Inputs, read_inputs

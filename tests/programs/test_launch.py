@@ -45,6 +45,12 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_anything_starts():
         launch(LaunchConfig(prompts_per_step=8, nproc_per_node=3))
 
 
+def test_a_folder_that_holds_a_run_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="output_dir=.*it holds a run"):
+        launch(LaunchConfig(output_dir=str(tmp_path)))
+
+
 def test_settings_of_a_server_alone_are_refused():
     for settings in ({"estimate": True}, {"task": "reward"}):
         with pytest.raises(ConfigError, match=next(iter(settings))):

@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run.folder import SaveError, find_run_folder, make_run_folder, save_model
+from grpo.run.folder import SaveError, save_model
 from grpo.run.recorder import Recorder
+from grpo.run.run_folder import find_run_folder, make_run_folder
 
 
 def config(*options) -> TrainerConfig:
