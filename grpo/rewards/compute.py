@@ -76,8 +76,8 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
         label, reward = _find_reward(name)
         if label in rewards:
             raise ConfigError(
-                f"reward_funcs names {label!r} twice, the second time as {name!r}: "
-                "remove or rename one, because each reward is logged under this name."
+                f"reward_funcs={name!r}: there is a {label!r} already: remove or rename one, because each reward is "
+                "logged under this name"
             )
         rewards[label] = reward
     return rewards
@@ -198,18 +198,18 @@ def _find_reward(name: str) -> tuple[str, Callable | str]:
     if ":" in name or "/" not in name:
         return name.rpartition(":")[2], load_function(name)
     if name.endswith(".py"):
-        raise ConfigError(f"reward_funcs names {name!r}, a file: name its function too, as {name}:function.")
+        raise ConfigError(f"reward_funcs={name!r}: it is a file: name its function too, as {name}:function")
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"reward_funcs names {name!r}, a folder without a config.json: name one that save_pretrained wrote."
+                f"reward_funcs={name!r}: it is a folder without config.json: name one that save_pretrained wrote"
             )
         return folder.resolve().name, str(folder)
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"reward_funcs names {name!r}, and there is no such folder: name a folder with a reward model, a hub id as "
-            "org/model, or a function as path/to/file.py:function."
+            f"reward_funcs={name!r}: there is no such folder: name a folder with a reward model, a hub id as "
+            "org/model, or a function as path/to/file.py:function"
         )
     return name.partition("/")[2], name
 

@@ -118,10 +118,9 @@ def load_function(name: str) -> Callable:
     if not callable(function):
         defined = _list_reward_functions(module)
         raise ConfigError(
-            f"reward_funcs names {name!r}, but {path or 'reward.py'} has no such function"
-            f"{did_you_mean(function_name, defined)}: "
-            f"define it there, name one that it defines ({', '.join(defined) or 'none yet'}), "
-            "name one elsewhere as path/to/file.py:function, or a reward model as ./folder or org/model."
+            f"reward_funcs={name!r}: {path or 'reward.py'} has no such function"
+            f"{did_you_mean(function_name, defined)}: name one that it has ({', '.join(defined) or 'none yet'}), one "
+            "elsewhere as path/to/file.py:function, or a reward model as ./folder or org/model"
         )
     return function
 

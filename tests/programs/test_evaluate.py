@@ -142,7 +142,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(failed, model_folder, data
         (dict(num_generations_eval=-1), "num_generations_eval=-1: "),
         (dict(temperature=0), "temperature=0.0: "),
         (dict(reward_funcs="format_reward", num_generations_eval=2), "num_generations_eval=2: avg@k and pass@k count"),
-        (dict(reward_funcs="nothing"), "reward_funcs names 'nothing'"),
+        (dict(reward_funcs="nothing"), "reward_funcs='nothing': "),
         (dict(temperature="nan"), "temperature=nan: "),
         (dict(max_completion_length=500), "max_completion_length=500: "),
         (dict(learning_rate=1), "--learning_rate: no such option"),

@@ -296,7 +296,7 @@ def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_fol
         (dict(model_name_or_path="/no/model"), "model_name_or_path='/no/model'"),
         (dict(dataset_name="/no/data"), "dataset_name='/no/data'"),
         (dict(dataset_answer_column="gold"), "dataset_answer_column='gold'"),
-        (dict(reward_funcs="brevity"), "reward_funcs names 'brevity'"),
+        (dict(reward_funcs="brevity"), "reward_funcs='brevity': "),
         (dict(deepspeed=contradiction), "train_batch_size is 7 but prompts_per_step x num_generations makes it 16"),
         (dict(ref_servers=f"http://127.0.0.1:{free_port()}", ref_startup_timeout=1), "no reference server at"),
         (dict(output_dir=tmp_path / "old"), "it holds a run or an evaluation"),

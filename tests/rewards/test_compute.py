@@ -54,20 +54,20 @@ def test_an_unknown_function_of_reward_py_is_refused_with_those_it_has(name):
     with pytest.raises(ConfigError) as caught:
         load_reward_funcs([name])
     message = str(caught.value)
-    assert message.startswith(f"reward_funcs names {name!r}, but reward.py has no such function")
+    assert message.startswith(f"reward_funcs={name!r}: reward.py has no such function")
     assert "(correctness_reward, format_reward)" in message
     assert message.count(". ") == 0
 
 
 @pytest.mark.parametrize("function", ["missing", "CONSTANT", ""])
 def test_an_unknown_function_of_another_file_is_refused_with_those_it_has(user_file, function):
-    with pytest.raises(ConfigError, match=r"^reward_funcs names .* has no such .*\(format_reward, length, other\)"):
+    with pytest.raises(ConfigError, match=r"^reward_funcs=.* has no such .*\(format_reward, length, other\)"):
         load_reward_funcs([f"{user_file}:{function}"])
 
 
 def test_a_misspelt_function_is_answered_with_the_one_that_was_meant(user_file):
     for name, meant in (("corectness_reward", "correctness_reward"), (f"{user_file}:lenght", "length")):
-        with pytest.raises(ConfigError, match=f"^reward_funcs names .* no such function; did you mean {meant}\\?: "):
+        with pytest.raises(ConfigError, match=f"^reward_funcs=.* no such function; did you mean {meant}\\?: "):
             load_reward_funcs([name])
 
 
@@ -80,9 +80,9 @@ def test_a_missing_file_is_refused(path, tmp_path, monkeypatch):
 
 
 def test_two_functions_of_one_name_are_refused(user_file):
-    for names in (["format_reward", "format_reward"], ["format_reward", f"{user_file}:format_reward"]):
-        with pytest.raises(ConfigError, match=r"^reward_funcs names 'format_reward' twice"):
-            load_reward_funcs(names)
+    for second in ("format_reward", f"{user_file}:format_reward"):
+        with pytest.raises(ConfigError, match=f"^reward_funcs='{second}': there is a 'format_reward' already"):
+            load_reward_funcs(["format_reward", second])
 
 
 # --- calling them

@@ -241,27 +241,27 @@ def test_what_a_name_means(name, label):
 def test_a_folder_is_a_model_where_it_has_a_slash(folders, monkeypatch):
     monkeypatch.chdir(folders["bert"].parent)
     assert load_reward_funcs(["./bert", f"{folders['gpt2']}/"]) == {"bert": "bert", "gpt2": str(folders["gpt2"])}
-    with pytest.raises(ConfigError, match=r"reward_funcs names 'bert', but reward.py .* reward model as ./folder"):
+    with pytest.raises(ConfigError, match=r"reward_funcs='bert': reward.py .* reward model as ./folder"):
         load_reward_funcs(["bert"])
 
 
 @pytest.mark.parametrize(
     "name, reason",
     [
-        ("some/mine.py", "'some/mine.py', a file: name its function too, as some/mine.py:function"),
+        ("some/mine.py", "'some/mine.py': it is a file: name its function too, as some/mine.py:function"),
         ("./nowhere", "there is no such folder"),
         ("/nowhere/at/all", "there is no such folder"),
         ("a/b/c", "there is no such folder"),
-        (str(REPOSITORY / "docs"), "a folder without a config.json"),
+        (str(REPOSITORY / "docs"), "it is a folder without config.json"),
     ],
 )
 def test_what_is_none_of_them_is_refused(name, reason):
-    with pytest.raises(ConfigError, match=f"^reward_funcs names .*{reason}"):
+    with pytest.raises(ConfigError, match=f"^reward_funcs=.*{reason}"):
         load_reward_funcs([name])
 
 
 def test_two_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="reward_funcs names 'rm' twice, the second time as 'b/rm'"):
+    with pytest.raises(ConfigError, match="reward_funcs='b/rm': there is a 'rm' already"):
         load_reward_funcs(["a/rm", "b/rm"])
 
 
