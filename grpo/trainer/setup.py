@@ -116,6 +116,8 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         config.save_system_prompt,
         "the model has no chat template to save it in: leave it out",
     )
+    if tokenizer.chat_template is None:
+        log.info("%s has no chat template: it is given prompts as plain text", config.model_name_or_path)
     progress = rank == 0
     if progress:
         warn_of_other_question(config)

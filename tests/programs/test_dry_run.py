@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
@@ -129,6 +130,16 @@ def test_it_calls_each_reward_function_once(given, tmp_path, caplog):
         assert f"{name} gives 0.0 for the gold answer of the first prompt, 0.0 for" in caplog.text
     with pytest.raises(RewardError, match="'f' cannot be called: missing a required argument: 'level': it is given"):
         dry_run(TrainerConfig(**given | {"reward_funcs": [f"{tmp_path / 'own.py'}:f"]}))
+
+
+def test_a_model_without_a_chat_template_is_said(given, weightless, tmp_path, caplog):
+    folder = shutil.copytree(weightless, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    with caplog.at_level(logging.INFO):
+        dry_run(TrainerConfig(**given))
+        assert "no chat template" not in caplog.text
+        dry_run(TrainerConfig(**given | {"model_name_or_path": str(folder)}))
+    assert f"{folder} has no chat template: it is given prompts as plain text" in caplog.messages
 
 
 def test_it_asks_the_server_once(given, server, capsys):
