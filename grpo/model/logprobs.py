@@ -163,8 +163,9 @@ class Head:
         [n, hidden size] -> float32 [blocks, n, size], without gradients. For few rows only.
         """
         _, slices, _ = self.blocks(hidden)
-        size = min(slices[0].stop, len(self.weight))
-        blocks = torch.empty(len(slices), len(hidden), size, dtype=torch.float32, device=hidden.device)
+        if len(slices) == 1:
+            return self.logits(hidden, slices[0]).unsqueeze(0)
+        blocks = torch.empty(len(slices), len(hidden), slices[0].stop, dtype=torch.float32, device=hidden.device)
         for block, tokens in zip(blocks, slices, strict=True):
             if tokens.stop <= len(self.weight):
                 self.logits(hidden, tokens, block.view(-1))

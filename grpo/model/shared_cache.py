@@ -21,9 +21,9 @@ class SharedCache:
         self._room = 0
         """tokens of each row that there is room for"""
         self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """keys [slots, kv heads, tokens, d] and values of each layer"""
+        """keys and values of each layer, [slots x kv heads, tokens, d]"""
         self._own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """keys [rows, kv heads, tokens, d] and values of each layer"""
+        """keys and values of each layer, [rows x kv heads, tokens, d]"""
         self._filling: list[tuple[int, int]] = []
 
     def fill(self, slots: list[int], lengths: list[int]) -> None:
@@ -32,18 +32,16 @@ class SharedCache:
 
     def keep(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep a layer's keys and values [1, kv heads, N, d] of the prompts."""
+        heads = key.shape[1]
         if layer not in self._prompts:
-            self._prompts[layer] = tuple(
-                states.new_zeros(self._slots, states.shape[1], self._longest_prompt, states.shape[3])
-                for states in (key, value)
-            )
-            self._own[layer] = tuple(
-                states.new_zeros(self._rows, states.shape[1], 0, states.shape[3]) for states in (key, value)
+            self._prompts[layer], self._own[layer] = (
+                tuple(states.new_zeros(count * heads, room, states.shape[3]) for states in (key, value))
+                for count, room in ((self._slots, self._longest_prompt), (self._rows, 0))
             )
         for kept, states in zip(self._prompts[layer], (key, value), strict=True):
             start = 0
             for slot, length in self._filling:
-                kept[slot, :, :length] = states[0, :, start : start + length]
+                kept[slot * heads : (slot + 1) * heads, :length] = states[0, :, start : start + length]
                 start += length
 
     def step(
@@ -51,21 +49,19 @@ class SharedCache:
     ) -> None:
         """Prepare the next forward pass, one token for each of the first len(places) rows.
 
-        `cells` [rows]: slot of the row's prompt x copies + its number among the prompt's rows. `places` [rows]: which
-        of the row's tokens it is. `prompts` [rows]: tokens of its prompt. `slots`: the first slots that hold all of
-        these prompts. `longest`: tokens of the longest prompt, and of the longest row with this token.
+        `cells` [2, rows]: the slot of each row's prompt, and its number among the rows of the prompt. `places` [rows]:
+        which of the row's tokens it is. `prompts` [rows]: tokens of its prompt. `slots`: the first slots that hold all
+        of these prompts. `longest`: tokens of the longest prompt, and of the longest row with this token.
         """
-        tokens = longest[1]
-        if tokens > self._room:
-            self._room = min(max(tokens, 64, int(self._room * GROW)), self._longest_completion)
+        if longest[1] > self._room:
+            self._room = min(max(longest[1], 64, int(self._room * GROW)), self._longest_completion)
             for layer, pair in self._own.items():
                 self._own[layer] = tuple(self._wider(states) for states in pair)
-        self._cells, self._places, self._used = cells, places, slots
-        self._longest = longest
-        self._numbers = torch.arange(len(places), device=places.device)
+        self._cells, self._places, self._used, self._longest = cells, places, slots, longest
+        self._indices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         prompt, own = (torch.arange(length, device=places.device) for length in longest)
         seen = torch.cat([prompt < prompts.unsqueeze(1), own <= places.unsqueeze(1)], dim=1)
-        self._mask = torch.zeros(seen.shape, device=places.device).masked_fill_(~seen, -torch.inf)[:, None, None]
+        self._mask = torch.zeros(seen.shape, device=places.device).masked_fill_(~seen, -torch.inf)
 
     def attend(
         self,
@@ -77,52 +73,63 @@ class SharedCache:
         softcap: float | None,
     ) -> torch.Tensor:
         """Keep and attend: query [rows, heads, 1, d], key and value [rows, kv heads, 1, d] -> [rows, 1, heads, d]."""
-        keys, values = self._own[layer]
-        keys[self._numbers, :, self._places], values[self._numbers, :, self._places] = key[:, :, 0], value[:, :, 0]
-        rows, heads, _, width = query.shape
-        grouped = query.view(rows, key.shape[1], heads // key.shape[1], width)
+        rows, heads = key.shape[:2]
+        repeat = query.shape[1] // heads
+        cells, places = self._index(heads)
+        for states, new in zip(self._own[layer], (key, value), strict=True):
+            states.view(-1, states.shape[2]).index_copy_(0, places, new.reshape(rows * heads, -1))
         prompt, own = self._longest
-        prompt_keys, prompt_values = (states[: self._used, :, :prompt] for states in self._prompts[layer])
-        of_prompt = self._leave_grid(_product(self._enter_grid(grouped), prompt_keys.transpose(2, 3)))
-        of_own = _product(grouped, keys[:rows, :, :own].transpose(2, 3))
-        scores = torch.cat([of_prompt, of_own], dim=3).mul_(scaling)
+        prompt_keys, prompt_values = (states[: self._used * heads, :prompt] for states in self._prompts[layer])
+        keys, values = (states[: rows * heads, :own] for states in self._own[layer])
+
+        def with_prompt(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            """Multiply all rows of a prompt at once: [rows x heads, repeat, a], [slots x heads, a, b]."""
+            grid = left.new_zeros(self._used * heads * self._copies, repeat * left.shape[2])
+            grid.index_copy_(0, cells, left.flatten(1))
+            product = _product(grid.view(self._used * heads, self._copies * repeat, -1), right)
+            return product.view(len(grid), -1).index_select(0, cells).view(rows * heads, repeat, -1)
+
+        query = query.reshape(rows * heads, repeat, -1)
+        of_prompt = with_prompt(query, prompt_keys.transpose(1, 2))
+        scores = torch.cat([of_prompt, _product(query, keys.transpose(1, 2))], dim=2).mul_(scaling)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
-        weights = scores.add_(self._mask).softmax(dim=3)
-        out = self._leave_grid(_product(self._enter_grid(weights[..., :prompt]), prompt_values))
-        out += _product(weights[..., prompt:], values[:rows, :, :own])
-        return out.to(query.dtype).view(rows, 1, heads, -1)
+        scores.view(rows, heads * repeat, -1).add_(self._mask.unsqueeze(1))
+        weights = scores.softmax(dim=2)
+        out = with_prompt(weights[..., :prompt], prompt_values) + _product(weights[..., prompt:], values)
+        return out.to(value.dtype).view(rows, 1, heads * repeat, -1)
 
     def move(self, row: int, to: int, tokens: int) -> None:
         """Copy the first tokens of a row to another row."""
         for pair in self._own.values():
             for states in pair:
-                states[to, :, :tokens] = states[row, :, :tokens]
+                by_row = states.unflatten(0, (self._rows, -1))
+                by_row[to, :, :tokens] = by_row[row, :, :tokens]
 
     def _wider(self, states: torch.Tensor) -> torch.Tensor:
-        wider = states.new_zeros(*states.shape[:2], self._room, states.shape[3])
-        wider[:, :, : states.shape[2]] = states
+        wider = states.new_zeros(states.shape[0], self._room, states.shape[2])
+        wider[:, : states.shape[1]] = states
         return wider
 
-    def _enter_grid(self, states: torch.Tensor) -> torch.Tensor:
-        """[rows, kv heads, repeat, n] -> [slots, kv heads, copies x repeat, n], zeros where there is no row."""
-        _, heads, repeat, width = states.shape
-        grid = states.new_zeros(self._used * self._copies, heads, repeat, width).index_copy_(0, self._cells, states)
-        return grid.view(self._used, self._copies, heads, repeat, width).transpose(1, 2).flatten(2, 3)
+    def _index(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each row's and head's place among the prompts' rows and among the tokens kept: int64 [rows x heads].
 
-    def _leave_grid(self, grid: torch.Tensor) -> torch.Tensor:
-        """Undo `_enter_grid`."""
-        slots, heads, _, width = grid.shape
-        cells = grid.view(slots, heads, self._copies, -1, width).transpose(1, 2).flatten(0, 1)
-        return cells.index_select(0, self._cells)
+        Layers with as many heads share them.
+        """
+        if heads not in self._indices:
+            (slot, number), head = self._cells.unsqueeze(2), torch.arange(heads, device=self._places.device)
+            row = torch.arange(len(self._places), device=self._places.device).unsqueeze(1)
+            cells = (slot * heads + head) * self._copies + number
+            places = (row * heads + head) * self._room + self._places.unsqueeze(1)
+            self._indices[heads] = cells.flatten(), places.flatten()
+        return self._indices[heads]
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiply [n, m, a, b] by [n, m, b, c] into float32 [n, m, a, c].
+    """Multiply [n, a, b] by [n, b, c] into float32 [n, a, c].
 
     Rounded to 16 bits, scores would move log-probs by several per cent.
     """
-    shape, left, right = left.shape[:2], left.flatten(0, 1), right.flatten(0, 1)
     if right.is_cuda and right.dtype != torch.float32:
-        return torch.bmm(left.to(right.dtype), right, out_dtype=torch.float32).unflatten(0, shape)
-    return torch.bmm(left.float(), right.float()).unflatten(0, shape)
+        return torch.bmm(left.to(right.dtype), right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())

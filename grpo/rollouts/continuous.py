@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -60,8 +61,7 @@ class ContinuousSampler(LocalSampler):
 
         with policy_that_draws(self._model):
             prompts = [example.prompt_ids for example in examples]
-            eos = torch.tensor(self._eos, device=self._model.device)
-            loop = _Loop(self._model, prompts, copies, self._rows, self._max_new_tokens, temperature, names, eos)
+            loop = _Loop(self._model, prompts, copies, self._rows, self._max_new_tokens, temperature, names, self._eos)
             loop.run(self._look_every, finish)
         return [*groups.values()]
 
@@ -86,10 +86,11 @@ class _Loop:
         longest: int,
         temperature: float,
         names: list[Name] | None,
-        eos: torch.Tensor,
+        ends: list[int],
     ):
-        self._body, self._head, device = body_of(model), Head.of(model, temperature), eos.device
-        self._prompts, self._copies, self._longest, self._names, self._eos = prompts, copies, longest, names, eos
+        self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
+        self._prompts, self._copies, self._longest = prompts, copies, longest
+        self._names, self._ends = names, frozenset(ends)
         rows = min(rows, len(prompts) * copies)
         self._cache = SharedCache(rows, slots(len(prompts), rows, copies), copies, max(map(len, prompts)), longest)
         self._rows, self._free_slots = rows, [*range(slots(len(prompts), rows, copies))]
@@ -98,16 +99,18 @@ class _Loop:
         self._drawing: list[int] = []
         """the completion of each row"""
         self._drawn: list[int] = []
-        """how many tokens the host has asked for in each row, also after its end"""
-        # Of each row: its cell in the cache, the tokens of its prompt, its last token, which of its tokens that is, and
-        # how many tokens it had when it ended.
-        self._state = torch.zeros(5, rows, dtype=torch.int64, device=device)
-        self._cell, self._prompt, self._token, self._place, self._end = self._state
-        self._ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(rows, longest, device=device)
-        self._numbers = None if names is None else torch.zeros(rows, longest, dtype=torch.float64, device=device)
+        """how many tokens the host has asked for in each row"""
+        self._found: list[tuple[list[int], list[float]]] = [([], []) for _ in self._waiting]
+        """each completion's tokens and log-probs, as far as the host has looked"""
+        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """tokens and log-probs of the rows in each pass since then"""
+        # Of each row: its prompt's slot, its number in the group, its prompt's tokens, its last token, and which of its
+        # own tokens that is.
+        self._state = torch.zeros(5, rows, dtype=torch.int64, device=self._device)
+        self._cells, (self._prompt, self._token, self._place) = self._state[:2], self._state[2:]
+        self._numbers = None if names is None else torch.zeros(rows, longest, dtype=torch.float64, device=self._device)
         # transformers hands a mask in four dimensions on as it is; without one it would build one.
-        self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
 
     def run(self, look_every: int, finish: Callable[[int, list[int], list[float]], None]) -> None:
         """Draw all; call `finish(completion, ids, logprobs)` within `look_every` tokens of each completion's end."""
@@ -132,12 +135,8 @@ class _Loop:
                 fresh.append(index)
             taken.append(self._waiting.popleft())
         self._prefill(fresh)
-        for row, completion in zip(free, taken, strict=False):
-            self._begin(row, completion)
         if taken:
-            rows = torch.tensor(free[: len(taken)], device=self._eos.device)
-            hidden = torch.stack([self._prompts_in[completion // self._copies].hidden for completion in taken])
-            self._draw(rows, hidden)
+            self._begin(free[: len(taken)], taken)
         for row in sorted(free[len(taken) : len(ended)], reverse=True):
             self._remove(row)
 
@@ -152,20 +151,35 @@ class _Loop:
             self._cache.fill([self._prompts_in[index].slot for index in part], lengths)
             ids = [token for index in part for token in self._prompts[index]]
             positions = [place for length in lengths for place in range(length)]
-            hidden = self._forward([ids], [positions], tree=Tree([(length, []) for length in lengths]))[0]
+            hidden = self._forward(
+                torch.tensor([ids], device=self._device),
+                torch.tensor([positions], device=self._device),
+                tree=Tree([(length, []) for length in lengths]),
+            )[0]
             for index, end in zip(part, accumulate(lengths), strict=True):
                 self._prompts_in[index].hidden = hidden[end - 1].clone()
 
-    def _begin(self, row: int, completion: int) -> None:
-        index, copy = divmod(completion, self._copies)
-        if row == len(self._drawing):
-            self._drawing.append(0)
-            self._drawn.append(0)
-        self._drawing[row], self._drawn[row] = completion, 1
-        cell = self._prompts_in[index].slot * self._copies + copy
-        self._state[:, row] = torch.tensor([cell, len(self._prompts[index]), 0, -1, 0])
-        if self._numbers is not None:
-            self._numbers[row] = torch.from_numpy(uniforms(*self._names[completion], self._longest))
+    def _begin(self, rows: list[int], completions: list[int]) -> None:
+        """Draw the first token of these completions, each in its row."""
+        states, hidden = [], []
+        for row, completion in zip(rows, completions, strict=True):
+            index, copy = divmod(completion, self._copies)
+            prompt = self._prompts_in[index]
+            states.append([prompt.slot, copy, len(self._prompts[index])])
+            hidden.append(prompt.hidden)
+            self._drawing[row : row + 1], self._drawn[row : row + 1] = [completion], [1]
+        numbers = None
+        if self._names is not None:
+            drawn = np.stack([uniforms(*self._names[completion], self._longest) for completion in completions])
+            numbers = torch.from_numpy(drawn).to(self._device)
+        tokens, logprobs = self._draw(torch.stack(hidden), None if numbers is None else numbers[:, 0])
+        places = torch.tensor(rows, device=self._device)
+        self._state[:3, places] = torch.tensor(states, device=self._device).T
+        self._token[places], self._place[places] = tokens, 0
+        if numbers is not None:
+            self._numbers[places] = numbers
+        for completion, token, logprob in zip(completions, tokens.tolist(), logprobs.tolist(), strict=True):
+            self._found[completion] = [token], [logprob]
 
     def _remove(self, row: int) -> None:
         """Move the last row to an ended row's place."""
@@ -175,43 +189,37 @@ class _Loop:
             return
         self._drawing[row], self._drawn[row] = completion, drawn
         self._state[:, row] = self._state[:, last]
-        for of_rows in (self._ids, self._logprobs, self._numbers):
-            if of_rows is not None:
-                of_rows[row] = of_rows[last]
+        if self._numbers is not None:
+            self._numbers[row] = self._numbers[last]
         self._cache.move(last, row, drawn - 1)
 
     def _step(self) -> None:
         """Feed each row's last token and draw its next one."""
-        count = len(self._drawing)
-        rows = slice(0, count)
-        used = [self._prompts_in[completion // self._copies] for completion in self._drawing]
-        longest = max(len(self._prompts[completion // self._copies]) for completion in self._drawing)
+        rows = slice(0, len(self._drawing))
+        indices = {completion // self._copies for completion in self._drawing}
         self._cache.step(
-            self._cell[rows],
+            self._cells[:, rows],
             self._place[rows],
             self._prompt[rows],
-            1 + max(prompt.slot for prompt in used),
-            (longest, max(self._drawn)),
+            1 + max(self._prompts_in[index].slot for index in indices),
+            (max(len(self._prompts[index]) for index in indices), max(self._drawn)),
         )
         positions = self._prompt[rows] + self._place[rows]
         hidden = self._forward(self._token[rows, None], positions.unsqueeze(1))[:, 0]
-        self._draw(torch.arange(count, device=hidden.device), hidden)
+        self._place[rows] += 1
+        numbers = None
+        if self._numbers is not None:
+            numbers = self._numbers[rows].gather(1, self._place[rows, None])[:, 0]
+        self._unseen.append(self._draw(hidden, numbers))
+        self._token[rows] = self._unseen[-1][0]
         self._drawn = [drawn + 1 for drawn in self._drawn]
 
-    def _draw(self, rows: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Draw the next token of these rows from their last hidden states [rows, hidden size]."""
-        places = self._place[rows] + 1
-        numbers = None if self._numbers is None else self._numbers[rows, places]
-        blocks = self._head.logits_in_blocks(hidden.to(self._head.weight))
-        tokens, logprobs = draw(blocks, numbers)
-        self._ids[rows, places], self._logprobs[rows, places] = tokens, logprobs
-        self._place[rows], self._token[rows] = places, tokens
-        ends = torch.isin(tokens, self._eos) & (self._end[rows] == 0)
-        self._end[rows] = torch.where(ends, places + 1, self._end[rows])
+    def _draw(self, hidden: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a token from each last hidden state, [n, hidden size] -> [n]; return its log-prob too."""
+        return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
 
-    def _forward(self, ids, positions, **options) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
         """Return the last hidden states of the model's body."""
-        ids, positions = (torch.as_tensor(values, device=self._eos.device) for values in (ids, positions))
         return self._body(
             input_ids=ids,
             position_ids=positions,
@@ -222,25 +230,27 @@ class _Loop:
         ).last_hidden_state
 
     def _look(self, finish: Callable[[int, list[int], list[float]], None]) -> list[int]:
-        """Hand over the completions that have ended; return their rows."""
-        ends = self._end[: len(self._drawing)].tolist()
-        ended = {
-            row: end or drawn
-            for row, (end, drawn) in enumerate(zip(ends, self._drawn, strict=True))
-            if end or drawn == self._longest
-        }
-        if not ended:
-            return []
-        rows, longest = [*ended], max(ended.values())
-        ids, logprobs = (values[rows, :longest].tolist() for values in (self._ids, self._logprobs))
-        for row, row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
-            completion = self._drawing[row]
+        """Wait for the device, hand over the completions that have ended, and return their rows."""
+        passes, ended = len(self._unseen), []
+        if passes:
+            tokens, logprobs = (torch.stack(columns, dim=1).tolist() for columns in zip(*self._unseen, strict=True))
+            self._unseen.clear()
+        for row, completion in enumerate(self._drawing):
+            ids, ids_logprobs = self._found[completion]
+            if passes:
+                ids += tokens[row]
+                ids_logprobs += logprobs[row]
+            # A completion's first token came before the passes.
+            if len(ids) < self._longest and self._ends.isdisjoint(ids[-passes - 1 :]):
+                continue
+            ended.append(row)
+            end = next((place for place, token in enumerate(ids, start=1) if token in self._ends), len(ids))
             index = completion // self._copies
             self._prompts_in[index].left -= 1
             if self._prompts_in[index].left == 0:
                 heappush(self._free_slots, self._prompts_in.pop(index).slot)
-            finish(completion, row_ids[: ended[row]], row_logprobs[: ended[row]])
-        return rows
+            finish(completion, ids[:end], ids_logprobs[:end])
+        return ended
 
 
 @dataclass

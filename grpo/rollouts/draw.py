@@ -40,28 +40,33 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tens
     """
     tops, places = logits.max(dim=2)
     top, block = tops.max(dim=0, keepdim=True)
-    top = top[0]
-    sums = torch.stack([(part - top.unsqueeze(1)).exp_().sum(dim=1) for part in logits])
-    ends = sums.cumsum(dim=0, dtype=torch.float64)
-    total = ends[-1]
+    top = top.T
+    if len(logits) == 1:
+        row_logits = logits[0]
+        inside = (row_logits - top).exp_().cumsum(dim=1, dtype=torch.float64)
+        total = inside[:, -1]
+    else:
+        sums = torch.stack([(part - top).exp_().sum(dim=1) for part in logits])
+        ends = sums.cumsum(dim=0, dtype=torch.float64)
+        total = ends[-1]
     if numbers is None:
-        place = places.gather(0, block)[0]
-        row_logits = _rows(logits, block)
+        place = places.gather(0, block).T
+        if len(logits) > 1:
+            row_logits = _of_block(logits, block)
     else:
         target = numbers.clamp(max=BELOW_1) * total
-        block = (ends <= target).sum(dim=0, keepdim=True).clamp_(max=len(ends) - 1)  # too many where logits are NaN
-        row_logits = _rows(logits, block)
-        inside = (row_logits - top.unsqueeze(1)).exp_().cumsum(dim=1, dtype=torch.float64)
-        # A block's sum, in float32, is not quite the end of its numbers here.
-        share = (target - ends.gather(0, block)[0]) / sums.gather(0, block)[0] + 1
-        target = share.clamp_(0, BELOW_1) * inside[:, -1]
-        place = torch.searchsorted(inside, target.unsqueeze(1), right=True)[:, 0].clamp_(max=logits.shape[2] - 1)
-    logprobs = row_logits.gather(1, place.unsqueeze(1))[:, 0].double() - top - total.log()
-    return block[0] * logits.shape[2] + place, logprobs.float()
+        if len(logits) > 1:
+            block = (ends <= target).sum(dim=0, keepdim=True).clamp_(max=len(ends) - 1)  # too many where NaN
+            row_logits = _of_block(logits, block)
+            inside = (row_logits - top).exp_().cumsum(dim=1, dtype=torch.float64)
+            # A block's sum, in float32, is not quite the end of its numbers here.
+            share = (target - ends.gather(0, block)[0]) / sums.gather(0, block)[0] + 1
+            target = share.clamp_(0, BELOW_1) * inside[:, -1]
+        place = torch.searchsorted(inside, target.unsqueeze(1), right=True).clamp_(max=logits.shape[2] - 1)
+    logprobs = row_logits.gather(1, place).double() - top - total.log().unsqueeze(1)
+    return block[0] * logits.shape[2] + place[:, 0], logprobs[:, 0].float()
 
 
-def _rows(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+def _of_block(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """Take a block of each row: [blocks, rows, size], [1, rows] -> [rows, size]."""
-    if len(logits) == 1:
-        return logits[0]
     return logits.gather(0, block.unsqueeze(2).expand(-1, -1, logits.shape[2]))[0]
