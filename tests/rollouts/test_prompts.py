@@ -174,7 +174,8 @@ def test_one_column_is_not_both_prompt_and_answer(tmp_path, tokenizer):
 @pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "prompt_texts"])
 def test_a_column_that_would_hide_what_reward_functions_are_given_is_refused(tmp_path, model_folder, name):
     path = write(tmp_path / "rows.jsonl", [{**row, name: "x"} for row in ROWS])
-    asked = config(path, "--model_name_or_path", str(model_folder), "--beta", "0", "--eval_steps", "0")
+    lengths = "--max_prompt_length", "96", "--max_completion_length", "24"
+    asked = config(path, "--model_name_or_path", str(model_folder), "--beta", "0", "--eval_steps", "0", *lengths)
     with pytest.raises(ConfigError, match=f"dataset_name='.*rows.jsonl': its column '{name}' has a name under which"):
         dry_run(asked)
 
