@@ -33,9 +33,9 @@ def summary(folder: Path) -> str:
         )
     if trained:
         lines += _table("training, sampled", "first step", "last step", _TRAINING, trained)
-    seconds = sum(row.get("step_time", 0.0) + row.get("eval_runtime", 0.0) for row in run.rows.values())
+    seconds = sum(row.get("step_time", 0.0) for row in run.rows.values())
     last = max(run.rows)
-    lines += [f"{last} steps, {trained[-1]['num_tokens']:,.0f} tokens, {_duration(seconds)} in steps and evaluations."]
+    lines += [f"{last} steps, {trained[-1]['num_tokens']:,.0f} tokens, {_duration(seconds)} in steps."]
     return "\n".join(lines + _next_commands(run))
 
 

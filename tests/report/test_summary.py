@@ -4,8 +4,8 @@ import json
 
 from grpo.report.summary import summary
 
-BEFORE = {"step": 0, "eval_n": 64, "eval_accuracy": 0.25, "eval_accuracy_se": 0.054, "eval_runtime": 1.0}
-AFTER = {"eval_n": 64, "eval_accuracy": 0.9, "eval_accuracy_se": 0.037, "eval_runtime": 1.0}
+BEFORE = {"step": 0, "eval_n": 64, "eval_accuracy": 0.25, "eval_accuracy_se": 0.054}
+AFTER = {"eval_n": 64, "eval_accuracy": 0.9, "eval_accuracy_se": 0.037}
 STEPS = [{"step": step, "reward": step / 10, "num_tokens": 1000 * step, "step_time": 2000.0} for step in (1, 2, 3)]
 
 
@@ -23,7 +23,7 @@ def test_first_and_last_numbers_stand_beside_each_other(tmp_path):
     assert words(lines[0]) == "64 held-out problems, greedy before after"
     assert words(lines[1]) == "accuracy 0.250 ± 0.054 0.900 ± 0.037"
     assert words(lines[3]) == "mean reward 0.100 0.300"
-    assert lines[4] == "3 steps, 3,000 tokens, 1 h 40 min in steps and evaluations."
+    assert lines[4] == "3 steps, 3,000 tokens, 1 h 40 min in steps."
     assert lines[-1].endswith(f"python -m grpo.report {tmp_path}")
     assert f"{tmp_path}/model/README.md" in lines[-2]
 
@@ -37,7 +37,7 @@ def test_a_run_whose_functions_all_returned_none_has_a_table_without_rewards(tmp
     assert [words(line) for line in lines[:3]] == [
         "training, sampled first step last step",
         "tokens per completion 9.000 9.000",
-        "3 steps, 3,000 tokens, 1 h 40 min in steps and evaluations.",
+        "3 steps, 3,000 tokens, 1 h 40 min in steps.",
     ]
 
 
