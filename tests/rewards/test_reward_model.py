@@ -507,7 +507,7 @@ def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
         "import time, zlib\n"
         "def hangs(prompts, completions, **columns):\n"
         "    for completion in completions:\n"
-        "        if zlib.crc32(completion.encode()) % 5 == 0:\n"
+        "        if completion and zlib.crc32(completion.encode()) % 5 == 0:\n"
         "            time.sleep(600)\n"
         "    return [2.0 for completion in completions]\n"
     )
