@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from grpo.config.trainer import TrainerConfig
+from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK
 from grpo.model.memory import (
     CUDA_PROCESS,
     MIB,
@@ -26,7 +27,6 @@ from grpo.model.memory import (
 from grpo.model.shared_cache import GROW
 from grpo.model.trial import longest_packed
 from grpo.rollouts.continuous import PREFILL_TOKENS, slots
-from grpo.rollouts.draw import BLOCK
 from grpo.trainer.optimizer import in_8_bits
 
 TRAINER_PROCESS = 550 * MIB  # measured on a CPU: Python, torch and the rest, but no model
@@ -191,7 +191,7 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
     text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
     prompt, completion = work.longest_prompt, config.max_completion_length
     rows = min(config.sequences_per_generate, groups * copies)
-    at_once = -(-rows // copies)
+    at_once, block = -(-rows // copies), (CUDA_BLOCK if device_type == "cuda" else CPU_BLOCK)[1]
     cache = 2 * keys * item  # for one token in one layer
     prompts = text.num_hidden_layers * cache * slots(groups, rows, copies) * prompt
     tokens = max(1, min(at_once, PREFILL_TOKENS // prompt)) * prompt
@@ -207,7 +207,7 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
         # Of the prompts, of the rows, of both, and their softmax, in fp32.
         "scores": 3 * 4 * rows * text.num_attention_heads * (prompt + completion),
         # All in fp32; a block is looked through in fp32 and fp64.
-        "next token's logits": rows * (4 * vocabulary + 16 * min(vocabulary, BLOCK)),
+        "next token's logits": rows * (4 * vocabulary + 16 * min(vocabulary, block)),
         **beside_products(model, config.quantization, rows),
     }
     return max(first, last, key=total)

@@ -3,8 +3,10 @@
 import numpy as np
 import torch
 
-from grpo.rollouts.draw import BLOCK, draw, in_blocks, uniforms
+from grpo.model.logprobs import CPU_BLOCK
+from grpo.rollouts.draw import draw, in_blocks, uniforms
 
+BLOCK = CPU_BLOCK[1]
 VOCABULARY = 2 * BLOCK + 77
 
 
