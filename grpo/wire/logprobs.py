@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from grpo.wire.errors import ProtocolError, check_name, check_number, malformed
 from grpo.wire.paths import VERSION
-from grpo.wire.tensor_header import LONGEST_HEADER, HeaderError, data_begins, read_header
+from grpo.wire.tensors import int32, read_tensors
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,8 @@ def decode_request(
     Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` or `max_tokens` in all, 422 for
     a sequence longer than `max_length` tokens.
     """
-    tensors, metadata = _read(body)
-    ids, prompts, completions = (
-        _int32(tensors, name) for name in ("input_ids", "prompt_lengths", "completion_lengths")
-    )
+    tensors, metadata = read_tensors(body)
+    ids, prompts, completions = (int32(tensors, name) for name in ("input_ids", "prompt_lengths", "completion_lengths"))
     if unknown := tensors.keys() - {"input_ids", "prompt_lengths", "completion_lengths"}:
         raise malformed(f"unknown tensor {min(unknown)!r}; version {VERSION} has no such thing")
     if len(prompts) == 0:
@@ -147,7 +145,7 @@ def encode_answer(answer: LogprobsAnswer) -> bytes:
 
 def decode_answer(body: bytes, tokens: int) -> LogprobsAnswer:
     """Read the body of a 200 answer with `tokens` log-probs. Raises ProtocolError if it is anything else."""
-    tensors, metadata = _read(body)
+    tensors, metadata = read_tensors(body)
     logprobs = tensors.get("logprobs")
     if logprobs is None or logprobs.dtype != np.float32 or logprobs.shape != (tokens,):
         received = "none" if logprobs is None else f"{logprobs.dtype} {list(logprobs.shape)}"
@@ -155,31 +153,3 @@ def decode_answer(body: bytes, tokens: int) -> LogprobsAnswer:
     if not np.isfinite(logprobs).all():
         raise malformed("the answer's logprobs hold NaN or infinity")
     return LogprobsAnswer(logprobs, metadata.get("model_fingerprint", ""), metadata.get("request_id", ""))
-
-
-_DTYPES = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4")}
-_WIDTHS = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
-
-
-def _read(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    try:
-        begins = data_begins(body[:8], len(body), LONGEST_HEADER)
-        entries, metadata = read_header(body[8:begins], len(body), _WIDTHS)
-    except HeaderError as error:
-        raise malformed(str(error)) from error
-    tensors = {}
-    for name, entry in entries.items():
-        if len(entry.shape) != 1:
-            raise malformed(f"tensor {name!r} has {len(entry.shape)} dimensions: send one dimension")
-        # A copy: the data need not be aligned, and the rest of the body can be freed.
-        tensors[name] = np.frombuffer(body, _DTYPES[entry.dtype], entry.count, entry.start).copy()
-    return tensors, metadata
-
-
-def _int32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
-    if name not in tensors:
-        raise malformed(f"tensor {name!r} is missing")
-    tensor = tensors[name]
-    if tensor.dtype != np.int32:
-        raise malformed(f"tensor {name!r} is {tensor.dtype}: send int32")
-    return tensor
