@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,18 +12,27 @@ from typing import TypeVar
 import requests
 
 from grpo.client.errors import ModelLoading, ModelOutdated, RequestFailure, ServerError
+from grpo.client.http import (
+    CONNECT_SECONDS,
+    certificate_refused,
+    check_certificates,
+    connection_failed,
+    first_line,
+    open_session,
+    read_error_message,
+    read_retry_after,
+    send_pieces,
+)
 from grpo.config.connection import ClientConfig
 from grpo.wire.errors import ProtocolError
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer
 from grpo.wire.paths import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, WEIGHTS_PATH
 from grpo.wire.rewards import RewardAnswer
-from grpo.wire.weights import Commit, Piece
+from grpo.wire.weights import Commit
 
-_CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 # A slow or cut body, an upload at another offset, too many requests, a proxy without its server, a server not ready.
 _RETRIED = (408, 409, 429, 502, 503, 504)
-PIECE_BYTES = 16 << 20  # of weights in one request
 _FIELDS = {"logprobs": "ref_servers", "reward": "reward_funcs"}  # the setting that names a task's servers
 Answer = TypeVar("Answer", LogprobsAnswer, RewardAnswer)
 
@@ -55,15 +62,7 @@ class Connection:
         """fingerprint of the model that every answer must come from; None is any model"""
         self.outdated: set[str] = set()
         """fingerprints of the models that this run has replaced"""
-        # An absolute path: each new TCP connection reads it, and a reward function may change the working directory.
-        self._verify = str(Path(config.ref_ca_file).absolute()) if config.ref_ca_file else True
-        if config.ref_ca_file:
-            try:
-                ssl.create_default_context(cafile=config.ref_ca_file)
-            except OSError as error:
-                raise ServerError(
-                    f"ref_ca_file={config.ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
-                ) from error
+        self._verify = check_certificates(config.ref_ca_file)
 
     def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:
         """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less.
@@ -83,26 +82,13 @@ class Connection:
 
         Begins where an earlier upload of the same file ended. Raises RequestFailure, ServerError.
         """
-        seconds, data, received = self._config.ref_request_timeout, b"", 0
+        seconds = self._config.ref_request_timeout
+
+        def post(query: dict, data: bytes) -> requests.Response:
+            return self._post(url, WEIGHTS_PATH, data, seconds, query)
+
         with open(weights.file, "rb") as file:
-            while True:
-                piece = Piece(weights.sha256, weights.size, received)
-                response = self._post(url, WEIGHTS_PATH, data, seconds, asdict(piece))
-                try:
-                    now_received = int(response.json()["received"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise RequestFailure(f"sent a damaged answer ({response.text[:200]!r})") from error
-                if data and now_received <= received:
-                    raise RequestFailure(
-                        f"does not take in the weights: it had {received} bytes and now {now_received}"
-                    )
-                received = now_received
-                if data:
-                    yield
-                if received >= weights.size:
-                    break
-                file.seek(received)
-                data = file.read(PIECE_BYTES)
+            yield from send_pieces(file, weights.size, weights.sha256, post)
         commit = Commit(weights.sha256, replaces, weights.fingerprint)
         self._post(url, COMMIT_PATH, b"", seconds, asdict(commit))
 
@@ -111,35 +97,32 @@ class Connection:
         read_seconds = max(0.1, min(self._config.ref_request_timeout, seconds))
         try:
             response = self._session().post(
-                url + path, params=query, data=body, timeout=(_CONNECT_SECONDS, read_seconds)
+                url + path, params=query, data=body, timeout=(CONNECT_SECONDS, read_seconds)
             )
         except requests.RequestException as error:
-            raise _connection_failed(error) from error
+            raise connection_failed(error) from error
         if response.status_code in _RETRIED:
-            reason = f"said {response.status_code}: {_read_error_message(response)}"
-            raise RequestFailure(reason, _read_retry_after(response))
+            reason = f"said {response.status_code}: {read_error_message(response)}"
+            raise RequestFailure(reason, read_retry_after(response))
         if response.status_code != 200:
-            raise ServerError(f"{url} refused a request with {response.status_code}: {_read_error_message(response)}")
+            raise ServerError(f"{url} refused a request with {response.status_code}: {read_error_message(response)}")
         return response
 
     def health(self, url: str) -> ServerInfo:
         """Return what a ready server says of itself. Raises RequestFailure, or ServerError where waiting is no help."""
         try:
-            response = self._session().get(url + HEALTH_PATH, timeout=_CONNECT_SECONDS)
+            response = self._session().get(url + HEALTH_PATH, timeout=CONNECT_SECONDS)
         except requests.RequestException as error:
-            if isinstance(root := _root_cause(error), ssl.SSLCertVerificationError):
-                raise ServerError(
-                    f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
-                    "file of the authority that signed it, and write the host as the certificate does"
-                ) from error
-            raise _connection_failed(error) from error
+            if refusal := certificate_refused(url, error):
+                raise refusal from error
+            raise connection_failed(error) from error
         if response.content == b'{"status": "ok"}':
             raise ServerError(f"{url} wants another token: give server and trainer the same one")
         if response.status_code != 200:
             with suppress(ValueError):  # the answer is no ServerInfo: a proxy sent it
                 if (health := ServerInfo.from_json(response.content)).status == "loading":
-                    raise ModelLoading(f"is loading {health.model.name}", _read_retry_after(response))
-            raise RequestFailure(f"said {response.status_code}: {_first_line(response)}", _read_retry_after(response))
+                    raise ModelLoading(f"is loading {health.model.name}", read_retry_after(response))
+            raise RequestFailure(f"said {response.status_code}: {first_line(response)}", read_retry_after(response))
         try:
             health = ServerInfo.from_json(response.content)
         except ValueError as error:
@@ -164,43 +147,6 @@ class Connection:
 
     def _session(self) -> requests.Session:
         if not hasattr(self._per_thread, "session"):
-            session = requests.Session()
-            # Ignore http_proxy and the like: such a proxy leads out of the network, and the servers are inside.
-            session.trust_env = False
-            session.verify = self._verify
-            session.headers["Content-Type"] = CONTENT_TYPES[self._task]
-            if self._config.token:
-                session.headers["Authorization"] = f"Bearer {self._config.token}"
-            self._per_thread.session = session
+            content_type = CONTENT_TYPES[self._task]
+            self._per_thread.session = open_session(self._config.token, self._verify, content_type)
         return self._per_thread.session
-
-
-def _connection_failed(error: requests.RequestException) -> RequestFailure:
-    root = _root_cause(error)
-    if isinstance(root, TimeoutError):
-        return RequestFailure("did not answer in time")
-    return RequestFailure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    while (inner := error.__context__) is not None:
-        error = inner
-    return error
-
-
-def _read_error_message(response: requests.Response) -> str:
-    try:
-        return response.json()["error"]["message"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return _first_line(response)
-
-
-def _first_line(response: requests.Response) -> str:
-    """Return the first line of a body that is not ours; of a web page, that it is one."""
-    line = response.text.strip().partition("\n")[0][:200]
-    return "a web page: another program or a proxy answers there" if line.startswith("<") else line
-
-
-def _read_retry_after(response: requests.Response) -> float:
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else 0.0

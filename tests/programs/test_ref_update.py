@@ -20,7 +20,7 @@ from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, exact, fake,
 from trainer_runs import lines, options, run_ranks, start, timeless, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.client import connection
+from grpo.client import http
 from grpo.client.errors import ServerError, ServersLost
 from grpo.client.reference import check_reference
 from grpo.client.reward import RewardClient
@@ -181,7 +181,7 @@ def test_an_upload_that_is_cut_again_and_again_goes_on_from_where_it_was(
     server, policy, tokenizer, tmp_path, monkeypatch, reset
 ):
     """Every connection ends after 130 kB to the server; what came through whole is not sent again."""
-    monkeypatch.setattr(connection, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(http, "PIECE_BYTES", 100_000)
     with (
         proxy(server.port) as between,
         updated_by([between.url], policy, tokenizer, tmp_path / "run") as (client, updates),
@@ -220,7 +220,7 @@ def test_an_upload_cut_at_any_byte_of_an_answer_is_done_in_the_end(server, polic
 def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
     model_folder, policy, tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(connection, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(http, "PIECE_BYTES", 20_000)
     with ExitStack() as servers:
         first = servers.enter_context(open_server(model_folder, tmp_path))
         first.wait_ready()
