@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "run": {"config", "model", "rollouts", "wire"},
     "trainer": {"algorithm", "client", "config", "model", "rewards", "rollouts", "run", "wire"},
     "report": {"config", "run"},
+    "workers": {"client", "config", "model", "rollouts", "wire"},
 }
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "grpo").rglob("*.py"))
 ENTRIES = {

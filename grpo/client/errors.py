@@ -3,6 +3,7 @@
 ServerError (a RuntimeError)   the servers cannot serve this run: it ends
 +-- ServersUnavailable         no server answered before the deadline
 +-- ServersLost                a rank has no answer; every rank raises it at the same place
++-- ResultRefused              the pool does not take a worker's completions; the worker may go on
 RequestFailure                 one request failed: the client sends it again
 +-- ModelLoading               the server is loading its model
 +-- ModelOutdated              the server has weights that this run has replaced
@@ -21,6 +22,10 @@ class ServersUnavailable(ServerError):
 
 class ServersLost(ServerError):
     """A request of some rank that got no answer. Every rank raises it, with weights as after the last step."""
+
+
+class ResultRefused(ServerError):
+    """Completions that the pool does not take: they cannot be those of their task."""
 
 
 class RequestFailure(Exception):

@@ -1,0 +1,44 @@
+"""The interface of every engine: what a worker draws with. It is fed by grpo/workers/loop.py alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+
+
+class EngineError(Exception):
+    """An engine that cannot go on. The message is one sentence; the worker starts the engine again."""
+
+
+class Engine(Protocol):
+    """What draws completions of groups. Every method may raise EngineError."""
+
+    card: str
+    """what it draws on, for the pool's page; known after `start`"""
+    capacity: int
+    """groups that it draws at a time; known after `start`"""
+
+    def start(self, run: RunInfo, folder: Path) -> None:
+        """Load the model of a folder: its configuration, tokenizer and model.safetensors.
+
+        `close` comes before a second `start`, which may have another folder's weights but never another run.
+        """
+        ...
+
+    def load(self, folder: Path, version: int) -> None:
+        """Draw from now on with the weights of folder/model.safetensors. No `draw` runs meanwhile."""
+        ...
+
+    def logprobs(self, probe: Probe) -> list[float]:
+        """Return the log-prob of each of the probe's completion ids, at temperature 1. No `draw` runs meanwhile."""
+        ...
+
+    def draw(self, task: Task) -> Drawn:
+        """Draw a group's completions. Up to `capacity` threads call it at a time."""
+        ...
+
+    def close(self) -> None:
+        """End. Any number of times, from any thread, and before `start` too; a `draw` that runs raises EngineError."""
+        ...
