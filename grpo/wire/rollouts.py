@@ -42,6 +42,8 @@ class RunInfo:
     model_files: str
     """SHA-256 of the file (POST files) with the model's folder but for its weights: a safetensors file, one uint8
     tensor for each file, named by its path"""
+    groups_per_round: int = 1
+    """a group's id divided by it, rounded down, is the round: pages show it"""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -53,7 +55,7 @@ class RunInfo:
         check_name("name", info.name)
         _check_hex("run", info.run, 16)
         _check_hex("model_files", info.model_files, 64)
-        for name in ("vocab_size", "num_generations", "max_completion_length", "seed"):
+        for name in ("vocab_size", "num_generations", "max_completion_length", "seed", "groups_per_round"):
             _check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
         for token in _ints("eos_token_ids", info.eos_token_ids):
             if token >= info.vocab_size:
