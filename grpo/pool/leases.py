@@ -1,0 +1,154 @@
+"""Which worker draws which task, and what the pool knows of its workers. In memory: a pool that restarts forgets it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from grpo.wire.rollouts import Lease
+
+Key = tuple[int, int]
+"""(group, attempt)"""
+
+LEASE_SECONDS = 30.0
+"""a worker that is silent for so long loses its leases"""
+MOST_REFUSALS = 3
+"""so many refused uploads in a row set a worker apart"""
+_MOST_WORKERS = 256
+
+
+@dataclass
+class Worker:
+    """What the pool knows of a worker. Times are time.monotonic()."""
+
+    name: str
+    said: Lease
+    """its last request"""
+    seen: float
+    holds: set[Key] = field(default_factory=set)
+    uploaded: float | None = None
+    """time of its last accepted upload"""
+    groups: int = 0
+    tokens: int = 0
+    refusals: int = 0
+    refused_in_a_row: int = 0
+    reason: str = ""
+    """why its last upload was refused"""
+
+    @property
+    def is_apart(self) -> bool:
+        return self.refused_in_a_row >= MOST_REFUSALS
+
+
+class Leases:
+    """The leases of all workers. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """notified when a task may have become free, or a result may be there"""
+        self._workers: dict[str, Worker] = {}
+        self._void: set[tuple[str, Key]] = set()
+
+    def seen(self, said: Lease) -> Worker:
+        """Note a worker's request: renew what it names, and free what it held and does not name any more."""
+        with self.changed:
+            worker = self._worker(said.worker, said)
+            named = {(group, attempt) for group, attempt in said.holds}
+            if worker.holds - named:
+                self.changed.notify_all()
+            worker.holds &= named
+            self._void = {(name, key) for name, key in self._void if name != worker.name or key in named}
+            return worker
+
+    def renew(self, name: str) -> None:
+        """Keep the leases of a worker that is waiting for an answer."""
+        with self.changed:
+            if name in self._workers:
+                self._workers[name].seen = time.monotonic()
+
+    def grant(self, name: str, keys: Iterable[Key]) -> None:
+        with self.changed:
+            if name in self._workers:
+                self._workers[name].holds.update(keys)
+
+    def held(self) -> set[Key]:
+        """Return all leased tasks; the leases of workers that fell silent end here."""
+        with self.changed:
+            end = time.monotonic() - LEASE_SECONDS
+            for worker in self._workers.values():
+                if worker.seen < end:
+                    worker.holds.clear()
+            return set().union(*(worker.holds for worker in self._workers.values()))
+
+    def find(self, name: str) -> Worker | None:
+        """Return a worker, None where it is not known."""
+        with self.changed:
+            return self._workers.get(name)
+
+    def void(self, keys: Iterable[Key]) -> None:
+        """End the leases of these tasks: what is being drawn for them is not wanted any more."""
+        with self.changed:
+            keys = set(keys)
+            for worker in self._workers.values():
+                self._void |= {(worker.name, key) for key in worker.holds & keys}
+                worker.holds -= keys
+            self.changed.notify_all()
+
+    def is_void(self, name: str, key: Key) -> bool:
+        """Return whether this worker draws the task for a lease that was ended."""
+        with self.changed:
+            return (name, key) in self._void
+
+    def uploaded(self, name: str, keys: Iterable[Key], groups: int, tokens: int) -> None:
+        """Note an upload of these tasks, of which so many groups with so many tokens were accepted."""
+        with self.changed:
+            keys = set(keys)
+            self._void -= {(name, key) for key in keys}
+            for worker in self._workers.values():
+                worker.holds -= keys
+            if groups and (worker := self._workers.get(name)) is not None:
+                worker.seen = worker.uploaded = time.monotonic()
+                worker.groups, worker.tokens = worker.groups + groups, worker.tokens + tokens
+                worker.refused_in_a_row = 0
+            self.changed.notify_all()
+
+    def refused(self, name: str, keys: Iterable[Key], reason: str) -> Worker:
+        """Note a refused upload: others may draw these tasks."""
+        with self.changed:
+            worker = self._worker(name, None)
+            worker.refusals, worker.refused_in_a_row = worker.refusals + 1, worker.refused_in_a_row + 1
+            worker.reason = reason
+            worker.holds.clear() if worker.is_apart else worker.holds.difference_update(keys)
+            self.changed.notify_all()
+            return worker
+
+    def workers(self) -> list[Worker]:
+        """Return all workers that are known, the last seen first."""
+        with self.changed:
+            return sorted(self._workers.values(), key=lambda worker: -worker.seen)
+
+    def states(self) -> Counter[str]:
+        """Return the number of workers in each state."""
+        return Counter(state(worker) for worker in self.workers())
+
+    def _worker(self, name: str, said: Lease | None) -> Worker:
+        now = time.monotonic()
+        worker = self._workers.get(name)
+        if worker is None:
+            while len(self._workers) >= _MOST_WORKERS:
+                del self._workers[min(self._workers.values(), key=lambda worker: worker.seen).name]
+            worker = self._workers[name] = Worker(name, said or Lease(name, 0, [], 0.0), now)
+        worker.seen, worker.said = now, said or worker.said
+        return worker
+
+
+def state(worker: Worker) -> str:
+    """Return what a worker is doing: apart, silent, drawing or waiting."""
+    if worker.is_apart:
+        return "apart"
+    if worker.seen < time.monotonic() - LEASE_SECONDS:
+        return "silent"
+    return "drawing" if worker.holds else "waiting"
