@@ -8,8 +8,8 @@ The first has the defaults, Qwen2.5-1.5B-Instruct on port 59875; the second read
 reward model instead: texts in, scores out.
 
 Read it from the top: what it answers at each path, how it starts and stops. The threads of the web server only parse,
-queue and wait (grpo/server/service.py); one worker thread owns the model (grpo/server/worker.py). docs/protocol.md
-describes the wire.
+queue and wait (grpo/server/model_service.py); one worker thread owns the model
+(grpo/server/worker.py). docs/protocol.md describes the wire.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
-from grpo.server.app import App, make_answer, make_json, note, read_body
+from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body
 from grpo.server.http import HttpServer
+from grpo.server.model_service import ModelService
 from grpo.server.monitor import SAMPLE_SECONDS, SUMMARY_SECONDS
-from grpo.server.service import Service
 from grpo.wire.errors import ProtocolError
 from grpo.wire.paths import (
     COMMIT_PATH,
-    CONTENT_TYPE,
     CONTENT_TYPES,
     HEALTH_PATH,
     METRICS_PATH,
@@ -69,7 +68,7 @@ def keep_memory_flat() -> None:
         mallopt(-8, 1)  # M_ARENA_MAX
 
 
-def make_app(service: Service) -> App:
+def make_app(service: ModelService) -> App:
     """Return the WSGI application: what the server answers at each path."""
     task = service.config.task
     app = App(service.monitor, task)
@@ -81,6 +80,29 @@ def make_app(service: Service) -> App:
         is_allowed = service.allows(bottle.request.get_header("Authorization", ""))
         body = info.to_json() if is_allowed else b'{"status": "ok"}'
         return make_answer(body, status, "application/json", retry_after)
+
+    add_model_routes(app, service)
+
+    @app.get(METRICS_PATH)
+    def metrics():
+        return make_answer(service.monitor.to_prometheus(service.held()), 200, service.monitor.CONTENT_TYPE)
+
+    @app.get(STATUS_PATH)
+    def status():
+        return make_json(service.status())
+
+    @app.get(PAGE_PATH)
+    def page():
+        answer = make_answer(PAGE, 200, "text/html; charset=utf-8")
+        answer.set_header("Content-Security-Policy", PAGE_POLICY)
+        return answer
+
+    return app
+
+
+def add_model_routes(app: App, service: ModelService) -> None:
+    """Let the application answer for a model."""
+    task = service.config.task
 
     @app.post(TASK_PATHS[task])
     def score():
@@ -104,35 +126,17 @@ def make_app(service: Service) -> App:
             check_update(service)
             return make_json(service.updates.commit(bottle.request.query))
 
-    @app.get(METRICS_PATH)
-    def metrics():
-        return make_answer(service.monitor.to_prometheus(service.held()), 200, service.monitor.CONTENT_TYPE)
 
-    @app.get(STATUS_PATH)
-    def status():
-        return make_json(service.status())
-
-    @app.get(PAGE_PATH)
-    def page():
-        answer = make_answer(PAGE, 200, "text/html; charset=utf-8")
-        answer.set_header("Content-Security-Policy", PAGE_POLICY)
-        return answer
-
-    return app
-
-
-def check_update(service: Service) -> None:
+def check_update(service: ModelService) -> None:
     """Raise ProtocolError where a browser may be sending weights, or the server is not ready for them."""
-    # Any web page can make a browser post to this machine, but none can with this type.
-    if bottle.request.content_type != CONTENT_TYPE:
-        raise ProtocolError(415, "unsupported_media_type", f"send 'Content-Type: {CONTENT_TYPE}'")
+    check_content_type()
     service.check_ready()
 
 
 def run(config: ServerConfig) -> int:
     """Serve until a signal comes or the worker dies. Return the exit code."""
     keep_memory_flat()
-    service = Service(config)
+    service = ModelService(config)
 
     def on_refused(method: str, path: str, sender: str, error: ProtocolError) -> None:
         service.monitor.answered(method, "other", error.status, 0.0, sender, error=error)
@@ -152,10 +156,10 @@ def run(config: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, on_signal)
 
     url = f"http://{config.host}:{server.effective_port}"
-    log.info("loading %s; listening on %s (to watch it, open that in a browser)", config.model_name_or_path, url)
+    source = config.model_name_or_path
+    log.info("loading %s; listening on %s (to watch it, open that in a browser)", source, url)
     service.load()
-    model = service.info.model
-    log.info("ready: %s, %s on %s, up to %d tokens a sequence", url, model.dtype, model.device, model.max_length)
+    log.info("ready: %s, %s", url, service.description())
     next_summary = time.monotonic() + SUMMARY_SECONDS
     while not service.stop.wait(SAMPLE_SECONDS):
         service.monitor.sample(service.held())
@@ -164,14 +168,12 @@ def run(config: ServerConfig) -> int:
         next_summary += SUMMARY_SECONDS
         if summary := service.monitor.summary(service.held()):
             log.info(summary)
-        if service.updates is not None:
-            service.updates.drop_abandoned()
+        service.tidy()
 
     service.change_info(status="draining")
     end = time.monotonic() + config.drain_timeout
     if service.death is None:
-        log.info("stopping: %d tokens in hand", service.queue.depth)
-        service.worker.close(config.drain_timeout)
+        service.drain(config.drain_timeout)
     while server.unanswered and time.monotonic() < end:
         time.sleep(0.01)
     if service.death is not None:
@@ -185,6 +187,7 @@ def run(config: ServerConfig) -> int:
             file=sys.stderr,
         )
         return 1
+    service.close()
     log.info("stopped")
     return 0
 

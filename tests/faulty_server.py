@@ -93,10 +93,10 @@ def shorten_header_deadline(seconds: float) -> None:
 
 
 def lower_limits(body_bytes: int = 64 << 20, sequences: int = 4096) -> None:
-    from grpo.server import channel, http, service
+    from grpo.server import channel, http, model_service
 
     channel.BODY_BYTES = http.BODY_BYTES = body_bytes
-    service.MOST_SEQUENCES = sequences
+    model_service.MOST_SEQUENCES = sequences
 
 
 def summarise_each_second() -> None:

@@ -11,6 +11,7 @@ import bottle
 
 from grpo.server.monitor import Monitor
 from grpo.wire.errors import ProtocolError
+from grpo.wire.paths import CONTENT_TYPE
 
 log = logging.getLogger("ref_server")
 
@@ -43,8 +44,11 @@ class App(bottle.Bottle):
         return answer
 
     def _methods(self) -> dict[str, str]:
-        """Return the method of each path."""
-        return {route.rule: route.method for route in self.routes}
+        """Return the methods of each path, as a message names them."""
+        methods = {}
+        for route in self.routes:
+            methods[route.rule] = " or ".join(sorted({*methods.get(route.rule, "").split(" or "), route.method} - {""}))
+        return methods
 
     def default_error_handler(self, error: bottle.HTTPError) -> bytes:
         """Return the JSON for an error that is no ProtocolError: 404, 405, or a handler that failed."""
@@ -74,8 +78,17 @@ def make_answer(body: bytes, status: int, content_type: str, retry_after: int | 
     return bottle.HTTPResponse(body, status, headers)
 
 
-def make_json(fields: dict) -> bottle.HTTPResponse:
+def make_json(fields: dict | list) -> bottle.HTTPResponse:
     return make_answer(json.dumps(fields).encode(), 200, "application/json")
+
+
+def check_content_type() -> None:
+    """Raise ProtocolError where a browser may be sending: any web page can make one post to this machine.
+
+    None can with this type.
+    """
+    if bottle.request.content_type != CONTENT_TYPE:
+        raise ProtocolError(415, "unsupported_media_type", f"send 'Content-Type: {CONTENT_TYPE}'")
 
 
 def read_body() -> bytes:

@@ -41,7 +41,7 @@ from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewar
 from grpo.rewards.functions import RewardError
 from grpo.rewards.local_model import RewardModel
 from grpo.rollouts.prompts import make_example, render_prompt
-from grpo.server.service import Service
+from grpo.server.model_service import ModelService
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 from grpo.wire.rewards import RewardAnswer, RewardRequest
@@ -382,7 +382,7 @@ def test_400_for_what_is_malformed(served, content):
 @pytest.fixture
 def application(folders):
     """The server's application, in this process."""
-    service = Service(ServerConfig(task="reward", model_name_or_path=str(folders["qwen2"])))
+    service = ModelService(ServerConfig(task="reward", model_name_or_path=str(folders["qwen2"])))
     service.load()
     yield make_app(service)
     service.worker.close()

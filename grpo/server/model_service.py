@@ -1,0 +1,165 @@
+"""A server of a model: how a request is read and scored, what /health and /status say of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import partial
+
+from grpo.config.server import ServerConfig
+from grpo.server.http import THREADS
+from grpo.server.service import Service
+from grpo.wire.errors import ProtocolError
+from grpo.wire.health import ModelInfo, ServerInfo
+from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
+from grpo.wire.rewards import RewardAnswer
+
+log = logging.getLogger("ref_server")
+
+# Threads that may work and wait at once; the other threads keep /health and refusals quick.
+MOST_REQUESTS = THREADS - 8  # requests for the model
+MOST_SEQUENCES = 4096  # of one request: a trainer sends a group, a hundred at most
+_MOST_UPDATES = 4  # requests with weights
+_CHECK_SECONDS = 0.5  # how often a thread that waits for the model checks whether its client is still connected
+
+
+class ModelService(Service):
+    """The state of a server of a model and, once it is loaded, its queue and worker."""
+
+    def __init__(self, config: ServerConfig):
+        super().__init__(config, ModelInfo(config.model_name_or_path))
+        self.queue = self.worker = self.updates = None
+        self.request_threads = threading.Semaphore(MOST_REQUESTS)
+        self.update_threads = threading.Semaphore(_MOST_UPDATES)
+        # While they are read, JSON and tokens take many times the size of the body: read one request at a time.
+        self._reading = threading.Lock()
+        self._read_texts = None
+
+    def load(self) -> None:
+        """Load the model and begin to score. Raises ConfigError for a missing model, or a card that is no use."""
+        import torch
+
+        from grpo.model.devices import take_device
+        from grpo.model.fingerprint import describe
+        from grpo.model.load import cards_of, device_memory, device_use, load_reference, load_tokenizer
+        from grpo.model.trial import make_batcher
+        from grpo.server.fair_queue import FairQueue
+        from grpo.server.weight_swap import WeightSwap
+        from grpo.server.worker import Worker, completion_logprobs
+
+        config, device = self.config, take_device(local_rank=0)
+        if config.task == "reward":
+            from grpo.model.reward_model import (
+                PADDED,
+                describe_reward,
+                load_reward_model,
+                read_request,
+                scores_for_queue,
+            )
+
+            name = config.model_name_or_path
+            model, tokenizer = load_reward_model(config, "model_name_or_path", name, device)
+            info, batcher, compute = describe_reward(model, tokenizer, name), PADDED, scores_for_queue
+            self._read_texts = partial(read_request, tokenizer)
+        else:
+            tokenizer, model = load_tokenizer(config), load_reference(config, device)
+            info = describe(model, tokenizer, config.model_name_or_path)
+            batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
+        if cards := cards_of(model):
+            for card in cards:
+                torch.cuda.reset_peak_memory_stats(card)  # count from here on, without loading
+            self.monitor.device_memory = partial(device_memory, cards)
+            if device_use(cards) is not None:
+                self.monitor.device_use = partial(device_use, cards)
+        self.queue = FairQueue(
+            batcher,
+            config.batch_tokens(device.type),
+            config.max_queue_tokens,
+            MOST_REQUESTS,
+            deterministic=config.deterministic,
+            fingerprint=info.fingerprint,
+        )
+        self.worker = Worker(
+            self.queue, model, batcher, on_death=self.fail, on_pass=self.monitor.scored, compute=compute
+        )
+        if config.update_folder is not None:
+            patience = 2 * config.body_timeout  # a single piece may take body_timeout
+            tokens = info.tokenizer_fingerprint
+            self.updates = WeightSwap(
+                self.queue, model, tokens, config.update_folder, patience, on_swap=self._describe_update
+            )
+        longest = min(config.max_length or info.max_length, info.max_length)
+        self.change_info(
+            status="ready",
+            model=replace(info, max_length=longest),
+            takes_updates=config.update_folder is not None,
+        )
+
+    def _describe_update(self, fingerprint: str, sha256: str) -> None:
+        name = f"{self.config.model_name_or_path}, updated to {sha256[:12]}"
+        self.change_info(model=replace(self.info.model, name=name, fingerprint=fingerprint))
+
+    def description(self) -> str:
+        model = self.info.model
+        return f"{model.dtype} on {model.device}, up to {model.max_length} tokens a sequence"
+
+    def tidy(self) -> None:
+        if self.updates is not None:
+            self.updates.drop_abandoned()
+
+    def drain(self, seconds: float) -> None:
+        log.info("stopping: %d tokens in hand", self.queue.depth)
+        self.worker.close(seconds)
+
+    def read(self, body: Callable[[], bytes]) -> LogprobsRequest:
+        """Read a request, and its body only where it can be answered now. Raises ProtocolError."""
+        self.check_ready()
+        config, model = self.config, self.info.model
+        limits = model.max_length, MOST_SEQUENCES, config.max_request_tokens
+        if config.task == "reward":
+            with self._reading:
+                return self._read_texts(body(), *limits)
+        return decode_request(body(), model.vocab_size, *limits)
+
+    def score(self, request: LogprobsRequest, sender: str, is_gone: Callable[[], bool]) -> bytes:
+        """Return the bytes of the answer. Take the request back when `is_gone` says that the client has closed.
+
+        Raises ProtocolError for everything that goes wrong.
+        """
+        future = self.queue.submit(request, request.client or sender)
+        while not wait([future], timeout=_CHECK_SECONDS).done:
+            try:
+                self.check_connected(is_gone)
+            except ProtocolError as error:
+                self.queue.cancel(future, error)
+                raise
+        answer = future.result()
+        if self.config.task == "reward":
+            return RewardAnswer(answer.values, answer.fingerprint, request.request_id).to_json()
+        return encode_answer(LogprobsAnswer(answer.values, answer.fingerprint, request.request_id))
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """Return (tokens, requests) waiting or being scored, by client."""
+        return self.queue.held() if self.queue else {}
+
+    def current_info(self) -> ServerInfo:
+        return replace(self.info, queue_depth=self.queue.depth if self.queue else 0)
+
+    def status(self) -> dict:
+        """Return what the live page shows."""
+        config, held = self.config, self.held()
+        return {
+            "health": self.current_info().to_dict(),
+            "deterministic": config.deterministic,
+            "max_batch_tokens": self.queue.budget if self.queue else 0,
+            "queue": {
+                "tokens": sum(tokens for tokens, _ in held.values()),
+                "requests": sum(requests for _, requests in held.values()),
+                "max_tokens": config.max_queue_tokens,
+                "max_requests": MOST_REQUESTS,
+            },
+            **self.monitor.status(held),
+        }
