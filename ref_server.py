@@ -3,12 +3,14 @@
     CUDA_VISIBLE_DEVICES=7 python ref_server.py
     python ref_server.py --config configs/demo_cpu.yaml
     python ref_server.py --task reward --model org/rm
+    python ref_server.py --task rollouts --pool_file run.sqlite
 
 The first has the defaults, Qwen2.5-1.5B-Instruct on port 59875; the second reads the trainer's file; the third serves a
-reward model instead: texts in, scores out.
+reward model instead: texts in, scores out. The fourth is a pool, without a model: it hands a trainer's tasks to workers
+on other machines, and their completions to the trainer.
 
 Read it from the top: what it answers at each path, how it starts and stops. The threads of the web server only parse,
-queue and wait (grpo/server/model_service.py); one worker thread owns the model
+queue and wait (grpo/server/model_service.py, grpo/server/pool_service.py); one worker thread owns the model
 (grpo/server/worker.py). docs/protocol.md describes the wire.
 """
 
@@ -35,6 +37,8 @@ from grpo.server.app import App, check_content_type, make_answer, make_json, not
 from grpo.server.http import HttpServer
 from grpo.server.model_service import ModelService
 from grpo.server.monitor import SAMPLE_SECONDS, SUMMARY_SECONDS
+from grpo.server.pool_routes import add_pool_routes
+from grpo.server.pool_service import PoolService
 from grpo.wire.errors import ProtocolError
 from grpo.wire.paths import (
     COMMIT_PATH,
@@ -68,7 +72,7 @@ def keep_memory_flat() -> None:
         mallopt(-8, 1)  # M_ARENA_MAX
 
 
-def make_app(service: ModelService) -> App:
+def make_app(service: ModelService | PoolService) -> App:
     """Return the WSGI application: what the server answers at each path."""
     task = service.config.task
     app = App(service.monitor, task)
@@ -81,7 +85,10 @@ def make_app(service: ModelService) -> App:
         body = info.to_json() if is_allowed else b'{"status": "ok"}'
         return make_answer(body, status, "application/json", retry_after)
 
-    add_model_routes(app, service)
+    if task == "rollouts":
+        add_pool_routes(app, service)
+    else:
+        add_model_routes(app, service)
 
     @app.get(METRICS_PATH)
     def metrics():
@@ -136,7 +143,7 @@ def check_update(service: ModelService) -> None:
 def run(config: ServerConfig) -> int:
     """Serve until a signal comes or the worker dies. Return the exit code."""
     keep_memory_flat()
-    service = ModelService(config)
+    service = PoolService(config) if config.task == "rollouts" else ModelService(config)
 
     def on_refused(method: str, path: str, sender: str, error: ProtocolError) -> None:
         service.monitor.answered(method, "other", error.status, 0.0, sender, error=error)
@@ -156,7 +163,7 @@ def run(config: ServerConfig) -> int:
     signal.signal(signal.SIGTERM, on_signal)
 
     url = f"http://{config.host}:{server.effective_port}"
-    source = config.model_name_or_path
+    source = config.pool_file or config.model_name_or_path
     log.info("loading %s; listening on %s (to watch it, open that in a browser)", source, url)
     service.load()
     log.info("ready: %s, %s", url, service.description())

@@ -17,10 +17,16 @@ class ServingSection(Section):
 
     HEADING = "server"
 
-    task: Literal["logprobs", "reward"] = option(
+    task: Literal["logprobs", "reward", "rollouts"] = option(
         "logprobs",
-        "what to answer: log-probs of a reference model, or scores of a reward model (sequence classification, "
-        "one output)",
+        "what to answer: log-probs of a reference model, scores of a reward model (sequence classification, one "
+        "output), or, without a model, what trainer and workers ask of a pool of rollouts (needs pool_file)",
+        common=True,
+    )
+    pool_file: str | None = option(
+        None,
+        "file of a pool of rollouts, for task rollouts: tasks, completions and versions of the policy of one run; made "
+        "where there is none, and read again after a restart",
         common=True,
     )
     host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
@@ -96,8 +102,23 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, off in (("device_map", None), ("quantization", "none"), ("estimate", False), ("update_folder", None)):
+            # A pool has no model, and passes over what its trainer's file says of one.
+            is_unused = self.task == "logprobs" or (self.task == "rollouts" and name == "quantization")
             value = getattr(self, name)
-            require(self.task == "logprobs" or value == off, name, value, "not for task reward: leave it out")
+            require(is_unused or value == off, name, value, f"not for task {self.task}: leave it out")
+        is_pool = self.task == "rollouts"
+        require(
+            is_pool or self.pool_file is None,
+            "pool_file",
+            self.pool_file,
+            "only for task rollouts: leave one of them out",
+        )
+        require(
+            not is_pool or self.pool_file is not None,
+            "pool_file",
+            self.pool_file,
+            "a pool keeps its run in a file: name one, such as run.sqlite",
+        )
         require(
             self.update_folder is None or self.quantization == "none",
             "update_folder",

@@ -1,0 +1,136 @@
+"""What a pool of rollouts answers at each path under /v1/rollouts."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import bottle
+
+from grpo.pool.store import PIECE_BYTES
+from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body
+from grpo.server.pool_service import PoolService
+from grpo.wire.errors import ProtocolError, malformed
+from grpo.wire.paths import (
+    CONTENT_TYPE,
+    FILES_PATH,
+    GROUPS_PATH,
+    LEASE_PATH,
+    NEEDED_PATH,
+    RESULTS_PATH,
+    RUN_PATH,
+    TASKS_PATH,
+    VERSIONS_PATH,
+)
+from grpo.wire.rollouts import LARGEST_ID, Lease, Version, keys_of, read_json
+from grpo.wire.weights import Piece
+
+
+def add_pool_routes(app: App, service: PoolService) -> None:
+    """Let the application answer trainer and workers."""
+
+    def read_post() -> bytes:
+        check_content_type()
+        service.check_ready()
+        return read_body()
+
+    # Both
+
+    @app.post(FILES_PATH)
+    def add_piece():
+        with service.thread_of(service.work_threads):
+            piece = Piece.of(bottle.request.query)
+            return make_json({"received": service.store.add_piece(piece, read_post())})
+
+    @app.get(FILES_PATH)
+    def send_file():
+        with service.thread_of(service.work_threads):
+            service.check_ready()
+            return _file_answer(service, bottle.request.query.get("sha256", ""), bottle.request.get_header("Range", ""))
+
+    @app.get(VERSIONS_PATH)
+    def versions():
+        service.check_ready()
+        return make_json([json.loads(version.to_json()) for version in service.store.versions()])
+
+    # The trainer
+
+    @app.post(RUN_PATH)
+    def set_run():
+        with service.thread_of(service.work_threads):
+            service.set_run(read_post())
+            return make_json({})
+
+    @app.post(VERSIONS_PATH)
+    def add_version():
+        with service.thread_of(service.work_threads):
+            service.add_version(Version.of_fields(read_json(read_post())))
+            return make_json({})
+
+    @app.post(NEEDED_PATH)
+    def drop_versions():
+        with service.thread_of(service.work_threads):
+            read_post()
+            service.store.drop_versions_below(_number(bottle.request.query.get("version", "")))
+            return make_json({})
+
+    @app.post(TASKS_PATH)
+    def put_tasks():
+        with service.thread_of(service.work_threads):
+            return make_json({"tasks": service.put_tasks(read_post())})
+
+    @app.post(GROUPS_PATH)
+    def groups():
+        is_gone = bottle.request.environ["waitress.client_disconnected"]
+        asked = read_json(read_post())
+        keys, wait = keys_of("groups", asked.get("groups")), asked.get("wait", 0)
+        if type(wait) not in (int, float) or not 0 <= wait < 1e9:
+            raise malformed(f"wait {str(wait)[:40]!r}: send a number of at least 0")
+        return make_answer(service.groups(keys, wait, is_gone), 200, CONTENT_TYPE)
+
+    # Workers
+
+    @app.get(RUN_PATH)
+    def run():
+        service.check_ready()
+        return make_answer(service.store.run().to_json(), 200, "application/json")
+
+    @app.post(LEASE_PATH)
+    def lease():
+        is_gone = bottle.request.environ["waitress.client_disconnected"]
+        said = Lease.of_json(read_post())
+        note(client=said.worker)
+        return make_answer(service.lease(said, is_gone), 200, CONTENT_TYPE)
+
+    @app.post(RESULTS_PATH)
+    def add_results():
+        worker = bottle.request.query.get("worker") or bottle.request.remote_addr or ""
+        note(client=worker)
+        with service.thread_of(service.work_threads):
+            return make_json({"results": service.add_results(read_post(), worker)})
+
+
+def _file_answer(service: PoolService, sha256: str, wanted: str) -> bottle.HTTPResponse:
+    """Return a file, or what a Range header asks of it. An answer has at most PIECE_BYTES: the client asks on."""
+    size = service.store.file_size(sha256)
+    if size is None:
+        raise ProtocolError(404, "no_file", f"no complete file {sha256[:80]!r} is here")
+    # Another kind of range is ignored, as RFC 9110 allows.
+    match = re.fullmatch(r"bytes=(\d{1,18})-(\d{0,18})", wanted)
+    start = int(match[1]) if match else 0
+    end = min(size, int(match[2]) + 1 if match and match[2] else size, start + PIECE_BYTES)
+    if start >= end:
+        raise ProtocolError(416, "range_not_satisfiable", f"the file has {size} bytes: {wanted[:80]!r} is not in it")
+    answer = make_answer(service.store.read_file(sha256, start, end), 200, CONTENT_TYPE)
+    if match or end - start < size:
+        answer.status = 206
+        answer.set_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+    answer.set_header("Accept-Ranges", "bytes")
+    answer.set_header("ETag", f'"{sha256}"')
+    return answer
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= LARGEST_ID):
+        raise malformed(f"version={text[:80]!r} in the query: send a version's number")
+    return int(text)

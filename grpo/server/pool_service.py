@@ -1,0 +1,214 @@
+"""A pool of rollouts: tasks wait for workers, completions wait for the trainer; a run's file keeps both."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from grpo.config.server import ServerConfig
+from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Key, Leases, Worker, state
+from grpo.pool.store import PIECE_BYTES, Store
+from grpo.server.http import THREADS
+from grpo.server.service import Service
+from grpo.wire.errors import ProtocolError, check_name
+from grpo.wire.health import ModelInfo
+from grpo.wire.rollouts import (
+    Lease,
+    RunInfo,
+    Task,
+    Version,
+    check_drawn,
+    decode_drawn,
+    decode_tasks,
+    encode_drawn,
+    encode_tasks,
+)
+
+log = logging.getLogger("ref_server")
+
+_MOST_WORK = 24  # requests that are read and stored at once
+_MOST_WAITING = (
+    THREADS - 8 - _MOST_WORK
+)  # requests that wait for tasks or results; the other threads keep /health quick
+LONGEST_WAIT = 30.0  # seconds
+_CHECK_SECONDS = 0.5  # how often a thread that waits checks whether its client is still connected
+_ROUNDS = 8
+
+_Found = TypeVar("_Found")
+
+
+class PoolService(Service):
+    """The state of a pool: its file, the leases of its workers, and the threads that wait."""
+
+    def __init__(self, config: ServerConfig):
+        super().__init__(config, ModelInfo())
+        self.store: Store | None = None
+        self.leases = Leases()
+        self.work_threads = threading.Semaphore(_MOST_WORK)
+        self._waiting_threads = threading.Semaphore(_MOST_WAITING)
+        # While they are read, tokens take many times the size of the body: read one request at a time.
+        self._reading = threading.Lock()
+
+    def load(self) -> None:
+        self.store = Store(self.config.pool_file)
+        self._name_run()
+        self.change_info(status="ready")
+
+    def description(self) -> str:
+        run = self.info.model.name
+        return f"a pool of rollouts in {self.config.pool_file}, " + (f"of run {run}" if run else "of no run yet")
+
+    def drain(self, seconds: float) -> None:
+        with self.leases.changed:
+            self.leases.changed.notify_all()
+
+    def close(self) -> None:
+        self.store.close()
+
+    def set_run(self, body: bytes) -> None:
+        """Keep a trainer's run. Raises ProtocolError, 409, where the file is another run's."""
+        self.store.set_run(RunInfo.of_json(body))
+        self._name_run()
+
+    def add_version(self, version: Version) -> None:
+        """Keep a version of the policy. Raises ProtocolError, 409, where a file is not here."""
+        self.leases.void(self.store.add_version(version))
+
+    def put_tasks(self, body: bytes) -> int:
+        """Keep tasks; return their number. Raises ProtocolError, 409, for tasks of another run."""
+        with self._reading:
+            tasks = decode_tasks(body, self.store.run().vocab_size)
+        self.leases.void(self.store.put_tasks(tasks))
+        return len(tasks)
+
+    def lease(self, said: Lease, is_gone: Callable[[], bool]) -> bytes:
+        """Return the tasks that a worker is to draw, as bytes; wait for one where there is none.
+
+        Raises ProtocolError: 403 for a worker that is set apart, 404 without a run, 503.
+        """
+        self.store.run()
+        self._check_welcome(self.leases.seen(said))
+        tasks: list[Task] = []
+        if said.room:
+            tasks = self._wait(lambda: self._take(said), said.wait, is_gone, said.worker)
+        return encode_tasks(tasks, {"lease_seconds": f"{LEASE_SECONDS:g}"})
+
+    def groups(self, keys: list[Key], seconds: float, is_gone: Callable[[], bool]) -> bytes:
+        """Return the results of these tasks that are there, as bytes; wait for one where there is none."""
+        found = self._wait(lambda: self.store.results(keys, PIECE_BYTES), seconds, is_gone)
+        return encode_drawn([decode_drawn(body)[0] for body in found])
+
+    def add_results(self, body: bytes, worker: str) -> list[str]:
+        """Keep completions; return of each whether it was accepted.
+
+        Raises ProtocolError: 403 for a worker that is set apart, 422 where something is no completion of its task:
+        then nothing is kept.
+        """
+        check_name("worker", worker)
+        if (known := self.leases.find(worker)) is not None:
+            self._check_welcome(known)
+        run = self.store.run()
+        wanted, answers = [], []
+        with self._reading:
+            groups = decode_drawn(body)
+            for drawn in groups:
+                task, is_drawn = self.store.find_task(drawn.key) or (None, False)
+                is_wanted = task is not None and not self.leases.is_void(worker, drawn.key)
+                answers.append("already there" if is_drawn else "accepted" if is_wanted else "not wanted")
+                if answers[-1] == "accepted":
+                    try:
+                        check_drawn(drawn, run, task)
+                    except ProtocolError as error:
+                        self._refuse(worker, [drawn.key for drawn in groups], error)
+                        raise
+                    wanted.append((task, drawn))
+        kept = iter(self.store.add_results(wanted, worker))
+        answers = [("accepted" if next(kept) else "already there") if a == "accepted" else a for a in answers]
+        accepted = [drawn for drawn, answer in zip(groups, answers, strict=True) if answer == "accepted"]
+        tokens = sum(len(ids) for drawn in accepted for ids in drawn.completions)
+        self.leases.uploaded(worker, [drawn.key for drawn in groups], len(accepted), tokens)
+        return answers
+
+    def status(self) -> dict:
+        shown = super().status()
+        if self.store is None:
+            return shown
+        now, run = time.monotonic(), self.store.run() if self.store.has_run() else None
+        leased, undrawn = len(self.leases.held()), self.store.count_open()
+        return {
+            **shown,
+            "run": run and {"run": run.run, "name": run.name},
+            "workers": [_describe(worker, now) for worker in self.leases.workers()],
+            "rounds": self.store.rounds(_ROUNDS),
+            "leases": {"leased": leased, "undrawn": undrawn},
+        }
+
+    def _take(self, said: Lease) -> list[Task]:
+        """Lease to a worker the first tasks that are free, all of one version."""
+        with self.leases.changed:
+            held = self.leases.held()
+            free = [task for task in self.store.open_tasks(said.room + len(held)) if task.key not in held]
+            tasks = [task for task in free if task.version == free[0].version][: said.room]
+            self.leases.grant(said.worker, [task.key for task in tasks])
+            return tasks
+
+    def _wait(
+        self, find: Callable[[], list[_Found]], seconds: float, is_gone: Callable[[], bool], worker: str = ""
+    ) -> list[_Found]:
+        """Return what `find` finds as soon as it finds something; empty after `seconds`.
+
+        Raises ProtocolError: 499 where the client has gone, 503 where too many wait or the server is ending.
+        """
+        if (found := find()) or seconds == 0:
+            return found
+        end = time.monotonic() + min(seconds, LONGEST_WAIT)
+        with self.thread_of(self._waiting_threads):
+            while not found and (left := end - time.monotonic()) > 0:
+                with self.leases.changed:
+                    self.leases.changed.wait(min(left, _CHECK_SECONDS))
+                self.check_ready()
+                self.check_connected(is_gone)
+                self.leases.renew(worker)
+                found = find()
+        return found
+
+    def _check_welcome(self, worker: Worker) -> None:
+        if worker.is_apart:
+            message = (
+                f"worker {worker.name[:80]} is set apart after {MOST_REFUSALS} refused uploads in a row, the last: "
+                f"{worker.reason[:200]}: mend and restart it"
+            )
+            raise ProtocolError(403, "set_apart", message)
+
+    def _refuse(self, name: str, keys: list[Key], error: ProtocolError) -> None:
+        """Count a refused upload, and say so where the worker is now set apart."""
+        worker = self.leases.refused(name, keys, error.message)
+        if worker.is_apart:
+            log.warning("worker %r is set apart after %d refused uploads: %s", name, MOST_REFUSALS, error.message)
+
+    def _name_run(self) -> None:
+        if self.store.has_run():
+            self.change_info(model=ModelInfo(self.store.run().name))
+
+
+def _describe(worker: Worker, now: float) -> dict:
+    """Return what /status says of a worker; times are seconds ago."""
+    said = worker.said
+    return {
+        "name": worker.name,
+        "card": said.card,
+        "version": said.version,
+        "tokens_per_second": said.tokens_per_second,
+        "state": state(worker),
+        "message": said.message,
+        "leases": len(worker.holds),
+        "last_seen": now - worker.seen,
+        "last_upload": None if worker.uploaded is None else now - worker.uploaded,
+        "groups": worker.groups,
+        "tokens": worker.tokens,
+        "refusals": worker.refusals,
+        "reason": worker.reason,
+    }
