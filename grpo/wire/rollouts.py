@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -52,7 +53,7 @@ class RunInfo:
     def of_json(cls, body: bytes) -> RunInfo:
         """Read a body. Raises ProtocolError, 400."""
         info = _of_fields(cls, read_json(body))
-        check_name("name", info.name)
+        _check_text("name", info.name)
         _check_hex("run", info.run, 16)
         _check_hex("model_files", info.model_files, 64)
         for name in ("vocab_size", "num_generations", "max_completion_length", "seed", "groups_per_round"):
@@ -60,8 +61,8 @@ class RunInfo:
         for token in _ints("eos_token_ids", info.eos_token_ids):
             if token >= info.vocab_size:
                 raise malformed(f"eos_token_ids has {token}: the vocabulary is 0 to {info.vocab_size - 1}")
-        if not (isinstance(info.temperature, int | float) and math.isfinite(info.temperature) and info.temperature > 0):
-            raise malformed(f"temperature {str(info.temperature)[:40]!r}: send a number above 0")
+        if not (_is_number(info.temperature) and info.temperature > 0):
+            raise malformed(f"temperature {_shown(info.temperature)}: send a number above 0")
         return info
 
 
@@ -243,8 +244,8 @@ class Version:
             raise malformed("a version needs the whole file, or a base with its delta, or both")
         probe = _of_fields(Probe, version.probe)
         ids = [_ints(name, getattr(probe, name)) for name in ("prompt_ids", "completion_ids")]
-        numbers = isinstance(probe.logprobs, list) and all(type(value) in (int, float) for value in probe.logprobs)
-        if not numbers or len(probe.logprobs) != len(ids[1]) or not all(map(math.isfinite, probe.logprobs)):
+        numbers = isinstance(probe.logprobs, list) and all(map(_is_number, probe.logprobs))
+        if not numbers or len(probe.logprobs) != len(ids[1]):
             raise malformed("probe: send one finite log-prob for each of completion_ids")
         return cls(**{field.name: getattr(version, field.name) for field in fields(cls)} | {"probe": probe})
 
@@ -277,18 +278,14 @@ class Lease:
         """Read a body. Raises ProtocolError, 400."""
         lease = _of_fields(cls, read_json(body))
         for name in ("worker", "card", "message"):
-            if not isinstance(getattr(lease, name), str):
-                raise malformed(f"{name}: send a text")
-            check_name(name, getattr(lease, name))
+            _check_text(name, getattr(lease, name))
         if not lease.worker:
             raise malformed("worker is empty: send the worker's name")
         _check_int("room", lease.room, least=0, most=MOST_TASKS)
         _check_int("version", lease.version, least=-1)
         keys_of("holds", lease.holds)
         for name in ("wait", "tokens_per_second"):
-            value = getattr(lease, name)
-            if type(value) not in (int, float) or not (0 <= value < 1e9):
-                raise malformed(f"{name} {str(value)[:40]!r}: send a number of at least 0")
+            check_amount(name, getattr(lease, name))
         return lease
 
 
@@ -311,6 +308,12 @@ def keys_of(name: str, found: object) -> list[tuple[int, int]]:
     return [(_check_int("group", group, least=0), _check_int("attempt", attempt, least=0)) for group, attempt in found]
 
 
+def check_amount(name: str, value: object) -> None:
+    """Raise ProtocolError, 400, for what is no number from 0 to a billion."""
+    if not (_is_number(value) and 0 <= value < 1e9):
+        raise malformed(f"{name} {_shown(value)}: send a number of at least 0")
+
+
 _TASK_COLUMNS = ("groups", "attempts", "versions")
 
 
@@ -324,15 +327,30 @@ def _of_fields(cls, found: object):
         raise malformed(f"a field is missing: {error}") from error
 
 
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _shown(value: object) -> str:
+    # The text of nested lists may be as long as the body, and so deep that making it fails.
+    return repr(str(value)[:80]) if isinstance(value, str | int | float | None) else f"({type(value).__name__})"
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise malformed(f"{name}: send a text")
+    check_name(name, value)
+
+
 def _check_int(name: str, value: object, least: int, most: int = LARGEST_ID) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise malformed(f"{name} {str(value)[:40]!r}: send an integer from {least} to {most}")
+        raise malformed(f"{name} {_shown(value)}: send an integer from {least} to {most}")
     return value
 
 
 def _check_hex(name: str, value: object, digits: int) -> None:
     if not isinstance(value, str) or len(value) != digits or set(value) - set("0123456789abcdef"):
-        raise malformed(f"{name} {str(value)[:80]!r}: send {digits} hex digits")
+        raise malformed(f"{name} {_shown(value)}: send {digits} hex digits")
 
 
 def _ints(name: str, found: object) -> list[int]:

@@ -108,6 +108,9 @@ def test_a_worker_that_lies_is_refused(changes, says):
         (RunInfo.of_json, asdict(RUN) | {"temperature": 0}, "temperature '0'"),
         (RunInfo.of_json, asdict(RUN) | {"eos_token_ids": [100]}, "eos_token_ids has 100"),
         (RunInfo.of_json, asdict(RUN) | {"run": "x"}, "16 hex digits"),
+        (RunInfo.of_json, asdict(RUN) | {"temperature": 10**400}, "temperature '1000"),
+        (RunInfo.of_json, asdict(RUN) | {"name": 5}, "name: send a text"),
+        (RunInfo.of_json, asdict(RUN) | {"groups_per_round": 0}, "groups_per_round '0'"),
         (RunInfo.of_json, [1], "not a JSON object"),
         (Lease.of_json, {"worker": "a"}, "a field is missing"),
         (Lease.of_json, {"worker": "a", "room": True, "holds": [], "wait": 1}, "room"),
@@ -128,6 +131,7 @@ def test_damaged_json_is_refused(read, found, says):
         ({"base": None, "delta": None}, "a version needs"),
         ({"sha256": "B" * 64}, "64 hex digits"),
         ({"probe": {"prompt_ids": [1], "completion_ids": [2], "logprobs": []}}, "one finite log-prob"),
+        ({"probe": {"prompt_ids": [1], "completion_ids": [2], "logprobs": [10**400]}}, "one finite log-prob"),
         ({"other": 1}, "unknown field 'other'"),
     ],
 )
