@@ -183,6 +183,8 @@ def run(config: ServerConfig) -> int:
         service.drain(config.drain_timeout)
     while server.unanswered and time.monotonic() < end:
         time.sleep(0.01)
+    if isinstance(service.death, ConfigError):
+        raise service.death
     if service.death is not None:
         print("ref_server.py: the worker died; nothing can be scored any more:", file=sys.stderr)
         traceback.print_exception(service.death)

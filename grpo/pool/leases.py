@@ -53,14 +53,19 @@ class Leases:
         self._void: set[tuple[str, Key]] = set()
 
     def seen(self, said: Lease) -> Worker:
-        """Note a worker's request: renew what it names, and free what it held and does not name any more."""
+        """Note a worker's request: it holds what it names, and nothing else any more.
+
+        What it has from before a restart of this process, or from before it was silent, is its own again where nobody
+        else has it.
+        """
         with self.changed:
             worker = self._worker(said.worker, said)
             named = {(group, attempt) for group, attempt in said.holds}
-            if worker.holds - named:
-                self.changed.notify_all()
-            worker.holds &= named
             self._void = {(name, key) for name, key in self._void if name != worker.name or key in named}
+            others = self.held() - worker.holds
+            before, worker.holds = worker.holds, named - others - {key for _, key in self._void}
+            if before - named:
+                self.changed.notify_all()
             return worker
 
     def renew(self, name: str) -> None:

@@ -7,8 +7,9 @@ import re
 
 import bottle
 
-from grpo.pool.store import PIECE_BYTES
+from grpo.pool.database import PIECE_BYTES
 from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body
+from grpo.server.channel import BODY_BYTES
 from grpo.server.pool_service import PoolService
 from grpo.wire.errors import ProtocolError, malformed
 from grpo.wire.paths import (
@@ -22,17 +23,24 @@ from grpo.wire.paths import (
     TASKS_PATH,
     VERSIONS_PATH,
 )
-from grpo.wire.rollouts import LARGEST_ID, Lease, Version, keys_of, read_json
+from grpo.wire.rollouts import LARGEST_ID, Lease, RunInfo, Version, check_amount, keys_of, read_json
 from grpo.wire.weights import Piece
+
+_JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON takes many times its size in memory
 
 
 def add_pool_routes(app: App, service: PoolService) -> None:
     """Let the application answer trainer and workers."""
 
-    def read_post() -> bytes:
+    def read_post(most_bytes: int = BODY_BYTES) -> bytes:
         check_content_type()
         service.check_ready()
+        if bottle.request.content_length > most_bytes:
+            raise ProtocolError(413, "request_entity_too_large", f"the body is larger than {most_bytes >> 20} MiB")
         return read_body()
+
+    def read_post_json() -> dict:
+        return read_json(read_post(_JSON_BYTES))
 
     # Both
 
@@ -40,7 +48,7 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     def add_piece():
         with service.thread_of(service.work_threads):
             piece = Piece.of(bottle.request.query)
-            return make_json({"received": service.store.add_piece(piece, read_post())})
+            return make_json({"received": service.store.files.add(piece, read_post())})
 
     @app.get(FILES_PATH)
     def send_file():
@@ -58,13 +66,13 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     @app.post(RUN_PATH)
     def set_run():
         with service.thread_of(service.work_threads):
-            service.set_run(read_post())
+            service.set_run(RunInfo.of_json(read_post(_JSON_BYTES)))
             return make_json({})
 
     @app.post(VERSIONS_PATH)
     def add_version():
         with service.thread_of(service.work_threads):
-            service.add_version(Version.of_fields(read_json(read_post())))
+            service.add_version(Version.of_fields(read_post_json()))
             return make_json({})
 
     @app.post(NEEDED_PATH)
@@ -82,10 +90,10 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     @app.post(GROUPS_PATH)
     def groups():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        asked = read_json(read_post())
-        keys, wait = keys_of("groups", asked.get("groups")), asked.get("wait", 0)
-        if type(wait) not in (int, float) or not 0 <= wait < 1e9:
-            raise malformed(f"wait {str(wait)[:40]!r}: send a number of at least 0")
+        with service.thread_of(service.work_threads):
+            asked = read_post_json()
+            keys, wait = keys_of("groups", asked.get("groups")), asked.get("wait", 0)
+            check_amount("wait", wait)
         return make_answer(service.groups(keys, wait, is_gone), 200, CONTENT_TYPE)
 
     # Workers
@@ -98,13 +106,14 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     @app.post(LEASE_PATH)
     def lease():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        said = Lease.of_json(read_post())
+        with service.thread_of(service.work_threads):
+            said = Lease.of_json(read_post(_JSON_BYTES))
         note(client=said.worker)
         return make_answer(service.lease(said, is_gone), 200, CONTENT_TYPE)
 
     @app.post(RESULTS_PATH)
     def add_results():
-        worker = bottle.request.query.get("worker") or bottle.request.remote_addr or ""
+        worker = bottle.request.query.getunicode("worker") or bottle.request.remote_addr or ""
         note(client=worker)
         with service.thread_of(service.work_threads):
             return make_json({"results": service.add_results(read_post(), worker)})
@@ -112,7 +121,7 @@ def add_pool_routes(app: App, service: PoolService) -> None:
 
 def _file_answer(service: PoolService, sha256: str, wanted: str) -> bottle.HTTPResponse:
     """Return a file, or what a Range header asks of it. An answer has at most PIECE_BYTES: the client asks on."""
-    size = service.store.file_size(sha256)
+    size = service.store.files.size(sha256)
     if size is None:
         raise ProtocolError(404, "no_file", f"no complete file {sha256[:80]!r} is here")
     # Another kind of range is ignored, as RFC 9110 allows.
@@ -121,7 +130,7 @@ def _file_answer(service: PoolService, sha256: str, wanted: str) -> bottle.HTTPR
     end = min(size, int(match[2]) + 1 if match and match[2] else size, start + PIECE_BYTES)
     if start >= end:
         raise ProtocolError(416, "range_not_satisfiable", f"the file has {size} bytes: {wanted[:80]!r} is not in it")
-    answer = make_answer(service.store.read_file(sha256, start, end), 200, CONTENT_TYPE)
+    answer = make_answer(service.store.files.read(sha256, start, end), 200, CONTENT_TYPE)
     if match or end - start < size:
         answer.status = 206
         answer.set_header("Content-Range", f"bytes {start}-{end - 1}/{size}")

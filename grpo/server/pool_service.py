@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from grpo.config.server import ServerConfig
+from grpo.pool.database import PIECE_BYTES
 from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Key, Leases, Worker, state
-from grpo.pool.store import PIECE_BYTES, Store
+from grpo.pool.store import Store
 from grpo.server.http import THREADS
 from grpo.server.service import Service
 from grpo.wire.errors import ProtocolError, check_name
@@ -53,7 +54,7 @@ class PoolService(Service):
         self._reading = threading.Lock()
 
     def load(self) -> None:
-        self.store = Store(self.config.pool_file)
+        self.store = Store(self.config.pool_file, on_damage=self.fail)
         self._name_run()
         self.change_info(status="ready")
 
@@ -68,9 +69,9 @@ class PoolService(Service):
     def close(self) -> None:
         self.store.close()
 
-    def set_run(self, body: bytes) -> None:
+    def set_run(self, info: RunInfo) -> None:
         """Keep a trainer's run. Raises ProtocolError, 409, where the file is another run's."""
-        self.store.set_run(RunInfo.of_json(body))
+        self.store.set_run(info)
         self._name_run()
 
     def add_version(self, version: Version) -> None:

@@ -1,0 +1,181 @@
+"""The pool's SQLite file: its schema, opened and locked, and what is told of its disk's failures."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo.config.errors import ConfigError
+from grpo.wire.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 16 << 20
+"""most bytes of a file in one row, and in one answer"""
+_APPLICATION, _SCHEMA_VERSION = 0x47525031, 1  # "GRP1"; another schema gets another number
+_SCHEMA = """
+CREATE TABLE run (number INTEGER PRIMARY KEY CHECK (number = 1), info BLOB NOT NULL);
+CREATE TABLE tasks (
+    group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, version INTEGER NOT NULL,
+    worker TEXT, tokens INTEGER,  -- who drew it, and how many tokens; NULL like `drawn`
+    prompt_ids BLOB NOT NULL,  -- int32
+    drawn BLOB,  -- the completions as grpo.wire.rollouts.encode_drawn writes them; NULL while there are none
+    PRIMARY KEY (group_id, attempt)
+);
+CREATE INDEX open_tasks ON tasks (version, group_id, attempt) WHERE drawn IS NULL;
+CREATE TABLE versions (version INTEGER PRIMARY KEY, info BLOB NOT NULL);
+CREATE TABLE files (sha256 TEXT PRIMARY KEY, size INTEGER NOT NULL, received INTEGER NOT NULL);
+CREATE TABLE pieces (
+    sha256 TEXT NOT NULL, start INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (sha256, start)
+);
+"""
+
+
+class Database:
+    """The file, open for this process alone. All methods may be called from any thread; they raise ProtocolError, 503,
+    where the disk fails."""
+
+    def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
+        """Open the file, or make it. `on_damage` is called where it is found to be damaged later on.
+
+        Raises ConfigError where it is no pool's, damaged, or in use.
+        """
+        self.path, self._on_damage = path, on_damage
+        self.lock = threading.RLock()
+        """held by whoever reads several things that belong together"""
+        self._file = _lock_file(path)
+        try:
+            self._connection = _open(path)
+        except ConfigError:
+            os.close(self._file)
+            raise
+
+    def close(self) -> None:
+        with self.lock:
+            self._connection.close()
+            os.close(self._file)  # not before: closing a file ends all locks that SQLite holds on it
+
+    def sql(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        with self._failures():
+            return self._connection.execute(statement, values)
+
+    def row(self, statement: str, *values: Any) -> tuple | None:
+        with self.lock, self._failures():
+            return self._connection.execute(statement, values).fetchone()
+
+    def rows(self, statement: str, *values: Any) -> list[tuple]:
+        with self.lock, self._failures():
+            return self._connection.execute(statement, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Store everything that is done inside, or nothing."""
+        with self.lock:
+            try:
+                self.sql("BEGIN IMMEDIATE")
+                yield
+                self.sql("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise ProtocolError where the disk or the file fails."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            message = f"{self.path} cannot be written or read ({error}): its disk may be full"
+            log.error(message)
+            raise ProtocolError(503, "no_space", message, retry_after=5) from error
+        except sqlite3.DatabaseError as error:
+            self._on_damage(damaged(self.path, error))
+            raise ProtocolError(503, "worker_died", f"{self.path} is damaged: the pool is ending", 5) from error
+
+
+def open_read_only(path: str) -> sqlite3.Connection:
+    """Open a pool's file to read it, also while a pool runs on it. Raises ConfigError where it is no pool's."""
+    if not Path(path).is_file():
+        raise unusable(path, "there is no such file", "name the pool_file of a pool")
+    # Without a log beside it no process has it open, and it may lie where nothing can be written.
+    mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
+    connection = _connect(path, f"{Path(path).absolute().as_uri()}?{mode}")
+    _check_kind(path, connection)
+    return connection
+
+
+def _lock_file(path: str) -> int:
+    """Return a descriptor that keeps other pools from the file. Raises ConfigError."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise unusable(path, error.strerror, "name a file to write to") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's own locks are of another kind
+    except OSError as error:
+        os.close(file)
+        raise unusable(path, "another pool writes to it", "wait for its end, or name another file") from error
+    return file
+
+
+def _open(path: str) -> sqlite3.Connection:
+    connection = _connect(path, Path(path).absolute().as_uri())
+    try:
+        if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+            connection.executescript(
+                f"BEGIN; PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION}; {_SCHEMA} "
+                "COMMIT;"
+            )
+        _check_kind(path, connection)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
+        connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
+        # A copy that was cut short would fail only where its end is read.
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        pages, bytes_of_page = (
+            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
+        )
+        if os.path.getsize(path) < pages * bytes_of_page:
+            raise damaged(path, f"{os.path.getsize(path)} bytes are left of {pages * bytes_of_page}")
+    except (sqlite3.Error, ConfigError) as error:
+        connection.close()
+        raise error if isinstance(error, ConfigError) else damaged(path, error) from error
+    return connection
+
+
+def _connect(path: str, uri: str) -> sqlite3.Connection:
+    try:
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise damaged(path, error) from error
+
+
+def _check_kind(path: str, connection: sqlite3.Connection) -> None:
+    """Raise ConfigError where the file is not a pool's."""
+    try:
+        (application,), (version,) = (
+            connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
+        )
+    except sqlite3.Error as error:
+        raise damaged(path, error) from error
+    if application != _APPLICATION:
+        raise unusable(path, "it is the database of another program", "name another file")
+    if version != _SCHEMA_VERSION:
+        reason = f"it has schema {version}, and this program reads {_SCHEMA_VERSION}"
+        raise unusable(path, reason, "use the release that made it, or name another file")
+
+
+def damaged(path: str, reason: object) -> ConfigError:
+    return unusable(path, f"no pool's file, or damaged ({reason})", "name another file, or a copy of this one")
+
+
+def unusable(path: str, reason: str, remedy: str) -> ConfigError:
+    return ConfigError(f"pool_file={path!r}: {reason}: {remedy}")
