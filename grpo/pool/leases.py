@@ -63,7 +63,7 @@ class Leases:
             named = {(group, attempt) for group, attempt in said.holds}
             self._void = {(name, key) for name, key in self._void if name != worker.name or key in named}
             others = self.held() - worker.holds
-            before, worker.holds = worker.holds, named - others - {key for _, key in self._void}
+            before, worker.holds = worker.holds, {key for key in named - others if (worker.name, key) not in self._void}
             if before - named:
                 self.changed.notify_all()
             return worker

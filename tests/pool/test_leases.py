@@ -1,0 +1,98 @@
+"""Who draws which task: leases that end with their worker, and workers that are set apart."""
+
+import time
+
+import pytest
+
+from grpo.pool import leases as leases_module
+from grpo.pool.leases import MOST_REFUSALS, Leases, state
+from grpo.wire.rollouts import Lease
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return Leases()
+
+
+def says(name: str, *holds: tuple[int, int]) -> Lease:
+    return Lease(name, 1, [[*key] for key in holds], 0.0)
+
+
+def lease(leases: Leases, name: str, *keys: tuple[int, int]) -> None:
+    leases.seen(says(name))
+    leases.grant(name, keys)
+
+
+def test_what_a_worker_does_not_name_any_more_is_free(leases):
+    lease(leases, "a", (0, 0), (1, 0))
+    assert leases.held() == {(0, 0), (1, 0)}
+    leases.seen(says("a", (1, 0)))
+    assert leases.held() == {(1, 0)}
+    leases.seen(says("b"))
+    assert leases.held() == {(1, 0)}
+
+
+def test_a_worker_keeps_what_it_holds_when_the_pool_restarts_unless_another_has_it(leases):
+    lease(leases, "a", (0, 0))
+    leases.seen(says("b", (0, 0), (5, 0)))
+    assert {worker.name: worker.holds for worker in leases.workers()} == {"a": {(0, 0)}, "b": {(5, 0)}}
+
+
+def test_a_silent_worker_loses_its_leases_and_a_waiting_one_does_not(leases, monkeypatch):
+    monkeypatch.setattr(leases_module, "LEASE_SECONDS", 0.2)
+    lease(leases, "silent", (0, 0))
+    lease(leases, "waiting", (1, 0))
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        leases.renew("waiting")
+        time.sleep(0.02)
+    assert leases.held() == {(1, 0)}
+    assert {worker.name: state(worker) for worker in leases.workers()} == {"silent": "silent", "waiting": "drawing"}
+
+
+def test_what_was_drawn_is_nobodys_and_a_lease_that_was_ended_is_not_wanted(leases):
+    lease(leases, "a", (0, 0), (1, 0))
+    lease(leases, "b", (2, 0))
+    leases.uploaded("b", [(0, 0)], 1, 12)  # a was slow
+    assert leases.held() == {(1, 0), (2, 0)}
+    leases.void([(1, 0), (3, 0)])
+    assert leases.held() == {(2, 0)} and leases.is_void("a", (1, 0)) and not leases.is_void("b", (1, 0))
+    leases.seen(says("a", (1, 0)))  # it is drawing still
+    assert leases.held() == {(2, 0)} and leases.is_void("a", (1, 0))
+    leases.grant("b", [(1, 0)])
+    leases.seen(says("b", (2, 0), (1, 0)))
+    assert leases.held() == {(2, 0), (1, 0)}
+    leases.uploaded("a", [(1, 0)], 0, 0)
+    assert not leases.is_void("a", (1, 0))
+    a, b = sorted(leases.workers(), key=lambda worker: worker.name)
+    assert (a.groups, a.tokens, a.uploaded) == (0, 0, None) and (b.groups, b.tokens) == (1, 12) and b.uploaded
+
+
+def test_a_lease_that_was_ended_can_be_had_anew(leases):
+    lease(leases, "a", (1, 0))
+    leases.void([(1, 0)])
+    leases.seen(says("a"))  # it has given it up
+    leases.grant("a", [(1, 0)])
+    assert not leases.is_void("a", (1, 0)) and leases.held() == {(1, 0)}
+
+
+def test_three_refusals_in_a_row_set_a_worker_apart(leases):
+    lease(leases, "a", (0, 0), (1, 0))
+    for _ in range(MOST_REFUSALS - 1):
+        assert not leases.refused("a", [(0, 0)], "a log-prob is above 0").is_apart
+    assert leases.held() == {(1, 0)}
+    leases.uploaded("a", [(1, 0)], 1, 5)
+    for _ in range(MOST_REFUSALS - 1):
+        assert not leases.refused("a", [], "").is_apart
+    leases.grant("a", [(7, 0)])
+    assert leases.refused("a", [], "ids").is_apart and leases.held() == set()
+    (worker,) = leases.workers()
+    assert (worker.refusals, worker.reason, state(worker)) == (5, "ids", "apart")
+    assert not leases.seen(says("a of another process")).is_apart
+
+
+def test_workers_beyond_the_most_take_the_place_of_the_longest_silent(leases, monkeypatch):
+    monkeypatch.setattr(leases_module, "_MOST_WORKERS", 3)
+    for name in "abcad":
+        leases.seen(says(name))
+    assert [worker.name for worker in leases.workers()] == ["d", "a", "c"]

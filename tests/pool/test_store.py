@@ -1,0 +1,374 @@
+"""The pool's file: what is stored stays, also over a SIGKILL and a full disk; another file is refused."""
+
+import os
+import random
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from pools import FOLDER, PROBE, RUN, damage, drawn, put_file, put_version, sha, weights
+
+from grpo.config.errors import ConfigError
+from grpo.pool import files as files_module
+from grpo.pool.database import PIECE_BYTES
+from grpo.pool.store import Recording, Store
+from grpo.wire.errors import ProtocolError
+from grpo.wire.rollouts import Task, Version, decode_drawn
+from grpo.wire.weights import Piece
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    return str(tmp_path / "run.sqlite")
+
+
+@pytest.fixture
+def store(path):
+    made = Store(path, damage)
+    yield made
+    made.close()
+
+
+def numbers(store: Store) -> list[int]:
+    return [version.version for version in store.versions()]
+
+
+def test_a_file_comes_in_pieces_in_any_rhythm_and_is_read_in_any(store):
+    data = weights(1, 2 * PIECE_BYTES + 12345)
+    piece = lambda start, end: store.files.add(Piece(sha(data), len(data), start), data[start:end])  # noqa: E731
+    assert piece(0, 0) == 0
+    assert piece(0, 1000) == 1000 == piece(0, 500)
+    assert store.files.size(sha(data)) is None
+    with pytest.raises(ProtocolError, match="1000 bytes of this file are here") as refusal:
+        piece(1001, 1002)
+    assert refusal.value.code == "missing_piece"
+    assert piece(500, PIECE_BYTES + 7) == PIECE_BYTES + 7
+    assert piece(PIECE_BYTES + 7, len(data)) == len(data) == piece(0, 10) == piece(0, 0)
+    assert store.files.size(sha(data)) == len(data)
+    for start, end in [(0, 10), (999, 1001), (PIECE_BYTES - 1, PIECE_BYTES + 9), (len(data) - 3, len(data))]:
+        assert store.files.read(sha(data), start, end) == data[start:end]
+    assert store.files.read(sha(data), 0, len(data)) == data
+    with pytest.raises(ProtocolError, match=f"this file has {len(data)} bytes"):
+        store.files.add(Piece(sha(data), len(data) + 1, 0), b"")
+    with pytest.raises(ProtocolError, match="beyond"):
+        store.files.add(Piece(sha(data), 10, 5), b"123456")
+
+
+def test_a_file_goes_on_after_a_restart_and_a_damaged_one_is_dropped(path):
+    data = weights(2)
+    first = Store(path, damage)
+    first.files.add(Piece(sha(data), len(data), 0), data[:3000])
+    first.close()
+    store = Store(path, damage)
+    assert store.files.add(Piece(sha(data), len(data), 3000), data[3000:]) == len(data)
+    other = weights(3)
+    store.files.add(Piece(sha(other), len(other), 0), other[:4000])
+    with pytest.raises(ProtocolError, match="SHA-256 differs") as refusal:
+        store.files.add(Piece(sha(other), len(other), 4000), bytes(1000))
+    assert refusal.value.code == "damaged"
+    assert store.files.add(Piece(sha(other), len(other), 0), b"") == 0
+    put_file(store, other)
+    store.close()
+
+
+def test_the_first_run_stays(store):
+    with pytest.raises(ProtocolError, match="no trainer") as refusal:
+        store.run()
+    assert (refusal.value.status, refusal.value.code, refusal.value.retry_after) == (404, "no_run", 2)
+    store.set_run(RUN)
+    store.set_run(replace(RUN, name="runs/resumed"))
+    with pytest.raises(ProtocolError, match="of run runs/a: start the pool with another --pool_file") as refusal:
+        store.set_run(replace(RUN, run="f" * 16))
+    assert refusal.value.code == "other_run" and store.run() == RUN
+
+
+def test_a_version_needs_its_files(store):
+    data, delta = weights(0), weights(9, 100)
+    whole = Version(0, sha(data), len(data), True, None, None, PROBE)
+    with pytest.raises(ProtocolError, match="is not here") as refusal:
+        store.add_version(whole)
+    assert refusal.value.code == "missing_file"
+    put_file(store, data)
+    with pytest.raises(ProtocolError, match=f"has {len(data)} bytes"):
+        store.add_version(replace(whole, size=7))
+    put_file(store, delta)
+    by_delta = Version(1, sha(b"1"), len(data), False, 0, sha(delta), PROBE)
+    with pytest.raises(ProtocolError, match="leads from version 0, which is not here"):
+        store.add_version(by_delta)
+    store.add_version(whole)
+    store.add_version(by_delta)
+    store.add_version(whole)
+    assert store.versions() == [whole, by_delta]
+
+
+def test_old_versions_go_with_their_files_unless_a_chain_begins_with_them(store):
+    store.set_run(RUN)
+    put_file(store, FOLDER)
+    made = [put_version(store, 0), put_version(store, 1, 0, False), put_version(store, 2, 1, False)]
+    made += [put_version(store, 3, 2, True), put_version(store, 4, 3, False)]
+    store.drop_versions_below(2)  # 2 is 0 with two deltas
+    assert numbers(store) == [0, 1, 2, 3, 4]
+    store.drop_versions_below(3)
+    assert numbers(store) == [3, 4]
+    assert [store.files.size(version.sha256) for version in made] == [None, None, None, 5000, None]
+    assert [store.files.size(version.delta or "") for version in made] == [None, None, None, 100, 100]
+    assert store.files.size(RUN.model_files) == len(FOLDER)
+    store.drop_versions_below(10)
+    assert numbers(store) == [] and store.files.size(made[4].delta) is None
+
+
+def test_a_file_that_is_still_coming_in_stays_and_an_abandoned_one_goes(store, monkeypatch):
+    data = weights(5)
+    store.files.add(Piece(sha(data), len(data), 0), data[:100])
+    put_version(store, 0)
+    store.drop_versions_below(1)
+    assert store.files.add(Piece(sha(data), len(data), 0), b"") == 100
+    monkeypatch.setattr(files_module, "_ABANDONED_SECONDS", 0)
+    store.drop_versions_below(1)
+    assert store.files.add(Piece(sha(data), len(data), 0), b"") == 0
+
+
+def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(store):
+    store.set_run(RUN)
+    tasks = [Task(3, 0, 1, [9]), Task(1, 1, 0, [5, 6]), Task(1, 0, 0, [5, 6]), Task(0, 0, 1, [7]), Task(8, 0, 2, [1])]
+    assert store.put_tasks(tasks) == [] == store.put_tasks(tasks)
+    assert store.open_tasks(10) == []  # no version is here
+    put_version(store, 0)
+    put_version(store, 1)
+    right = [tasks[2], tasks[1], tasks[3], tasks[0]]
+    assert store.open_tasks(10) == right and store.open_tasks(3) == right[:3]
+    assert store.add_results([(tasks[1], drawn(tasks[1])), (tasks[2], drawn(tasks[2]))], "w") == [True, True]
+    assert store.add_results([(tasks[1], drawn(tasks[1]))], "w") == [False]
+    assert store.open_tasks(10) == right[2:] and store.count_open() == 3
+    assert store.find_task((1, 0)) == (tasks[2], True) and store.find_task((3, 0)) == (tasks[0], False)
+    assert store.find_task((3, 1)) is None and store.tokens == 12
+    (first, second) = store.results([(3, 0), (1, 0), (77, 0), (1, 1)], 10**6)
+    assert decode_drawn(first) == [drawn(tasks[2])] and decode_drawn(second) == [drawn(tasks[1])]
+    assert store.results([(1, 0), (1, 1)], 1) == [first]
+    store.drop_versions_below(9)
+    assert store.find_task((1, 0)) == (tasks[2], True)  # for ever: the file can be replayed
+
+
+def test_rounds_are_counted_from_the_newest(store):
+    assert store.rounds(3) == []
+    store.set_run(RUN)
+    tasks = [Task(group, 0, group // 2, [group]) for group in range(9)]
+    store.put_tasks([*tasks, Task(6, 1, 3, [6])])
+    store.add_results([(task, drawn(task)) for task in tasks[:7]], "w")
+    rounds = store.rounds(3)
+    assert [(row["round"], row["tasks"], row["drawn"], row["tokens"]) for row in rounds] == [
+        (4, 1, 0, 0),
+        (3, 3, 1, 6),
+        (2, 2, 2, 12),
+    ]
+    assert [(row["version"], row["last_version"]) for row in rounds] == [(4, 4), (3, 3), (2, 2)]
+
+
+def test_a_task_with_another_prompt_is_refused_and_with_another_version_drawn_again(store):
+    store.set_run(RUN)
+    task = Task(1, 0, 0, [5, 6])
+    store.put_tasks([task])
+    store.add_results([(task, drawn(task))], "w")
+    with pytest.raises(ProtocolError, match="group 1 has another prompt") as refusal:
+        store.put_tasks([Task(2, 0, 0, [1]), replace(task, prompt_ids=[5])])
+    assert refusal.value.code == "other_run" and store.find_task((2, 0)) is None
+    put_version(store, 0)
+    put_version(store, 1)
+    assert store.put_tasks([replace(task, version=1)]) == [(1, 0)]
+    assert store.open_tasks(10) == [replace(task, version=1)] and store.results([(1, 0)], 10**6) == []
+    assert store.add_results([(task, drawn(task))], "late") == [False]
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_what_the_later_ones_drew(store):
+    store.set_run(RUN)
+    for number in range(4):
+        put_version(store, number)
+    tasks = [Task(number, attempt, number, [7]) for number in range(4) for attempt in range(2)]
+    store.put_tasks(tasks)
+    store.add_results([(task, drawn(task)) for task in tasks], "w")
+    old = store.versions()
+    assert store.add_version(old[2]) == []
+    put_file(store, weights(102))
+    void = store.add_version(Version(2, sha(weights(102)), 5000, True, None, None, PROBE))
+    assert {*void} == {(2, 0), (2, 1), (3, 0), (3, 1)}
+    assert numbers(store) == [0, 1, 2]
+    assert store.files.size(old[2].sha256) is None is store.files.size(old[3].sha256)
+    assert store.find_task((1, 1)) == (tasks[3], True)
+    assert store.find_task((2, 1)) is None is store.find_task((3, 0))
+    # The trainer may have put it just before: it stays, and is drawn by the new weights.
+    assert store.find_task((2, 0)) == (tasks[4], False)
+
+
+def test_a_recording_reads_the_run_and_its_results_while_the_pool_writes_and_after(store, path):
+    with pytest.raises(ConfigError, match="no trainer has used it"):
+        Recording(path)
+    store.set_run(RUN)
+    task = Task(1, 0, 0, [5, 6])
+    store.put_tasks([task, Task(2, 0, 0, [5])])
+    recording = Recording(path)
+    assert recording.run == RUN and recording.result((1, 0)) is None
+    store.add_results([(task, drawn(task))], "w")
+    assert recording.result((1, 0)) == drawn(task) and recording.task((1, 0)) == task
+    assert recording.result((2, 0)) is None is recording.task((3, 0))
+    recording.close()
+
+
+def test_a_recording_reads_a_file_where_nothing_can_be_written(path, tmp_path):
+    store = Store(path, damage)
+    store.set_run(RUN)
+    store.close()
+    assert os.listdir(tmp_path) == ["run.sqlite"]  # all of it is in this file: it can be copied
+    os.chmod(path, 0o444)
+    os.chmod(tmp_path, 0o555)
+    try:
+        assert Recording(path).run == RUN
+        assert os.listdir(tmp_path) == ["run.sqlite"]
+    finally:
+        os.chmod(tmp_path, 0o755)
+
+
+def test_a_file_that_is_no_pools_is_refused_in_a_sentence(path, tmp_path):
+    def check(words: str) -> None:
+        for opened in (lambda: Store(path, damage), lambda: Recording(path)):
+            with pytest.raises(ConfigError, match=words) as refusal:
+                opened()
+            assert str(refusal.value).startswith(f"pool_file={path!r}: ") and "\n" not in str(refusal.value)
+
+    with pytest.raises(ConfigError, match="there is no such file"):
+        Recording(path)
+    with pytest.raises(ConfigError, match="Is a directory: name a file to write to"):
+        Store(str(tmp_path), damage)
+    with open(path, "wb") as file:
+        file.write(b"notes " * 1000)
+    check("no pool's file, or damaged")
+    os.unlink(path)
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE notes (text)")
+    other.close()
+    check("another program")
+    os.unlink(path)
+    Store(path, damage).close()
+    with sqlite3.connect(path) as newer:
+        newer.execute("PRAGMA user_version = 2")
+    newer.close()
+    check("has schema 2, and this program reads 1")
+
+
+def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
+    store = Store(path, damage)
+    store.set_run(RUN)
+    tasks = [Task(group, 0, 0, [7] * 100) for group in range(500)]
+    store.put_tasks(tasks)
+    put_file(store, weights(0, 10**6))
+    store.close()
+    whole, said = Path(path).read_bytes(), []
+    with open(path, "wb") as file:
+        file.write(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="damaged"):
+        Store(path, said.append)
+    with open(path, "wb") as file:
+        file.write(whole[:4096] + bytes(len(whole) - 4096))
+    with pytest.raises(ConfigError, match="damaged"):
+        Store(path, said.append)
+    # Where it is only met later on: an index.
+    connection = sqlite3.connect(path)
+    with open(path, "wb") as file:
+        file.write(whole)
+    (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'open_tasks'").fetchone()
+    connection.close()
+    with open(path, "r+b") as file:
+        file.seek((page - 1) * 4096)
+        file.write(b"\xff" * 4096)
+    said.clear()
+    store = Store(path, said.append)
+    with pytest.raises(ProtocolError) as refusal:
+        store.count_open()
+    assert refusal.value.status == 503
+    assert str(said[0]).startswith(f"pool_file={path!r}: no pool's file, or damaged (database disk image is malformed)")
+    store.close()
+
+
+def test_one_pool_at_a_time_writes_to_a_file(store, path):
+    with pytest.raises(ConfigError, match="another pool writes to it"):
+        Store(path, damage)
+    store.set_run(RUN)  # the lock of the first one is as it was
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """No file may have more than a megabyte, as on a full disk (Python ignores SIGXFSZ: a write fails)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, path, small_disk):
+    store.set_run(RUN)
+    kept = Task(0, 0, 0, [7])
+    store.put_tasks([kept])
+    small_disk(1 << 20)
+    data = weights(1, 3 << 20)
+    tasks = [Task(group, 0, 0, [7] * 1000) for group in range(1, 1000)]
+    for attempt in (
+        lambda: store.files.add(Piece(sha(data), len(data), 0), data),
+        lambda: store.put_tasks(tasks),
+    ):
+        with pytest.raises(ProtocolError, match="its disk may be full") as refusal:
+            attempt()
+        assert (refusal.value.status, refusal.value.code) == (503, "no_space") and refusal.value.retry_after
+    assert store.files.add(Piece(sha(data), len(data), 0), b"") == 0
+    assert store.count_open() == 1 and store.find_task((1, 0)) is None
+    small_disk(100 << 20)
+    put_file(store, data)
+    store.put_tasks(tasks)
+    assert store.count_open() == 1000
+
+
+KILLED = """
+import sys
+sys.path[:0] = [{repository!r}, {repository!r} + "/tests"]
+from pools import *
+store = Store(sys.argv[1], damage)
+store.set_run(RUN)
+put_version(store, 0)
+first = int(sys.argv[2])
+for group in range(first, first + 10**6):
+    task = Task(group, 0, 0, [7, group % 100])
+    store.put_tasks([task])
+    data = weights(group, 300_000)
+    put_file(store, data)
+    store.add_results([(task, drawn(task))], "w")
+    print(group, flush=True)
+"""
+
+
+def test_what_was_stored_is_there_after_every_sigkill(path):
+    """In a loop that puts tasks, files and results, killed after some ms of it: the next one opens the same file."""
+    script = KILLED.format(repository=str(REPOSITORY))
+    draw, done = random.Random(0), -1
+    for _ in range(4):
+        stop = done + draw.randint(1, 12)
+        with subprocess.Popen(
+            [sys.executable, "-c", script, path, str(done + 1)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            for line in process.stdout:
+                done = int(line)
+                if done == stop:
+                    process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        recording = Recording(path)
+        for group in range(done + 1):
+            assert recording.result((group, 0)) == drawn(Task(group, 0, 0, [7, group % 100]))
+        recording.close()
+    store = Store(path, damage)
+    assert all(store.files.size(sha(weights(group, 300_000))) == 300_000 for group in range(done + 1)) and done > 3
+    store.close()
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()

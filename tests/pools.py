@@ -1,0 +1,48 @@
+"""What tests fill a pool of rollouts with. It loads no torch: processes that are to be killed at once import it."""
+
+import hashlib
+import random
+
+from grpo.pool.store import Store
+from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task, Version
+from grpo.wire.weights import Piece
+
+PROBE = Probe([1, 2], [3], [-0.5])
+FOLDER = b"the model's folder"
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+RUN = RunInfo("0123456789abcdef", "runs/a", 100, [2], 2, 4, 0.7, 42, sha(FOLDER), groups_per_round=2)
+
+
+def damage(error):
+    raise AssertionError(error)
+
+
+def weights(number: int, size: int = 5000) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+def put_file(store: Store, data: bytes) -> str:
+    assert store.files.add(Piece(sha(data), len(data), 0), data) == len(data)
+    return sha(data)
+
+
+def put_version(store: Store, number: int, base: int | None = None, whole: bool = True, salt: int = 0) -> Version:
+    """Store a version of random weights, whole or as a delta from another."""
+    data, delta = weights(number + salt), weights(-number - salt - 1, 100)
+    if whole:
+        put_file(store, data)
+    if base is not None:
+        put_file(store, delta)
+    version = Version(number, sha(data), len(data), whole, base, None if base is None else sha(delta), PROBE)
+    store.add_version(version)
+    return version
+
+
+def drawn(task: Task) -> Drawn:
+    ids = [[3 + (task.group + task.attempt) % 50, 2], [5, 6, 7, 8]]
+    return Drawn(*task.key, ids, [[-0.5] * len(row) for row in ids], [[task.version] * len(row) for row in ids])
