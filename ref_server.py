@@ -92,7 +92,7 @@ def make_app(service: ModelService | PoolService) -> App:
 
     @app.get(METRICS_PATH)
     def metrics():
-        return make_answer(service.monitor.to_prometheus(service.held()), 200, service.monitor.CONTENT_TYPE)
+        return make_answer(service.metrics(), 200, service.monitor.CONTENT_TYPE)
 
     @app.get(STATUS_PATH)
     def status():
@@ -173,7 +173,7 @@ def run(config: ServerConfig) -> int:
         if time.monotonic() < next_summary:
             continue
         next_summary += SUMMARY_SECONDS
-        if summary := service.monitor.summary(service.held()):
+        if summary := service.summary():
             log.info(summary)
         service.tidy()
 

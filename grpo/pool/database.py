@@ -62,6 +62,10 @@ class Database:
             self._connection.close()
             os.close(self._file)  # not before: closing a file ends all locks that SQLite holds on it
 
+    def size(self) -> int:
+        """Return the bytes of the file and of the log beside it."""
+        return sum(os.path.getsize(name) for name in (self.path, f"{self.path}-wal") if os.path.exists(name))
+
     def sql(self, statement: str, *values: Any) -> sqlite3.Cursor:
         with self._failures():
             return self._connection.execute(statement, values)

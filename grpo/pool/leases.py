@@ -17,6 +17,7 @@ LEASE_SECONDS = 30.0
 """a worker that is silent for so long loses its leases"""
 MOST_REFUSALS = 3
 """so many refused uploads in a row set a worker apart"""
+STATES = "drawing", "waiting", "silent", "apart"
 _MOST_WORKERS = 256
 
 
@@ -151,7 +152,7 @@ class Leases:
 
 
 def state(worker: Worker) -> str:
-    """Return what a worker is doing: apart, silent, drawing or waiting."""
+    """Return which of STATES a worker is in."""
     if worker.is_apart:
         return "apart"
     if worker.seen < time.monotonic() - LEASE_SECONDS:

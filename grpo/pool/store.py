@@ -238,6 +238,10 @@ class Store:
         names = "round", "version", "last_version", "tasks", "drawn", "tokens"
         return [dict(zip(names, row, strict=True)) for row in rows]
 
+    def file_bytes(self) -> int:
+        """Return the bytes of the file, with those that lie beside it until they are moved into it."""
+        return self._database.size()
+
     def count_open(self) -> int:
         """Return the number of tasks without a result."""
         return self._database.row("SELECT count(*) FROM tasks WHERE drawn IS NULL")[0]

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
@@ -25,7 +26,7 @@ from prometheus_client import (
 
 from grpo.server.history import SECONDS, WORK, History
 from grpo.wire.errors import ProtocolError
-from grpo.wire.paths import HEALTH_PATH, TASK_PATHS
+from grpo.wire.paths import HEALTH_PATH, ROLLOUTS_PATH, TASK_PATHS
 
 log = logging.getLogger("ref_server")
 
@@ -35,6 +36,7 @@ _LATENCIES = 1000
 _CLIENTS = 50
 _CLIENT_SECONDS = 600
 _ERRORS = 20
+_MetricT = TypeVar("_MetricT", Counter, Gauge, Histogram)
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,7 @@ class Monitor:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
 
-        def make(kind, name, text, **options):
-            return kind(f"grpo_ref_{name}", text, registry=self._registry, **options)
-
+        make = self.make
         self._requests = make(Counter, "requests", "Requests answered", labelnames=["path", "status"])
         self._seconds = make(
             Histogram,
@@ -122,6 +122,16 @@ class Monitor:
         self._sums: Tally[str] = Tally()
         self._reported = (time.monotonic(), Tally(), 0)
 
+    def make(self, kind: type[_MetricT], name: str, text: str, **options) -> _MetricT:
+        """Return a new metric of /metrics."""
+        return kind(f"grpo_ref_{name}", text, registry=self._registry, **options)
+
+    def drawn(self, tokens: int) -> None:
+        """Count tokens that workers have drawn, in the second before now."""
+        with self._lock:
+            self._sums["tokens"] += tokens
+            self._working_since = min(self._working_since, time.monotonic() - SAMPLE_SECONDS)
+
     def scored(self, done: Pass) -> None:
         """Count a forward pass."""
         self._tokens.inc(done.tokens)
@@ -156,10 +166,11 @@ class Monitor:
         self._requests.labels(path, status).inc()
         is_for_model = path in TASK_PATHS.values()
         scored = is_for_model and status == 200
+        is_shown = is_for_model or path.startswith(ROLLOUTS_PATH) or (status >= 400 and path != HEALTH_PATH)
         if scored:
             self._seconds.observe(seconds)
         with self._lock:
-            if is_for_model or (status >= 400 and path != HEALTH_PATH):
+            if is_shown:
                 self._statuses[status] += 1
             if scored:
                 self._latencies.append(seconds)
@@ -189,7 +200,7 @@ class Monitor:
             work = {name: self._sums[name] - self._sampled[name] for name in WORK}
             latencies = list(self._latencies)[-self._unsampled :] if self._unsampled else []
             for history in self._histories:
-                if work["seconds"]:
+                if work["tokens"]:
                     history.add_work(self._working_since, now, work)
                 history.add_sample(now, state, math.nan if memory is None else memory, latencies)
             self._sampled, self._working_since, self._unsampled = self._sums.copy(), math.inf, 0

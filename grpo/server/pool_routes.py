@@ -48,7 +48,10 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     def add_piece():
         with service.thread_of(service.work_threads):
             piece = Piece.of(bottle.request.query)
-            return make_json({"received": service.store.files.add(piece, read_post())})
+            body = read_post()
+            received = service.store.files.add(piece, body)
+            service.numbers.received(len(body))
+            return make_json({"received": received})
 
     @app.get(FILES_PATH)
     def send_file():
@@ -94,7 +97,9 @@ def add_pool_routes(app: App, service: PoolService) -> None:
             asked = read_post_json()
             keys, wait = keys_of("groups", asked.get("groups")), asked.get("wait", 0)
             check_amount("wait", wait)
-        return make_answer(service.groups(keys, wait, is_gone), 200, CONTENT_TYPE)
+        body = service.groups(keys, wait, is_gone)
+        service.numbers.sent(len(body))
+        return make_answer(body, 200, CONTENT_TYPE)
 
     # Workers
 
@@ -116,21 +121,28 @@ def add_pool_routes(app: App, service: PoolService) -> None:
         worker = bottle.request.query.getunicode("worker") or bottle.request.remote_addr or ""
         note(client=worker)
         with service.thread_of(service.work_threads):
-            return make_json({"results": service.add_results(read_post(), worker)})
+            body = read_post()
+            service.numbers.received(len(body))
+            return make_json({"results": service.add_results(body, worker)})
 
 
 def _file_answer(service: PoolService, sha256: str, wanted: str) -> bottle.HTTPResponse:
     """Return a file, or what a Range header asks of it. An answer has at most PIECE_BYTES: the client asks on."""
+    no_file = ProtocolError(404, "no_file", f"no complete file {sha256[:80]!r} is here")
     size = service.store.files.size(sha256)
     if size is None:
-        raise ProtocolError(404, "no_file", f"no complete file {sha256[:80]!r} is here")
+        raise no_file
     # Another kind of range is ignored, as RFC 9110 allows.
     match = re.fullmatch(r"bytes=(\d{1,18})-(\d{0,18})", wanted)
     start = int(match[1]) if match else 0
     end = min(size, int(match[2]) + 1 if match and match[2] else size, start + PIECE_BYTES)
     if start >= end:
         raise ProtocolError(416, "range_not_satisfiable", f"the file has {size} bytes: {wanted[:80]!r} is not in it")
-    answer = make_answer(service.store.files.read(sha256, start, end), 200, CONTENT_TYPE)
+    body = service.store.files.read(sha256, start, end)
+    if len(body) < end - start:  # it has just been dropped
+        raise no_file
+    service.numbers.sent(len(body))
+    answer = make_answer(body, 200, CONTENT_TYPE)
     if match or end - start < size:
         answer.status = 206
         answer.set_header("Content-Range", f"bytes {start}-{end - 1}/{size}")

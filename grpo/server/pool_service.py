@@ -10,9 +10,10 @@ from typing import TypeVar
 
 from grpo.config.server import ServerConfig
 from grpo.pool.database import PIECE_BYTES
-from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Key, Leases, Worker, state
+from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Key, Leases, Worker
 from grpo.pool.store import Store
 from grpo.server.http import THREADS
+from grpo.server.pool_monitor import PoolMonitor
 from grpo.server.service import Service
 from grpo.wire.errors import ProtocolError, check_name
 from grpo.wire.health import ModelInfo
@@ -36,7 +37,6 @@ _MOST_WAITING = (
 )  # requests that wait for tasks or results; the other threads keep /health quick
 LONGEST_WAIT = 30.0  # seconds
 _CHECK_SECONDS = 0.5  # how often a thread that waits checks whether its client is still connected
-_ROUNDS = 8
 
 _Found = TypeVar("_Found")
 
@@ -48,6 +48,7 @@ class PoolService(Service):
         super().__init__(config, ModelInfo())
         self.store: Store | None = None
         self.leases = Leases()
+        self.numbers = PoolMonitor(self.monitor, self.leases)
         self.work_threads = threading.Semaphore(_MOST_WORK)
         self._waiting_threads = threading.Semaphore(_MOST_WAITING)
         # While they are read, tokens take many times the size of the body: read one request at a time.
@@ -131,21 +132,19 @@ class PoolService(Service):
         accepted = [drawn for drawn, answer in zip(groups, answers, strict=True) if answer == "accepted"]
         tokens = sum(len(ids) for drawn in accepted for ids in drawn.completions)
         self.leases.uploaded(worker, [drawn.key for drawn in groups], len(accepted), tokens)
+        self.numbers.answered(answers, tokens)
         return answers
 
+    def metrics(self) -> bytes:
+        if self.store is not None:
+            self.numbers.refresh(self.store)
+        return super().metrics()
+
     def status(self) -> dict:
-        shown = super().status()
-        if self.store is None:
-            return shown
-        now, run = time.monotonic(), self.store.run() if self.store.has_run() else None
-        leased, undrawn = len(self.leases.held()), self.store.count_open()
-        return {
-            **shown,
-            "run": run and {"run": run.run, "name": run.name},
-            "workers": [_describe(worker, now) for worker in self.leases.workers()],
-            "rounds": self.store.rounds(_ROUNDS),
-            "leases": {"leased": leased, "undrawn": undrawn},
-        }
+        return super().status() | (self.numbers.status(self.store) if self.store is not None else {})
+
+    def summary(self) -> str | None:
+        return self.numbers.summary(self.store)
 
     def _take(self, said: Lease) -> list[Task]:
         """Lease to a worker the first tasks that are free, all of one version."""
@@ -154,6 +153,7 @@ class PoolService(Service):
             free = [task for task in self.store.open_tasks(said.room + len(held)) if task.key not in held]
             tasks = [task for task in free if task.version == free[0].version][: said.room]
             self.leases.grant(said.worker, [task.key for task in tasks])
+            self.numbers.leased(len(tasks))
             return tasks
 
     def _wait(
@@ -186,6 +186,7 @@ class PoolService(Service):
 
     def _refuse(self, name: str, keys: list[Key], error: ProtocolError) -> None:
         """Count a refused upload, and say so where the worker is now set apart."""
+        self.numbers.answered(["refused"] * len(keys))
         worker = self.leases.refused(name, keys, error.message)
         if worker.is_apart:
             log.warning("worker %r is set apart after %d refused uploads: %s", name, MOST_REFUSALS, error.message)
@@ -193,23 +194,3 @@ class PoolService(Service):
     def _name_run(self) -> None:
         if self.store.has_run():
             self.change_info(model=ModelInfo(self.store.run().name))
-
-
-def _describe(worker: Worker, now: float) -> dict:
-    """Return what /status says of a worker; times are seconds ago."""
-    said = worker.said
-    return {
-        "name": worker.name,
-        "card": said.card,
-        "version": said.version,
-        "tokens_per_second": said.tokens_per_second,
-        "state": state(worker),
-        "message": said.message,
-        "leases": len(worker.holds),
-        "last_seen": now - worker.seen,
-        "last_upload": None if worker.uploaded is None else now - worker.uploaded,
-        "groups": worker.groups,
-        "tokens": worker.tokens,
-        "refusals": worker.refusals,
-        "reason": worker.reason,
-    }

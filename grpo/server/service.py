@@ -114,6 +114,14 @@ class Service:
     def current_info(self) -> ServerInfo:
         return self.info
 
+    def metrics(self) -> bytes:
+        """Return what Prometheus reads."""
+        return self.monitor.to_prometheus(self.held())
+
+    def summary(self) -> str | None:
+        """Return a line for the log on what happened since the last call, or None where nothing did."""
+        return self.monitor.summary(self.held())
+
     def status(self) -> dict:
         """Return what the live page shows."""
         return {"health": self.current_info().to_dict(), **self.monitor.status(self.held())}

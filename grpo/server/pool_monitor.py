@@ -1,0 +1,116 @@
+"""A pool's own numbers for those who watch it, beside those of every server (grpo/server/monitor.py)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter as Tally
+from collections.abc import Sequence
+
+from prometheus_client import Counter, Gauge
+
+from grpo.pool.leases import STATES, Leases, Worker, state
+from grpo.pool.store import Store
+from grpo.server.monitor import Monitor
+
+_ROUNDS = 8
+
+
+class PoolMonitor:
+    """Counters of a pool, and what its page shows. All methods may be called from any thread."""
+
+    def __init__(self, monitor: Monitor, leases: Leases):
+        self._monitor, self._leases = monitor, leases
+        self._leased = monitor.make(Counter, "pool_leases", "Tasks leased to workers")
+        self._results = monitor.make(
+            Counter, "pool_results", "Groups that workers sent, by what became of them", labelnames=["answer"]
+        )
+        self._tokens = monitor.make(Counter, "pool_tokens", "Tokens of the completions that were accepted")
+        self._bytes = monitor.make(Counter, "pool_bytes", "Bytes of files and results", labelnames=["direction"])
+        self._workers = monitor.make(Gauge, "pool_workers", "Workers", labelnames=["state"])
+        self._tasks = monitor.make(Gauge, "pool_tasks", "Tasks without a result", labelnames=["state"])
+        self._lock = threading.Lock()
+        self._sums: Tally[str] = Tally()
+        self._reported = time.monotonic(), self._sums.copy()
+
+    def leased(self, tasks: int) -> None:
+        self._leased.inc(tasks)
+
+    def answered(self, answers: Sequence[str], tokens: int = 0) -> None:
+        """Count uploaded groups by their answers, and the tokens of those that were accepted."""
+        for answer, count in Tally(answers).items():
+            self._results.labels(answer.replace(" ", "_")).inc(count)
+            self._add(answer, count)
+        self._tokens.inc(tokens)
+        self._add("tokens", tokens)
+        if tokens:
+            self._monitor.drawn(tokens)
+
+    def received(self, size: int) -> None:
+        self._bytes.labels("received").inc(size)
+        self._add("received", size)
+
+    def sent(self, size: int) -> None:
+        self._bytes.labels("sent").inc(size)
+        self._add("sent", size)
+
+    def refresh(self, store: Store) -> None:
+        """Bring the gauges up to date, before /metrics shows them."""
+        states, counts = self._leases.states(), self._count(store)
+        for name in STATES:
+            self._workers.labels(name).set(states[name])
+        for name, count in counts.items():
+            self._tasks.labels(name).set(count)
+
+    def status(self, store: Store) -> dict:
+        """Return the numbers of the live page; times in seconds, sizes in bytes."""
+        now, run = time.monotonic(), store.run() if store.has_run() else None
+        return {
+            "run": run and {"run": run.run, "name": run.name},
+            "workers": [_describe(worker, now) for worker in self._leases.workers()],
+            "rounds": store.rounds(_ROUNDS),
+            "versions": [version.version for version in store.versions()],
+            "tasks": self._count(store),
+            "bytes": {"received": self._sums["received"], "sent": self._sums["sent"], "file": store.file_bytes()},
+        }
+
+    def summary(self, store: Store) -> str | None:
+        """Return a line on what happened since the last call, or None where nothing did."""
+        (last_time, last), now = self._reported, time.monotonic()
+        self._reported = now, self._sums.copy()
+        new, seconds = self._sums - last, now - last_time
+        states, counts = self._leases.states(), self._count(store)
+        if not new and not any(counts.values()):
+            return None
+        return (
+            f"last {seconds:.0f} s: {new['accepted']} groups, {new['tokens'] / seconds:.0f} tokens/s, {new['refused']} "
+            f"refused; {counts['waiting']} tasks wait, {counts['leased']} are drawn by {states['drawing']} workers, "
+            f"{states['waiting']} workers wait; {new['received'] >> 20} MiB came, {new['sent'] >> 20} MiB went"
+        )
+
+    def _add(self, name: str, number: int) -> None:
+        with self._lock:
+            self._sums[name] += number
+
+    def _count(self, store: Store) -> dict[str, int]:
+        leased, undrawn = len(self._leases.held()), store.count_open()
+        return {"leased": min(leased, undrawn), "waiting": max(0, undrawn - leased)}
+
+
+def _describe(worker: Worker, now: float) -> dict:
+    said = worker.said
+    return {
+        "name": worker.name,
+        "card": said.card,
+        "version": said.version,
+        "tokens_per_second": said.tokens_per_second,
+        "state": state(worker),
+        "message": said.message,
+        "leases": len(worker.holds),
+        "last_seen": now - worker.seen,
+        "last_upload": None if worker.uploaded is None else now - worker.uploaded,
+        "groups": worker.groups,
+        "tokens": worker.tokens,
+        "refusals": worker.refusals,
+        "reason": worker.reason,
+    }
