@@ -91,12 +91,17 @@ class PoolService(Service):
 
         Raises ProtocolError: 403 for a worker that is set apart, 404 without a run, 503.
         """
-        self.store.run()
+        run = self.store.run()
         self._check_welcome(self.leases.seen(said))
         tasks: list[Task] = []
         if said.room:
             tasks = self._wait(lambda: self._take(said), said.wait, is_gone, said.worker)
-        return encode_tasks(tasks, {"lease_seconds": f"{LEASE_SECONDS:g}"})
+        metadata = {"lease_seconds": f"{LEASE_SECONDS:g}", "run": run.run}
+        # Not the number alone: a run that went back to a checkpoint may make a version of the same number anew.
+        weights = {version.version: version.sha256 for version in self.store.versions()} if tasks else {}
+        if tasks and tasks[0].version in weights:
+            metadata["sha256"] = weights[tasks[0].version]
+        return encode_tasks(tasks, metadata)
 
     def groups(self, keys: list[Key], seconds: float, is_gone: Callable[[], bool]) -> bytes:
         """Return the results of these tasks that are there, as bytes; wait for one where there is none."""
