@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from pools import FOLDER, PROBE, RUN, damage, drawn, put_file, put_version, sha, weights
+from stored import FOLDER, PROBE, RUN, damage, drawn, put_file, put_version, sha, weights
 
 from grpo.config.errors import ConfigError
 from grpo.pool import files as files_module
@@ -333,7 +333,7 @@ def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, path
 KILLED = """
 import sys
 sys.path[:0] = [{repository!r}, {repository!r} + "/tests"]
-from pools import *
+from stored import *
 store = Store(sys.argv[1], damage)
 store.set_run(RUN)
 put_version(store, 0)
