@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from grpo.client.connection import Answer, Connection, WeightsToSend
 from grpo.client.errors import ModelOutdated, RequestFailure, ServerError, ServersUnavailable
+from grpo.client.http import seconds_to_next_try
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE = 5.0  # seconds between two probes of a server
 IN_FLIGHT = 8  # requests of one rank to one server at a time
 
 
@@ -211,7 +211,7 @@ class Balancer:
     def _recover(self, server: Server, failure: RequestFailure) -> None:
         """Probe a server that is out of rotation until it can come back. Each such server has one thread for this."""
         must_probe = not failure.retry_after  # a server that names a time is alive
-        while not self._closing.wait(_seconds_to_next_probe(server.failures, failure.retry_after)):
+        while not self._closing.wait(seconds_to_next_try(server.failures, failure.retry_after)):
             try:
                 if must_probe or self._weights is not None:
                     self._probe(server)
@@ -252,10 +252,3 @@ class Balancer:
 
 def list_outcomes(servers: list[Server]) -> str:
     return " and ".join(f"{server.url} (it {server.last_outcome})" for server in servers)
-
-
-def _seconds_to_next_probe(failures: int, retry_after: float) -> float:
-    """Return how long to wait, with a random part: many ranks must not probe a server at the same moment."""
-    if retry_after:
-        return retry_after * random.uniform(1.0, 1.25)
-    return min(_LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)

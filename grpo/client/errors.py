@@ -7,6 +7,7 @@ ServerError (a RuntimeError)   the servers cannot serve this run: it ends
 RequestFailure                 one request failed: the client sends it again
 +-- ModelLoading               the server is loading its model
 +-- ModelOutdated              the server has weights that this run has replaced
++-- FileFailure                the pool lacks a file, or it came damaged: ask for another way to the same
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class RequestFailure(Exception):
         """seconds after which the server wants the next request; 0 where it named no time"""
         self.other_model = other_model
         """fingerprint of the model that the server has, where this run never had that one"""
+
+
+class FileFailure(RequestFailure):
+    """A file that the pool does not have, or that came damaged. Asking for it again may never help."""
 
 
 class ModelLoading(RequestFailure):

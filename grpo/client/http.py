@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from grpo.wire.weights import Piece
 
 CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 PIECE_BYTES = 16 << 20  # of a file in one request
+_LONGEST_PAUSE = 5.0  # seconds between two tries
 
 
 def check_certificates(ref_ca_file: str | None) -> str | bool:
@@ -115,3 +117,10 @@ def first_line(response: requests.Response) -> str:
 def read_retry_after(response: requests.Response) -> float:
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else 0.0
+
+
+def seconds_to_next_try(failures: int, retry_after: float) -> float:
+    """Return how long to wait, with a random part: many ranks must not ask a server at the same moment."""
+    if retry_after:
+        return retry_after * random.uniform(1.0, 1.25)
+    return min(_LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import requests
 
-from grpo.client.errors import RequestFailure, ResultRefused, ServerError
+from grpo.client.errors import FileFailure, RequestFailure, ResultRefused, ServerError
 from grpo.client.http import (
     CONNECT_SECONDS,
     certificate_refused,
@@ -63,6 +65,20 @@ _BLOCK = 1 << 20
 _Value = TypeVar("_Value")
 
 
+@dataclass(frozen=True)
+class Leased:
+    """The answer to a worker that asks for tasks."""
+
+    tasks: list[Task]
+    """tasks of one version"""
+    seconds: float
+    """a worker that is silent for so long loses what it holds"""
+    run: str
+    """identity of the pool's run"""
+    sha256: str
+    """SHA-256 of the weights of the tasks' version, which a run that went back makes anew; "" without tasks"""
+
+
 class PoolClient:
     """HTTP to one pool. Any thread may call it; each has TCP connections of its own."""
 
@@ -82,8 +98,11 @@ class PoolClient:
         self._token, self._verify, self._seconds, self._name = token, verify, request_timeout, name
         self._per_thread = threading.local()
         self._vocab_size = LARGEST_ID  # until the run says
-        self.answered_at = time.monotonic()
-        """time of the last answer of the pool, or of a part of one; at first that of the creation"""
+
+    @property
+    def answered_at(self) -> float:
+        """Return the time of the last answer, or part of one, that the present thread got; -inf before the first."""
+        return getattr(self._per_thread, "answered_at", -math.inf)
 
     def run(self) -> RunInfo | None:
         """Return the pool's run; None while it has none.
@@ -116,12 +135,13 @@ class PoolClient:
         body = json.dumps({"groups": [[*key] for key in keys], "wait": wait}).encode()
         return self._decoded(self._post(GROUPS_PATH, body, wait=wait), decode_drawn)
 
-    def lease(self, lease: Lease) -> tuple[list[Task], float]:
-        """Return new tasks, all of one version, and the seconds after which a silent worker loses what it holds."""
+    def lease(self, lease: Lease) -> Leased:
+        """Return new tasks, at most `lease.room`: at least one, or none after `lease.wait` seconds."""
 
-        def decode(body: bytes) -> tuple[list[Task], float]:
+        def decode(body: bytes) -> Leased:
             _, metadata = read_tensors(body)
-            return decode_tasks(body, self._vocab_size), float(metadata["lease_seconds"])
+            tasks, seconds = decode_tasks(body, self._vocab_size), float(metadata["lease_seconds"])
+            return Leased(tasks, seconds, metadata["run"], metadata.get("sha256", ""))
 
         return self._decoded(self._post(LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 
@@ -163,7 +183,7 @@ class PoolClient:
     def fetch_file(self, sha256: str, path: Path) -> None:
         """Write a file of the pool to `path`, from where an earlier call ended.
 
-        What is not complete lies beside it as SHA256.part. Raises RequestFailure where the pool has no such file or the
+        What is not complete lies beside it as SHA256.part. Raises FileFailure where the pool has no such file or the
         bytes are damaged, OSError where the disk does not take them.
         """
         part, digest = path.with_name(f"{sha256}.part"), hashlib.sha256()
@@ -179,7 +199,7 @@ class PoolClient:
                 received = file.tell()
         if digest.hexdigest() != sha256:
             part.unlink()
-            raise RequestFailure(f"sent a damaged file ({sha256[:12]}, {received} bytes)")
+            raise FileFailure(f"sent a damaged file ({sha256[:12]}, {received} bytes)")
         os.replace(part, path)
 
     def status(self) -> dict[str, Any]:
@@ -204,7 +224,7 @@ class PoolClient:
             for block in response.iter_content(_BLOCK):
                 file.write(block)
                 digest.update(block)
-                self.answered_at = time.monotonic()
+                self._per_thread.answered_at = time.monotonic()
         except requests.RequestException as error:
             raise connection_failed(error) from error
         if file.tell() == before:
@@ -253,15 +273,17 @@ class PoolClient:
             raise connection_failed(error) from error
         status = response.status_code
         if status in (200, 206, 416):
-            self.answered_at = time.monotonic()
+            self._per_thread.answered_at = time.monotonic()
             return response
         with response:
             code, message = read_error_code(response), read_error_message(response)
         if status == 404 and code and code == missing:
-            self.answered_at = time.monotonic()
+            self._per_thread.answered_at = time.monotonic()
             return response
-        if status in _RETRIED or (status == 409 and code != "other_run") or code == "no_file":
+        if status in _RETRIED or (status == 409 and code != "other_run"):
             raise RequestFailure(f"said {status}: {message}", read_retry_after(response))
+        if code == "no_file":
+            raise FileFailure(f"said {status}: {message}")
         if status == 401:
             raise ServerError(f"{self.url} wants another token: give pool, trainer and workers the same one")
         if status == 404:

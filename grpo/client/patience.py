@@ -1,0 +1,65 @@
+"""Sends a pool's requests again until they are answered, within a deadline."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from grpo.client.errors import FileFailure, RequestFailure, ServersUnavailable
+from grpo.client.http import seconds_to_next_try
+from grpo.client.pool import PoolClient
+
+log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
+
+
+class Stopped(Exception):
+    """The end of waiting, because the program is to end."""
+
+
+class Patience:
+    """The patience with a pool, of all threads together: the log says once that it is away, and that it is back."""
+
+    def __init__(self, client: PoolClient, deadline: float, stop: threading.Event):
+        """`deadline`: seconds without an answer, or a part of one, after which a request is given up."""
+        self._client, self._deadline, self._stop = client, deadline, stop
+        self._is_away, self._lock = False, threading.Lock()
+
+    def __call__(self, send: Callable[[], _Value]) -> _Value:
+        """Return what `send` returns once it raises no RequestFailure.
+
+        Raises ServersUnavailable after the deadline, FileFailure and ServerError at once, Stopped.
+        """
+        failures, silent_since = 0, 0.0
+        while not self._stop.is_set():
+            try:
+                answer = send()
+            except FileFailure:
+                raise
+            except RequestFailure as failure:
+                now = time.monotonic()
+                silent_since = max(silent_since or now, self._client.answered_at)
+                if now - silent_since > self._deadline:
+                    raise ServersUnavailable(
+                        f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure}): see its log; "
+                        "pool_deadline sets how long to wait"
+                    ) from failure
+                self._note(True, failure)
+                self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
+                failures += 1
+            else:
+                self._note(False)
+                return answer
+        raise Stopped
+
+    def _note(self, is_away: bool, failure: RequestFailure | None = None) -> None:
+        with self._lock:
+            if is_away and not self._is_away:
+                message = "%s %s; asking again for %.0f s"
+                log.warning(message, self._client.url, failure, self._deadline)
+            elif self._is_away and not is_away:
+                log.info("%s answers again", self._client.url)
+            self._is_away = is_away
