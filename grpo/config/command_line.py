@@ -33,6 +33,7 @@ _PROGRAMS = (
     "grpo.config.evaluate:EvaluateConfig",
     "grpo.config.generation:ChatConfig",
     "grpo.config.report:ReportConfig",
+    "grpo.config.worker:WorkerConfig",
 )
 """the programs whose settings a file may hold; imported only for a file with a name that is not the program's own"""
 

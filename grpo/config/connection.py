@@ -38,15 +38,21 @@ class ConnectionSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.token = os.environ.get(TOKEN_VARIABLE) or None
-        if self.token_file is not None:
-            self.token = _read_token(self.token_file)
-        require(
-            self.token is None or (self.token.isascii() and self.token.isprintable() and " " not in self.token),
-            TOKEN_VARIABLE if self.token_file is None else "token_file",
-            "(hidden)" if self.token_file is None else self.token_file,
-            "the token travels in an HTTP header: use printable ASCII without spaces",
-        )
+        self.token = find_token(self.token_file)
+
+
+def find_token(token_file: str | None) -> str | None:
+    """Return the token of the file, or of the environment; None where there is none. Raises ConfigError."""
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if token_file is not None:
+        token = _read_token(token_file)
+    require(
+        token is None or (token.isascii() and token.isprintable() and " " not in token),
+        TOKEN_VARIABLE if token_file is None else "token_file",
+        "(hidden)" if token_file is None else token_file,
+        "the token travels in an HTTP header: use printable ASCII without spaces",
+    )
+    return token
 
 
 def _read_token(path: str) -> str:
@@ -77,12 +83,17 @@ class ServersSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.ref_ca_file is None or Path(self.ref_ca_file).is_file(),
-            "ref_ca_file",
-            self.ref_ca_file,
-            "there is no such file: name the PEM file of the authority that signed the server's certificate",
-        )
+        check_ca_file(self.ref_ca_file)
+
+
+def check_ca_file(ref_ca_file: str | None) -> None:
+    """Raise ConfigError where there is no such file."""
+    require(
+        ref_ca_file is None or Path(ref_ca_file).is_file(),
+        "ref_ca_file",
+        ref_ca_file,
+        "there is no such file: name the PEM file of the authority that signed the server's certificate",
+    )
 
 
 @dataclass
