@@ -29,6 +29,7 @@ FILES = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "grpo
 ENTRIES = {
     "ref_server": {"deepspeed", "datasets", "reward"},
     "grpo_ref_split": {"bottle", "waitress", "prometheus_client"},
+    "generate": {"bottle", "waitress", "prometheus_client", "deepspeed", "datasets"},
     "grpo/evaluate": {"bottle", "waitress", "prometheus_client", "deepspeed"},
     "grpo/chat": {"bottle", "waitress", "prometheus_client", "deepspeed", "requests"},
     "grpo/report/__main__": {"prometheus_client", "deepspeed", "requests", "torch", "datasets"},

@@ -14,14 +14,15 @@ from grpo.config.launch import LaunchConfig
 from grpo.config.report import ReportConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.config.worker import WorkerConfig
 
 PAGE = REPOSITORY / "docs/troubleshooting.md"
 PROGRAMS = [
-    *(REPOSITORY / name for name in ("grpo_ref_split.py", "ref_server.py", "reward.py")),
+    *(REPOSITORY / name for name in ("grpo_ref_split.py", "ref_server.py", "generate.py", "reward.py")),
     *sorted((REPOSITORY / "grpo").rglob("*.py")),
     *sorted((REPOSITORY / "demo").glob("*.py")),
 ]
-CONFIGS = (TrainerConfig, ServerConfig, EvaluateConfig, ChatConfig, ReportConfig, LaunchConfig)
+CONFIGS = (TrainerConfig, ServerConfig, EvaluateConfig, ChatConfig, ReportConfig, LaunchConfig, WorkerConfig)
 SETTINGS = {field.name for config in CONFIGS for field in dataclasses.fields(config)}
 # Where metrics get their names, of a run and of the reference server.
 NAMING = [REPOSITORY / "grpo_ref_split.py"]

@@ -16,7 +16,7 @@ class Engine(Protocol):
     """What draws completions of groups. Every method may raise EngineError."""
 
     card: str
-    """what it draws on, for the pool's page; known after `start`"""
+    """what it draws on, for the pool's page; "" until it is known"""
     capacity: int
     """groups that it draws at a time; known after `start`"""
 
@@ -40,5 +40,8 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """End. Any number of times, from any thread, and before `start` too; a `draw` that runs raises EngineError."""
+        """End. Any number of times, from any thread, and before `start` too.
+
+        A `draw` that runs ends soon, with an EngineError where it must.
+        """
         ...

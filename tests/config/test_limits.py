@@ -26,11 +26,12 @@ from grpo.config.rewards import RewardSection
 from grpo.config.server import ServerConfig, ServingSection
 from grpo.config.trainer import TrainerConfig
 from grpo.config.training import TrainingSection
+from grpo.config.worker import WorkerConfig
 
 SECTIONS = (
     *(SharedConfig, DataSection, AnswerSection, GenerationSection, RolloutSection, EvaluateSection, ChatSection),
     *(RewardSection, LossSection, TrainingSection, AdapterSection, ConnectionSection, ReferenceSection, RecordSection),
-    *(ServersSection, ServingSection, ReportConfig),
+    *(ServersSection, ServingSection, ReportConfig, WorkerConfig),
 )
 NUMBERS = [
     (section, field)
@@ -44,12 +45,12 @@ BY_OTHERS = {"delta"}  # its limit is another setting
 
 def settings_with(section, field, number) -> dict:
     """Return arguments of the section that are right but for this number."""
-    needed = {"runs": ["folder"]} if section is ReportConfig else {}
+    needed = {ReportConfig: {"runs": ["folder"]}, WorkerConfig: {"pool": "http://box:59877"}}.get(section, {})
     return needed | {field.name: [number] if "list" in field.type else number}
 
 
 def test_the_sections_are_all_there_are():
-    programs = (TrainerConfig, ServerConfig, ReportConfig)
+    programs = (TrainerConfig, ServerConfig, ReportConfig, WorkerConfig)
     assert {base for program in programs for base in program.__mro__ if "HEADING" in vars(base)} <= {*SECTIONS}
 
 

@@ -1,0 +1,99 @@
+"""Draws completions for a run, on any machine that reaches the run's pool: tasks and weights come in over HTTP,
+completions go out. It opens no port, and may come and go.
+
+    python generate.py --pool http://box:59877 --token_file token
+
+The pool is a server with --task rollouts; the trainer has --sampler pool. docs/samplers.md says how to set this up.
+
+Read it from the top: what a worker needs, what it does, how it ends. The work itself is in grpo/workers/loop.py. Until
+the engine is chosen nothing is imported but requests, numpy, safetensors and PyYAML, so that it can run where an engine
+wants other versions than the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from types import FrameType
+
+from grpo.client.errors import ServerError
+from grpo.config.command_line import parse_arguments
+from grpo.config.console import start_logging
+from grpo.config.errors import ConfigError
+from grpo.config.worker import WorkerConfig
+from grpo.workers.engine import Engine
+from grpo.workers.loop import Worker, WorkerFailed
+from grpo.workers.weights import open_folder
+
+log = logging.getLogger("generate")
+
+
+def make_engine(config: WorkerConfig) -> Engine:
+    from grpo.workers.transformers_engine import TransformersEngine
+
+    return TransformersEngine(config)
+
+
+def run(config: WorkerConfig) -> int:
+    """Draw until a signal comes, or the worker cannot go on. Return the exit code."""
+    with open_folder(config.weights_folder) as folder:
+        worker = Worker(config, make_engine(config), folder)
+        log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)
+        stopped = take_signals(worker.stop)
+        failures: list[BaseException] = []
+        thread = threading.Thread(target=collect, args=[worker, failures], name="worker", daemon=True)
+        thread.start()
+        worker.stop.wait()  # this thread waits for signals
+        worker.close()
+    for failure in failures:
+        if not isinstance(failure, (ServerError, WorkerFailed, ConfigError, OSError)):
+            traceback.print_exception(failure)  # a defect of ours
+        print(f"generate.py: error: {failure}", file=sys.stderr)
+        return 2 if isinstance(failure, ConfigError) else 1
+    return 130 if stopped == [signal.SIGINT] else 0
+
+
+def collect(worker: Worker, failures: list[BaseException]) -> None:
+    """Run the worker in a thread, and keep what ends it."""
+    try:
+        worker.run()
+    except BaseException as failure:
+        failures.append(failure)
+    worker.stop.set()
+
+
+def take_signals(stop: threading.Event) -> list[int]:
+    """Let SIGINT and SIGTERM set `stop`. Return the list that gets the signal's number."""
+    stopped: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)  # a second signal ends the process at once
+        stopped.append(number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return stopped
+
+
+def main() -> int:
+    config = parse_arguments(WorkerConfig, __doc__)
+    start_logging()
+    try:
+        return run(config)
+    except (ConfigError, ServerError) as error:
+        print(f"generate.py: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    code = main()
+    # A group that is still being drawn must not keep the process alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,299 @@
+"""A worker: it takes tasks from a pool, lets an engine draw them with the right weights, and sends what is drawn.
+
+One thread, that of `run`, leases, changes weights and starts the engine. Some threads draw, others send what is drawn,
+and one renews the leases while the first is busy. What fails in one of them ends `run`, or starts the engine again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from grpo.client.errors import RequestFailure, ResultRefused, ServerError
+from grpo.client.http import check_certificates
+from grpo.client.patience import Patience, Stopped
+from grpo.client.pool import Leased, PoolClient
+from grpo.config.worker import WorkerConfig
+from grpo.wire.rollouts import Drawn, Lease, RunInfo, Task, Version
+from grpo.workers.engine import Engine, EngineError
+from grpo.workers.probe import prove
+from grpo.workers.tally import SUMMARY_SECONDS, Tally
+from grpo.workers.weights import ModelFolder, dtype_of
+
+log = logging.getLogger(__name__)
+
+MOST_RESTARTS = 3
+"""starts of the engine after failures, without a group in between"""
+MOST_REFUSALS = 3
+"""refused groups in a row, after which the pool gives this worker no more"""
+_POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
+_UPLOADS = 4  # threads; each sends one group
+
+
+class WorkerFailed(Exception):
+    """The end of a worker that cannot go on. The message says why."""
+
+
+class Worker:
+    """A worker of a pool. `run` in one thread, `stop` and `close` from any."""
+
+    def __init__(self, config: WorkerConfig, engine: Engine, folder: Path):
+        """Raises ServerError where `ref_ca_file` holds no certificate."""
+        # Another name for each process: the pool may have set an earlier one of this machine apart.
+        self.name = f"{config.name} #{secrets.token_hex(4)}"
+        self.stop = threading.Event()
+        self._engine, self._is_started = engine, False
+        verify = check_certificates(config.ref_ca_file)
+        self._new_client = partial(PoolClient, config.pool, config.token, verify, name=self.name)
+        self._client = self._new_client()
+        self._patience = Patience(self._client, config.pool_deadline, self.stop)
+        self._folder = folder
+        self._version: Version | None = None  # which the engine has
+        self._tally = Tally()
+        self._lease_lock = threading.Lock()  # two requests at a time would each free what the other one has got
+        self._leased_at, self._lease_seconds = 0.0, 30.0
+        self._message = "starting"
+        # Under this lock:
+        self._changed = threading.Condition()
+        self._holds: set[tuple[int, int]] = set()
+        self._drawing = 0
+        self._engine_error: EngineError | None = None
+        self._failure: BaseException | None = None
+        self._restarts = self._refusals = 0
+
+    def run(self) -> None:
+        """Draw until `stop` is set.
+
+        Raises ServerError, WorkerFailed.
+        """
+        try:
+            self._run = self._wait_for_run()
+            self._model = ModelFolder(self._folder, self._client, self._patience)
+            self._model.bring_model(self._run)
+            threading.Thread(target=self._keep_leases, name="leases", daemon=True).start()
+            self._take(*self._wait_for_weights())
+            drawers = ThreadPoolExecutor(self._engine.capacity, thread_name_prefix="draw")
+            senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")
+            while True:
+                leased = self._lease(self._wait_for_room(), _POLL)
+                tasks = leased.tasks
+                if tasks and leased.sha256 != self._version.sha256:
+                    self._wait_until_idle()
+                    if not self._take(tasks[0].version, leased.sha256):
+                        self._forget(tasks)
+                        continue
+                for task in tasks:
+                    with self._changed:
+                        self._drawing += 1
+                    drawers.submit(self._draw, task, senders)
+        except Stopped:
+            return
+        except OSError as error:
+            reason = error.strerror or error
+            raise WorkerFailed(
+                f"weights_folder={str(self._folder)!r}: {reason}: make room there, or name another folder"
+            ) from error
+
+    def close(self) -> None:
+        """Give the leases back, and end the engine. Waits for no group that is being drawn."""
+        self.stop.set()
+        if self._leased_at:
+            self._give_back()
+        self._engine.close()
+        if groups := self._tally.whole():
+            log.info("ended: %s", groups)
+
+    def _give_back(self) -> None:
+        # Not while a request for tasks is waiting: the pool would give them to this worker again.
+        is_quiet = self._lease_lock.acquire(timeout=2 * _POLL)
+        try:
+            self._new_client(request_timeout=_POLL).lease(Lease(self.name, 0, [], 0.0, message="ended"))
+        except (RequestFailure, ServerError) as error:
+            log.info("the leases were not given back (%s): they end by themselves", error)
+        finally:
+            if is_quiet:
+                self._lease_lock.release()
+
+    # What it waits for
+
+    def _wait_for_run(self) -> RunInfo:
+        said = False
+        while (run := self._patience(self._client.run)) is None:
+            if not said:
+                log.info("%s has no run yet: waiting for a trainer", self._client.url)
+                said = True
+            self._pause(_POLL)
+        log.info("%s: run %s", self._client.url, run.name)
+        return run
+
+    def _wait_for_weights(self) -> tuple[int, str]:
+        """Return number and SHA-256 of the newest version."""
+        said = False
+        while not (versions := self._patience(self._client.versions)):
+            if not said:
+                log.info("%s has no weights yet: waiting for the trainer", self._client.url)
+                said = True
+            self._pause(_POLL)
+        return versions[-1].version, versions[-1].sha256
+
+    def _wait_for_room(self) -> int:
+        """Return how many tasks may be leased; start the engine again where it has failed."""
+        self._wait(lambda: self._engine_error or self._drawing < self._engine.capacity)
+        if self._engine_error:
+            self._wait_until_idle()
+            self._use(self._version)
+        return self._engine.capacity - self._drawing
+
+    def _wait_until_idle(self) -> None:
+        """Wait until nothing is being drawn; end an engine that has failed first, so that it draws no more."""
+        self._wait(lambda: self._engine_error or not self._drawing)
+        if self._engine_error:
+            self._engine.close()
+            self._wait(lambda: not self._drawing)
+
+    def _wait(self, is_over: Callable[[], object]) -> None:
+        """Wait for what other threads do. Raises what they failed with, and Stopped."""
+        with self._changed:
+            while not self.stop.is_set() and self._failure is None and not is_over():
+                self._changed.wait(0.2)
+        if self.stop.is_set():
+            raise Stopped
+        if self._failure is not None:
+            raise self._failure
+
+    def _pause(self, seconds: float) -> None:
+        if self.stop.wait(seconds):
+            raise Stopped
+
+    # Versions and the engine
+
+    def _take(self, number: int, sha256: str) -> bool:
+        """Give the engine a version's weights. Return False where the pool does not have them any more."""
+        self._message = f"fetching version {number}"
+        version = self._model.bring(number, sha256)
+        if version is not None:
+            self._use(version)
+        return version is not None
+
+    def _use(self, version: Version) -> None:
+        """Let the engine have the weights that are in the folder, and prove it; start it anew where it fails.
+
+        Raises WorkerFailed after MOST_RESTARTS.
+        """
+        while True:
+            if self._engine_error is not None:
+                self._restart(self._engine_error)
+            try:
+                if self._is_started:
+                    self._message = f"loading version {version.version}"
+                    self._engine.load(self._model.path, version.version)
+                else:
+                    self._message = "starting the engine"
+                    self._engine.start(self._run, self._model.path)
+                    self._is_started = True
+                    log.info("the engine draws %d groups at a time on %s", self._engine.capacity, self._engine.card)
+                difference = prove(self._engine, version, dtype_of(self._model.path))
+                log.debug("version %d: log-probs differ by %.2g from the trainer's", version.version, difference)
+            except EngineError as error:
+                self._engine_error = error
+            else:
+                self._version, self._message = version, ""
+                return
+
+    def _restart(self, error: EngineError) -> None:
+        if self._restarts == MOST_RESTARTS:
+            raise WorkerFailed(f"the engine failed {MOST_RESTARTS + 1} times in a row: {error}")
+        self._restarts += 1
+        log.warning("the engine failed: %s; starting it again", error)
+        self._engine.close()
+        self._is_started, self._engine_error = False, None
+        self._pause(1.0)  # a process that has just ended may still hold its card
+
+    # Tasks
+
+    def _lease(self, room: int, wait: float) -> Leased:
+        """Ask for tasks, renew what is held, and hold what comes. Raises WorkerFailed where the pool's run changed."""
+
+        def ask() -> Leased:
+            with self._changed:
+                holds = [[*key] for key in sorted(self._holds)]
+            version = -1 if self._version is None else self._version.version
+            told = self._engine.card, version, self._message, self._tally.tokens_per_second()
+            leased = self._client.lease(Lease(self.name, room, holds, wait, *told))
+            with self._changed:
+                self._holds |= {task.key for task in leased.tasks}
+            return leased
+
+        with self._lease_lock:
+            leased = self._patience(ask)
+            self._leased_at, self._lease_seconds = time.monotonic(), leased.seconds
+        if leased.run != self._run.run:
+            raise WorkerFailed(f"{self._client.url} has another run now: start the worker again")
+        return leased
+
+    def _keep_leases(self) -> None:
+        """Renew the leases while nothing else does, and log a line a minute."""
+        next_summary = time.monotonic() + SUMMARY_SECONDS
+        while not self.stop.wait(self._lease_seconds / 10):
+            if time.monotonic() - self._leased_at > self._lease_seconds / 3:
+                self._guarded(lambda: self._lease(room=0, wait=0.0))
+            if time.monotonic() > next_summary:
+                next_summary += SUMMARY_SECONDS
+                if summary := self._tally.summary():
+                    log.info(summary)
+
+    def _forget(self, tasks: list[Task]) -> None:
+        """Hold these tasks no more; with the next request the pool may give them to others."""
+        with self._changed:
+            self._holds -= {task.key for task in tasks}
+
+    def _draw(self, task: Task, senders: ThreadPoolExecutor) -> None:
+        """Draw a group in a thread of its own."""
+        drawn = None
+        try:
+            if not self.stop.is_set() and self._engine_error is None:
+                drawn = self._engine.draw(task)
+        except EngineError as error:
+            self._engine_error = self._engine_error or error
+        except BaseException as error:
+            self._failure = error
+        if drawn is None:
+            self._forget([task])
+        else:
+            senders.submit(self._guarded, lambda: self._send(drawn))
+        with self._changed:
+            self._drawing -= 1
+            self._changed.notify_all()
+
+    def _send(self, drawn: Drawn) -> None:
+        try:
+            (result,) = self._patience(lambda: self._client.results(self.name, [drawn]))
+        except ResultRefused as refusal:
+            self._refusals += 1
+            log.warning("%s", refusal)
+            if self._refusals == MOST_REFUSALS:
+                raise WorkerFailed(f"{MOST_REFUSALS} groups in a row were not taken: {refusal}") from refusal
+        else:
+            log.debug("group %d: %s", drawn.group, result)
+            self._restarts = self._refusals = 0
+            self._tally.add(drawn)
+        finally:
+            with self._changed:
+                self._holds.discard(drawn.key)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        """Do work in a thread; what it fails with ends `run`."""
+        try:
+            work()
+        except Stopped:
+            pass
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()

@@ -1,0 +1,110 @@
+"""The engine that draws as the trainer itself does: the same sampler, the same model, after the same trials.
+
+It draws one group at a time. The last bits of log-probs depend on what is drawn beside; so they depend on nothing but
+the task here, whichever worker draws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from grpo.config.errors import ConfigError
+from grpo.config.model import SharedConfig
+from grpo.config.worker import WorkerConfig
+from grpo.model.devices import is_out_of_memory, take_device
+from grpo.model.load import eos_token_ids, load_model, load_tokenizer
+from grpo.model.logprobs import token_logprobs
+from grpo.model.trial import make_batcher
+from grpo.model.weights_file import named_weights
+from grpo.rollouts.records import Example
+from grpo.rollouts.trial import make_sampler
+from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+from grpo.workers.engine import EngineError
+from grpo.workers.weights import WEIGHTS, dtype_of
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
+
+
+class TransformersEngine:
+    """An Engine (grpo/workers/engine.py) that holds the policy in this process."""
+
+    capacity = 1
+
+    def __init__(self, config: WorkerConfig):
+        """Raises ConfigError where the card cannot be used."""
+        self._trust_remote_code, self._device = config.trust_remote_code, take_device(0)
+        self.card = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
+        self._model = self._sampler = None
+
+    def start(self, run: RunInfo, folder: Path) -> None:
+        """Load the model and choose its sampler, after the trials that the trainer makes."""
+        if (dtype := dtype_of(folder)) not in _DTYPES:
+            raise EngineError(f"{folder}: weights of dtype {dtype}: this engine takes {' and '.join(_DTYPES)}")
+        config = SharedConfig(
+            model_name_or_path=str(folder), dtype=_DTYPES[dtype], trust_remote_code=self._trust_remote_code
+        )
+        with _failures():
+            tokenizer, model = load_tokenizer(config), load_model(config, self._device)
+            if (ends := eos_token_ids(model, tokenizer)) != sorted(run.eos_token_ids):
+                raise EngineError(f"{folder}: completions end with {ends}, those of the run with {run.eos_token_ids}")
+            self._batcher = make_batcher(model, tokenizer.pad_token_id)
+            self._sampler = make_sampler(
+                model, tokenizer, run.max_completion_length, run.num_generations, self._batcher.longest_packed
+            )
+        self._run, self._model = run, model
+
+    def load(self, folder: Path, version: int) -> None:
+        """Copy the weights into the model that is there. What is tied stays tied."""
+        weights = named_weights(self._model)
+        with _failures(), safe_open(folder / WEIGHTS, framework="pt") as file:
+            if weights.keys() != {*file.keys()}:
+                raise EngineError(f"{folder / WEIGHTS}: not the tensors of the model that was started")
+            for name, tensor in weights.items():
+                values = file.get_tensor(name)
+                if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
+                    raise EngineError(f"{folder / WEIGHTS}: {name} has another shape or dtype than in the model")
+                tensor.copy_(values)
+
+    def logprobs(self, probe: Probe) -> list[float]:
+        """Compute them as the trainer does."""
+        batch = self._batcher.make([(probe.prompt_ids, probe.completion_ids)], self._device)
+        with _failures(), torch.no_grad():
+            return token_logprobs(self._model, batch, 1.0)[0].tolist()
+
+    def draw(self, task: Task) -> Drawn:
+        """Draw a group by itself."""
+        run, example = self._run, Example(task.group, "", task.prompt_ids, {})
+        with _failures():
+            (rollouts,) = self._sampler.sample(
+                [example], run.num_generations, run.temperature, run.seed + (task.attempt << 32), ids=[task.group]
+            )
+        completions = [rollout.completion_ids for rollout in rollouts]
+        logprobs = [rollout.sampling_logprobs for rollout in rollouts]
+        return Drawn(
+            task.group, task.attempt, completions, logprobs, [[task.version] * len(ids) for ids in completions]
+        )
+
+    def close(self) -> None:
+        """Free the memory. A group that is being drawn is drawn to its end."""
+        self._model = self._sampler = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turn what a device, a model or a file fails with into an EngineError."""
+    try:
+        yield
+    except (ConfigError, FloatingPointError, SafetensorError, OSError) as error:
+        raise EngineError(str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if is_out_of_memory(error):
+            reason = f"out of memory ({reason}): a group of the run is too large for this worker"
+        raise EngineError(reason) from error

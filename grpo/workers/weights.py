@@ -1,0 +1,177 @@
+"""A worker's folder: the model's files, and the weights of one version of the policy, brought over few bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from safetensors.numpy import load_file
+
+from grpo.client.errors import FileFailure, ServerError
+from grpo.client.patience import Patience
+from grpo.client.pool import PoolClient
+from grpo.config.errors import ConfigError
+from grpo.wire.delta import DeltaError, apply_delta, sha256_of
+from grpo.wire.rollouts import RunInfo, Version
+from grpo.wire.tensor_header import data_begins, read_header
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+_MOST_DELTAS = 8  # instead of a whole file; each is less than half of it, and mostly a small part
+_TRIES = 3
+_LONGEST_HEADER = 16 << 20
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@contextmanager
+def open_folder(path: str | None) -> Iterator[Path]:
+    """Give a folder that no other worker uses; without a path a temporary one, removed at the end.
+
+    Raises ConfigError where it cannot be made, or another worker uses it.
+    """
+    if path is None:
+        folder = Path(tempfile.mkdtemp(prefix="grpo-worker-"))
+        try:
+            yield folder
+        finally:
+            # A thread may still be writing there: under another name it finds the folder no more.
+            shutil.rmtree(folder.rename(f"{folder}-removed"), ignore_errors=True)
+        return
+    try:
+        folder = Path(path).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ConfigError(f"weights_folder={path!r}: {error.strerror}: name a folder that can be written") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"weights_folder={path!r}: another worker uses it: name another folder") from error
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+
+
+class ModelFolder:
+    """A folder that an engine loads a model from: configuration, tokenizer and `model.safetensors`."""
+
+    def __init__(self, folder: Path, client: PoolClient, patience: Patience):
+        self.path = folder / "model"
+        self._folder, self._client, self._patience = folder, client, patience
+        self.path.mkdir(exist_ok=True)
+        self._weights = self.path / WEIGHTS
+        self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""
+        """SHA-256 of the weights that are here; "" where there are none"""
+
+    def bring_model(self, run: RunInfo) -> None:
+        """Fetch the model's files, all but the weights, and leave no others. Raises ServerError."""
+        packed = self._folder / "model_files"
+        self._try_again(lambda: self._fetch(run.model_files, packed))
+        files = load_file(packed)
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts or path.name == WEIGHTS:
+                raise ServerError(f"{self._client.url} has a model file that is called {name!r}: no worker writes it")
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != WEIGHTS:
+                entry.unlink()
+        for name, content in files.items():
+            path = self.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.tobytes())
+        packed.unlink()
+
+    def bring(self, number: int, sha256: str) -> Version | None:
+        """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
+
+        Return None where the pool has no such version any more. Raises ServerError, and as Patience.
+        """
+
+        def bring() -> Version | None:
+            versions = {version.version: version for version in self._patience(self._client.versions)}
+            version = versions.get(number)
+            if version is None or version.sha256 != sha256:
+                return None
+            began = time.monotonic()
+            read, way = self._bring(version, versions)
+            if way:
+                log.info("version %d: %.3g MB in %.1f s, %s", number, read / 1e6, time.monotonic() - began, way)
+            return version
+
+        return self._try_again(bring)
+
+    def _bring(self, target: Version, versions: dict[int, Version]) -> tuple[int, str]:
+        """Bring the weights of a version; return how many bytes came, and how; the latter is "" where none had to."""
+        start, deltas = _chain(target, versions, lambda version: version.sha256 == self.sha256)
+        if start is None or len(deltas) > _MOST_DELTAS:
+            start, deltas = _chain(target, versions, lambda version: version.whole)
+            if start is None:
+                raise FileFailure(f"has no whole file from which deltas lead to version {target.version}")
+        read, way = 0, []
+        if start.sha256 != self.sha256:
+            fetched = self._folder / "whole"
+            read, way = self._fetch(start.sha256, fetched), ["whole"]
+            os.replace(fetched, self._weights)
+            self.sha256 = start.sha256
+        delta = self._folder / "delta"
+        for version in deltas:
+            read += self._fetch(version.delta, delta)
+            apply_delta(self._weights, delta, self._weights, self.sha256, version.sha256)
+            self.sha256 = version.sha256
+            delta.unlink()
+        if deltas:
+            way.append("1 delta" if len(deltas) == 1 else f"{len(deltas)} deltas")
+        return read, " and ".join(way)
+
+    def _fetch(self, sha256: str, path: Path) -> int:
+        """Fetch a file; return its bytes."""
+        self._patience(lambda: self._client.fetch_file(sha256, path))
+        return path.stat().st_size
+
+    def _try_again(self, bring: Callable[[], Version | None]) -> Version | None:
+        """Try some times to bring something, after a failure from a whole file on. Raises ServerError."""
+        for _ in range(_TRIES):
+            try:
+                return bring()
+            except DeltaError as error:
+                reason = str(error)
+            except FileFailure as failure:
+                reason = f"{self._client.url} {failure}"
+            log.warning("%s; fetching the whole file", reason)
+            self.sha256 = ""
+        raise ServerError(f"{self._client.url} gives no weights that fit together ({reason}): see its log")
+
+
+def _chain(
+    target: Version, versions: dict[int, Version], is_start: Callable[[Version], bool]
+) -> tuple[Version | None, Sequence[Version]]:
+    """Return where to start, and the versions whose deltas lead from there to `target`; None where nothing leads."""
+    deltas: list[Version] = []
+    version: Version | None = target
+    while version is not None and not is_start(version):
+        deltas.append(version)
+        version = versions.get(version.base) if len(deltas) <= len(versions) else None
+    return version, deltas[::-1]
+
+
+def dtype_of(folder: Path) -> str:
+    """Return the dtype of most of a model folder's weights, as safetensors names it: F32."""
+    path = folder / WEIGHTS
+    with open(path, "rb") as file:
+        size = path.stat().st_size
+        begins = data_begins(file.read(8), size, _LONGEST_HEADER)
+        entries, _ = read_header(file.read(begins - 8), size, _WIDTHS)
+    dtypes = [entry.dtype for entry in entries.values()]
+    return max(dtypes, key=dtypes.count)

@@ -1,0 +1,106 @@
+"""A pool of rollouts to test with, and what a trainer tells it."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from conftest import Server, running_server
+from safetensors.numpy import save
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from grpo.client.pool import PoolClient
+from grpo.model.load import eos_token_ids
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.weights_file import named_weights, write_weights
+from grpo.wire.delta import make_delta, sha256_of
+from grpo.wire.rollouts import Probe, RunInfo, Task, Version
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
+
+
+@contextmanager
+def running_pool(tmp_path: Path, *options: str, port: int | None = None) -> Iterator[Server]:
+    """A ready `ref_server.py --task rollouts` with the pool file run.sqlite of `tmp_path`."""
+    arguments = ["--task", "rollouts", "--pool_file", str(tmp_path / "run.sqlite"), *options]
+    with running_server(None, tmp_path, *arguments, port=port) as server:
+        server.wait_ready()
+        yield server
+
+
+class Trainer:
+    """A trainer as a pool sees one: its policy changes when a test says so."""
+
+    def __init__(self, client: PoolClient, model_folder: Path, folder: Path, **changes):
+        """`changes` are fields of RunInfo."""
+        self.client, self.folder, self.number = client, folder, -1
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        files = [path for path in model_folder.iterdir() if path.suffix != ".safetensors"]
+        packed = save({path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in files})
+        sha256 = hashlib.sha256(packed).hexdigest()
+        client.send_file(packed, sha256)
+        settings = {
+            "run": "0123456789abcdef",
+            "name": "runs/test",
+            "vocab_size": self.model.config.vocab_size,
+            "eos_token_ids": eos_token_ids(self.model, self.tokenizer),
+            "num_generations": 4,
+            "max_completion_length": 12,
+            "temperature": 0.8,
+            "seed": 42,
+            "model_files": sha256,
+        }
+        self.run = RunInfo(**settings | changes)
+        client.put_run(self.run)
+
+    def learn(self, seed: int) -> None:
+        """Change some of the weights a little."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight += 0.05 * torch.randn_like(weight) * (torch.rand_like(weight) < 0.05)
+
+    def publish(self, number: int, whole: bool = True, delta: bool = False, **changes) -> Version:
+        """Send the policy as this version, as a whole file or as the delta from the last version, or both."""
+        new, old, between = (self.folder / name for name in ("new", "old", "between"))
+        sha256, base, delta_sha256 = write_weights(new, named_weights(self.model)), None, None
+        if delta:
+            make_delta(old, new, between)
+            base, delta_sha256 = self.number, sha256_of(between)
+            self.client.send_file(between, delta_sha256)
+        if whole:
+            self.client.send_file(new, sha256)
+        settings = {"base": base, "delta": delta_sha256, "probe": self.probe()} | changes
+        version = Version(number, sha256, new.stat().st_size, whole, **settings)
+        self.client.put_version(version)
+        shutil.move(new, old)
+        self.number = number
+        return version
+
+    def probe(self) -> Probe:
+        prompt, completion = [5, 6, 7], [8, 9, 10, 11, 12, 13]
+        batch = Batcher(0, longest_packed=0).make([(prompt, completion)], "cpu")
+        with torch.no_grad():
+            return Probe(prompt, completion, token_logprobs(self.model, batch, 1.0)[0].tolist())
+
+    def put_tasks(self, version: int, groups: range, attempt: int = 0) -> list[Task]:
+        tasks = [Task(group, attempt, version, PROMPTS[group % len(PROMPTS)]) for group in groups]
+        self.client.put_tasks(tasks)
+        return tasks
+
+    def wait(self, tasks: list[Task], seconds: float = 30.0) -> list:
+        """Return what was drawn of the tasks, in their order, once all of it is."""
+        drawn = {}
+        while len(drawn) < len(tasks):
+            missing = [task.key for task in tasks if task.key not in drawn]
+            found = self.client.take(missing, seconds)
+            assert found, f"nothing after {seconds} s of {missing}"
+            drawn |= {group.key: group for group in found}
+        return [drawn[task.key] for task in tasks]
