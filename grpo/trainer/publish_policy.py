@@ -1,0 +1,211 @@
+"""The policy goes to a pool of rollouts, version by version: workers draw with it.
+
+The weights are copied to the host's memory, and the probe is scored, before an update changes them. Everything else
+happens in a thread beside the update: the file is written into the run's folder, compared with the version before, and
+sent. A file of the whole weights goes with every eighth version, and wherever the delta is not less than half of it: a
+worker that joins needs seven deltas at most.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import random
+import shutil
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.client.errors import RequestFailure, ServersLost
+from grpo.client.pool import PoolClient
+from grpo.model.load import longest_sequence
+from grpo.model.logprobs import token_logprobs
+from grpo.model.lora import merged
+from grpo.model.packing import Batcher
+from grpo.model.quantization import is_quantized
+from grpo.model.weights_file import named_weights, write_weights
+from grpo.run.folder import SaveError
+from grpo.wire.delta import make_delta, sha256_of
+from grpo.wire.rollouts import Probe, Version
+
+log = logging.getLogger(__name__)
+
+_WHOLE_EVERY = 8  # versions
+_PROBE = (8, 56)  # tokens of the prompt and of the completion
+_PAUSE = 1.0  # seconds before a failed request is sent again, where the pool names none
+
+
+@dataclass(frozen=True)
+class _File:
+    """A version's weights in the run's folder."""
+
+    version: int
+    path: Path
+    sha256: str
+
+
+class PolicyPublisher:
+    """The versions of the policy that a pool gets. Rank 0 alone has one."""
+
+    def __init__(
+        self,
+        client: PoolClient,
+        model: PreTrainedModel,
+        batcher: Batcher,
+        vocab_size: int,
+        folder: Path,
+        deadline: float,
+    ):
+        """`folder` is the run's, `vocab_size` that of RunInfo.
+
+        `deadline`: seconds without any answer of the pool after which a publication fails.
+        """
+        self._client, self._model, self._batcher, self._deadline = client, model, batcher, deadline
+        self._probe = _probe_ids(vocab_size, longest_sequence(model.config))
+        self._folder = folder / "policy"
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
+        self._copies: dict[str, torch.Tensor] = {}
+        self._last: _File | None = None
+        self._published = 0
+        self._thread = ThreadPoolExecutor(1, "publish the policy")
+        self._publication: Future[None] | None = None
+        self._version: int | None = None
+        self._stop = threading.Event()
+
+    def publish(self, version: int) -> None:
+        """Publish the policy as it is now, after `version` updates. Returns when it is copied: it may change then.
+
+        The publication before must be over, which this waits for. Returns at once where it was of the same version.
+        Raises what `wait` raises, SaveError.
+        """
+        self.wait()
+        if version == self._version:
+            return
+        weights, probe = self._copy_weights(), self._score_probe()
+        self._version = version
+        self._publication = self._thread.submit(self._send, version, weights, probe)
+
+    def wait(self) -> None:
+        """Return when the pool has the version that was published last.
+
+        Raises ServerError where it does not take it, ServersLost after the deadline, SaveError.
+        """
+        if self._publication is not None:
+            self._publication.result()
+
+    def close(self) -> None:
+        """End. A publication that is not over is given up; else the files go, which a resumed run writes again."""
+        self._stop.set()
+        self._thread.shutdown(wait=False)
+        if self._publication is None or self._publication.done():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _copy_weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights as tensors that no update changes, in the host's memory or frozen."""
+        if hasattr(self._model, "peft_config"):
+            return named_weights(merged(self._model))  # merged ones are new tensors, and all others are frozen
+        weights = named_weights(self._model)
+        for name, weight in weights.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(weight, device="cpu")
+            self._copies[name].copy_(weight)
+        return self._copies
+
+    @torch.no_grad()
+    def _score_probe(self) -> Probe:
+        prompt, completion = self._probe
+        batch = self._batcher.make([self._probe], self._model.device)
+        logprobs, _ = token_logprobs(self._model, batch, temperature=1.0)
+        return Probe(prompt, completion, logprobs.tolist())
+
+    def _send(self, version: int, weights: dict[str, torch.Tensor], probe: Probe) -> None:
+        began, before = time.monotonic(), self._last
+        path, delta = self._folder / f"{version}.safetensors", self._folder / f"{version}.delta"
+        try:
+            new = _File(version, path, self._write(path, weights))
+            size, delta_bytes = path.stat().st_size, None
+            if before is not None:
+                delta_bytes = make_delta(before.path, path, delta, before.sha256, new.sha256, limit=size // 2)
+            delta_sha256 = sha256_of(delta) if delta_bytes else None
+        except OSError as error:
+            raise SaveError(f"the policy could not be saved to {path}: {error}: make room there") from error
+        base = before.version if delta_bytes else None
+        whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
+        files = {delta_sha256: delta} if delta_bytes else {}
+        files |= {new.sha256: path} if whole else {}
+        self._upload(files, Version(version, new.sha256, size, whole, base, delta_sha256, probe))
+        self._last, self._published = new, self._published + 1
+        delta.unlink(missing_ok=True)
+        if before is not None:
+            before.path.unlink(missing_ok=True)
+        sent = [f"1/{size / delta_bytes:.0f} of it as what changed"] if delta_bytes else []
+        sent += [f"all of its {size:,} bytes"] if whole else []
+        log.info("the pool has version %d: %s; %.1f s", version, " and ".join(sent), time.monotonic() - began)
+
+    def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
+        """Write the weights' file whole or not at all; return its SHA-256."""
+        unfinished = path.with_suffix(".unfinished")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            sha256 = write_weights(unfinished, weights)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return sha256
+
+    def _upload(self, files: dict[str, Path], version: Version) -> None:
+        """Send files and version until the pool has them. What it has got stays there when something fails."""
+        began, failed = time.monotonic(), False
+        while not self._stop.is_set():
+            try:
+                # A run that goes on from a checkpoint makes versions that it has published before, to the last bit.
+                if (version.version, version.sha256) in {(v.version, v.sha256) for v in self._client.versions()}:
+                    return
+                for sha256, path in files.items():
+                    self._client.send_file(path, sha256)
+                self._client.put_version(version)
+                return
+            except RequestFailure as failure:
+                silent = time.monotonic() - max(began, self._client.answered_at)
+                if silent > self._deadline:
+                    raise ServersLost(
+                        f"{self._client.url} took no new weights for {silent:.0f} s ({failure}): see the pool's log"
+                    ) from failure
+                if not failed:
+                    log.warning("version %d waits for %s, which %s", version.version, self._client.url, failure)
+                failed = True
+                self._stop.wait(failure.retry_after or _PAUSE)
+
+
+def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """Return the file with a model's folder but for its weights (RunInfo.model_files): of equal models equal bytes."""
+    settings = copy.deepcopy(model.config)
+    settings.architectures = [type(model).__name__]
+    if is_quantized(model, "4bit"):
+        del settings.quantization_config  # the weights are published unpacked
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        settings.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        return save({str(path.relative_to(folder)): np.frombuffer(path.read_bytes(), np.uint8) for path in paths})
+
+
+def _probe_ids(vocab_size: int, longest: int | None) -> tuple[list[int], list[int]]:
+    """Return the probe's prompt and completion: always the same for a vocabulary."""
+    prompt, completion = _PROBE
+    length = min(prompt + completion, longest or prompt + completion)
+    draw = random.Random(0)
+    ids = [draw.randrange(vocab_size) for _ in range(length)]
+    return ids[: min(prompt, length - 1)], ids[min(prompt, length - 1) :]

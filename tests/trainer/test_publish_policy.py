@@ -1,0 +1,251 @@
+"""What the pool has of each version is the policy as it stood when it was published, whatever happens beside."""
+
+import copy
+import hashlib
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import move, policy
+from proxy import Plan, proxy
+from safetensors.numpy import load
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo.client.errors import ServersLost
+from grpo.client.pool import PoolClient
+from grpo.config.server import ServerConfig
+from grpo.model.lora import merged
+from grpo.model.trial import make_batcher
+from grpo.run.folder import SaveError
+from grpo.server.http import HttpServer
+from grpo.server.pool_service import PoolService
+from grpo.trainer.publish_policy import PolicyPublisher, model_files
+from grpo.wire.delta import apply_delta
+from grpo.wire.rollouts import Probe, Version
+from ref_server import make_app
+
+
+@dataclass
+class Pool:
+    client: PoolClient
+    server: HttpServer
+    service: PoolService
+
+    def fetch(self, version: Version, folder: Path) -> Path:
+        """Return the version's weights as a worker gets them: a whole file and the deltas after it."""
+        path = folder / f"{version.version}.safetensors"
+        if version.whole:
+            self.client.fetch_file(version.sha256, path)
+            return path
+        [base] = [other for other in self.client.versions() if other.version == version.base]
+        old = self.fetch(base, folder)
+        self.client.fetch_file(version.delta, folder / "delta")
+        apply_delta(old, folder / "delta", path, base.sha256, version.sha256)
+        return path
+
+
+@contextmanager
+def serving(path: Path) -> Iterator[Pool]:
+    config = ServerConfig(task="rollouts", pool_file=str(path), port=0)
+    service = PoolService(config)
+    server = HttpServer(make_app(service), config, service.admit, lambda *refused: None)
+    threading.Thread(target=server.run, daemon=True).start()
+    service.load()
+    try:
+        yield Pool(PoolClient(f"http://127.0.0.1:{server.effective_port}"), server, service)
+    finally:
+        service.close()
+
+
+@pytest.fixture
+def pool(tmp_path) -> Iterator[Pool]:
+    with serving(tmp_path / "run.sqlite") as pool:
+        yield pool
+
+
+@pytest.fixture
+def model(model_folder):
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).eval()
+
+
+def publisher_of(pool: Pool, model, folder: Path, deadline: float = 30.0) -> PolicyPublisher:
+    return PolicyPublisher(pool.client, model, make_batcher(model, 0), model.config.vocab_size, folder, deadline)
+
+
+@torch.no_grad()
+def train(model, share: float = 0.01) -> None:
+    """Move a share of the weights to the next number of their dtype, in place as an update does."""
+    for weight in model.parameters():
+        if weight.requires_grad:
+            moved = torch.rand(weight.shape) < share
+            weight.copy_(torch.where(moved, torch.nextafter(weight, torch.full_like(weight, torch.inf)), weight))
+
+
+def saved(model) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def equal(path: Path, weights: dict[str, torch.Tensor]) -> bool:
+    read = load_file(path)
+    return read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in read)
+
+
+@torch.no_grad()
+def exact(model, probe: Probe) -> torch.Tensor:
+    """The log-probs of the probe by transformers' own forward."""
+    logits = model(input_ids=torch.tensor([probe.prompt_ids + probe.completion_ids])).logits[0].double()
+    logprobs = torch.log_softmax(logits, -1)[len(probe.prompt_ids) - 1 : -1]
+    return logprobs[range(len(probe.completion_ids)), probe.completion_ids]
+
+
+def test_a_version_is_the_policy_when_it_was_published(pool, model, tmp_path):
+    publisher = publisher_of(pool, model, tmp_path)
+    expected = []
+    for version in range(10):
+        expected.append(saved(model))
+        publisher.publish(version)
+        train(model, share=0.5 if version == 4 else 0.01)  # while the version is being written
+    publisher.wait()
+    publisher.publish(9)  # the round is drawn again: nothing new
+    versions = pool.client.versions()
+    assert [version.version for version in versions] == [*range(10)]
+    assert [version.version for version in versions if version.whole] == [0, 8]
+    assert [version.base for version in versions] == [None, *range(9)]
+    for version, weights in zip(versions, expected, strict=True):
+        assert equal(pool.fetch(version, tmp_path), weights)
+    assert [path.name for path in (tmp_path / "policy").iterdir()] == ["9.safetensors"]
+    publisher.close()
+    assert not (tmp_path / "policy").exists()
+
+
+def test_a_version_that_changed_most_weights_goes_whole(pool, model, tmp_path):
+    publisher = publisher_of(pool, model, tmp_path)
+    publisher.publish(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_()
+    publisher.publish(4)
+    publisher.wait()
+    first, second = pool.client.versions()
+    assert first.whole and second.whole and second.base is second.delta is None
+    assert equal(pool.fetch(second, tmp_path), saved(model))
+
+
+def test_a_worker_can_load_and_prove_a_version(pool, model_folder, tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    publisher = publisher_of(pool, model, tmp_path)
+    publisher.publish(3)
+    publisher.wait()
+    [version] = pool.client.versions()
+    packed = model_files(model, tokenizer)
+    assert packed == model_files(copy.deepcopy(model), AutoTokenizer.from_pretrained(model_folder))
+    pool.client.send_file(packed, hashlib.sha256(packed).hexdigest())
+    folder = tmp_path / "worker"
+    folder.mkdir()
+    for name, data in load(packed).items():
+        (folder / name).write_bytes(data.tobytes())
+    assert not (folder / "model.safetensors").exists()
+    pool.fetch(version, folder).rename(folder / "model.safetensors")
+    loaded, probe = AutoModelForCausalLM.from_pretrained(folder), version.probe
+    assert (len(probe.prompt_ids), len(probe.completion_ids)) == (8, 56)
+    assert max(probe.prompt_ids + probe.completion_ids) < model.config.vocab_size
+    assert torch.allclose(exact(loaded, probe), torch.tensor(probe.logprobs).double(), atol=1e-5)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_probe_fits_a_short_model(pool, model, tmp_path):
+    model.config.max_position_embeddings = 5
+    publisher = publisher_of(pool, model, tmp_path)
+    publisher.publish(0)
+    publisher.wait()
+    [version] = pool.client.versions()
+    assert (len(version.probe.prompt_ids), len(version.probe.completion_ids)) == (4, 1)
+
+
+def test_an_adapter_is_merged(pool, model_folder, tmp_path):
+    model, _ = policy(model=model_folder)
+    publisher = publisher_of(pool, model, tmp_path)
+    publisher.publish(0)
+    move(model)
+    publisher.publish(1)
+    expected = saved(merged(model))
+    move(model)
+    publisher.wait()
+    first, second = pool.client.versions()
+    assert equal(pool.fetch(second, tmp_path), expected)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    plain.load_state_dict(load_file(pool.fetch(second, tmp_path)), strict=False)
+    assert torch.allclose(exact(plain, second.probe), torch.tensor(second.probe.logprobs).double(), atol=1e-4)
+    assert first.sha256 != second.sha256
+
+
+def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path, caplog):
+    publisher = publisher_of(pool, model, tmp_path)
+    checkpoint = None
+    for version in (0, 2, 4):
+        publisher.publish(version)
+        checkpoint = copy.deepcopy(model) if version == 2 else checkpoint
+        train(model)
+    publisher.wait()
+    before = pool.client.versions()
+
+    # Killed, and continued from the checkpoint of version 2: nobody closed the first.
+    again = publisher_of(pool, model := checkpoint, tmp_path)
+    again.publish(2)
+    again.wait()
+    assert pool.client.versions() == before
+    train(model)  # other bits than before
+    again.publish(4)
+    again.wait()
+    versions = pool.client.versions()
+    assert versions[:2] == before[:2] and versions[2].sha256 != before[2].sha256
+    assert versions[2].base == 2 and not versions[2].whole
+    assert equal(pool.fetch(versions[2], tmp_path), saved(model))
+
+
+def test_a_bad_line_costs_time_only(pool, model, tmp_path, caplog):
+    plans = iter([Plan(request_bytes=20_000), Plan(answer_bytes=50), Plan(request_bytes=100_000)])
+    with proxy(pool.server.effective_port, lambda: next(plans, Plan())) as line:
+        pool.client.url = line.url
+        publisher = publisher_of(pool, model, tmp_path)
+        with caplog.at_level(logging.WARNING):
+            publisher.publish(0)
+            publisher.wait()
+        assert line.happened.total() == 3
+    assert "version 0 waits for http://127.0.0.1" in caplog.text
+    pool.client.url = f"http://127.0.0.1:{pool.server.effective_port}"
+    [version] = pool.client.versions()
+    assert equal(pool.fetch(version, tmp_path), saved(model))
+
+
+def test_a_pool_that_is_gone_ends_the_run_at_the_next_version(model, tmp_path):
+    client = PoolClient("http://127.0.0.1:9")
+    publisher = PolicyPublisher(client, model, make_batcher(model, 0), 100, tmp_path, deadline=0.5)
+    publisher.publish(0)
+    for call in (lambda: publisher.publish(1), publisher.wait):
+        with pytest.raises(ServersLost, match=r"http://127.0.0.1:9 took no new weights for 1 s \(cannot be reached"):
+            call()
+
+
+def test_a_full_disk_ends_the_run(pool, model, tmp_path):
+    publisher = publisher_of(pool, model, tmp_path)
+    (tmp_path / "policy").write_text("a file stands where the folder should be")
+    publisher.publish(0)
+    with pytest.raises(SaveError, match="the policy could not be saved to .*0.safetensors"):
+        publisher.wait()
+
+
+def test_a_run_that_ends_gives_up_what_it_was_sending(model, tmp_path):
+    publisher = PolicyPublisher(PoolClient("http://127.0.0.1:9"), model, make_batcher(model, 0), 100, tmp_path, 60.0)
+    publisher.publish(0)
+    publisher.close()
+    publisher.wait()
+    again = PolicyPublisher(PoolClient("http://127.0.0.1:9"), model, make_batcher(model, 0), 100, tmp_path, 60.0)
+    again.close()
+    assert not (tmp_path / "policy").exists()
