@@ -25,7 +25,7 @@ import torch
 from safetensors.numpy import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.client.errors import RequestFailure, ServersLost
+from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
 from grpo.model.load import longest_sequence
 from grpo.model.logprobs import token_logprobs
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 _WHOLE_EVERY = 8  # versions
 _PROBE = (8, 56)  # tokens of the prompt and of the completion
-_PAUSE = 1.0  # seconds before a failed request is sent again, where the pool names none
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class PolicyPublisher:
 
         `deadline`: seconds without any answer of the pool after which a publication fails.
         """
-        self._client, self._model, self._batcher, self._deadline = client, model, batcher, deadline
+        self._client, self._model, self._batcher = client, model, batcher
         self._probe = _probe_ids(vocab_size, longest_sequence(model.config))
         self._folder = folder / "policy"
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
@@ -80,6 +79,7 @@ class PolicyPublisher:
         self._publication: Future[None] | None = None
         self._version: int | None = None
         self._stop = threading.Event()
+        self._patience = Patience(client, deadline, self._stop)
 
     def publish(self, version: int) -> None:
         """Publish the policy as it is now, after `version` updates. Returns when it is copied: it may change then.
@@ -97,7 +97,7 @@ class PolicyPublisher:
     def wait(self) -> None:
         """Return when the pool has the version that was published last.
 
-        Raises ServerError where it does not take it, ServersLost after the deadline, SaveError.
+        Raises ServerError where it does not take it or has not answered by the deadline, SaveError.
         """
         if self._publication is not None:
             self._publication.result()
@@ -142,7 +142,8 @@ class PolicyPublisher:
         whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
         files = {delta_sha256: delta} if delta_bytes else {}
         files |= {new.sha256: path} if whole else {}
-        self._upload(files, Version(version, new.sha256, size, whole, base, delta_sha256, probe))
+        record = Version(version, new.sha256, size, whole, base, delta_sha256, probe)
+        self._patience(lambda: self._upload(files, record))
         self._last, self._published = new, self._published + 1
         delta.unlink(missing_ok=True)
         if before is not None:
@@ -163,27 +164,13 @@ class PolicyPublisher:
         return sha256
 
     def _upload(self, files: dict[str, Path], version: Version) -> None:
-        """Send files and version until the pool has them. What it has got stays there when something fails."""
-        began, failed = time.monotonic(), False
-        while not self._stop.is_set():
-            try:
-                # A run that goes on from a checkpoint makes versions that it has published before, to the last bit.
-                if (version.version, version.sha256) in {(v.version, v.sha256) for v in self._client.versions()}:
-                    return
-                for sha256, path in files.items():
-                    self._client.send_file(path, sha256)
-                self._client.put_version(version)
-                return
-            except RequestFailure as failure:
-                silent = time.monotonic() - max(began, self._client.answered_at)
-                if silent > self._deadline:
-                    raise ServersLost(
-                        f"{self._client.url} took no new weights for {silent:.0f} s ({failure}): see the pool's log"
-                    ) from failure
-                if not failed:
-                    log.warning("version %d waits for %s, which %s", version.version, self._client.url, failure)
-                failed = True
-                self._stop.wait(failure.retry_after or _PAUSE)
+        """Send files and version. What the pool has got stays there when a request fails, and all is sent again."""
+        # A run that goes on from a checkpoint makes versions that it has published before, to the last bit.
+        if (version.version, version.sha256) in {(known.version, known.sha256) for known in self._client.versions()}:
+            return
+        for sha256, path in files.items():
+            self._client.send_file(path, sha256)
+        self._client.put_version(version)
 
 
 def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bytes:
