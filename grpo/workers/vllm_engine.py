@@ -1,0 +1,262 @@
+"""The engine that draws with vLLM: its server on this machine, spoken to over HTTP, without vLLM's or torch's imports.
+
+Nothing of vLLM is changed or plugged in: completions come from /inference/v1/generate (token ids in, token ids and
+log-probs out), new weights go in by the routes that VLLM_SERVER_DEV_MODE opens. docs/samplers_vllm.md has what vLLM
+does wrong on the way, and what is done about each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from grpo.config.connection import TOKEN_VARIABLE
+from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+from grpo.wire.tensor_header import Entry, HeaderError, data_begins, read_header
+from grpo.workers.engine import EngineError
+from grpo.workers.vllm_process import VllmProcess
+
+SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+"""vLLM's server, as an interpreter's arguments: `vllm serve` is missing from some builds"""
+_MODEL = "policy"
+_SEQUENCES = 256  # completions at a time; what is beyond --max-num-seqs, 256 too on most cards, waits in vLLM
+_ADMIN_SECONDS = 900.0  # for a large model's weights from a slow disk
+_LONGEST_HEADER = 16 << 20
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of files and of --dtype
+_WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
+_NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf
+
+
+class VllmEngine:
+    """An Engine (grpo/workers/engine.py) that starts vLLM's server again for each `start`."""
+
+    def __init__(self, command: Sequence[str], log: Path, arguments: Sequence[str] = (), stall_seconds: float = 120.0):
+        """Take what starts the server, `[python, *SERVER]`.
+
+        `arguments` follow ours, so that the last word is theirs. `log` gets what the server prints. A server that draws
+        and has not drawn a token for `stall_seconds` is killed.
+        """
+        self.card = ""
+        self.capacity = 1
+        self._command, self._arguments, self._log = [*command], [*arguments], log
+        self._stall_seconds = stall_seconds
+        self._process: VllmProcess | None = None
+        self._drawing = 0
+        self._lock = threading.Lock()  # of _drawing
+
+    def start(self, run: RunInfo, folder: Path) -> None:
+        """Start the server with a folder's model, and wait for it."""
+        self._run, self._stalled = run, ""
+        self._tensors = _read_tensors(folder)
+        process = VllmProcess(
+            [*self._command, *self._own_arguments(folder), *self._arguments], _environment(), self._log
+        )
+        self._process = process
+        process.wait_ready()
+        self._longest = self._get("/v1/models")["data"][0]["max_model_len"]
+        self._weights = self._get("/weight_info")["weight_version"]
+        self.card, self.capacity = card_name(), max(1, _SEQUENCES // run.num_generations)
+        threading.Thread(target=self._watch, args=[process], daemon=True).start()
+
+    def _own_arguments(self, folder: Path) -> list[str]:
+        dtype = _DTYPES[next(iter(self._tensors.values())).dtype]
+        options = {
+            "model": folder,
+            "served-model-name": _MODEL,
+            "dtype": dtype,  # of the file: `auto` makes bfloat16 of float32
+            "max-model-len": "auto",  # the model's own, or what the card's memory has room for
+            "logprobs-mode": "processed_logprobs",  # of the distribution that is drawn from: over the temperature
+            "generation-config": "vllm",  # none of the model's own: Qwen2.5's has a repetition penalty
+            # Requests have no seeds (on a CPU they kill the engine). vLLM's own is 0: all workers would draw alike.
+            "seed": secrets.randbelow(2**31),
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        return [*words, "--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+
+    def load(self, folder: Path, version: int) -> None:
+        """Replace the running server's weights."""
+        if _read_tensors(folder) != self._tensors:
+            raise EngineError(f"{folder / 'model.safetensors'}: not the tensors of the model that vLLM started with")
+        self._post("/pause?mode=keep")
+        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        # The keys and values of prompts that the old weights have read. vLLM keeps them on purpose.
+        if self._post("/reset_prefix_cache?reset_running_requests=true").get("success") is not True:
+            raise EngineError("/reset_prefix_cache: vLLM keeps what the old weights have cached")
+        self._post("/update_weight_version", {"new_version": str(version)})
+        self._post("/resume")
+        self._weights = str(version)
+
+    def logprobs(self, probe: Probe) -> list[float]:
+        """Let the server read the probe as a prompt, and return the log-probs of its completion's ids."""
+        ids = [*probe.prompt_ids, *probe.completion_ids]
+        answer = self._generate(ids, {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}, _ADMIN_SECONDS)
+        with _answer_of("/inference/v1/generate"):
+            rows = zip(ids, answer["prompt_logprobs"], strict=True)
+            values = [row and row[str(token)]["logprob"] for token, row in rows]
+        return [self._checked(value) for value in values[len(probe.prompt_ids) :]]
+
+    def draw(self, task: Task) -> Drawn:
+        """Draw a group in one request, so that its completions share the prompt's keys and values."""
+        run, weights = self._run, self._weights
+        if len(task.prompt_ids) + run.max_completion_length > self._longest:
+            raise EngineError(
+                f"vllm_args: --max-model-len is {self._longest}, and group {task.group} has a prompt of "
+                f"{len(task.prompt_ids)} tokens before max_completion_length {run.max_completion_length}: give vLLM "
+                "more memory, or a larger --max-model-len"
+            )
+        parameters = {
+            "n": run.num_generations,
+            "temperature": run.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "max_tokens": run.max_completion_length,
+            # The run's eos and no others: vLLM would add its own idea of the model's.
+            "ignore_eos": True,
+            "stop_token_ids": run.eos_token_ids,
+            "logprobs": 0,  # of the drawn ids alone
+        }
+        with self._lock:
+            self._drawing += 1
+        try:
+            answer = self._generate(task.prompt_ids, parameters, None)  # the watch knows when nothing comes any more
+        finally:
+            with self._lock:
+                self._drawing -= 1
+        with _answer_of("/inference/v1/generate"):
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            completions = [choice["token_ids"] for choice in choices]
+            logprobs = [[token["logprob"] for token in choice["logprobs"]["content"]] for choice in choices]
+            spans = {span["version"] for choice in choices for span in choice["weight_versions"]}
+            reasons = {choice["finish_reason"] for choice in choices}
+        if spans != {weights} or not reasons <= {"stop", "length"}:
+            raise EngineError(
+                f"/inference/v1/generate: completions of weights {sorted(spans)} that ended by {sorted(reasons)}, "
+                f"instead of {weights!r} by stop or length"
+            )
+        return Drawn(
+            task.group,
+            task.attempt,
+            completions,
+            [[self._checked(value) for value in values] for values in logprobs],
+            [[task.version] * len(completion) for completion in completions],
+        )
+
+    def close(self) -> None:
+        """End the server."""
+        if (process := self._process) is not None:
+            process.end()
+
+    def _watch(self, process: VllmProcess) -> None:
+        """Kill the server where it draws and no token comes. Ends with it."""
+        tokens, since = math.nan, time.monotonic()
+        while not process.has_ended(self._stall_seconds / 10):
+            now = _token_count(process)
+            if not self._drawing or now != tokens:
+                tokens, since = now, time.monotonic()
+            elif time.monotonic() - since > self._stall_seconds:
+                self._stalled = f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended; its log is "
+                self._stalled += str(process.log)
+                process.end(at_once=True)
+
+    def _generate(self, ids: list[int], parameters: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+        request = {"model": _MODEL, "token_ids": ids, "sampling_params": {**parameters, "detokenize": False}}
+        return self._post("/inference/v1/generate", request, seconds)
+
+    def _post(self, path: str, body: object = None, seconds: float | None = _ADMIN_SECONDS) -> dict[str, Any]:
+        return self._request("POST", path, body, seconds)
+
+    def _get(self, path: str) -> dict[str, Any]:
+        return self._request("GET", path, None, _ADMIN_SECONDS)
+
+    def _request(self, method: str, path: str, body: object, seconds: float | None) -> dict[str, Any]:
+        """Return the answer's JSON. Raises EngineError for any other answer, and for none."""
+        process = self._process
+        try:
+            answer = process.request(method, path, seconds, body)
+        except requests.RequestException as error:
+            raise EngineError(self._describe(process, f"{path}: {type(error).__name__}")) from error
+        if answer.status_code != 200:
+            said = " ".join(answer.text.split())[:300]
+            raise EngineError(self._describe(process, f"{path}: vLLM answered {answer.status_code}: {said}"))
+        with _answer_of(path):
+            return json.loads(answer.content) if answer.content else {}
+
+    def _describe(self, process: VllmProcess, what: str) -> str:
+        """Say why a request failed: what ended the server, where it has ended or just ends, else `what`."""
+        if process.has_ended(3.0):
+            return self._stalled or process.describe_end()
+        return f"{what}; its log is {process.log}"
+
+    @staticmethod
+    def _checked(value: float) -> float:
+        """Return a log-prob, not above 0. Raises EngineError where it is no number."""
+        if not value > _NO_LOGPROB:  # NaN too
+            raise EngineError(f"/inference/v1/generate: a log-prob of {value}: the weights or their dtype are unusable")
+        return min(0.0, value)
+
+
+def card_name() -> str:
+    """Return the name of the GPU that a process may use; CPU where nvidia-smi knows none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return "CPU"
+    return names[0] if names else "CPU"
+
+
+def _environment() -> dict[str, str]:
+    """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM."""
+    given = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    return {"HF_HUB_OFFLINE": "1", **given, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def _read_tensors(folder: Path) -> dict[str, Entry]:
+    """Read which tensors a folder's file has. Raises EngineError where it is not whole.
+
+    vLLM must never hear of such a file: a reload that fails leaves it without weights, and the next request kills it.
+    """
+    path = folder / "model.safetensors"
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            begin = data_begins(file.read(8), size, _LONGEST_HEADER)
+            tensors, _ = read_header(file.read(begin - 8), size, _WIDTHS)
+    except (OSError, HeaderError) as error:
+        raise EngineError(f"{path}: {error}") from error
+    return tensors
+
+
+def _token_count(process: VllmProcess) -> float | None:
+    """Return how many tokens the server has read and drawn; None where it does not answer.
+
+    NaN, which differs from itself, where it does not count them (--disable-log-stats).
+    """
+    try:
+        lines = process.request("GET", "/metrics", seconds=10.0).text.splitlines()
+    except requests.RequestException:
+        return None
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+    counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(names)]
+    return sum(counts) if counts else math.nan
+
+
+@contextmanager
+def _answer_of(path: str) -> Iterator[None]:
+    """Turn what another version of vLLM may leave out of an answer into an EngineError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(f"{path}: an answer that this version does not know ({error!r})") from error

@@ -1,0 +1,122 @@
+"""vLLM's server as a process of this machine: started, watched while it starts, and ended with the worker."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import requests
+
+from grpo.workers.engine import EngineError
+
+START_SECONDS = 1800.0  # a large model from a slow disk, and what vLLM compiles
+_END_SECONDS = 20.0  # in which vLLM removes its shared memory
+# The first line of the guard's input is the process group, its end the worker's: a pipe closes however a process ends.
+_GUARD = 'read group; cat; kill -TERM "-$group"; sleep 10; kill -KILL "-$group"'
+_LOG_BYTES = 1 << 20
+# A line of the log that has an error, without what vLLM's logger puts before it; warnings print tracebacks too.
+_ERROR = re.compile(
+    r"^(?!.*\b(?:DEBUG|INFO|WARNING) \d).*?((?:\w+\.)*\w*(?:Error|Exception|error): .*\S)", re.MULTILINE
+)
+# Each process of vLLM's has an error of its own when another one has ended by one.
+_CONSEQUENCES = re.compile(r"EngineDeadError|Engine core init|Engine core proc|Worker failed|WorkerProc init")
+
+
+class VllmProcess:
+    """A server in a process group of its own, on a free port of 127.0.0.1, and the guard that ends it with the worker.
+
+    The kernel could tell only the server of the worker's death (PR_SET_PDEATHSIG), and not vLLM's processes below it,
+    which would keep the card's memory.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
+        """Start `command` with --host and --port; what it prints is added to `log`."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._lock, self._has_group = threading.Lock(), True
+        self._log_begins = log.stat().st_size if log.exists() else 0
+        # It outlives the worker by seconds, and so must not hold the worker's output open.
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with open(log, "ab") as output:
+            self._server = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._guard.stdin.write(b"%d\n" % self._server.pid)
+        self._guard.stdin.flush()
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers. Raises EngineError where it ends before, or takes too long."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            if self._server.poll() is not None:
+                raise EngineError(self.describe_end())
+            with suppress(requests.RequestException):
+                if self.request("GET", "/health", seconds=10.0).status_code == 200:
+                    return
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM was not ready after {START_SECONDS:.0f} s; its log is {self.log}")
+            time.sleep(0.2)
+
+    def request(self, method: str, path: str, seconds: float | None, json: object = None) -> requests.Response:
+        """Send a request. Raises requests.RequestException, also where the server is silent for `seconds`."""
+        with requests.Session() as session:
+            session.trust_env = False  # no proxy stands between this machine and itself
+            # A connection is for one request: vLLM closes what is idle for 5 s, perhaps while the next one is sent.
+            session.headers["Connection"] = "close"
+            return session.request(method, self.url + path, json=json, timeout=(10.0, seconds))
+
+    def has_ended(self, seconds: float) -> bool:
+        """Tell whether the server has ended, or ends within `seconds`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._server.wait(seconds)
+        return self._server.poll() is not None
+
+    def describe_end(self) -> str:
+        """Say how the server ended and why, as far as its log knows."""
+        code = self._server.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        reason = self.reason()
+        return f"vLLM {how}{f': {reason}' if reason else ''}; its log is {self.log}"
+
+    def reason(self) -> str:
+        """Return the first error in the server's log that is no other's consequence, shortened; "" without any."""
+        with open(self.log, "rb") as file:
+            file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            errors = _ERROR.findall(file.read().decode(errors="replace"))
+        causes = [error for error in errors if not _CONSEQUENCES.search(error)]
+        return " ".join((causes or errors or [""])[0].split())[:300]
+
+    def end(self, at_once: bool = False) -> None:
+        """End the server and every process below it. Any number of times, from any thread."""
+        if not at_once:
+            self._server.terminate()
+            self.has_ended(_END_SECONDS)
+        with self._lock:
+            if self._has_group:
+                self._has_group = False  # once: the number may become another group's
+                with suppress(ProcessLookupError):
+                    os.killpg(self._server.pid, signal.SIGKILL)
+                self._server.wait()
+                self._guard.kill()
+                self._guard.communicate()

@@ -1,0 +1,181 @@
+"""A stand-in for vLLM's server, with the routes that VllmEngine uses and the faults that vLLM was seen with.
+
+    python tests/fake_vllm.py --model FOLDER --port N [--fault keeps_head]
+
+Behind the routes are our own sampler and scorer, on one CPU core. What vLLM always does, this does too: a prompt that
+was read before a reload is answered from what is cached, until the cache is reset; a request with a seed, and any
+request after a reload of what is no model, ends the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import bottle
+import torch
+import waitress
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.rollouts.local import LocalSampler
+from grpo.rollouts.records import Example
+
+FAULTS = (
+    "keeps_head",  # a reload leaves the head of a tied model as it was
+    "keeps_cache",  # the prefix cache is not reset, which a 200 says
+    "loses_weights",  # a reload fails
+    "dies_at_start",
+    "dies_at_draw",  # as with a head size that the attention does not know
+    "hangs_at_draw",
+    "draws_nan",
+    "mixes_weights",  # a completion of two versions
+)
+
+
+class Fake:
+    def __init__(self, folder: str, faults: list[str]):
+        self.faults, self.lock = faults, threading.Lock()
+        self.tokenizer, self.longest = AutoTokenizer.from_pretrained(folder), 0
+        self.model = self.load(folder)
+        self.longest = self.model.config.max_position_embeddings
+        self.cached: dict[tuple[int, ...], torch.nn.Module] = {}
+        """the model whose keys and values there are of a prompt"""
+        self.version, self.paused, self.tokens, self.drawn = "default", False, 0, 0
+
+    def load(self, folder: str) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def reload(self, folder: str) -> None:
+        old, self.model = self.model, None  # until all is loaded
+        if "loses_weights" in self.faults:
+            raise OSError("No such file or directory")
+        self.model = self.load(folder)
+        if "keeps_head" in self.faults:
+            self.model.lm_head.weight = torch.nn.Parameter(old.lm_head.weight.detach().clone())
+
+    def die(self, reason: str) -> None:
+        print("Traceback (most recent call last):", f"RuntimeError: {reason}", sep="\n", flush=True)
+        print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", flush=True)
+        os._exit(1)
+
+    def generate(self, ids: list[int], parameters: dict) -> dict:
+        if self.model is None:
+            self.die("Tensor on device cpu is not on the expected device meta!")
+        if "seed" in parameters:
+            self.die("CPU Generator does not use offset")
+        if parameters.get("prompt_logprobs") is not None:
+            values = token_logprobs(self.model, self.batch([(ids[:1], ids[1:])]), 1.0)[0].tolist()
+            rows = [{str(token): {"logprob": value}} for token, value in zip(ids[1:], values, strict=True)]
+            return {"choices": [], "prompt_logprobs": [None, *rows]}
+        if "dies_at_draw" in self.faults:
+            self.die("Unsupported CPU attention configuration: head_dim=16")
+        while "hangs_at_draw" in self.faults:
+            time.sleep(1)
+        assert parameters["ignore_eos"] and not parameters["detokenize"] and parameters["top_k"] == 0
+        model = self.cached.setdefault(tuple(ids), self.model)
+        longest = min(parameters["max_tokens"], self.longest - len(ids))
+        sampler = LocalSampler(model, self.tokenizer, parameters["stop_token_ids"], longest)
+        self.drawn += 1
+        examples = [Example(0, "", ids, {})]
+        (group,) = sampler.sample(examples, parameters["n"], parameters["temperature"], seed=self.drawn)
+        return {"choices": [self.choice(index, rollout) for index, rollout in enumerate(group)]}
+
+    def choice(self, index: int, rollout) -> dict:
+        ids, values = rollout.completion_ids, rollout.sampling_logprobs
+        self.tokens += len(ids)
+        if "draws_nan" in self.faults:
+            values = [-9999.0] * len(ids)
+        spans = [{"version": self.version, "start": 0, "end": len(ids)}]
+        if "mixes_weights" in self.faults:
+            spans = [{"version": "6", "start": 0, "end": 1}, {**spans[0], "start": 1}]
+        return {
+            "index": index,
+            "token_ids": ids,
+            "logprobs": {"content": [{"token_id": id, "logprob": p} for id, p in zip(ids, values, strict=True)]},
+            "finish_reason": "stop" if rollout.finished else "length",
+            "weight_versions": spans,
+        }
+
+    def batch(self, pairs):
+        return Batcher(self.tokenizer.pad_token_id, longest_packed=0).make(pairs, "cpu")
+
+
+def make_app(fake: Fake) -> bottle.Bottle:
+    app = bottle.Bottle()
+
+    @app.get("/health")
+    def health():
+        return ""
+
+    @app.get("/v1/models")
+    def models():
+        return {"data": [{"id": "policy", "max_model_len": fake.longest}]}
+
+    @app.get("/weight_info")
+    def weight_info():
+        return {"weight_version": fake.version}
+
+    @app.get("/metrics")
+    def metrics():
+        return f'# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total{{engine="0"}} {fake.tokens}.0\n'
+
+    @app.post("/pause")
+    def pause():
+        fake.paused = True
+        return {"status": "paused"}
+
+    @app.post("/resume")
+    def resume():
+        fake.paused = False
+        return {"status": "resumed"}
+
+    @app.post("/collective_rpc")
+    def collective_rpc():
+        body = bottle.request.json
+        assert body["method"] == "reload_weights"
+        fake.reload(body["kwargs"]["weights_path"])
+        return {"results": [None]}
+
+    @app.post("/reset_prefix_cache")
+    def reset_prefix_cache():
+        done = "keeps_cache" not in fake.faults and bottle.request.query.reset_running_requests == "true"
+        if done:
+            fake.cached.clear()
+        return {"success": done}
+
+    @app.post("/update_weight_version")
+    def update_weight_version():
+        fake.version = bottle.request.json["new_version"]
+        return {"success": True}
+
+    @app.post("/inference/v1/generate")
+    def generate():
+        if fake.paused:
+            raise bottle.HTTPResponse(json.dumps({"error": {"message": "generation is paused"}}), 503)
+        body = bottle.request.json
+        with fake.lock, torch.no_grad():
+            return fake.generate(body["token_ids"], body["sampling_params"])
+
+    return app
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--fault", choices=FAULTS, action="append", default=[])
+    options, _ = parser.parse_known_args()
+    print("a line of the log", flush=True)
+    if "dies_at_start" in options.fault:
+        raise ValueError("Free memory on device is less than desired GPU memory utilization")
+    waitress.serve(make_app(Fake(options.model, options.fault)), host=options.host, port=options.port, threads=8)

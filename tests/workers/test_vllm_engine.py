@@ -1,0 +1,332 @@
+"""The engine that draws with vLLM, against a stand-in with vLLM's faults and, where there is one, against vLLM itself.
+
+VLLM_PYTHON names the interpreter of an environment with vLLM (`make test-vllm`); each start of it takes a minute.
+"""
+
+import dataclasses
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY
+from processes import left_of
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
+
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.wire.rollouts import Probe, RunInfo, Task, check_drawn
+from grpo.workers import vllm_process
+from grpo.workers.engine import EngineError
+from grpo.workers.vllm_engine import SERVER, VllmEngine
+
+pytestmark = pytest.mark.slow
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
+FAKE = [sys.executable, str(REPOSITORY / "tests/fake_vllm.py")]
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+PROMPT = [1, 89, 201, 197, 169, 223, 23, 11, 45, 78]
+LONG_PROMPT = [3 + place * place % 400 for place in range(400)]  # three of vLLM's blocks on a CPU
+EOS = [2, *range(100, 130)]  # random weights find one of so many soon
+
+
+@pytest.fixture(scope="session")
+def folders(model, tokenizer, tmp_path_factory) -> dict[str, Path]:
+    """Model folders with tied and with untied heads, each with two versions of the weights, and one broken in two."""
+    made = {}
+    for kind in ("tied", "untied"):
+        for version in (0, 1):
+            torch.manual_seed(version)
+            config = type(model.config).from_dict(model.config.to_dict())
+            config.tie_word_embeddings = kind == "tied"
+            config.num_attention_heads = config.num_key_value_heads = 2  # of 32 numbers: vLLM on a CPU knows no 16
+            made[f"{kind}{version}"] = folder = tmp_path_factory.mktemp(f"{kind}{version}")
+            Qwen2ForCausalLM(config).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    made["cut"] = shutil.copytree(made["untied1"], tmp_path_factory.mktemp("cut") / "model")
+    os.truncate(made["cut"] / "model.safetensors", 100_000)
+    return made
+
+
+@pytest.fixture(scope="session")
+def run(model) -> RunInfo:
+    return RunInfo(
+        run="0" * 16,
+        name="run",
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=EOS,
+        num_generations=4,
+        max_completion_length=24,
+        temperature=0.7,
+        seed=0,
+        model_files="0" * 64,
+    )
+
+
+@pytest.fixture(scope="session", params=["fake", "vllm"])
+def make(request, tmp_path_factory):
+    """`make(*faults)`: an engine. vLLM has the faults that it has."""
+    if request.param == "vllm" and not VLLM_PYTHON:
+        pytest.skip("VLLM_PYTHON names no environment with vLLM")
+    engines = []
+
+    def make(*faults: str, **options) -> VllmEngine:
+        log = tmp_path_factory.mktemp("log") / "vllm.log"
+        if request.param == "fake":
+            arguments = [word for fault in faults for word in ("--fault", fault)]
+            engines.append(VllmEngine(FAKE, log, arguments, **options))
+        else:
+            engines.append(VllmEngine([VLLM_PYTHON, *SERVER], log, ["--enforce-eager"], **options))
+        return engines[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ENVIRONMENT, **ON_CPU}.items():
+            patch.setenv(name, value)
+        yield make
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture
+def make_fake(make, request):
+    if "vllm" in request.node.callspec.params.values():
+        pytest.skip("a fault that vLLM does not have when asked")
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine(make, run, folders) -> VllmEngine:
+    """An engine that has started with the first weights; a test loads those that it wants."""
+    engine = make()
+    engine.start(run, folders["untied0"])
+    return engine
+
+
+@functools.cache
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def scored(folder: Path, prompt: list[int], completions: list[list[int]], temperature: float) -> list[list[float]]:
+    batch = Batcher(0, 0).make([(prompt, ids) for ids in completions], "cpu")
+    with torch.no_grad():
+        values = token_logprobs(load(folder), batch, temperature)[0]
+    return [part.tolist() for part in values.split([len(ids) for ids in completions])]
+
+
+def difference(values: list[list[float]], others: list[list[float]]) -> float:
+    return max(abs(a - b) for x, y in zip(values, others, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def probe() -> Probe:
+    return Probe(PROMPT, LONG_PROMPT[:64], [0.0] * 64)
+
+
+def distance_of_probe(engine: VllmEngine, folder: Path) -> float:
+    return difference([engine.logprobs(probe())], scored(folder, PROMPT, [probe().completion_ids], 1.0))
+
+
+def distance_of_draw(engine: VllmEngine, run: RunInfo, folder: Path, version: int, prompt=LONG_PROMPT) -> float:
+    task = Task(group=7, attempt=1, version=version, prompt_ids=prompt)
+    drawn = engine.draw(task)
+    check_drawn(drawn, run, task)
+    assert drawn.key == task.key
+    return difference(drawn.logprobs, scored(folder, prompt, drawn.completions, run.temperature))
+
+
+def test_completions_are_the_runs_and_their_logprobs_ours(engine, run, folders):
+    engine.load(folders["untied0"], 3)
+    for prompt in (PROMPT, LONG_PROMPT):
+        assert distance_of_draw(engine, run, folders["untied0"], 3, prompt) < 1e-4
+    assert engine.card and engine.capacity == 64
+
+
+def test_a_completion_ends_with_any_eos_or_at_the_largest_length(engine, run):
+    groups = [engine.draw(Task(group, 0, 0, PROMPT)) for group in range(8)]
+    completions = [tuple(ids) for group in groups for ids in group.completions]
+    assert len({*completions}) == len(completions)
+    last = {ids[-1] for ids in completions if len(ids) < run.max_completion_length}
+    assert len(last) > 3 and last <= {*EOS}
+    assert any(len(ids) == run.max_completion_length for ids in completions)
+
+
+def test_groups_are_drawn_at_the_same_time(engine, run, folders):
+    engine.load(folders["untied0"], 0)
+    tasks = [Task(group, 0, 0, [*PROMPT, group]) for group in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        groups = [*threads.map(engine.draw, tasks)]
+    for task, group in zip(tasks, groups, strict=True):
+        expected = scored(folders["untied0"], task.prompt_ids, group.completions, run.temperature)
+        assert difference(group.logprobs, expected) < 1e-4
+
+
+def test_new_weights_are_drawn_from_also_after_a_prompt_that_the_old_ones_have_read(engine, run, folders):
+    engine.load(folders["untied0"], 0)
+    for version, name in enumerate(("untied1", "untied0", "untied1"), start=1):
+        assert distance_of_draw(engine, run, folders[name], version - 1) > 0.1  # the old ones
+        engine.load(folders[name], version)
+        assert distance_of_probe(engine, folders[name]) < 1e-4
+        assert distance_of_draw(engine, run, folders[name], version) < 1e-4
+
+
+def test_the_probe_tells_versions_apart(engine, folders):
+    engine.load(folders["untied1"], 1)
+    assert distance_of_probe(engine, folders["untied0"]) > 0.1
+
+
+@pytest.mark.parametrize("name", ["cut", "tied1", "nowhere"])
+def test_vllm_never_hears_of_a_file_that_it_cannot_load(engine, run, folders, name, tmp_path):
+    engine.load(folders["untied0"], 0)
+    with pytest.raises(EngineError, match=r"model\.safetensors: "):
+        engine.load(folders.get(name, tmp_path), 1)
+    assert distance_of_draw(engine, run, folders["untied0"], 0) < 1e-4
+
+
+def test_a_prompt_that_does_not_fit_is_named(engine, run):
+    with pytest.raises(EngineError, match="^vllm_args: --max-model-len is 512, and group 3 has a prompt of 500 tokens"):
+        engine.draw(Task(3, 0, 0, [5] * 500))
+
+
+def test_a_tied_head_that_a_reload_leaves_is_shown_by_the_probe_and_mended_by_a_restart(make, run, folders):
+    """vLLM does so on a CPU."""
+    engine = make("keeps_head")
+    engine.start(run, folders["tied0"])
+    assert distance_of_probe(engine, folders["tied0"]) < 1e-4
+    engine.load(folders["tied1"], 1)
+    assert distance_of_probe(engine, folders["tied1"]) > 0.1
+    engine.close()
+    engine.start(run, folders["tied1"])
+    assert distance_of_probe(engine, folders["tied1"]) < 1e-4
+    assert distance_of_draw(engine, run, folders["tied1"], 1) < 1e-4
+    engine.close()
+
+
+def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
+    engine = make()
+    engine.start(run, folders["untied0"])
+    below = psutil.Process().children(recursive=True)
+    servers = [child for child in below if any(str(folders["untied0"]) in word for word in child.cmdline())]
+    server = servers[-1]
+    members = [server.pid, *(child.pid for child in server.children(recursive=True))]
+    long_run = dataclasses.replace(run, num_generations=64, eos_token_ids=[0], max_completion_length=400)
+    engine._run = long_run
+    threading.Timer(0.3, server.kill).start()
+    with pytest.raises(EngineError, match=r"^vLLM was killed by signal 9; its log is .*vllm\.log$"):
+        while True:
+            engine.draw(Task(0, 0, 0, PROMPT))
+    engine.close()
+    assert not left_of(members)
+    engine.start(run, folders["untied1"])
+    assert distance_of_draw(engine, run, folders["untied1"], 1) < 1e-4
+    engine.close()
+
+
+def test_an_engine_that_dies_at_its_first_request_gives_the_reason(make, run, model_folder):
+    """vLLM on a CPU knows no heads of 16 numbers: it is healthy until a token is drawn."""
+    engine = make("dies_at_draw")
+    engine.start(run, model_folder)
+    with pytest.raises(EngineError, match="^vLLM ended with code .*: RuntimeError: Unsupported CPU attention conf"):
+        engine.draw(Task(0, 0, 0, PROMPT))
+    engine.close()
+
+
+def test_an_engine_that_does_not_start_gives_the_reason(make_fake, run, model_folder):
+    with pytest.raises(EngineError, match="^vLLM ended with code 1: ValueError: Free memory on device"):
+        make_fake("dies_at_start").start(run, model_folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("loses_weights", "^/collective_rpc: vLLM answered 500"),
+        ("keeps_cache", "^/reset_prefix_cache: vLLM keeps what"),
+    ],
+)
+def test_a_reload_that_fails_ends_the_engine(make_fake, run, folders, fault, message):
+    engine = make_fake(fault)
+    engine.start(run, folders["untied0"])
+    with pytest.raises(EngineError, match=message):
+        engine.load(folders["untied1"], 1)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("hangs_at_draw", r"^vLLM drew no token for 1 s and was ended"),
+        ("draws_nan", "^/inference/v1/generate: a log-prob of -9999.0"),
+        ("mixes_weights", r"^/inference/v1/generate: completions of weights \['6', 'default'\]"),
+    ],
+)
+def test_a_draw_that_cannot_be_trusted_is_an_error(make_fake, run, folders, fault, message):
+    engine = make_fake(fault, stall_seconds=1.0)
+    engine.start(run, folders["untied0"])
+    with pytest.raises(EngineError, match=message):
+        engine.draw(Task(0, 0, 0, PROMPT))
+    engine.close()
+
+
+def test_close_ends_a_draw_from_another_thread(make_fake, run, folders):
+    engine = make_fake("hangs_at_draw")
+    engine.close()
+    engine.start(run, folders["untied0"])
+    threading.Timer(0.5, engine.close).start()
+    with pytest.raises(EngineError, match="^vLLM was killed by signal 15"):
+        engine.draw(Task(0, 0, 0, PROMPT))
+    engine.close()
+
+
+def test_whatever_vllm_started_ends_with_a_killed_worker(tmp_path):
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(REPOSITORY)!r})
+from pathlib import Path
+from grpo.workers.vllm_process import VllmProcess
+process = VllmProcess(["sh", "-c", "sleep 1000 & sleep 1000; exit 3", "sh"], {{"PATH": "/usr/bin:/bin"}}, Path("log"))
+print("started", flush=True)
+time.sleep(1000)
+"""
+    worker = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout.readline() == "started\n"
+    below, deadline = [], time.monotonic() + 10
+    while [child.name() for child in below].count("sleep") < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+        below = psutil.Process(worker.pid).children(recursive=True)
+    sleeping = [child.pid for child in below if child.name() == "sleep"]
+    assert len(sleeping) == 2
+    worker.send_signal(signal.SIGKILL)
+    worker.communicate()
+    assert not left_of(sleeping)
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("", ""),
+        ("INFO 11-23 02:50:35 [a.py:1] ready\n", ""),
+        ("(APIServer pid=1) WARNING 11-23 02:50:33 [base.py:380] ValueError: no tokenizer\n", ""),
+        ("api_server.py: error: unrecognized arguments: --mad\n", "error: unrecognized arguments: --mad"),
+        (
+            "(Worker pid=3) ERROR 11-23 02:50:35 [e.py:1] torch.OutOfMemoryError: CUDA  out of memory.\n"
+            "(EngineCore pid=2) ERROR 11-23 02:50:35 [core.py:1] RuntimeError: Worker failed with error 'CUDA'\n"
+            "(APIServer pid=1) ERROR 11-23 02:50:36 [a.py:9] vllm.v1.engine.exceptions.EngineDeadError: EngineCore\n",
+            "torch.OutOfMemoryError: CUDA out of memory.",
+        ),
+    ],
+)
+def test_the_reason_is_the_logs_first_error_that_is_no_consequence(log, reason, tmp_path):
+    path = tmp_path / "log"
+    path.write_text("ValueError: of an earlier start\n")
+    process = vllm_process.VllmProcess(["sh", "-c", 'printf "%s" "$0"; exit 1', log], os.environ, path)
+    assert process.has_ended(10)
+    assert process.reason() == reason
+    process.end()
+    process.end()
