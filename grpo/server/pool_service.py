@@ -51,8 +51,8 @@ class PoolService(Service):
         self.numbers = PoolMonitor(self.monitor, self.leases)
         self.work_threads = threading.Semaphore(_MOST_WORK)
         self._waiting_threads = threading.Semaphore(_MOST_WAITING)
-        # While they are read, tokens take many times the size of the body: read one request at a time.
-        self._reading = threading.Lock()
+        # While they are read, tokens take many times the size of the body: read and store one request at a time.
+        self._storing = threading.Lock()
 
     def load(self) -> None:
         self.store = Store(self.config.pool_file, on_damage=self.fail)
@@ -77,13 +77,15 @@ class PoolService(Service):
 
     def add_version(self, version: Version) -> None:
         """Keep a version of the policy. Raises ProtocolError, 409, where a file is not here."""
-        self.leases.void(self.store.add_version(version))
+        with self._storing, self.leases.changed:  # nobody may lease, or send, what is just going
+            self.leases.void(self.store.add_version(version))
 
     def put_tasks(self, body: bytes) -> int:
         """Keep tasks; return their number. Raises ProtocolError, 409, for tasks of another run."""
-        with self._reading:
+        with self._storing:
             tasks = decode_tasks(body, self.store.run().vocab_size)
-        self.leases.void(self.store.put_tasks(tasks))
+            with self.leases.changed:
+                self.leases.void(self.store.put_tasks(tasks))
         return len(tasks)
 
     def lease(self, said: Lease, is_gone: Callable[[], bool]) -> bytes:
@@ -119,7 +121,7 @@ class PoolService(Service):
             self._check_welcome(known)
         run = self.store.run()
         wanted, answers = [], []
-        with self._reading:
+        with self._storing:
             groups = decode_drawn(body)
             for drawn in groups:
                 task, is_drawn = self.store.find_task(drawn.key) or (None, False)
@@ -132,7 +134,7 @@ class PoolService(Service):
                         self._refuse(worker, [drawn.key for drawn in groups], error)
                         raise
                     wanted.append((task, drawn))
-        kept = iter(self.store.add_results(wanted, worker))
+            kept = iter(self.store.add_results(wanted, worker))
         answers = [("accepted" if next(kept) else "already there") if a == "accepted" else a for a in answers]
         accepted = [drawn for drawn, answer in zip(groups, answers, strict=True) if answer == "accepted"]
         tokens = sum(len(ids) for drawn in accepted for ids in drawn.completions)
