@@ -40,14 +40,17 @@ class Patience:
             except FileFailure:
                 raise
             except RequestFailure as failure:
-                now = time.monotonic()
-                silent_since = max(silent_since or now, self._client.answered_at)
+                now, answered_at = time.monotonic(), self._client.answered_at
+                if failures and answered_at > silent_since:  # a part of a file came
+                    failures, silent_since = 0, answered_at
+                silent_since = silent_since or now
                 if now - silent_since > self._deadline:
                     raise ServersUnavailable(
                         f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure}): see its log; "
                         "pool_deadline sets how long to wait"
                     ) from failure
-                self._note(True, failure)
+                if failures:  # not the first: the pool may just have closed a connection that was idle
+                    self._note(True, failure)
                 self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
                 failures += 1
             else:

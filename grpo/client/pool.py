@@ -61,7 +61,7 @@ from grpo.wire.tensors import read_tensors
 
 # A slow or cut body, too many requests, a proxy without its server, a server not ready or with a full disk.
 _RETRIED = (408, 429, 502, 503, 504)
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16  # bytes of a file: of a block that is cut nothing is kept
 _Value = TypeVar("_Value")
 
 
@@ -273,14 +273,15 @@ class PoolClient:
             raise connection_failed(error) from error
         status = response.status_code
         if status in (200, 206, 416):
-            self._per_thread.answered_at = time.monotonic()
+            if not stream:  # of a file only what came of it counts
+                self._per_thread.answered_at = time.monotonic()
             return response
         with response:
             code, message = read_error_code(response), read_error_message(response)
         if status == 404 and code and code == missing:
             self._per_thread.answered_at = time.monotonic()
             return response
-        if status in _RETRIED or (status == 409 and code != "other_run"):
+        if status in _RETRIED or code == "no_run" or (status == 409 and code != "other_run"):
             raise RequestFailure(f"said {status}: {message}", read_retry_after(response))
         if code == "no_file":
             raise FileFailure(f"said {status}: {message}")
