@@ -39,8 +39,7 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tens
 
     Returns tokens and their log-probs. Without numbers each token is the most likely one, the first of equals.
     """
-    tops, places = logits.max(dim=2)
-    top, block = tops.max(dim=0, keepdim=True)
+    top, block = logits.amax(dim=2).max(dim=0, keepdim=True)  # places too, of all, would cost five times as much
     top = top.T
     if len(logits) == 1:
         row_logits = logits[0]
@@ -51,9 +50,9 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tens
         ends = sums.cumsum(dim=0, dtype=torch.float64)
         total = ends[-1]
     if numbers is None:
-        place = places.gather(0, block).T
         if len(logits) > 1:
             row_logits = _of_block(logits, block)
+        place = row_logits.argmax(dim=1, keepdim=True)
     else:
         target = numbers.clamp(max=BELOW_1) * total
         if len(logits) > 1:
