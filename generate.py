@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
+import tempfile
 import threading
 import traceback
+from pathlib import Path
 from types import FrameType
 
 from grpo.client.errors import ServerError
@@ -33,6 +36,15 @@ log = logging.getLogger("generate")
 
 
 def make_engine(config: WorkerConfig) -> Engine:
+    """Make the engine that the settings name. Raises ConfigError where this machine cannot have it."""
+    if config.engine == "vllm":
+        from grpo.workers.vllm_engine import VllmEngine, vllm_command
+
+        arguments = ["--trust-remote-code"] if config.trust_remote_code else []
+        # A file that is there afterwards: a temporary folder of weights is not.
+        log_folder = Path(config.weights_folder or tempfile.gettempdir())
+        log_file = log_folder / f"vllm-{os.getpid()}.log"
+        return VllmEngine(vllm_command(), log_file, [*arguments, *shlex.split(config.vllm_args or "")])
     from grpo.workers.transformers_engine import TransformersEngine
 
     return TransformersEngine(config)

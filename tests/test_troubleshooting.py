@@ -86,6 +86,7 @@ def test_every_entry_of_the_page_is_a_setting_or_begins_a_message():
         (ServerConfig, ["--task", "reward", "--update_folder", "new"]),
         (EvaluateConfig, ["--temperature", "0"]),
         (ChatConfig, ["--temperature", "-1"]),
+        (WorkerConfig, ["--pool", "http://box:1", "--engine", "vllm", "--vllm_args", "a 'b"]),
         (ReportConfig, []),
     ],
 )

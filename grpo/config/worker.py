@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from dataclasses import dataclass
 from typing import Literal
 
 from grpo.config.connection import TOKEN_VARIABLE, check_ca_file, find_token
-from grpo.config.errors import require
+from grpo.config.errors import ConfigError, require
 from grpo.config.fields import Section, option
 
 
@@ -24,8 +25,14 @@ class WorkerConfig(Section):
         f"environment variable {TOKEN_VARIABLE}, if there is one",
         common=True,
     )
-    engine: Literal["transformers"] = option(
-        "transformers", "what draws: transformers is the trainer's own sampler, one group at a time", common=True
+    engine: Literal["transformers", "vllm"] = option(
+        "transformers",
+        "what draws: the trainer's own sampler, one group at a time, or vLLM's server, which the worker starts with "
+        "its own interpreter",
+        common=True,
+    )
+    vllm_args: str | None = option(
+        None, "more arguments for vLLM's server, as one text: --vllm_args='--gpu-memory-utilization 0.8'", common=True
     )
     name: str | None = option(None, "name on the pool's page and in its log; unset is this machine's")
     weights_folder: str | None = option(
@@ -45,6 +52,11 @@ class WorkerConfig(Section):
         require(self.pool is not None, "pool", self.pool, "name the pool to draw for: --pool http://HOST:PORT")
         self.pool = self.pool.rstrip("/")
         require(self.pool.startswith(("http://", "https://")), "pool", self.pool, "write it as http://HOST:PORT")
+        require(not self.vllm_args or self.engine == "vllm", "vllm_args", self.vllm_args, "needs --engine vllm")
+        try:
+            shlex.split(self.vllm_args or "")
+        except ValueError as error:
+            raise ConfigError(f"vllm_args={self.vllm_args!r}: {error}: quote it as in a shell") from error
         self.token = find_token(self.token_file)
         check_ca_file(self.ref_ca_file)
         self.name = self.name or socket.gethostname()

