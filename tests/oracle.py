@@ -39,7 +39,7 @@ class Completion:
     logp: list[float]
     entropy: list[float]
     old: list[float] | None = None
-    """log-probs of the policy that drew the completion; None: the current policy drew it"""
+    """log-probs of the policy before the first update on the completion; None: it is the current policy"""
     ref: list[float] | None = None
     sampling: list[float] | None = None
     """log-probs as the sampler knew them, NaN where it did not"""
@@ -144,7 +144,7 @@ def off_policy_kept(completion: Completion, at: Completion, settings) -> bool:
 def importance(completion: Completion, at: Completion, settings) -> list[float]:
     """Return each token's pi_old / pi_sampler, truncated or dropped beyond its bounds; a sequence's is the product."""
     mode = settings.importance_sampling_mode
-    if mode == "none" or completion.sampling is None:
+    if mode in (None, "none") or completion.sampling is None:
         return [1.0] * len(completion.logp)
     differences = [
         0.0 if math.isnan(sampled) else old - sampled

@@ -37,7 +37,7 @@ def grpo_loss(
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     ratio = _ratio(tokens, old, settings.importance_sampling_level)
     weight = sampler_weights = None
-    if tokens.sampling_logprobs is not None and settings.importance_sampling_mode != "none":
+    if tokens.sampling_logprobs is not None and settings.importance_sampling_mode not in (None, "none"):
         weight, sampler_weights = _sampler_correction(tokens, old, settings)
     inputs = LossInputs(
         logprobs=logprobs,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from grpo.config.connection import ClientConfig
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
+from grpo.config.generation import LOCAL_SAMPLERS
 from grpo.config.rewards import RewardedConfig
 
 
@@ -17,6 +18,7 @@ class EvaluateSection(Section):
 
     HEADING = "extent and output"
 
+    sampler: Literal["continuous", "generate"] = option("continuous", LOCAL_SAMPLERS)
     eval_samples: int = option(0, "how many problems to ask, the first of the split; 0 is all", at_least=0, common=True)
     output: str | None = option(
         None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.fields import Section, option
@@ -93,17 +93,19 @@ class AnswerSection(Section):
             )
 
 
+LOCAL_SAMPLERS = (
+    "continuous draws with rows that are always full, each prompt computed once; generate is transformers' own, which "
+    "it falls back to where the model needs it"
+)
+"""the help of the samplers that hold the model themselves"""
+
+
 @dataclass
 class GenerationSection(Section):
     """The settings of generation in batches, and of held-out samples."""
 
     HEADING = "generation and evaluation"
 
-    sampler: Literal["continuous", "generate"] = option(
-        "continuous",
-        "continuous draws with rows that are always full, each prompt computed once; generate is transformers' own, "
-        "which it falls back to where the model needs it",
-    )
     sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0, common=True)
     num_generations_eval: int = option(
         0,

@@ -91,12 +91,13 @@ class LossSection(Section):
     mask_truncated_completions: bool = option(
         False, "leave completions cut at max_completion_length out of the loss, and out of what it is divided by"
     )
-    importance_sampling_mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        option(
-            "none",
-            "weigh the loss by the ratio of policy and sampler, of tokens or of sequences; a ratio beyond the bounds "
-            "is truncated, or its tokens are masked (TRL: vllm_importance_sampling_mode)",
-        )
+    importance_sampling_mode: (
+        Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = option(
+        None,
+        "weigh the loss by the ratio of policy and sampler, of tokens or of sequences; a ratio beyond the bounds is "
+        "truncated, or its tokens are masked (TRL: vllm_importance_sampling_mode). Unset is token_truncate with "
+        "sampler pool, else none, and in a run that is continued what it had",
     )
     importance_sampling_clip_max: float | None = option(3.0, "upper bound of the ratio of policy and sampler", above=0)
     importance_sampling_clip_min: float | None = option(
@@ -148,7 +149,7 @@ class LossSection(Section):
             "vespo has a sequence's ratio of its own: use token",
         )
         require(
-            self.loss_type != "vespo" or not self.importance_sampling_mode.startswith("sequence"),
+            self.loss_type != "vespo" or not (self.importance_sampling_mode or "").startswith("sequence"),
             "importance_sampling_mode",
             self.importance_sampling_mode,
             "vespo multiplies the weights of a sequence's tokens itself: use token_truncate or token_mask",

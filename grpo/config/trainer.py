@@ -9,6 +9,7 @@ from grpo.config.connection import ReferenceConfig
 from grpo.config.errors import rank_count, require
 from grpo.config.generation import PolicyConfig, RolloutSection
 from grpo.config.loss import LossSection
+from grpo.config.pool import PoolSection
 from grpo.config.records import RecordSection
 from grpo.config.rewards import RewardedConfig
 from grpo.config.training import TrainingSection
@@ -22,6 +23,7 @@ class TrainerConfig(
     TrainingSection,
     LossSection,
     RolloutSection,
+    PoolSection,
     RewardedConfig,
 ):
     """Every setting of `grpo_ref_split.py`."""
@@ -32,7 +34,11 @@ class TrainerConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fill_in_unset(self.recorded_settings(), rank_count(), self.use_peft)
+        recorded = self.recorded_settings()
+        self.fill_in_unset(recorded, rank_count(), self.use_peft)
+        if self.importance_sampling_mode is None:
+            default = "token_truncate" if self.sampler == "pool" else "none"
+            self.importance_sampling_mode = recorded.get("importance_sampling_mode", default)
         self.check_ranks(rank_count())
         require(
             self.temperature > 0,
@@ -59,6 +65,10 @@ class TrainerConfig(
             self.port,
             "the trainer cannot know which port the server was given: name it",
         )
+
+    def version_of_round(self, number: int) -> int:
+        """Return the updates that the policy has had that draws round `number`, both from 0."""
+        return max(0, number - self.max_policy_lag) * self.updates_per_round
 
     def _check_reference_updates(self) -> None:
         require(

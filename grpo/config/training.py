@@ -81,6 +81,11 @@ class TrainingSection(Section):
         """Return the number of updates that one round of generation feeds."""
         return self.steps_per_generation * self.num_iterations
 
+    def steps_of_round(self, number: int) -> range:
+        """Return the steps (from 0) that train on what round `number` (from 0) draws, for the first time."""
+        first = number * self.steps_per_generation
+        return range(first, first + self.steps_per_generation)
+
     def check_ranks(self, world_size: int) -> None:
         """Refuse a global batch that cannot be shared equally. Raises ConfigError."""
         if self.prompts_per_step is None:

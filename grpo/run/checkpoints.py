@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -52,7 +52,8 @@ LIBRARIES = "torch", "transformers", "deepspeed"
 # The settings that may differ when a run goes on. They change no number, or (the second line) only its rounding.
 FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
-    *("micro_batch_tokens", "gradient_checkpointing", "sequences_per_generate", "sampler"),
+    *("micro_batch_tokens", "gradient_checkpointing", "sequences_per_generate"),
+    *("sampler", "pool", "pool_deadline", "replay"),
     *("save_steps", "save_total_limit", "report_to", "merge_on_save", "save_system_prompt", "deepspeed"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
     *("eval_steps", "eval_samples", "num_generations_eval", "metric_for_best_model"),
@@ -92,6 +93,20 @@ class Checkpoints:
             "settings": {name: value for name, value in asdict(config).items() if name not in FREE},
             "versions": {name: version(name) for name in (*LIBRARIES, *(["bitsandbytes"] if in_few_bits else []))},
         }
+
+    def identity(self) -> str:
+        """Return 16 hex digits that are the same for every start of a run, and differ between runs whose completions
+        do: of model, data and settings."""
+        # A default is left out, so that a setting that is added later changes no run's.
+        defaults = {field.name: field.default for field in fields(self._config)}
+        settings = {name: value for name, value in self._run_info["settings"].items() if value != defaults[name]}
+        if self._longer_changes_nothing():
+            settings.pop("max_steps", None)
+        return fingerprint(self._run_info["model"], self._run_info["prompts"], settings)
+
+    def oldest(self) -> int:
+        """Return the step of the oldest checkpoint, 0 where there is none: nothing before it is needed any more."""
+        return min((saved["step"] for saved in readable(self._folder).values()), default=0)
 
     def save(self, engine, progress: Progress) -> None:
         """Write `checkpoint-STEP`, then delete the older checkpoints that `save_total_limit` does not keep.
@@ -220,6 +235,10 @@ class Checkpoints:
         """
         return {saved["ref_step"] for saved in readable(self._folder).values()} or {0}
 
+    def _longer_changes_nothing(self) -> bool:
+        """Tell whether the steps are the same with another max_steps: the learning rate does not depend on it."""
+        return self._config.lr_scheduler_type.startswith("constant")
+
     def _untrained(self, progress: Progress) -> list[StepBatch]:
         """Return the round's batches, or none where all of them were trained on."""
         return progress.batches if progress.round == progress.step // self._config.updates_per_round else []
@@ -266,11 +285,12 @@ class Checkpoints:
             remedy = "start the reference server with the model that it had"
             compare("the reference's fingerprint", saved["reference"], self._reference, remedy)
         compare("the prompts' count and sum", saved["prompts"], run["prompts"], "set dataset_name to the same data")
-        constant = self._config.lr_scheduler_type.startswith("constant")
+        # A setting that is newer than the checkpoint had its default.
+        before = {field.name: field.default for field in fields(self._config)} | saved["settings"]
         for name in sorted(saved["settings"].keys() | run["settings"].keys()):
-            if name == "max_steps" and constant:
-                continue  # the learning rate does not depend on it
-            compare(name, saved["settings"].get(name), run["settings"].get(name), "leave it as it was")
+            if name == "max_steps" and self._longer_changes_nothing():
+                continue
+            compare(name, before[name], run["settings"].get(name), "leave it as it was")
 
 
 def _size(engine) -> int:

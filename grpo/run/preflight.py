@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 # Settings that say where something is may differ between machines. Its content is compared, here or by the server.
 _PLACES = {
     *("model_name_or_path", "dataset_name", "deepspeed"),
-    *("ref_servers", "port", "token_file", "ref_ca_file"),
+    *("ref_servers", "port", "token_file", "ref_ca_file", "pool", "replay"),
 }
 
 

@@ -94,8 +94,8 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
 
 
 def _longest_collective(config: TrainerConfig) -> timedelta:
-    """Return how long a collective may take: a rank may wait for the reference while the others wait for that rank."""
-    return timedelta(seconds=TIME_OUT + config.ref_deadline)
+    """Return how long a collective may take: a rank may wait for servers while the others wait for that rank."""
+    return timedelta(seconds=TIME_OUT + config.ref_deadline + (config.pool_deadline if config.sampler == "pool" else 0))
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:

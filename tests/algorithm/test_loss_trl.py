@@ -87,7 +87,7 @@ def padded(rows: list[list[float]], filling: float = -0.5) -> torch.Tensor:
 
 def trls_trainer(trl, settings: LossSection, beta: float) -> SimpleNamespace:
     """What `_compute_loss` asks of its trainer."""
-    corrected = settings.importance_sampling_mode != "none"
+    corrected = settings.importance_sampling_mode not in (None, "none")
     trainer = SimpleNamespace(
         args=SimpleNamespace(**vars(settings), **trl.fixed, steps_per_generation=1),
         loss_type=settings.loss_type,
@@ -123,7 +123,7 @@ def theirs(trl, batch: list[oracle.Completion], settings: LossSection, beta: flo
     entropy = padded([completion.entropy for completion in batch]).requires_grad_()
     mask = torch.tensor([[place < len(completion.logp) for place in range(LONGEST + 2)] for completion in batch]).long()
     prompts = torch.zeros(len(batch), 1, dtype=torch.long)
-    corrected = settings.importance_sampling_mode != "none"
+    corrected = settings.importance_sampling_mode not in (None, "none")
     inputs = {
         "prompt_ids": prompts,
         "prompt_mask": prompts + 1,

@@ -106,6 +106,11 @@ IMPOSSIBLE = [
         "importance_sampling_mode='sequence_mask': ",
         "use token_truncate or token_mask",
     ),
+    (["--max_policy_lag", "1"], "max_policy_lag=1: ", "add sampler pool"),
+    (["--pool", "http://a:1"], "pool='http://a:1': ", "add sampler pool"),
+    (["--sampler", "pool"], "sampler='pool': ", "the URL of a pool, or the file of one as replay"),
+    (["--sampler", "pool", "--pool", "a:1"], "pool='a:1': ", "http://HOST:PORT"),
+    (["--sampler", "pool", "--replay", "nowhere.sqlite"], "replay='nowhere.sqlite': ", "pool_file of an earlier run"),
     (["--entropy_coef_min", "2"], "entropy_coef_min=2.0: ", "above entropy_coef_max=1.0: lower it"),
     (["--entropy_target", "-1"], "entropy_target=-1.0: ", "0 or more"),
     (["--router_aux_loss_coef", "-1"], "router_aux_loss_coef=-1.0: ", "0 or more"),
@@ -282,6 +287,20 @@ def test_an_unset_learning_rate_is_ten_times_as_large_for_an_adapter_and_kept_by
     again = ["--use_peft", "--resume_from_checkpoint", "last", "--output_dir", str(tmp_path)]
     assert trainer(*again).learning_rate == 3e-6
     assert trainer(*again, "--learning_rate", "2e-6").learning_rate == 2e-6
+
+
+def test_the_sampler_is_corrected_for_where_it_is_a_pool_unless_a_run_that_goes_on_had_it_otherwise(tmp_path):
+    pool, again = ["--sampler", "pool", "--pool", "http://a:1/"], ["--resume_from_checkpoint", str(tmp_path / "c-5")]
+    assert trainer().importance_sampling_mode == "none"
+    assert trainer(*pool).importance_sampling_mode == "token_truncate" and trainer(*pool).pool == "http://a:1"
+    assert trainer(*pool, "--importance_sampling_mode", "none").importance_sampling_mode == "none"
+    write_config(trainer(), tmp_path / "config.yaml")
+    assert trainer(*pool, *again).importance_sampling_mode == "none"
+
+
+def test_who_has_no_pool_to_ask_does_not_take_one_as_sampler(refused):
+    assert "sampler='pool': use continuous or generate" in refused(EvaluateConfig, "--sampler", "pool")
+    assert "--sampler: no such option" in refused(ChatConfig, "--sampler", "pool")
 
 
 def test_a_run_that_is_continued_keeps_what_was_unset(monkeypatch, refused, tmp_path):

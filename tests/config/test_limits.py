@@ -20,6 +20,7 @@ from grpo.config.generation import (
 )
 from grpo.config.loss import LossSection
 from grpo.config.model import AdapterSection, SharedConfig
+from grpo.config.pool import PoolSection
 from grpo.config.records import RecordSection
 from grpo.config.report import ReportConfig
 from grpo.config.rewards import RewardSection
@@ -32,6 +33,7 @@ SECTIONS = (
     *(SharedConfig, DataSection, AnswerSection, GenerationSection, RolloutSection, EvaluateSection, ChatSection),
     *(RewardSection, LossSection, TrainingSection, AdapterSection, ConnectionSection, ReferenceSection, RecordSection),
     *(ServersSection, ServingSection, ReportConfig, WorkerConfig),
+    PoolSection,
 )
 NUMBERS = [
     (section, field)

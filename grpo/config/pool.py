@@ -1,0 +1,66 @@
+"""Settings of who draws the trainer's completions: the trainer itself, or workers behind a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from grpo.config.errors import require
+from grpo.config.fields import Section, option
+from grpo.config.generation import LOCAL_SAMPLERS
+
+
+@dataclass
+class PoolSection(Section):
+    """The settings of the trainer's sampler."""
+
+    HEADING = "sampler and pool"
+
+    sampler: Literal["continuous", "generate", "pool"] = option(
+        "continuous",
+        f"{LOCAL_SAMPLERS}. pool lets workers on any machine draw (generate.py); the trainer then draws held-out "
+        "answers alone, by continuous",
+    )
+    pool: str | None = option(None, "URL of the pool that brings tasks to workers: a server with --task rollouts")
+    max_policy_lag: int = option(
+        0,
+        "rounds of generation that workers draw ahead, with a policy that is as many rounds old: 0 lets the trainer "
+        "wait for them, 1 lets both work at the same time",
+        at_least=0,
+    )
+    pool_deadline: float = option(900.0, "seconds without any new group after which the run ends", above=0)
+    replay: str | None = option(
+        None, "file of an earlier run's pool, to train on what was drawn then, without pool and workers"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_pool = self.sampler == "pool"
+        for name in ("pool", "replay"):
+            value = getattr(self, name)
+            require(is_pool or value is None, name, value, "nobody would ask it: add sampler pool, or leave this out")
+        require(
+            is_pool or self.max_policy_lag == 0,
+            "max_policy_lag",
+            self.max_policy_lag,
+            "this sampler draws and trains by turns, so older completions would make nothing faster: add sampler pool, "
+            "or use 0",
+        )
+        if not is_pool:
+            return
+        require(
+            (self.pool is None) != (self.replay is None),
+            "sampler",
+            self.sampler,
+            "name where the completions come from: the URL of a pool, or the file of one as replay; one of the two",
+        )
+        if self.pool is not None:
+            self.pool = self.pool.rstrip("/")
+            require(self.pool.startswith(("http://", "https://")), "pool", self.pool, "write it as http://HOST:PORT")
+        require(
+            self.replay is None or Path(self.replay).is_file(),
+            "replay",
+            self.replay,
+            "there is no such file: name the pool_file of an earlier run",
+        )
