@@ -38,7 +38,16 @@ HEAVY = (
     *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
     "deepspeed.runtime.zero.stage_1_and_2",
 )
-PROGRAMS = ("ref_server.py", "grpo_ref_split.py", "deepspeed", "-m grpo.", "-m demo", "-m deepspeed.", "tests/")
+PROGRAMS = (
+    "ref_server.py",
+    "grpo_ref_split.py",
+    "generate.py",
+    "deepspeed",
+    "-m grpo.",
+    "-m demo",
+    "-m deepspeed.",
+    "tests/",
+)
 # The libraries and the interpreter read these when they start: a program that wants others is started plainly.
 READ_ONCE = (
     "PYTHON",

@@ -39,7 +39,7 @@ class LossInputs:
     logprobs: torch.Tensor
     """[T] log-probs of the policy, with gradient"""
     old_logprobs: torch.Tensor
-    """[T] log-probs of the policy that drew the tokens"""
+    """[T] log-probs of the policy before the first update on the tokens"""
     ratio: torch.Tensor
     """[T] probability ratio, exp(logprobs - old_logprobs), with gradient; with importance_sampling_level sequence the
     geometric mean of the sequence's ratios, at each of its tokens"""

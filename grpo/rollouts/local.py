@@ -63,7 +63,7 @@ class LocalSampler(Sampler):
     ) -> list[list[Rollout]]:
         """Do what Sampler.sample says. `on_group` is called soon: within LOOK_EVERY tokens of a group's end."""
         names = [(seed, group, copy) for group in ids or range(len(examples)) for copy in range(copies)]
-        return self._draw(examples, copies, temperature, names, on_group)
+        return self._draw(examples, copies, temperature, names, on_group) if examples else []
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
         """Do what Sampler.greedy says."""

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,6 +165,13 @@ class PromptStream:
         """Return this rank's [prompts_per_step / world_size] examples of a step (from 0)."""
         share = self._per_step // world_size
         return [self._examples[index] for index in self._indices(step)[rank * share : (rank + 1) * share]]
+
+    def groups_of(self, steps: Iterable[int], rank: int, world_size: int) -> tuple[list[Example], list[int]]:
+        """Return this rank's examples of these steps, and the ids of their groups."""
+        share = self._per_step // world_size
+        starts = {step: step * self._per_step + rank * share for step in steps}
+        examples = [example for step in starts for example in self.examples_of(step, rank, world_size)]
+        return examples, [group for start in starts.values() for group in range(start, start + share)]
 
     def replacements(self, first_step: int, steps: int, attempt: int, places: Sequence[int]) -> list[Example]:
         """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`.

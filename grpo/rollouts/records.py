@@ -72,8 +72,8 @@ class Sample:
     sampling_logprobs: np.ndarray | None = None
     """float32 [len(completion_ids)], NaN where unknown"""
     old_logprobs: np.ndarray | None = None
-    """float32 [len(completion_ids)] of the policy before the first update on this sample; None means that the policy
-    has not been updated since it drew the completion"""
+    """float32 [len(completion_ids)] of the policy as the round of the sample began, which is newer than the policy that
+    drew it where max_policy_lag is above 0; None means that the policy has not been updated since the round began"""
     group_id: int = -1
     """the id of its group; -1 where it has none"""
     place: int = -1

@@ -18,7 +18,8 @@ class Sampler(Protocol):
 
     `Rounds` (grpo/trainer/round.py) calls `update_weights` and `sample` in every round. The trainer calls
     `update_weights` before each evaluation too, and `evaluate` then calls `greedy` and `sample`.
-    `python -m grpo.chat` calls `stream`. Each rank has a sampler and calls it alone, with its own share of examples.
+    `python -m grpo.chat` calls `stream`. Each rank has a sampler and calls it with its own share of examples: all ranks
+    together in a round, even where one has no example, and each alone elsewhere.
     """
 
     def sample(

@@ -36,6 +36,9 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
         where = f"{phase} of {step}" if phase else f"{step}, after {clock.ended or 'its begin'}"
         raise_if_short(error, where, phase, run.config, run.checkpoints.way_on())
         raise
+    finally:
+        if run.pool_run is not None:
+            run.pool_run.close()
 
 
 def raise_if_over(run: Run, step: int, result: StepResult) -> None:

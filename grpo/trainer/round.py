@@ -1,5 +1,5 @@
 """A round of generation, in phase order: sample, reward while the reference is at work, replace groups without signal,
-score with the policy that drew, compare within each group.
+score with the policy as it is, compare within each group.
 
 The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, through `make_samples` to `update`
 (grpo/trainer/step.py), which packs them with `Batcher.make` and gives their log-probs to `grpo_loss`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from itertools import chain
 
 import numpy as np
 import torch
@@ -65,19 +64,16 @@ class Rounds:
         Returns the batch of each of its steps, and how many groups were replaced on all ranks. Raises ServersLost.
         """
         config = self._config
-        first_step, share = number * config.steps_per_generation, config.prompts_per_step // self._world_size
-        steps = range(first_step, first_step + config.steps_per_generation)
-        start = self._rank * share
-        ids = [step * config.prompts_per_step + start + place for step in steps for place in range(share)]
-        examples_by_step = [self._stream.examples_of(step, self._rank, self._world_size) for step in steps]
+        steps, share = config.steps_of_round(number), config.prompts_per_step // self._world_size
+        examples, ids = self._stream.groups_of(steps, self._rank, self._world_size)
         self.requests.clear()
         self._state = TrainerState(updates, config.max_steps)
         with clock("generate"):
             self._sampler.update_weights(updates)
-            groups = self._draw(list(chain(*examples_by_step)), ids, attempt=0)
+            groups = self._draw(examples, ids, attempt=0)
         with clock("reward"):
             by_function = self._reward(groups)
-        replaced = self._replace(groups, by_function, first_step, clock)
+        replaced = self._replace(groups, by_function, steps[0], clock)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
@@ -159,8 +155,6 @@ class Rounds:
             if on_all_ranks == 0:
                 break
             replaced += on_all_ranks
-            if not rows:
-                continue
             ids = [groups[row].id for row in rows]
             for group_id in ids:
                 if (request := self.requests.pop(group_id, None)) is not None:
@@ -169,6 +163,8 @@ class Rounds:
                 places = [group_id - first_step * config.prompts_per_step for group_id in ids]
                 examples = self._stream.replacements(first_step, config.steps_per_generation, attempt, places)
                 new_groups = self._draw(examples, ids, attempt)
+            if not rows:
+                continue
             with clock("reward"):
                 by_function[:, rows] = self._reward(new_groups)
             for row, group in zip(rows, new_groups, strict=True):
@@ -215,6 +211,6 @@ def make_samples(group: Group) -> list[Sample]:
 
 
 def summed_kl(sample: Sample, estimator: str) -> torch.Tensor:
-    """Return the KL of a whole completion in nats, a float64 scalar, by the policy that drew it."""
+    """Return the KL of a whole completion in nats, a float64 scalar, by the policy as the round began."""
     policy, reference = torch.from_numpy(sample.old_logprobs), torch.from_numpy(sample.ref_logprobs)
     return kl_divergence(policy.double(), reference.double(), estimator).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from grpo.algorithm.loss import try_loss
+from grpo.client.patience import Patience
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.errors import require
 from grpo.config.trainer import TrainerConfig
 from grpo.model.answering import read_answering
 from grpo.model.fingerprint import describe
-from grpo.model.load import check_lengths, checkpoint_activations, load_model, load_settings, load_tokenizer
+from grpo.model.load import (
+    check_lengths,
+    checkpoint_activations,
+    eos_token_ids,
+    load_model,
+    load_settings,
+    load_tokenizer,
+)
 from grpo.model.logprobs import check_router
 from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.packing import Batcher
@@ -40,7 +49,11 @@ from grpo.run.trackers import check_report_to
 from grpo.run.watchdog import Watchdog
 from grpo.trainer.engine import Ranks, engine_config, start_engine
 from grpo.trainer.evaluation import best_metric, check_verdicts
+from grpo.trainer.pool_run import PoolRun
+from grpo.trainer.pool_sampler import PoolSampler, connect
+from grpo.trainer.publish_policy import PolicyPublisher
 from grpo.trainer.publish_weights import WeightPublisher, has_begun
+from grpo.trainer.replay import Replay
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 from grpo.trainer.scoring import try_rewards
@@ -83,6 +96,8 @@ class Run:
     """None where no reference server is asked"""
     publisher: WeightPublisher | None
     """None where the reference stays as it is"""
+    pool_run: PoolRun | None
+    """on rank 0 of a run whose completions a pool brings"""
     reward_names: list[str]
     """the user's reward functions, without the overlong punishment"""
     rewarder: Rewarder
@@ -160,6 +175,7 @@ def set_up(
         # Every rank asks: each keeps the fingerprint that all later answers must bear.
         any_version = config.ref_update_steps > 0 and (resumed or has_begun(folder))
         reference = client.wait_ready(any_version)
+    pool = connect(config, folder.name) if config.pool else None
     started = start_rewards(inputs.reward_funcs, config, device, folder.name)
     rewarder = Rewarder(inputs.reward_funcs, started, config)
 
@@ -184,14 +200,13 @@ def set_up(
         tokenizer,
         config.max_completion_length,
         config.sequences_per_generate,
-        longest_packed=batcher.longest_packed if config.sampler == "continuous" else 0,
+        longest_packed=batcher.longest_packed if config.sampler != "generate" else 0,
     )
     publisher = None
     if config.ref_update_steps:
         publisher = WeightPublisher(config, client, model, tokenizer, policy_info, folder if rank == 0 else None)
     log.info("starting DeepSpeed on %d x %s", world_size, device)
     engine, schedule = start_engine(config, inputs.ds_config, model)
-    rounds = Rounds(config, engine.module, sampler, batcher, inputs.stream, rewarder, client, adapter_off)
 
     reference_model = reference.fingerprint if client is not None else ""
     checkpoints = Checkpoints(
@@ -205,6 +220,16 @@ def set_up(
         world_size,
         best_by=best_metric(config, inputs.reward_funcs),
     )
+    round_sampler, pool_run = sampler, None
+    if config.sampler == "pool":
+        source = pool or Replay(config.replay, checkpoints.identity())
+        ask = Patience(source, config.pool_deadline, threading.Event())
+        if pool is not None and rank == 0:
+            policy = PolicyPublisher(pool, engine.module, batcher, policy_info.vocab_size, folder, config.pool_deadline)
+            pool_run = PoolRun(config, pool, ask, policy, engine.module, tokenizer, folder.name, checkpoints)
+        eos = eos_token_ids(engine.module, tokenizer)
+        round_sampler = PoolSampler(config, source, ask, pool_run, tokenizer, eos, inputs.stream, ranks)
+    rounds = Rounds(config, engine.module, round_sampler, batcher, inputs.stream, rewarder, client, adapter_off)
     if resumed:
         progress = checkpoints.load(checkpoint, engine)
     else:
@@ -240,6 +265,7 @@ def set_up(
         rounds=rounds,
         client=client,
         publisher=publisher,
+        pool_run=pool_run,
         reward_names=[*inputs.reward_funcs],
         rewarder=rewarder,
         checkpoints=checkpoints,

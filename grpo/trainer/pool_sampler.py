@@ -1,0 +1,161 @@
+"""The sampler that lets workers draw: tasks go to a pool, completions come back from it.
+
+Round r is drawn by the policy as it was when round max(0, r - max_policy_lag) began, whoever draws it and whenever. So
+what comes back follows from the run's settings alone: a rank, a worker or the pool may be killed and started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.client.errors import RequestFailure, ServerError, ServersLost
+from grpo.client.http import check_certificates
+from grpo.client.patience import Patience
+from grpo.client.pool import PoolClient
+from grpo.config.trainer import TrainerConfig
+from grpo.rollouts.prompts import PromptStream
+from grpo.rollouts.records import Example, Rollout
+from grpo.rollouts.sampler import Sampler
+from grpo.run.collective import raise_together
+from grpo.run.folder import SaveError
+from grpo.trainer.engine import Ranks
+from grpo.trainer.pool_run import PoolRun
+from grpo.trainer.pool_wait import GroupDeadline, describe_workers, logged_wait
+from grpo.wire.rollouts import MOST_TASKS, Drawn, Task
+
+_LONG_POLL = 20.0  # seconds
+
+
+class Source(Protocol):
+    """What a rank takes groups from: the pool, or the file of an earlier run's (grpo/trainer/replay.py)."""
+
+    url: str
+    """what messages call it"""
+
+    def put_tasks(self, tasks: Sequence[Task]) -> None: ...
+
+    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[Drawn]: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+
+def connect(config: TrainerConfig, name: str) -> PoolClient:
+    """Return a client of the pool, which need not run yet. `name` is the run's.
+
+    Raises ServerError where another program answers, or one that wants another token.
+    """
+    verify = check_certificates(config.ref_ca_file)
+    pool = PoolClient(config.pool, config.token, verify, config.ref_request_timeout, name)
+    with suppress(RequestFailure):
+        pool.run()
+    return pool
+
+
+class PoolSampler(Sampler):
+    """The sampler of a run whose completions workers draw. All ranks call it together, each with its own groups."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        source: Source,
+        ask: Patience,
+        run: PoolRun | None,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int],
+        stream: PromptStream,
+        ranks: Ranks,
+    ):
+        """`run` is rank 0's, where something is published; else None."""
+        self._config, self._source, self._ask, self._run, self._stream = config, source, ask, run, stream
+        self._tokenizer, self._eos, self._ranks = tokenizer, {*eos_token_ids}, ranks
+        self._round = self._put = -1
+
+    def update_weights(self, version: int) -> None:
+        """Begin the round that follows so many updates: publish this version, and put the tasks of rounds ahead.
+
+        Returns when the pool has the version that draws the round. Raises ServersLost on every rank.
+        """
+        self._round, lost = version // self._config.updates_per_round, None
+        last = (self._config.max_steps - 1) // self._config.updates_per_round
+        with self._logged_wait():
+            try:
+                if self._run is not None:
+                    self._run.publish(version, self._round)
+                for number in range(max(self._put, self._round) + 1, self._round + self._config.max_policy_lag + 1):
+                    if number <= last:
+                        steps = self._config.steps_of_round(number)
+                        self._put_tasks(number, 0, *self._stream.groups_of(steps, self._ranks.rank, self._ranks.size))
+                        self._put = number
+            except (ServerError, SaveError) as error:
+                lost = error
+            raise_together(lost, ServersLost, self._ranks.device)
+
+    def sample(
+        self,
+        examples: Sequence[Example],
+        copies: int,
+        temperature: float,
+        seed: int,
+        on_group: Callable[[int, list[Rollout]], None] | None = None,
+        ids: Sequence[int] | None = None,
+    ) -> list[list[Rollout]]:
+        """Do what Sampler.sample says, for groups `ids` of the round that update_weights has begun.
+
+        `on_group` is called when a group arrives. `copies` and `temperature` are the run's, and so is the seed but for
+        its upper half, which says the how-manieth replacement of the groups this is. Raises ServersLost on every rank.
+        """
+        attempt, groups, lost = seed >> 32, {}, None
+        waiting = {(group, attempt): index for index, group in enumerate(ids)}
+        with self._logged_wait():
+            try:
+                # Also where they were put in an earlier round: a pool that then got another version than it had, from
+                # an earlier start of the run, has dropped them.
+                self._put_tasks(self._round, attempt, examples, ids)
+                deadline = GroupDeadline(self._config.pool_deadline)
+                while waiting:
+                    for drawn in self._take([*waiting][:MOST_TASKS], deadline):
+                        index = waiting.pop(drawn.key)
+                        groups[index] = self._rollouts(drawn)
+                        if on_group is not None:
+                            on_group(index, groups[index])
+            except ServerError as error:
+                lost = error
+            raise_together(lost, ServersLost, self._ranks.device)
+        return [groups[index] for index in range(len(examples))]
+
+    def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
+        """Put the tasks of these groups of round `number`."""
+        version = self._config.version_of_round(number)
+        tasks = [Task(group, attempt, version, row.prompt_ids) for group, row in zip(ids, examples, strict=True)]
+        for start in range(0, len(tasks), MOST_TASKS):
+            part = tasks[start : start + MOST_TASKS]
+            self._ask(lambda part=part: self._source.put_tasks(part))
+
+    def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[Drawn]:
+        """Return those of the groups that have arrived, perhaps none. Raises ServersLost where none came for long."""
+        wait = max(0.1, min(_LONG_POLL, deadline.seconds_left()))
+        drawn = self._ask(lambda: self._source.take(keys, wait))
+        if drawn:
+            deadline.move_on()
+        elif deadline.wants_status() and deadline.is_over(status := self._ask(self._source.status)):
+            raise ServersLost(
+                f"{self._source.url} has brought no group of round {self._round} for {deadline.seconds:.0f} s: "
+                f"{describe_workers(status, self._source.url)}"
+            )
+        return drawn
+
+    def _rollouts(self, drawn: Drawn) -> list[Rollout]:
+        return [
+            Rollout(ids, ids[-1] in self._eos, self._tokenizer.decode(ids, skip_special_tokens=True), logprobs, drew[0])
+            for ids, logprobs, drew in zip(drawn.completions, drawn.logprobs, drawn.versions, strict=True)
+        ]
+
+    def _logged_wait(self) -> AbstractContextManager:
+        """Return what logs on the first rank, while a block lasts, for what all ranks wait in it."""
+        if self._ranks.rank != 0:
+            return nullcontext()
+        return logged_wait(f"round {self._round}", self._source.url, self._source.status, self._round)

@@ -1,0 +1,62 @@
+"""Pools and workers to test with: their processes, and what a pool's file holds."""
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from conftest import ENVIRONMENT, REPOSITORY, running_server
+
+
+def pool(folder: Path, port: int | None = None):
+    """A pool with its file in the folder."""
+    return running_server("", folder, "--task", "rollouts", "--pool_file", str(folder / "pool.sqlite"), port=port)
+
+
+class Worker:
+    """A `generate.py` process that keeps its weights and its log in a folder."""
+
+    def __init__(self, url: str, folder: Path, name: str):
+        self.log = folder / f"{name}.log"
+        words = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name]
+        with open(self.log, "a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", *words, "--weights_folder", str(folder / name)],
+                cwd=REPOSITORY,
+                env=ENVIRONMENT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def end(self, number: int = signal.SIGKILL) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+
+@contextmanager
+def workers(url: str, folder: Path, *names: str):
+    """Workers on their way, in a list: what is in it at the end is ended."""
+    running = [Worker(url, folder, name) for name in names]
+    try:
+        yield running
+    finally:
+        for worker in running:
+            worker.end()
+
+
+def drawn(folder: Path) -> list[tuple]:
+    """Every task with its completions, as the pool's file has them."""
+    with sqlite3.connect(folder / "pool.sqlite") as file:
+        columns = "group_id, attempt, version, prompt_ids, drawn"
+        return file.execute(f"SELECT {columns} FROM tasks ORDER BY group_id, attempt").fetchall()
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
