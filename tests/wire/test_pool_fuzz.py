@@ -1,0 +1,195 @@
+"""Damaged requests to a pool of rollouts: each is stored or refused as the protocol says; a refused one stores nothing.
+
+    FUZZ_EXAMPLES=200000 python -m pytest tests/wire/test_pool_fuzz.py -m slow --hypothesis-seed=1
+
+The pool's application runs in this process. An example is a valid request, and what is done to it.
+"""
+
+import io
+import json
+import os
+import random
+import sqlite3
+import time
+from collections import Counter
+from dataclasses import replace
+from urllib.parse import quote
+from wsgiref.util import setup_testing_defaults
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+from stored import FOLDER, PROBE, RUN, drawn, sha, weights
+from test_fuzz import ON_BYTES, QUIET, SEEDS, check_refusal, nothing
+
+from grpo.config.server import ServerConfig
+from grpo.server.pool_service import PoolService
+from grpo.wire.rollouts import Lease, Task, Version, encode_drawn, encode_tasks
+from ref_server import make_app
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20000"))
+CODES = {
+    400: {"malformed"},
+    403: {"set_apart"},
+    409: {"other_run", "missing_file", "missing_piece", "damaged"},
+    413: {"too_many_tasks", "too_many_groups"},
+    422: {"wrong_completions"},
+}
+TASKS = [Task(group, 0, 0, [7, group]) for group in range(40)]
+DELTA = weights(7, 100)
+ODD = [None, True, False, -1, 0, 1, 3, 1.5, -0.5, float("nan"), float("inf"), 2**31, 2**63, 10**400, "", "x", "\ud800"]
+ODD += ["0" * 64, "é" * 128, "x" * 129, "\x00", [], {}, [[]], [[0, 0]], [[0]], [[0, 0], None], [["0", 0]], {"a": 1}]
+ODD += [[[-1, 0]], [[0.0, 0]], [[0, 0]] * 5000, [0, 1, 100], eval("[" * 80 + "]" * 80)]
+
+
+def valid(draw: random.Random) -> tuple[str, dict, bytes]:
+    """Return the path, the query and the body of a request that the pool takes."""
+    version = Version(0, sha(weights(0)), 5000, True, None, None, PROBE)
+    later = Version(1, sha(weights(1)), 5000, False, 0, sha(DELTA), PROBE)
+    # Not always the same, or all would be set apart in the end.
+    name = draw.choice(["w", *[f"é {draw.randrange(10**9)}"] * 9])
+    tasks = [replace(task, version=draw.randrange(2)) for task in draw.sample(TASKS, draw.randint(0, 3))]
+    data = weights(draw.randrange(3), 50)
+    start = draw.choice([0, 0, 0, 20])
+    results = "results", {"worker": name}, encode_drawn([drawn(task) for task in tasks])
+    return draw.choice(
+        [
+            *[results] * 4,
+            ("run", {}, RUN.to_json()),
+            ("tasks", {}, encode_tasks(tasks)),
+            ("lease", {}, Lease(name, draw.choice([0, 1, 5]), [[0, 0]], 0.0, "card", 0, "says", 1.5).to_json()),
+            ("groups", {}, json.dumps({"groups": [[0, 0], [1, 0]], "wait": 0}).encode()),
+            ("versions", {}, draw.choice([version, later]).to_json()),
+            ("needed", {"version": "0"}, b""),
+            ("files", {"sha256": sha(data), "size": "50", "offset": str(start)}, data[start : draw.choice([20, 50])]),
+        ]
+    )
+
+
+def fields(draw, body):
+    """JSON that a client would not write."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return numbers(draw, body)
+    place = found["probe"] if "probe" in found and draw.random() < 0.3 else found
+    name = draw.choice([*place, "unknown"])
+    change = draw.randrange(4)
+    if change == 0:
+        place.pop(name, None)
+    else:
+        place[name] = draw.choice(ODD)
+    if "wait" in found and isinstance(found["wait"], int | float):
+        found["wait"] = 0 if found["wait"] else found["wait"]  # nobody wants to wait for it
+    return json.dumps(found).encode()
+
+
+def numbers(draw, body):
+    """Tensors that do not fit, in a body that is well made."""
+    try:
+        tensors = load(body)
+    except SafetensorError:  # it is a piece of a file
+        return body
+    name = draw.choice([*tensors])
+    change = draw.randrange(5)
+    if change == 0:
+        del tensors[name]
+    elif change == 1:
+        tensors[draw.choice(["mask", "", "é"])] = tensors[name]
+    elif change == 2:
+        tensors[name] = tensors[name].astype(draw.choice(["int64", "float32", "int32", "uint8"]))
+    elif change == 3 and len(tensors[name]):
+        wrong = [0, 1, -1, 2, 99, 100, 2**31 - 1, -(2**31)]
+        wrong = [np.nan, np.inf, -np.inf, 0.0, 1.0, -1e30] if tensors[name].dtype == np.float32 else wrong
+        tensors[name][draw.randrange(len(tensors[name]))] = draw.choice(wrong)
+    else:
+        tensors[name] = np.zeros(draw.choice([0, 1, 3, 5000]), tensors[name].dtype)
+    return save(tensors)
+
+
+def queries(draw, query):
+    if not query or draw.random() < 0.7:
+        return query
+    name = draw.choice([*query])
+    odd = [
+        "",
+        "-1",
+        "0",
+        "1",
+        "1e3",
+        "50",
+        "51",
+        "９",
+        "9" * 19,
+        "9" * 5000,
+        "0" * 64,
+        "g" * 64,
+        "x" * 129,
+        "\x00",
+        "a\nb",
+    ]
+    return query | {name: draw.choice(odd)}
+
+
+DAMAGE = [*ON_BYTES, *[fields] * 4, *[numbers] * 4, nothing]
+
+
+@pytest.mark.slow
+def test_damaged_requests_are_refused_or_stored_whole(tmp_path, few, caplog):
+    path = str(tmp_path / "run.sqlite")
+    service = PoolService(ServerConfig(task="rollouts", pool_file=path))
+    service.load()
+    app, seen, pages = make_app(service), Counter(), []
+    reader = sqlite3.connect(path)
+
+    def ask(method: str, name: str, query: dict, body: bytes) -> tuple[int, str, bytes]:
+        environ = {"REQUEST_METHOD": method, "PATH_INFO": name, "wsgi.input": io.BytesIO(body)}
+        environ["QUERY_STRING"] = "&".join(f"{key}={quote(value, safe='')}" for key, value in query.items())
+        environ |= {"CONTENT_TYPE": "application/octet-stream", "CONTENT_LENGTH": str(len(body))}
+        environ |= {"waitress.client_disconnected": lambda: False, "REMOTE_ADDR": "127.0.0.1"}
+        setup_testing_defaults(environ)
+        answer = []
+        body = b"".join(app(environ, lambda line, headers, exc_info=None: answer.extend((line, dict(headers)))))
+        return int(answer[0][:3]), answer[1]["Content-Type"], body
+
+    def stored() -> list:
+        tables = "run", "tasks", "versions", "files", "pieces"
+        return [reader.execute(f"SELECT * FROM {table}").fetchall() for table in tables]
+
+    for data in (FOLDER, weights(0), DELTA):
+        query = {"sha256": sha(data), "size": f"{len(data)}", "offset": "0"}
+        assert ask("POST", "/v1/rollouts/files", query, data)[0] == 200
+    for name, body in (("run", RUN.to_json()), ("tasks", encode_tasks(TASKS))):
+        assert ask("POST", f"/v1/rollouts/{name}", {}, body)[0] == 200
+    examples = len(few(range(EXAMPLES), 500))
+
+    @settings(QUIET, max_examples=examples)
+    @given(SEEDS)
+    def example(seed):
+        draw = random.Random(seed)
+        name, query, body = valid(draw)
+        damage = [draw.choice(DAMAGE), draw.choice([nothing, nothing, *ON_BYTES])]
+        note(f"{name}: {', '.join(harm.__name__ for harm in damage)}")
+        for harm in damage:
+            body = harm(draw, body) if body else b""
+        before = stored()
+        status, kind, answer = ask("POST", f"/v1/rollouts/{name}", queries(draw, query), body)
+        seen[status] += 1
+        if status != 200:
+            check_refusal(status, kind, answer, CODES)
+            assert stored() == before or (status == 409 and b"damaged" in answer)  # which drops the file
+        if seen.total() % 100 == 0:
+            shown = ask("GET", "/status", {}, b""), ask("GET", "/metrics", {}, b"")
+            pages.append([status for status, *_ in shown] == [200, 200])
+
+    began = time.perf_counter()
+    example()
+    rate = seen.total() / (time.perf_counter() - began)
+    print(f"\n{seen.total()} examples, {rate:.0f} a second: {dict(sorted(seen.items()))}")
+    reached = (200, 400, 409, 413, 422) if examples == EXAMPLES else (200, 400)  # the others are rare in a part
+    assert min(seen[status] for status in reached) >= 3, "the damage does not reach everything"
+    assert all(pages) and "Traceback" not in caplog.text
+    reader.close()
+    service.close()
