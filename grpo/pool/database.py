@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 20
 """most bytes of a file in one row, and in one answer"""
 _APPLICATION, _SCHEMA_VERSION = 0x47525031, 1  # "GRP1"; another schema gets another number
+_PAGE_BYTES = 16 << 10  # a piece of 16 MiB is read four times as fast as from pages of 4 KiB
 _SCHEMA = """
 CREATE TABLE run (number INTEGER PRIMARY KEY CHECK (number = 1), info BLOB NOT NULL);
 CREATE TABLE tasks (
@@ -134,10 +135,9 @@ def _open(path: str) -> sqlite3.Connection:
     connection = _connect(path, Path(path).absolute().as_uri())
     try:
         if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
-            connection.executescript(
-                f"BEGIN; PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION}; {_SCHEMA} "
-                "COMMIT;"
-            )
+            connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+            kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
+            connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
         _check_kind(path, connection)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk

@@ -35,6 +35,9 @@ def store(path):
     made.close()
 
 
+PAGE = 16 << 10
+
+
 def numbers(store: Store) -> list[int]:
     return [version.version for version in store.versions()]
 
@@ -273,7 +276,7 @@ def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
     with pytest.raises(ConfigError, match="damaged"):
         Store(path, said.append)
     with open(path, "wb") as file:
-        file.write(whole[:4096] + bytes(len(whole) - 4096))
+        file.write(whole[:PAGE] + bytes(len(whole) - PAGE))
     with pytest.raises(ConfigError, match="damaged"):
         Store(path, said.append)
     # Where it is only met later on: an index.
@@ -283,8 +286,8 @@ def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
     (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'open_tasks'").fetchone()
     connection.close()
     with open(path, "r+b") as file:
-        file.seek((page - 1) * 4096)
-        file.write(b"\xff" * 4096)
+        file.seek((page - 1) * PAGE)
+        file.write(b"\xff" * PAGE)
     said.clear()
     store = Store(path, said.append)
     with pytest.raises(ProtocolError) as refusal:
