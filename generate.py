@@ -52,14 +52,15 @@ def make_engine(config: WorkerConfig) -> Engine:
 
 def run(config: WorkerConfig) -> int:
     """Draw until a signal comes, or the worker cannot go on. Return the exit code."""
+    stop = threading.Event()
+    stopped = take_signals(stop)
     with open_folder(config.weights_folder) as folder:
-        worker = Worker(config, make_engine(config), folder)
+        worker = Worker(config, make_engine(config), folder, stop)
         log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)
-        stopped = take_signals(worker.stop)
         failures: list[BaseException] = []
         thread = threading.Thread(target=collect, args=[worker, failures], name="worker", daemon=True)
         thread.start()
-        worker.stop.wait()  # this thread waits for signals
+        stop.wait()  # this thread waits for signals
         worker.close()
     for failure in failures:
         if not isinstance(failure, (ServerError, WorkerFailed, ConfigError, OSError)):

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3
 """starts of the engine after failures, without a group in between"""
-MOST_REFUSALS = 3
-"""refused groups in a row, after which the pool gives this worker no more"""
-_POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
+RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its card
+RENEWALS = 3  # in the time of a lease
+POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
 _UPLOADS = 4  # threads; each sends one group
 
 
@@ -43,11 +43,11 @@ class WorkerFailed(Exception):
 class Worker:
     """A worker of a pool. `run` in one thread, `stop` and `close` from any."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine, folder: Path):
+    def __init__(self, config: WorkerConfig, engine: Engine, folder: Path, stop: threading.Event | None = None):
         """Raises ServerError where `ref_ca_file` holds no certificate."""
         # Another name for each process: the pool may have set an earlier one of this machine apart.
         self.name = f"{config.name} #{secrets.token_hex(4)}"
-        self.stop = threading.Event()
+        self.stop = stop or threading.Event()
         self._engine, self._is_started = engine, False
         verify = check_certificates(config.ref_ca_file)
         self._new_client = partial(PoolClient, config.pool, config.token, verify, name=self.name)
@@ -65,7 +65,7 @@ class Worker:
         self._drawing = 0
         self._engine_error: EngineError | None = None
         self._failure: BaseException | None = None
-        self._restarts = self._refusals = 0
+        self._restarts = 0
 
     def run(self) -> None:
         """Draw until `stop` is set.
@@ -81,7 +81,7 @@ class Worker:
             drawers = ThreadPoolExecutor(self._engine.capacity, thread_name_prefix="draw")
             senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")
             while True:
-                leased = self._lease(self._wait_for_room(), _POLL)
+                leased = self._lease(self._wait_for_room(), POLL)
                 tasks = leased.tasks
                 if tasks and leased.sha256 != self._version.sha256:
                     self._wait_until_idle()
@@ -111,9 +111,9 @@ class Worker:
 
     def _give_back(self) -> None:
         # Not while a request for tasks is waiting: the pool would give them to this worker again.
-        is_quiet = self._lease_lock.acquire(timeout=2 * _POLL)
+        is_quiet = self._lease_lock.acquire(timeout=2 * POLL)
         try:
-            self._new_client(request_timeout=_POLL).lease(Lease(self.name, 0, [], 0.0, message="ended"))
+            self._new_client(request_timeout=POLL).lease(Lease(self.name, 0, [], 0.0, message="ended"))
         except (RequestFailure, ServerError) as error:
             log.info("the leases were not given back (%s): they end by themselves", error)
         finally:
@@ -128,7 +128,7 @@ class Worker:
             if not said:
                 log.info("%s has no run yet: waiting for a trainer", self._client.url)
                 said = True
-            self._pause(_POLL)
+            self._pause(POLL)
         log.info("%s: run %s", self._client.url, run.name)
         return run
 
@@ -139,7 +139,7 @@ class Worker:
             if not said:
                 log.info("%s has no weights yet: waiting for the trainer", self._client.url)
                 said = True
-            self._pause(_POLL)
+            self._pause(POLL)
         return versions[-1].version, versions[-1].sha256
 
     def _wait_for_room(self) -> int:
@@ -197,7 +197,7 @@ class Worker:
                     self._message = "starting the engine"
                     self._engine.start(self._run, self._model.path)
                     self._is_started = True
-                    log.info("the engine draws %d groups at a time on %s", self._engine.capacity, self._engine.card)
+                    log.info("the engine draws on %s, groups at a time: %d", self._engine.card, self._engine.capacity)
                 difference = prove(self._engine, version, dtype_of(self._model.path))
                 log.debug("version %d: log-probs differ by %.2g from the trainer's", version.version, difference)
             except EngineError as error:
@@ -213,7 +213,7 @@ class Worker:
         log.warning("the engine failed: %s; starting it again", error)
         self._engine.close()
         self._is_started, self._engine_error = False, None
-        self._pause(1.0)  # a process that has just ended may still hold its card
+        self._pause(RESTART_PAUSE)
 
     # Tasks
 
@@ -240,8 +240,8 @@ class Worker:
     def _keep_leases(self) -> None:
         """Renew the leases while nothing else does, and log a line a minute."""
         next_summary = time.monotonic() + SUMMARY_SECONDS
-        while not self.stop.wait(self._lease_seconds / 10):
-            if time.monotonic() - self._leased_at > self._lease_seconds / 3:
+        while not self.stop.wait(self._lease_seconds / RENEWALS / 4):
+            if time.monotonic() - self._leased_at > self._lease_seconds / RENEWALS / 2:
                 self._guarded(lambda: self._lease(room=0, wait=0.0))
             if time.monotonic() > next_summary:
                 next_summary += SUMMARY_SECONDS
@@ -274,15 +274,13 @@ class Worker:
     def _send(self, drawn: Drawn) -> None:
         try:
             (result,) = self._patience(lambda: self._client.results(self.name, [drawn]))
-        except ResultRefused as refusal:
-            self._refusals += 1
+        except ResultRefused as refusal:  # after three in a row the pool refuses the worker, which ends it
             log.warning("%s", refusal)
-            if self._refusals == MOST_REFUSALS:
-                raise WorkerFailed(f"{MOST_REFUSALS} groups in a row were not taken: {refusal}") from refusal
         else:
             log.debug("group %d: %s", drawn.group, result)
-            self._restarts = self._refusals = 0
-            self._tally.add(drawn)
+            self._restarts = 0
+            if result == "accepted":
+                self._tally.add(drawn)
         finally:
             with self._changed:
                 self._holds.discard(drawn.key)
