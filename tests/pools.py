@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,17 @@ from grpo.model.weights_file import named_weights, write_weights
 from grpo.wire.delta import make_delta, sha256_of
 from grpo.wire.rollouts import Probe, RunInfo, Task, Version
 
+RUN = RunInfo(
+    run="0123456789abcdef",
+    name="runs/test",
+    vocab_size=100,
+    eos_token_ids=[2],
+    num_generations=4,
+    max_completion_length=12,
+    temperature=0.8,
+    seed=42,
+    model_files="a" * 64,
+)
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
 
 
@@ -46,18 +58,9 @@ class Trainer:
         packed = save({path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in files})
         sha256 = hashlib.sha256(packed).hexdigest()
         client.send_file(packed, sha256)
-        settings = {
-            "run": "0123456789abcdef",
-            "name": "runs/test",
-            "vocab_size": self.model.config.vocab_size,
-            "eos_token_ids": eos_token_ids(self.model, self.tokenizer),
-            "num_generations": 4,
-            "max_completion_length": 12,
-            "temperature": 0.8,
-            "seed": 42,
-            "model_files": sha256,
-        }
-        self.run = RunInfo(**settings | changes)
+        ends = eos_token_ids(self.model, self.tokenizer)
+        of_model = {"vocab_size": self.model.config.vocab_size, "eos_token_ids": ends, "model_files": sha256}
+        self.run = replace(RUN, **of_model | changes)
         client.put_run(self.run)
 
     def learn(self, seed: int) -> None:

@@ -1,0 +1,107 @@
+"""Whose fault it is when a pool's client gets no answer that it can use: each in one sentence."""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from pools import RUN, running_pool
+
+from grpo.client.errors import RequestFailure, ResultRefused, ServerError
+from grpo.client.pool import PoolClient
+from grpo.wire.rollouts import Drawn, Probe, Task, Version
+
+pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pool")
+    (folder / "token").write_text("secret")
+    with running_pool(folder, "--token_file", str(folder / "token")) as server:
+        yield server
+
+
+@contextmanager
+def answering(status: int, body: bytes):
+    """Another program: it answers everything with this."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_wrong_token_is_said_to_be_one(pool):
+    for token in (None, "guess"):
+        with pytest.raises(ServerError, match=f"^{pool.url} wants another token: give pool, trainer and workers"):
+            PoolClient(pool.url, token).run()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (404, b"<html>Not Found</html>", "a web page: another program or a proxy answers there"),
+        (404, b'{"error": {"code": "not_found", "message": "its --task is logprobs"}}', "its --task is logprobs"),
+        (200, b"<html>Welcome</html>", "the body is not JSON"),
+        (200, b'{"status": "ok"}', "unknown field"),
+    ],
+)
+def test_another_program_is_said_to_be_no_pool(status, body, reason):
+    with answering(status, body) as url, pytest.raises(ServerError) as refusal:
+        PoolClient(url).run()
+    assert str(refusal.value).startswith(f"{url} is no pool of rollouts (") and reason in str(refusal.value)
+    assert str(refusal.value).endswith("): set pool to a server of the task rollouts")
+
+
+def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
+    with answering(200, b"{") as url:
+        client = PoolClient(url)
+        for ask in (client.versions, partial(client.take, [], 0), partial(client.results, "a", []), client.status):
+            with pytest.raises(RequestFailure, match="sent a damaged answer"):
+                ask()
+    with (
+        answering(502, b"<html>Bad Gateway</html>") as url,
+        pytest.raises(RequestFailure, match="said 502: a web page"),
+    ):
+        PoolClient(url).run()
+    with pytest.raises(RequestFailure, match=r"cannot be reached \(Connection refused\)"):
+        PoolClient(url).run()
+
+
+def test_what_the_pool_refuses_is_sorted_by_what_helps(pool):
+    client = PoolClient(pool.url, "secret")
+    assert client.run() is None
+    client.put_run(RUN)
+    client.put_run(RUN)
+    assert client.run() == RUN
+    with pytest.raises(ServerError, match="refused a request with 409: the pool file is of run"):
+        client.put_run(replace(RUN, run="f" * 16))
+    client.put_tasks([Task(0, 0, 0, [5])])
+    with pytest.raises(ServerError, match="refused a request with 409: group 0 has another prompt"):
+        client.put_tasks([Task(0, 0, 0, [6])])
+    with pytest.raises(RequestFailure, match="said 409: "):  # its file can still be sent
+        client.put_version(Version(0, "b" * 64, 10, True, None, None, Probe([1], [2], [-0.5])))
+    with pytest.raises(RequestFailure, match="said 409: what came is not what was announced"):
+        client.send_file(b"0123456789", "b" * 64)
+    with pytest.raises(ResultRefused, match="refused a request with 422: group 0: 1 completions"):
+        client.results("a worker", [Drawn(0, 0, [[2]], [[-0.5]], [[0]])])
+    drawn = Drawn(0, 0, [[2]] * 4, [[-0.5]] * 4, [[0]] * 4)
+    assert client.results("a worker", [drawn, drawn]) in (["accepted", "already there"], ["accepted", "accepted"])
+    assert client.results("a worker", [drawn]) == ["already there"]
+    assert client.take([(0, 0)], 0) == [drawn] and client.take([(1, 0)], 0) == []

@@ -1,0 +1,69 @@
+"""An engine without a model, for tests of what is around it. It imports nothing heavy."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from grpo.wire.delta import sha256_of
+from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+from grpo.workers.engine import EngineError
+from grpo.workers.weights import WEIGHTS
+
+
+class PlainEngine:
+    """Every completion is an eos. What happened is in `calls`; a test may let it fail, or hold it."""
+
+    card = "a card"
+
+    def __init__(self, capacity: int = 1):
+        self.capacity = capacity
+        self.calls: list[str] = []
+        self.weights: list[str] = []
+        """SHA-256 of the weights of each start and load"""
+        self.failing = 0
+        """draws that are still to fail"""
+        self.wrong_logprobs = 0
+        """probes that are still to get the log-probs of other weights"""
+        self.copies: int | None = None
+        """completions of a group, where they are not to be the run's"""
+        self.go = threading.Event()
+        """cleared, it holds every draw"""
+        self.go.set()
+        self.most_at_a_time = self._drawing = 0
+        self._lock = threading.Lock()
+
+    def start(self, run: RunInfo, folder: Path) -> None:
+        self.run = run
+        self.calls.append("start")
+        self.weights.append(sha256_of(folder / WEIGHTS))
+
+    def load(self, folder: Path, version: int) -> None:
+        assert not self._drawing
+        self.calls.append(f"load {version}")
+        self.weights.append(sha256_of(folder / WEIGHTS))
+
+    def logprobs(self, probe: Probe) -> list[float]:
+        assert not self._drawing
+        self.wrong_logprobs -= 1
+        return [value - (self.wrong_logprobs >= 0) for value in probe.logprobs]
+
+    def draw(self, task: Task) -> Drawn:
+        with self._lock:
+            self._drawing += 1
+            self.most_at_a_time = max(self.most_at_a_time, self._drawing)
+            self.failing -= 1
+            fails = self.failing >= 0
+        try:
+            self.go.wait()
+            if fails:
+                raise EngineError("the card fell off the bus")
+        finally:
+            with self._lock:
+                self._drawing -= 1
+        copies = self.copies or self.run.num_generations
+        ids, logprobs = [[self.run.eos_token_ids[0]]] * copies, [[-0.5]] * copies
+        return Drawn(task.group, task.attempt, ids, logprobs, [[task.version]] * copies)
+
+    def close(self) -> None:
+        self.calls.append("close")

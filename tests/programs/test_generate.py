@@ -1,0 +1,106 @@
+"""generate.py as a program: what it imports, its signals, its exit codes."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ENVIRONMENT, REPOSITORY
+from pools import Trainer, running_pool
+
+from grpo.client.pool import PoolClient
+
+LIGHT = """
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "deepspeed", "datasets", "bottle", "waitress"):
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, Forbidden())
+sys.path[:0] = ["tests"]
+import generate
+from plain_engine import PlainEngine
+
+generate.make_engine = lambda config: PlainEngine()
+code = generate.main()
+from importlib.metadata import packages_distributions
+ours = {"generate", "grpo", "plain_engine"}
+outside = {name.split(".")[0] for name in sys.modules} & packages_distributions().keys() - ours
+print(sorted({packages_distributions()[name][0] for name in outside}))
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def pool(tmp_path):
+    with running_pool(tmp_path) as server:
+        yield server
+
+
+def start(*options: str, script: tuple[str, ...] = ("generate.py",), environment: dict | None = None):
+    return subprocess.Popen(
+        [sys.executable, *script, *options],
+        cwd=REPOSITORY,
+        env={**ENVIRONMENT, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(is_so, process) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.plain_start
+def test_it_draws_without_the_imports_of_an_engine(pool, model_folder, tmp_path):
+    (tmp_path / "trainer").mkdir()
+    trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
+    trainer.publish(0)
+    process = start("--pool", pool.url, script=("-c", LIGHT))
+    trainer.wait(trainer.put_tasks(0, range(2)))
+    trainer.learn(seed=1)
+    trainer.publish(1, whole=False, delta=True)
+    trainer.wait(trainer.put_tasks(1, range(2, 4)))
+    process.terminate()
+    shown, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
+    needed = {"requests", "urllib3", "certifi", "idna", "charset-normalizer", "numpy", "safetensors", "PyYAML"}
+    assert {*eval(shown)} <= needed | {"setuptools"}
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_middle_of_a_group_gives_it_back(pool, model_folder, tmp_path):
+    (tmp_path / "trainer").mkdir()
+    sizes = {"num_generations": 64, "max_completion_length": 2000}  # no group is done in the time of the test
+    trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer", **sizes)
+    trainer.publish(0)
+    trainer.put_tasks(0, range(2))
+    workers = [start("--pool", pool.url, environment={"TMPDIR": str(tmp_path)}) for _ in range(2)]
+    for worker in workers:
+        wait_until(lambda: trainer.client.status()["tasks"]["leased"] == 2, worker)
+    for worker, number, code in zip(workers, (signal.SIGTERM, signal.SIGINT), (0, 130), strict=True):
+        worker.send_signal(number)
+        _, log = worker.communicate(timeout=60)
+        assert worker.returncode == code, log
+        assert "Traceback" not in log and "the engine draws on CPU, groups at a time: 1" in log
+    assert trainer.client.status()["tasks"] == {"leased": 0, "waiting": 2}
+    assert not [*tmp_path.glob("grpo-worker-*")]
+
+
+@pytest.mark.slow
+@pytest.mark.plain_start
+def test_what_ends_it_is_one_line(tmp_path):
+    process = start("--pool", "http://127.0.0.1:9", "--pool_deadline", "0.3", script=("-c", LIGHT))
+    _, log = process.communicate(timeout=30)
+    last = log.splitlines()[-1]
+    assert process.returncode == 1 and "Traceback" not in log
+    assert last.startswith("generate.py: error: no answer from http://127.0.0.1:9 for 0 s (it cannot be reached")

@@ -1,0 +1,278 @@
+"""A worker against a real pool: what it draws, with which weights, and what becomes of it when something fails."""
+
+import hashlib
+import logging
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plain_engine import PlainEngine
+from pools import Trainer, running_pool
+from safetensors.numpy import save
+
+from grpo.client.errors import ServersUnavailable
+from grpo.client.pool import PoolClient
+from grpo.config.worker import WorkerConfig
+from grpo.model.trial import make_batcher
+from grpo.rollouts.records import Example
+from grpo.rollouts.trial import make_sampler
+from grpo.wire.rollouts import Lease
+from grpo.workers import loop
+from grpo.workers.loop import Worker, WorkerFailed
+from grpo.workers.transformers_engine import TransformersEngine
+
+pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(loop, "POLL", 0.2)
+    monkeypatch.setattr(loop, "RESTART_PAUSE", 0.01)
+
+
+@pytest.fixture
+def pool(tmp_path):
+    with running_pool(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def trainer(pool, model_folder, tmp_path):
+    (tmp_path / "trainer").mkdir()
+    return Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
+
+
+@contextmanager
+def working(pool, folder, engine, **settings):
+    """Run a worker; give it with the list of what it ended with."""
+    folder.mkdir(exist_ok=True)
+    worker, ended = Worker(WorkerConfig(pool=pool.url, **settings), engine, folder), []
+
+    def run():
+        try:
+            worker.run()
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    worker.thread = thread
+    try:
+        yield worker, ended
+    finally:
+        worker.close()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def eventually(is_so):
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_it_draws_to_the_last_bit_what_the_trainer_would_draw_group_by_group(pool, trainer, tmp_path):
+    batcher = make_batcher(trainer.model, trainer.tokenizer.pad_token_id)
+    sampler = make_sampler(
+        trainer.model, trainer.tokenizer, trainer.run.max_completion_length, 64, batcher.longest_packed
+    )
+
+    def by_trainer(task):
+        run, example = trainer.run, Example(0, "", task.prompt_ids, {})
+        seed = run.seed + (task.attempt << 32)
+        (rollouts,) = sampler.sample([example], run.num_generations, run.temperature, seed, ids=[task.group])
+        return [(rollout.completion_ids, rollout.sampling_logprobs) for rollout in rollouts]
+
+    config = WorkerConfig(pool=pool.url)
+    with working(pool, tmp_path / "worker", TransformersEngine(config)):
+        # The demo's model has a tied head: it must follow the weights that come as deltas too.
+        assert trainer.model.config.tie_word_embeddings
+        for version in range(3):
+            trainer.learn(seed=version)
+            trainer.publish(version, whole=version == 0, delta=version > 0)
+            tasks = trainer.put_tasks(version, range(6 * version, 6 * version + 6))
+            tasks += trainer.put_tasks(version, range(6 * version, 6 * version + 1), attempt=2)
+            for task, drawn in zip(tasks, trainer.wait(tasks), strict=True):
+                assert [*zip(drawn.completions, drawn.logprobs, strict=True)] == by_trainer(task)
+                assert {number for row in drawn.versions for number in row} == {version}
+
+
+def test_it_keeps_as_many_groups_in_work_as_the_engine_draws_at_a_time(pool, trainer, tmp_path):
+    engine = PlainEngine(capacity=3)
+    engine.go.clear()
+    trainer.publish(0)
+    tasks = trainer.put_tasks(0, range(8))
+    with working(pool, tmp_path / "worker", engine):
+        eventually(lambda: engine.most_at_a_time == 3)
+        assert trainer.client.status()["tasks"] == {"leased": 3, "waiting": 5}
+        engine.go.set()
+        trainer.wait(tasks)
+    assert engine.most_at_a_time == 3
+
+
+def test_a_version_of_the_same_number_with_other_bits_is_another_version(pool, trainer, tmp_path):
+    engine = PlainEngine()
+    with working(pool, tmp_path / "worker", engine):
+        first = trainer.publish(0)
+        trainer.wait(trainer.put_tasks(0, range(2)))
+        trainer.learn(seed=1)
+        second = trainer.publish(0)  # the run went back
+        trainer.wait(trainer.put_tasks(0, range(2)))
+    assert engine.weights == [first.sha256, second.sha256]
+
+
+def test_leases_live_while_the_engine_is_busy(pool, trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "RENEWALS", 100)  # of the pool's 30 s
+    engine = PlainEngine()
+    engine.go.clear()
+    trainer.publish(0)
+    trainer.put_tasks(0, range(1))
+    with working(pool, tmp_path / "worker", engine):
+        eventually(lambda: engine.most_at_a_time == 1)
+        (before,) = trainer.client.status()["workers"]
+        time.sleep(1)
+        (after,) = trainer.client.status()["workers"]
+        assert after["last_seen"] < 0.9 and after["leases"] == before["leases"] == 1
+        engine.go.set()
+
+
+def test_an_engine_that_fails_is_started_again_and_loses_no_group(pool, trainer, tmp_path, caplog):
+    engine = PlainEngine(capacity=2)
+    engine.failing = 2
+    trainer.publish(0)
+    tasks = trainer.put_tasks(0, range(6))
+    with working(pool, tmp_path / "worker", engine):
+        trainer.wait(tasks)
+    assert engine.calls.count("start") in (2, 3) and "the card fell off the bus; starting it again" in caplog.text
+
+
+def test_an_engine_that_always_fails_ends_the_worker(pool, trainer, tmp_path):
+    engine = PlainEngine()
+    engine.failing = 10**9
+    trainer.publish(0)
+    trainer.put_tasks(0, range(6))
+    with working(pool, tmp_path / "worker", engine) as (_, ended):
+        eventually(lambda: ended)
+        assert isinstance(ended[0], WorkerFailed)
+        assert str(ended[0]) == "the engine failed 4 times in a row: the card fell off the bus"
+    assert engine.calls.count("start") == 4 and trainer.client.status()["tasks"]["leased"] == 0
+
+
+def test_nothing_is_drawn_with_weights_that_the_engine_does_not_have(pool, trainer, tmp_path, caplog):
+    engine = PlainEngine()
+    trainer.publish(0)
+    with working(pool, tmp_path / "worker", engine) as (_, ended):
+        trainer.wait(trainer.put_tasks(0, range(2)))
+        engine.wrong_logprobs = 1  # at the load
+        trainer.learn(seed=1)
+        trainer.publish(1, delta=True)
+        trainer.wait(trainer.put_tasks(1, range(2, 4)))
+        assert engine.calls == ["start", "load 1", "close", "start"]
+        assert "version 1: the engine's log-probs are 1 nats a token from the trainer's" in caplog.text
+        engine.wrong_logprobs = 10**9
+        trainer.learn(seed=2)
+        trainer.publish(2, delta=True)
+        tasks = trainer.put_tasks(2, range(4, 6))
+        eventually(lambda: ended)
+        assert "the engine failed 4 times in a row: version 2: the engine's log-probs" in str(ended[0])
+        assert trainer.client.take([task.key for task in tasks], 0) == []
+
+
+def test_groups_that_the_pool_refuses_end_the_worker_after_three(pool, trainer, tmp_path, caplog):
+    engine = PlainEngine()
+    engine.copies = 1
+    trainer.publish(0)
+    tasks = trainer.put_tasks(0, range(6))
+    with working(pool, tmp_path / "worker", engine) as (_, ended):
+        eventually(lambda: ended)
+    assert caplog.text.count("1 completions: the run has num_generations 4") >= 3
+    assert "is set apart after 3 refused uploads in a row" in str(ended[0])
+    assert trainer.client.take([task.key for task in tasks], 0) == []
+
+
+def test_a_pool_that_goes_and_comes_back_costs_time_only(model_folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    engine = PlainEngine()
+    (tmp_path / "trainer").mkdir()
+    with running_pool(tmp_path) as pool:
+        trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
+        trainer.publish(0)
+        with working(pool, tmp_path / "worker", engine) as (_, ended):
+            trainer.wait(trainer.put_tasks(0, range(2)))
+            engine.go.clear()
+            tasks = trainer.put_tasks(0, range(2, 6))
+            eventually(lambda: engine.most_at_a_time and engine._drawing)
+            pool.end()
+            engine.go.set()  # what is drawn waits for the pool too
+            eventually(lambda: "asking again for 900 s" in caplog.text)
+            time.sleep(0.5)
+            with running_pool(tmp_path, port=pool.port):
+                trainer.wait(tasks)
+                assert not ended
+                said = [record.getMessage() for record in caplog.records if record.name == "grpo.client.patience"]
+    assert len(said) == 2 and "asking again" in said[0] and said[1] == f"{pool.url} answers again"
+
+
+def test_a_pool_that_stays_away_ends_the_worker(pool, trainer, tmp_path):
+    trainer.publish(0)
+    with working(pool, tmp_path / "worker", PlainEngine(), pool_deadline=0.5) as (_, ended):
+        trainer.wait(trainer.put_tasks(0, range(2)))
+        pool.end()
+        eventually(lambda: ended)
+    assert isinstance(ended[0], ServersUnavailable)
+    assert str(ended[0]).startswith(f"no answer from {pool.url} for 0 s (it cannot be reached")
+
+
+def test_a_pool_with_another_run_ends_the_worker(trainer, pool, model_folder, tmp_path):
+    trainer.publish(0)
+    with working(pool, tmp_path / "worker", PlainEngine()) as (_, ended):
+        trainer.wait(trainer.put_tasks(0, range(2)))
+        pool.end()
+        (tmp_path / "other").mkdir()
+        with running_pool(tmp_path / "other", port=pool.port):
+            Trainer(PoolClient(pool.url), model_folder, tmp_path / "other", run="f" * 16)
+            eventually(lambda: ended)
+    assert str(ended[0]) == f"{pool.url} has another run now: start the worker again"
+
+
+def test_without_a_run_or_weights_it_waits_and_says_so(pool, model_folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "trainer").mkdir()
+    with working(pool, tmp_path / "worker", PlainEngine()):
+        eventually(lambda: f"{pool.url} has no run yet: waiting for a trainer" in caplog.text)
+        trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
+        eventually(lambda: f"{pool.url} has no weights yet: waiting for the trainer" in caplog.text)
+        trainer.publish(0)
+        trainer.wait(trainer.put_tasks(0, range(2)))
+
+
+def test_a_worker_that_ends_gives_its_leases_back_at_once(pool, trainer, tmp_path):
+    engine = PlainEngine(capacity=3)
+    engine.go.clear()
+    trainer.publish(0)
+    trainer.put_tasks(0, range(2))  # room for one more: the worker asks the pool for it as it ends
+    with working(pool, tmp_path / "worker", engine) as (worker, _):
+        eventually(lambda: engine.most_at_a_time == 2)
+        worker.close()
+        leased = trainer.client.lease(Lease("another", 2, [], 0.0))
+        assert [task.group for task in leased.tasks] == [0, 1]
+        engine.go.set()
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "model.safetensors"])
+def test_the_trainers_files_stay_in_the_folder(pool, trainer, tmp_path, name):
+    packed = save({name: np.zeros(3, np.uint8)})
+    sha256 = hashlib.sha256(packed).hexdigest()
+    pool.end()
+    (tmp_path / "other").mkdir()
+    with running_pool(tmp_path / "other", port=pool.port):
+        trainer.client.send_file(packed, sha256)
+        trainer.client.put_run(replace(trainer.run, model_files=sha256))
+        with working(pool, tmp_path / "worker", PlainEngine()) as (_, ended):
+            eventually(lambda: ended)
+    assert str(ended[0]) == f"{pool.url} has a model file that is called {name!r}: no worker writes it"
+    assert not [path for path in tmp_path.rglob("out")]

@@ -1,0 +1,164 @@
+"""How weights come to a worker: by few bytes where that goes, and whole where it does not."""
+
+import sqlite3
+import threading
+
+import pytest
+from pools import Trainer, running_pool
+from proxy import Plan, Proxy
+
+from grpo.client.errors import FileFailure, ServerError
+from grpo.client.patience import Patience
+from grpo.client.pool import PoolClient
+from grpo.config.errors import ConfigError
+from grpo.wire.delta import sha256_of
+from grpo.workers.weights import ModelFolder, open_folder
+
+pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """A pool that has version 0 whole, 1 to 9 as deltas, 9 whole too, and 10 and 11 as deltas."""
+    folder = tmp_path_factory.mktemp("pool")
+    with running_pool(folder) as server:
+        server.file = folder / "run.sqlite"
+        yield server
+
+
+@pytest.fixture(scope="module")
+def versions(pool, model_folder, tmp_path_factory):
+    trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path_factory.mktemp("trainer"))
+    found = []
+    for number in range(12):
+        trainer.learn(seed=number)
+        found.append(trainer.publish(number, whole=number in (0, 9), delta=number > 0))
+    return found
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """What is fetched, by its SHA-256."""
+    hashes, fetch = [], PoolClient.fetch_file
+
+    def noted(self, sha256, path):
+        hashes.append(sha256)
+        fetch(self, sha256, path)
+
+    monkeypatch.setattr(PoolClient, "fetch_file", noted)
+    return hashes
+
+
+@pytest.fixture
+def folder(pool, versions, tmp_path):
+    return folder_of(pool.url, tmp_path)
+
+
+def folder_of(url, path) -> ModelFolder:
+    client = PoolClient(url, request_timeout=2)
+    return ModelFolder(path, client, Patience(client, 20, threading.Event()))
+
+
+def bring(folder, version) -> None:
+    assert folder.bring(version.version, version.sha256) == version
+    assert sha256_of(folder.path / "model.safetensors") == version.sha256 == folder.sha256
+    assert {path.name for path in folder.path.parent.iterdir()} == {"model"}
+
+
+def test_the_next_version_comes_as_a_delta_and_the_same_not_at_all(folder, versions, fetched):
+    bring(folder, versions[0])
+    bring(folder, versions[1])
+    bring(folder, versions[1])
+    bring(folder, versions[4])
+    assert fetched == [versions[0].sha256, *(version.delta for version in versions[1:5])]
+
+
+def test_a_new_worker_and_a_late_one_begin_with_the_nearest_whole_file(folder, versions, fetched):
+    bring(folder, versions[11])
+    assert fetched == [versions[9].sha256, versions[10].delta, versions[11].delta]
+    bring(folder, versions[0])
+    fetched.clear()
+    bring(folder, versions[9])  # nine deltas, or one file
+    assert fetched == [versions[9].sha256]
+
+
+def test_a_worker_that_starts_again_has_what_it_had(folder, versions, fetched, pool, tmp_path):
+    bring(folder, versions[2])
+    fetched.clear()
+    bring(folder_of(pool.url, tmp_path), versions[3])
+    assert fetched == [versions[3].delta]
+
+
+def test_weights_that_were_damaged_here_are_fetched_whole(folder, versions, fetched, caplog):
+    bring(folder, versions[1])
+    with open(folder.path / "model.safetensors", "r+b") as file:
+        file.seek(-100, 2)
+        file.write(b"x")
+    fetched.clear()
+    bring(folder, versions[2])
+    assert fetched[-3:] == [versions[0].sha256, versions[1].delta, versions[2].delta]
+    assert "cannot be applied: damaged (the result has another SHA-256); fetching the whole file" in caplog.text
+
+
+def test_a_version_that_went_is_none(folder, versions):
+    assert folder.bring(3, versions[4].sha256) is None
+    assert folder.bring(12, versions[4].sha256) is None
+
+
+def test_a_pool_whose_file_is_damaged_ends_the_worker_in_a_sentence(pool, versions, tmp_path, model_folder):
+    (tmp_path / "other").mkdir()
+    with running_pool(tmp_path) as other:
+        trainer = Trainer(PoolClient(other.url), model_folder, tmp_path / "other")
+        version = trainer.publish(0)
+        other.end()
+        with sqlite3.connect(tmp_path / "run.sqlite") as file:
+            file.execute("UPDATE pieces SET data = zeroblob(length(data)) WHERE sha256 = ?", [version.sha256])
+        with running_pool(tmp_path, port=other.port):
+            (tmp_path / "worker").mkdir()
+            with pytest.raises(ServerError, match="gives no weights that fit together .*sent a damaged file"):
+                folder_of(other.url, tmp_path / "worker").bring(0, version.sha256)
+
+
+def test_a_download_goes_on_where_it_was_cut(pool, versions, tmp_path, monkeypatch):
+    """Every connection ends after 100,000 bytes of an answer."""
+    sent = []
+    proxy = Proxy(pool.port, lambda: sent.append(1) or Plan(answer_bytes=100_000))
+    try:
+        bring(folder_of(proxy.url, tmp_path), versions[0])
+        assert versions[0].size / 100_000 < len(sent) < versions[0].size / 100_000 + 4
+    finally:
+        proxy.close()
+
+
+def test_an_upload_goes_on_where_it_was_cut(pool, versions, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo.client.http.PIECE_BYTES", 10_000)
+    content = bytes(range(256)) * 1000
+    (tmp_path / "file").write_bytes(content)
+    sha256 = sha256_of(tmp_path / "file")
+    proxy = Proxy(pool.port, lambda: Plan(request_bytes=100_000))
+    client = PoolClient(proxy.url, request_timeout=2)
+    try:
+        Patience(client, 20, threading.Event())(lambda: client.send_file(tmp_path / "file", sha256))
+        assert proxy.happened
+    finally:
+        proxy.close()
+    client = PoolClient(pool.url)
+    client.send_file(content, sha256)  # nothing is left to send
+    client.fetch_file(sha256, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == content
+
+
+def test_a_file_that_is_not_there_is_said_at_once(pool, tmp_path):
+    with pytest.raises(FileFailure, match="said 404: "):
+        PoolClient(pool.url).fetch_file("0" * 64, tmp_path / "file")
+
+
+def test_a_folder_serves_one_worker_and_a_temporary_one_is_removed(tmp_path):
+    with open_folder(str(tmp_path)) as folder, pytest.raises(ConfigError, match="another worker uses it"):
+        assert folder == tmp_path
+        open_folder(str(tmp_path)).__enter__()
+    with open_folder(str(tmp_path)):
+        pass
+    with open_folder(None) as folder:
+        (folder / "model").mkdir()
+    assert not folder.exists() and not folder.with_name(f"{folder.name}-removed").exists()
