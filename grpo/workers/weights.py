@@ -20,7 +20,7 @@ from grpo.client.pool import PoolClient
 from grpo.config.errors import ConfigError
 from grpo.wire.delta import DeltaError, apply_delta, sha256_of
 from grpo.wire.rollouts import RunInfo, Version
-from grpo.wire.tensor_header import data_begins, read_header
+from grpo.wire.tensor_header import Entry, data_begins, read_header
 
 log = logging.getLogger(__name__)
 
@@ -166,12 +166,16 @@ def _chain(
     return version, deltas[::-1]
 
 
-def dtype_of(folder: Path) -> str:
-    """Return the dtype of most of a model folder's weights, as safetensors names it: F32."""
+def read_tensors(folder: Path) -> dict[str, Entry]:
+    """Return the tensors of a model folder's weights. Raises OSError, and HeaderError where the file is not whole."""
     path = folder / WEIGHTS
     with open(path, "rb") as file:
         size = path.stat().st_size
         begins = data_begins(file.read(8), size, _LONGEST_HEADER)
-        entries, _ = read_header(file.read(begins - 8), size, _WIDTHS)
-    dtypes = [entry.dtype for entry in entries.values()]
+        return read_header(file.read(begins - 8), size, _WIDTHS)[0]
+
+
+def dtype_of(folder: Path) -> str:
+    """Return the dtype of most of a model folder's weights, as safetensors names it: F32."""
+    dtypes = [entry.dtype for entry in read_tensors(folder).values()]
     return max(dtypes, key=dtypes.count)
