@@ -45,7 +45,7 @@ $(READY_VLLM):
 	touch $(READY_VLLM)
 
 test-vllm: $(READY_TO_TEST) $(READY_VLLM)
-	VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m "" -o timeout=1800 --durations=10 tests/workers/test_vllm_engine.py
+	VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m "" -o timeout=1800 --durations=10 tests/workers/test_vllm_*.py
 
 check: $(READY_TO_TEST)
 	$(BIN)/ruff check .

@@ -1,0 +1,108 @@
+"""A worker that draws with vLLM, or with the stand-in: each completion comes from the weights that its task names.
+
+VLLM_PYTHON names the interpreter of an environment with vLLM (`make test-vllm`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY
+from pools import Trainer, running_pool
+from processes import left_of
+from transformers import Qwen2ForCausalLM
+
+from grpo.client.pool import PoolClient
+from grpo.config.worker import WorkerConfig
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.wire.rollouts import Task
+from grpo.workers.loop import Worker
+from grpo.workers.vllm_engine import VllmEngine
+
+pytestmark = pytest.mark.slow
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+FAKE = [sys.executable, str(REPOSITORY / "tests/fake_vllm.py")]
+
+
+@pytest.fixture
+def pool(tmp_path):
+    with running_pool(tmp_path) as server:
+        yield server
+
+
+def distance(trainer: Trainer, tasks: list[Task], seconds: float) -> float:
+    """Wait for what workers draw; return the largest difference of its log-probs from the trainer's."""
+    largest = 0.0
+    for task, group in zip(tasks, trainer.wait(tasks, seconds), strict=True):
+        batch = Batcher(0, 0).make([(task.prompt_ids, ids) for ids in group.completions], "cpu")
+        with torch.no_grad():
+            expected = token_logprobs(trainer.model, batch, trainer.run.temperature)[0]
+        drawn = torch.tensor([value for row in group.logprobs for value in row])
+        largest = max(largest, (drawn - expected).abs().max().item())
+    return largest
+
+
+def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, model_folder, tmp_path, monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    for name in ("trainer", "worker"):
+        (tmp_path / name).mkdir()
+    trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
+    log = tmp_path / "vllm.log"
+    worker = Worker(WorkerConfig(pool=pool.url), VllmEngine(FAKE, log, ["--fault", "keeps_head"]), tmp_path / "worker")
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        for version in range(3):
+            trainer.learn(seed=version)
+            trainer.publish(version, whole=version == 0, delta=version > 0)
+            tasks = trainer.put_tasks(version, range(6 * version, 6 * version + 6))
+            assert distance(trainer, tasks, 30.0) < 1e-4
+    finally:
+        worker.close()
+        thread.join()
+    assert log.read_text().count("a line of the log") == 3
+
+
+@pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no environment with vLLM")
+def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, model, tokenizer, tmp_path):
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.num_attention_heads = config.num_key_value_heads = 2  # of 32 numbers: vLLM on a CPU knows no 16
+    config.tie_word_embeddings = False
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    (tmp_path / "trainer").mkdir()
+    trainer = Trainer(PoolClient(pool.url), tmp_path / "policy", tmp_path / "trainer", temperature=1.0)
+    command = [VLLM_PYTHON, "generate.py", "--pool", pool.url, "--engine", "vllm", "--vllm_args=--enforce-eager"]
+    command += ["--weights_folder", str(tmp_path / "worker")]
+    with open(tmp_path / "log", "wb") as log:
+        worker = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT | ON_CPU, stdout=log, stderr=log)
+    try:
+        for version in range(3):
+            trainer.learn(seed=version)
+            trainer.publish(version, whole=version == 0, delta=version > 0)
+            tasks = trainer.put_tasks(version, range(6 * version, 6 * version + 6))
+            assert distance(trainer, tasks, 600.0) < 1e-4
+            if version == 1:
+                engine_of(worker).kill()
+        below = [child.pid for child in psutil.Process(worker.pid).children(recursive=True)]
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+    finally:
+        worker.kill()
+        worker.wait()
+    assert not left_of(below)
+    said = Path(tmp_path / "log").read_text()
+    assert "starting it again" in said and said.count("the engine draws 64 groups at a time on CPU") == 2, said
+
+
+def engine_of(worker: subprocess.Popen) -> psutil.Process:
+    return next(child for child in psutil.Process(worker.pid).children() if "--model" in child.cmdline())
