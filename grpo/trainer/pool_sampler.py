@@ -75,21 +75,16 @@ class PoolSampler(Sampler):
         self._round = self._put = -1
 
     def update_weights(self, version: int) -> None:
-        """Begin the round that follows so many updates: publish this version, and put the tasks of rounds ahead.
+        """Begin the round that follows so many updates: publish this version.
 
-        Returns when the pool has the version that draws the round. Raises ServersLost on every rank.
+        Returns on every rank when the pool has the run, and the version that draws the round. Raises ServersLost on
+        every rank.
         """
         self._round, lost = version // self._config.updates_per_round, None
-        last = (self._config.max_steps - 1) // self._config.updates_per_round
         with self._logged_wait():
             try:
                 if self._run is not None:
                     self._run.publish(version, self._round)
-                for number in range(max(self._put, self._round) + 1, self._round + self._config.max_policy_lag + 1):
-                    if number <= last:
-                        steps = self._config.steps_of_round(number)
-                        self._put_tasks(number, 0, *self._stream.groups_of(steps, self._ranks.rank, self._ranks.size))
-                        self._put = number
             except (ServerError, SaveError) as error:
                 lost = error
             raise_together(lost, ServersLost, self._ranks.device)
@@ -115,6 +110,7 @@ class PoolSampler(Sampler):
                 # Also where they were put in an earlier round: a pool that then got another version than it had, from
                 # an earlier start of the run, has dropped them.
                 self._put_tasks(self._round, attempt, examples, ids)
+                self._put_tasks_ahead()
                 deadline = GroupDeadline(self._config.pool_deadline)
                 while waiting:
                     for drawn in self._take([*waiting][:MOST_TASKS], deadline):
@@ -126,6 +122,14 @@ class PoolSampler(Sampler):
                 lost = error
             raise_together(lost, ServersLost, self._ranks.device)
         return [groups[index] for index in range(len(examples))]
+
+    def _put_tasks_ahead(self) -> None:
+        """Put the tasks of the rounds that workers may draw while this one is trained on, where that is not done."""
+        last = (self._config.max_steps - 1) // self._config.updates_per_round
+        for number in range(max(self._put, self._round) + 1, min(last, self._round + self._config.max_policy_lag) + 1):
+            steps = self._config.steps_of_round(number)
+            self._put_tasks(number, 0, *self._stream.groups_of(steps, self._ranks.rank, self._ranks.size))
+            self._put = number
 
     def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
         """Put the tasks of these groups of round `number`."""
