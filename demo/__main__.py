@@ -1,6 +1,7 @@
 """The demo: build a tiny model, serve it as the reference, train it with GRPO, show what it learned.
 
     python -m demo               everything; exit code 0 only if the model learned
+    python -m demo --pool        the same, but three workers draw while the trainer learns; one is killed
     python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names
 
 It runs what a user would run, on two CPU cores: `python -m grpo.launch`, which starts the server and two trainer
@@ -19,11 +20,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "configs/demo_cpu.yaml"
 BEFORE, AFTER = (0.10, 0.40), 0.90  # the held-out accuracy that the demo promises
+KILLED_AFTER = 20  # steps, with --pool
 WIDTH = 58  # characters of a column of completions
 
 # One thread each for two trainer ranks and the server, on the CPU even where the machine has a GPU.
@@ -43,6 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the training (default: 0)")
     parser.add_argument("--folder", type=Path, help="folder of model, data and run (default: runs/demo/seedN)")
+    parser.add_argument("--pool", action="store_true", help="let three workers draw, and kill one on the way")
     parser.add_argument("--prepare", action="store_true", help="build model and data only")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` blocks end the child processes
@@ -56,7 +60,10 @@ def main() -> int:
         if arguments.prepare:
             print(f"model and data are in {folder}")
             return 0
-        train(folder, arguments.seed)
+        if arguments.pool:
+            train_with_workers(folder, arguments.seed)
+        else:
+            train(folder, arguments.seed)
         report(folder, built - start, time.monotonic() - built)
     except DemoError as error:
         print(f"demo: error: {error}", file=sys.stderr)
@@ -80,20 +87,64 @@ def prepare(folder: Path, seed: int) -> None:
     write_dataset(folder / "data", seed)
 
 
-def train(folder: Path, seed: int, *options: str) -> None:
-    """Run `python -m grpo.launch`, with more options of it, to its end. Raises DemoError where it fails."""
+def train(folder: Path, seed: int, *options: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Run `python -m grpo.launch`, with more options of it, to its end; call `meanwhile` a few times a second.
+
+    Raises DemoError where it fails.
+    """
     shutil.rmtree(folder / "run", ignore_errors=True)
     words = ["--nproc_per_node", "2", "--config", CONFIG, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
     words += ["--output_dir", folder / "run", *options]
     run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
     try:
-        if run.wait() != 0:
+        while run.poll() is None:
+            meanwhile()
+            time.sleep(0.2)
+        if run.returncode != 0:
             raise DemoError(f"the training ended with code {run.returncode}; its messages are above")
     finally:
         if run.poll() is None:
             run.terminate()
             run.wait()
+
+
+def train_with_workers(folder: Path, seed: int) -> None:
+    """Do as `train`, with completions of three workers, which draw a round while the one before is trained on."""
+    url, pool_file = f"http://127.0.0.1:{free_port()}", folder / "pool.sqlite"
+    for old in folder.glob(f"{pool_file.name}*"):
+        old.unlink()
+    commands = {"pool": ["ref_server.py", "--task", "rollouts", "--pool_file", pool_file, "--port", url.split(":")[2]]}
+    for number in (1, 2, 3):
+        name = f"worker-{number}"
+        commands[name] = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name]
+    processes = {name: start(words, folder / f"{name}.log") for name, words in commands.items()}
+
+    def kill_one() -> None:
+        if processes["worker-3"].poll() is None and count_steps(folder) >= KILLED_AFTER:
+            processes["worker-3"].kill()
+            print(f"worker-3 is killed after step {KILLED_AFTER}: the others draw what it was drawing")
+
+    print(f"a pool and three workers run: {url}/ is its page, {folder}/pool.log and worker-N.log are their logs")
+    try:
+        train(folder, seed, "--sampler", "pool", "--pool", url, "--max_policy_lag", "1", meanwhile=kill_one)
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait()
+
+
+def start(words: list[str | Path], log: Path) -> subprocess.Popen:
+    with open(log, "w", encoding="utf-8") as output:
+        command = [sys.executable, *map(str, words)]
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT)
+
+
+def count_steps(folder: Path) -> int:
+    """Return how many steps of the run are recorded."""
+    path = folder / "run/metrics.jsonl"
+    return path.read_bytes().count(b"\n") - 1 if path.exists() else 0  # the first line is the evaluation before
 
 
 def report(folder: Path, building: float, training: float) -> None:

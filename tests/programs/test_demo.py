@@ -83,6 +83,15 @@ def test_the_demo_learns_with_other_seeds(tmp_path, seed):
 
 
 @pytest.mark.rare
+def test_the_demo_learns_from_what_workers_draw_though_one_is_killed(built, tmp_path):
+    shutil.copytree(built[0] / "model", tmp_path / "demo/model")
+    output = run(tmp_path / "demo", "--pool")
+    check(tmp_path / "demo", output)
+    assert "worker-3 is killed after step 20" in output
+    assert {row["sampling/policy_lag"] for row in lines(tmp_path / "demo")[2:]} == {1}
+
+
+@pytest.mark.rare
 def test_a_second_run_uses_what_was_built_and_is_right_again(built):
     folder, _ = built
     weights = folder / "model/model.safetensors"
