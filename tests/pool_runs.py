@@ -1,10 +1,9 @@
-"""Pools and workers to test with: their processes, and what a pool's file holds."""
+"""Pools and workers of real runs: their processes, and what a pool's file holds."""
 
 import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +19,7 @@ class Worker:
     """A `generate.py` process that keeps its weights and its log in a folder."""
 
     def __init__(self, url: str, folder: Path, name: str):
-        self.log = folder / f"{name}.log"
+        self.url, self.folder, self.name, self.log = url, folder, name, folder / f"{name}.log"
         words = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name]
         with open(self.log, "a") as output:
             self.process = subprocess.Popen(
@@ -50,13 +49,9 @@ def workers(url: str, folder: Path, *names: str):
 
 def drawn(folder: Path) -> list[tuple]:
     """Every task with its completions, as the pool's file has them."""
-    with sqlite3.connect(folder / "pool.sqlite") as file:
-        columns = "group_id, attempt, version, prompt_ids, drawn"
-        return file.execute(f"SELECT {columns} FROM tasks ORDER BY group_id, attempt").fetchall()
-
-
-def wait_until(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    columns = "group_id, attempt, version, prompt_ids, drawn"
+    return (
+        sqlite3.connect(folder / "pool.sqlite")
+        .execute(f"SELECT {columns} FROM tasks ORDER BY group_id, attempt")
+        .fetchall()
+    )
