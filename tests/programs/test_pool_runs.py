@@ -12,12 +12,15 @@ import pytest
 import torch
 from pool_runs import Worker, drawn, pool, workers
 from processes import ranks_of
-from trainer_runs import finish, options, timeless, training, weights
+from trainer_runs import finish, one_line, options, plain_python, run_ranks, timeless, training, weights, went_on
+from transformers import AutoModelForCausalLM
+
+from grpo.pool.store import Recording
 
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-LAG = {"sampler": "pool", "max_policy_lag": 1}
+LAG = {"sampler": "pool", "max_policy_lag": 1, "max_resample": 1, "reward_tolerance": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +67,82 @@ def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itsel
 
 @pytest.fixture(scope="module")
 def undisturbed(words, tmp_path_factory):
-    """A folder with a run of lag 1 whose pool and workers nobody ends, and with its pool's file."""
+    """A folder with a run of lag 1 whose pool and workers nobody ends, all its checkpoints, and its pool's file."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with pool(folder) as served, workers(served.url, folder, "a", "b", "c"):
         served.wait_ready()
-        finish(2, words(folder / "run", pool=served.url, **LAG))
+        finish(2, words(folder / "run", pool=served.url, save_steps=1, save_total_limit=0, **LAG))
+    assert sum(row["resampled_groups"] for row in timeless(folder / "run")) > 0
     return folder
+
+
+def test_a_round_is_drawn_by_the_policy_of_the_round_before_and_by_no_other(undisturbed, model_folder):
+    """By plain transformers in float64, with the weights of each checkpoint."""
+    folders = [model_folder, *(undisturbed / f"run/checkpoint-{step}" for step in range(1, STEPS))]
+    policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
+    recording = Recording(str(undisturbed / "pool.sqlite"))
+    for key in [(group, attempt) for group, attempt, *_ in drawn(undisturbed)]:
+        task, group = recording.task(key), recording.result(key)
+        now = task.group // 4  # a round is a step of four groups
+        assert task.version == max(0, now - 1) and group.versions[0][0] == task.version
+        for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
+            right, newer = (logprobs_of(policies[version], task.prompt_ids, ids) for version in (task.version, now))
+            assert (right - torch.tensor(logprobs)).abs().max() < 1e-5
+            assert now == 0 or (newer - torch.tensor(logprobs)).abs().max() > 1e-3
+    assert [row["sampling/policy_lag"] for row in timeless(undisturbed / "run")] == [0, *[1] * (STEPS - 1)]
+
+
+@torch.no_grad()
+def logprobs_of(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(dim=-1)[range(len(completion)), completion]
+
+
+def test_a_replay_needs_no_pool_and_ends_with_the_same_bits(words, undisturbed, tmp_path):
+    before = (undisturbed / "pool.sqlite").read_bytes()
+    finish(2, words(tmp_path / "run", replay=undisturbed / "pool.sqlite", **LAG))
+    check_same(tmp_path / "run", undisturbed / "run")
+    assert (undisturbed / "pool.sqlite").read_bytes() == before
+    ended = plain_python(*words(tmp_path / "other", replay=undisturbed / "pool.sqlite", seed=1, **LAG))
+    assert ended.returncode == 2
+    assert f"replay='{undisturbed / 'pool.sqlite'}': it is of run run, which had another model" in one_line(
+        ended.stdout
+    )
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_what_its_other_bits_do_not_draw_is_drawn_anew(words, tmp_path):
+    with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
+        served.wait_ready()
+        settings = words(
+            tmp_path / "run", pool=served.url, resume_from_checkpoint="last", max_steps=7, save_steps=4, **LAG
+        )
+        moment = "grpo.trainer.pool_run:PoolRun.publish:before:7"
+        assert run_ranks(2, "tests/killed_at.py", moment, "0", *settings).returncode == -signal.SIGKILL
+        before = {row[:2]: row for row in drawn(tmp_path)}
+        output = finish(1, settings)
+    assert went_on(output) == 4
+    after = {row[:2]: row for row in drawn(tmp_path)}
+    assert {*before} <= {*after} and {group for group, _ in after} == {*range(7 * 4)}
+    # Version 5 is drawn with after the checkpoint: one rank rounds it otherwise than two.
+    kept = [key for key, (*_, version, _, completions) in before.items() if version <= 4 and completions]
+    newer = [key for key, (*_, version, _, completions) in before.items() if version == 5 and completions]
+    assert all(after[key] == before[key] for key in kept)
+    assert not newer or any(after[key] != before[key] for key in newer)
+    assert [row["step"] for row in timeless(tmp_path / "run")] == [*range(1, 8)]
+
+
+def test_a_run_without_workers_says_how_to_start_one_and_ends_where_it_can_go_on(words, tmp_path):
+    with pool(tmp_path) as served:
+        served.wait_ready()
+        ended = plain_python(*words(tmp_path / "run", sampler="pool", pool=served.url, pool_deadline=6))
+    assert ended.returncode == 1
+    lines = [
+        line for line in ended.stdout.splitlines() if "round 0: waiting since 5 s: 0 of 4 groups are drawn; " in line
+    ]
+    remedy = f"no worker asks this pool: start one with 'python generate.py --pool {served.url}', on any machine"
+    assert len(lines) == 1 and lines[0].endswith(remedy)
+    said = one_line(ended.stdout)
+    assert f"{served.url} has brought no group of round 0 for 6 s: {remedy}; nothing is lost" in said
 
 
 def end_one(kind: str, chance: random.Random, crew: list[Worker], process: subprocess.Popen) -> None:
