@@ -161,9 +161,9 @@ def noted(passes: list[Pass]):
     """Note the passes of the decode loop within."""
     step = SharedCache.step
 
-    def step_noted(cache, cells, places, prompts, slots, longest):
-        passes.append((len(places), slots, *longest))
-        step(cache, cells, places, prompts, slots, longest)
+    def step_noted(cache, shape, *state):
+        passes.append(shape)
+        step(cache, shape, *state)
 
     SharedCache.step = step_noted
     try:

@@ -7,9 +7,23 @@ grpo/model/tree_attention.py calls it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 GROW = 1.5
+
+
+class Shape(NamedTuple):
+    """The sizes of a pass: the shapes of all its tensors follow from them."""
+
+    rows: int
+    slots: int
+    """the first slots, which hold the prompts of all rows"""
+    prompt: int
+    """tokens of the longest prompt, or more"""
+    own: int
+    """tokens of the longest row with the one that is fed, or more"""
 
 
 class SharedCache:
@@ -18,7 +32,7 @@ class SharedCache:
     def __init__(self, rows: int, slots: int, copies: int, longest_prompt: int, longest_completion: int):
         self._rows, self._slots, self._copies = rows, slots, copies
         self._longest_prompt, self._longest_completion = longest_prompt, longest_completion
-        self._room = 0
+        self.room = 0
         """tokens of each row that there is room for"""
         self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """keys and values of each layer, [slots x kv heads, tokens, d]"""
@@ -36,7 +50,7 @@ class SharedCache:
         if layer not in self._prompts:
             self._prompts[layer], self._own[layer] = (
                 tuple(states.new_zeros(count * heads, room, states.shape[3]) for states in (key, value))
-                for count, room in ((self._slots, self._longest_prompt), (self._rows, 0))
+                for count, room in ((self._slots, self._longest_prompt), (self._rows, self.room))
             )
         for kept, states in zip(self._prompts[layer], (key, value), strict=True):
             start = 0
@@ -44,24 +58,28 @@ class SharedCache:
                 kept[slot * heads : (slot + 1) * heads, :length] = states[0, :, start : start + length]
                 start += length
 
-    def step(
-        self, cells: torch.Tensor, places: torch.Tensor, prompts: torch.Tensor, slots: int, longest: tuple[int, int]
-    ) -> None:
-        """Prepare the next forward pass, one token for each of the first len(places) rows.
+    def make_room(self, tokens: int) -> None:
+        """Make room for so many tokens in each row."""
+        if tokens <= self.room:
+            return
+        self.room = min(max(tokens, 64, int(self.room * GROW)), self._longest_completion)
+        for layer, pair in self._own.items():
+            self._own[layer] = tuple(self._wider(states) for states in pair)
 
-        `cells` [2, rows]: the slot of each row's prompt, and its number among the rows of the prompt. `places` [rows]:
-        which of the row's tokens it is. `prompts` [rows]: tokens of its prompt. `slots`: the first slots that hold all
-        of these prompts. `longest`: tokens of the longest prompt, and of the longest row with this token.
+    def step(
+        self, shape: Shape, cells: torch.Tensor, prompts: torch.Tensor, places: torch.Tensor, rows_of: torch.Tensor
+    ) -> None:
+        """Prepare the next forward pass, one token for each of the first rows.
+
+        `cells` [2, rows]: the slot of each row's prompt, and its number among the rows of the prompt. `prompts` [rows]:
+        tokens of its prompt. `places` [rows]: which of the row's tokens it is. `rows_of` [slots, copies]: the row in
+        each cell; where there is none, any row.
         """
-        if longest[1] > self._room:
-            self._room = min(max(longest[1], 64, int(self._room * GROW)), self._longest_completion)
-            for layer, pair in self._own.items():
-                self._own[layer] = tuple(self._wider(states) for states in pair)
-        self._cells, self._places, self._used, self._longest = cells, places, slots, longest
-        self._indices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        prompt, own = (torch.arange(length, device=places.device) for length in longest)
+        self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
+        self._indices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        prompt, own = (torch.arange(length, device=places.device) for length in shape[2:])
         seen = torch.cat([prompt < prompts.unsqueeze(1), own <= places.unsqueeze(1)], dim=1)
-        self._mask = torch.zeros(seen.shape, device=places.device).masked_fill_(~seen, -torch.inf)
+        self._mask = torch.zeros(seen.shape, device=places.device).masked_fill_(~seen, -torch.inf).unsqueeze(1)
 
     def attend(
         self,
@@ -74,45 +92,49 @@ class SharedCache:
     ) -> torch.Tensor:
         """Keep and attend: query [rows, heads, 1, d], key and value [rows, kv heads, 1, d] -> [rows, 1, heads, d]."""
         rows, heads = key.shape[:2]
-        repeat = query.shape[1] // heads
-        cells, places = self._index(heads)
+        repeat, slots = query.shape[1] // heads, self._shape.slots * heads
+        cells, rows_of, places = self._index(heads)
         for states, new in zip(self._own[layer], (key, value), strict=True):
             states.view(-1, states.shape[2]).index_copy_(0, places, new.reshape(rows * heads, -1))
-        prompt, own = self._longest
-        prompt_keys, prompt_values = (states[: self._used * heads, :prompt] for states in self._prompts[layer])
+        prompt, own = self._shape[2:]
+        prompt_keys, prompt_values = (states[:slots, :prompt] for states in self._prompts[layer])
         keys, values = (states[: rows * heads, :own] for states in self._own[layer])
 
         def with_prompt(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             """Multiply all rows of a prompt at once: [rows x heads, repeat, a], [slots x heads, a, b]."""
-            grid = left.new_zeros(self._used * heads * self._copies, repeat * left.shape[2])
-            grid.index_copy_(0, cells, left.flatten(1))
-            product = _product(grid.view(self._used * heads, self._copies * repeat, -1), right)
-            return product.view(len(grid), -1).index_select(0, cells).view(rows * heads, repeat, -1)
+            grid = left.index_select(0, rows_of).view(slots, self._copies * repeat, -1)
+            return _product(grid, right).view(slots * self._copies, repeat, -1).index_select(0, cells)
 
         query = query.reshape(rows * heads, repeat, -1)
-        of_prompt = with_prompt(query, prompt_keys.transpose(1, 2))
-        scores = torch.cat([of_prompt, _product(query, keys.transpose(1, 2))], dim=2).mul_(scaling)
+        scores = torch.cat(
+            [with_prompt(query, prompt_keys.transpose(1, 2)), _product(query, keys.transpose(1, 2))], dim=2
+        ).view(rows, heads * repeat, -1)
         if softcap is not None:
-            scores = scores.div_(softcap).tanh_().mul_(softcap)
-        scores.view(rows, heads * repeat, -1).add_(self._mask.unsqueeze(1))
-        weights = scores.softmax(dim=2)
-        out = with_prompt(weights[..., :prompt], prompt_values) + _product(weights[..., prompt:], values)
+            scores, scaling = scores.mul_(scaling / softcap).tanh_(), softcap
+        weights = torch.add(self._mask, scores, alpha=scaling, out=scores).softmax(dim=2)
+        weights = weights.view(rows * heads, repeat, -1)
+        out = _product(weights[..., prompt:], values).add_(with_prompt(weights[..., :prompt], prompt_values))
         return out.to(value.dtype).view(rows, 1, heads * repeat, -1)
 
-    def move(self, row: int, to: int, tokens: int) -> None:
-        """Copy the first tokens of a row to another row."""
+    def move(self, rows: list[int], to: list[int], tokens: int) -> None:
+        """Copy the first tokens of some rows to other rows."""
+        if not rows:
+            return
+        device = self._places.device
+        rows, to = torch.tensor(rows).to(device), torch.tensor(to).to(device)
         for pair in self._own.values():
             for states in pair:
-                by_row = states.unflatten(0, (self._rows, -1))
-                by_row[to, :, :tokens] = by_row[row, :, :tokens]
+                by_row = states.unflatten(0, (self._rows, -1))[:, :, :tokens]
+                by_row.index_copy_(0, to, by_row.index_select(0, rows))
 
     def _wider(self, states: torch.Tensor) -> torch.Tensor:
-        wider = states.new_zeros(states.shape[0], self._room, states.shape[2])
+        wider = states.new_zeros(states.shape[0], self.room, states.shape[2])
         wider[:, : states.shape[1]] = states
         return wider
 
-    def _index(self, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's and head's place among the prompts' rows and among the tokens kept: int64 [rows x heads].
+    def _index(self, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return where each row's and head's cell is among the prompts' rows, the row and head in each cell, and where
+        the token goes among the tokens kept: int64 [rows x heads], [slots x heads x copies], [rows x heads].
 
         Layers with as many heads share them.
         """
@@ -120,8 +142,9 @@ class SharedCache:
             (slot, number), head = self._cells.unsqueeze(2), torch.arange(heads, device=self._places.device)
             row = torch.arange(len(self._places), device=self._places.device).unsqueeze(1)
             cells = (slot * heads + head) * self._copies + number
-            places = (row * heads + head) * self._room + self._places.unsqueeze(1)
-            self._indices[heads] = cells.flatten(), places.flatten()
+            rows_of = self._rows_of.unsqueeze(1) * heads + head.unsqueeze(1)
+            places = (row * heads + head) * self.room + self._places.unsqueeze(1)
+            self._indices[heads] = cells.flatten(), rows_of.flatten(), places.flatten()
         return self._indices[heads]
 
 
@@ -130,6 +153,8 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
     Rounded to 16 bits, scores would move log-probs by several per cent.
     """
-    if right.is_cuda and right.dtype != torch.float32:
+    if right.dtype == torch.float32:
+        return torch.bmm(left, right)
+    if right.is_cuda:
         return torch.bmm(left.to(right.dtype), right, out_dtype=torch.float32)
     return torch.bmm(left.float(), right.float())

@@ -20,12 +20,15 @@ from transformers import PreTrainedModel
 
 from grpo.model.logprobs import Head, body_of
 from grpo.model.packing import Tree
-from grpo.model.shared_cache import SharedCache
+from grpo.model.shared_cache import Shape, SharedCache
 from grpo.rollouts.draw import draw, uniforms
 from grpo.rollouts.local import LOOK_EVERY, LocalSampler, Name, policy_that_draws
 from grpo.rollouts.records import Example, Rollout
 
 PREFILL_TOKENS = 8192  # of the prompts of one forward pass, or one longer prompt
+# The state of a row: its prompt's slot in the cache, its number among the prompt's completions, the prompt's tokens,
+# its last token, which of its own tokens that is, and how many a pass adds: 1, or 0 in a row that draws nothing.
+SLOT, COPY, PROMPT, TOKEN, PLACE, ADDED = range(6)
 
 
 class ContinuousSampler(LocalSampler):
@@ -61,8 +64,8 @@ class ContinuousSampler(LocalSampler):
 
         with policy_that_draws(self._model):
             prompts = [example.prompt_ids for example in examples]
-            loop = _Loop(self._model, prompts, copies, self._rows, self._max_new_tokens, temperature, names, self._eos)
-            loop.run(self._look_every, finish)
+            arguments = self._rows, self._max_new_tokens, temperature, names, self._eos
+            _Loop(self._model, prompts, copies, *arguments).run(self._look_every, finish)
         return [*groups.values()]
 
 
@@ -90,35 +93,42 @@ class _Loop:
     ):
         self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
         self._prompts, self._copies, self._longest = prompts, copies, longest
-        self._names, self._ends = names, frozenset(ends)
-        rows = min(rows, len(prompts) * copies)
-        self._cache = SharedCache(rows, slots(len(prompts), rows, copies), copies, max(map(len, prompts)), longest)
-        self._rows, self._free_slots = rows, [*range(slots(len(prompts), rows, copies))]
+        self._names = names
+        self._ends = np.zeros(len(self._head.weight), bool)
+        self._ends[[token for token in ends if token < len(self._ends)]] = True
+        self._rows = rows = min(rows, len(prompts) * copies)
+        self._slots = slots(len(prompts), rows, copies)
+        self._cache = SharedCache(rows, self._slots, copies, max(map(len, prompts)), longest)
+        self._free_slots = [*range(self._slots)]
         self._waiting = deque(range(len(prompts) * copies))
         self._prompts_in: dict[int, _Prompt] = {}
         self._drawing: list[int] = []
         """the completion of each row"""
-        self._drawn: list[int] = []
-        """how many tokens the host has asked for in each row"""
-        self._found: list[tuple[list[int], list[float]]] = [([], []) for _ in self._waiting]
-        """each completion's tokens and log-probs, as far as the host has looked"""
+        self._ids, self._logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
+        """each row's tokens and log-probs, as far as the host has looked"""
         self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
         """tokens and log-probs of the rows in each pass since then"""
-        # Of each row: its prompt's slot, its number in the group, its prompt's tokens, its last token, and which of its
-        # own tokens that is.
-        self._state = torch.zeros(5, rows, dtype=torch.int64, device=self._device)
-        self._cells, (self._prompt, self._token, self._place) = self._state[:2], self._state[2:]
-        self._numbers = None if names is None else torch.zeros(rows, longest, dtype=torch.float64, device=self._device)
+        self._seen_state = np.zeros((6, rows), np.int64)
+        """the state of each row, as far as the host has looked; 0 in a row that draws nothing"""
+        # What a pass reads, and where it leaves what it has drawn.
+        self._state = torch.zeros(6, rows, dtype=torch.int64, device=self._device)
+        self._last_logprobs = torch.zeros(rows, device=self._device)
+        # Of each slot and number in the group: the row, and the random numbers.
+        self._rows_of = torch.zeros(self._slots, copies, dtype=torch.int64, device=self._device)
+        self._numbers = None
+        if names is not None:
+            self._numbers = torch.zeros(self._slots, copies, longest, dtype=torch.float64, device=self._device)
         # transformers hands a mask in four dimensions on as it is; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
 
     def run(self, look_every: int, finish: Callable[[int, list[int], list[float]], None]) -> None:
         """Draw all; call `finish(completion, ids, logprobs)` within `look_every` tokens of each completion's end."""
         ended: list[int] = []
-        while self._waiting or self._drawing:
+        while True:
             self._replace(ended)
-            for _ in range(min(look_every, self._longest - max(self._drawn, default=self._longest))):
-                self._step()
+            if not self._drawing:
+                return
+            self._steps(look_every)
             ended = self._look(finish)
 
     def _replace(self, ended: list[int]) -> None:
@@ -137,8 +147,9 @@ class _Loop:
         self._prefill(fresh)
         if taken:
             self._begin(free[: len(taken)], taken)
-        for row in sorted(free[len(taken) : len(ended)], reverse=True):
-            self._remove(row)
+        self._remove(free[len(taken) : len(ended)])
+        if taken or ended:
+            self._arrange()
 
     def _prefill(self, indices: list[int]) -> None:
         """Compute the prompts' keys, values and last hidden states."""
@@ -152,8 +163,8 @@ class _Loop:
             ids = [token for index in part for token in self._prompts[index]]
             positions = [place for length in lengths for place in range(length)]
             hidden = self._forward(
-                torch.tensor([ids], device=self._device),
-                torch.tensor([positions], device=self._device),
+                torch.tensor([ids]).to(self._device),
+                torch.tensor([positions]).to(self._device),
                 tree=Tree([(length, []) for length in lengths]),
             )[0]
             for index, end in zip(part, accumulate(lengths), strict=True):
@@ -161,58 +172,64 @@ class _Loop:
 
     def _begin(self, rows: list[int], completions: list[int]) -> None:
         """Draw the first token of these completions, each in its row."""
-        states, hidden = [], []
+        hidden = []
         for row, completion in zip(rows, completions, strict=True):
             index, copy = divmod(completion, self._copies)
             prompt = self._prompts_in[index]
-            states.append([prompt.slot, copy, len(self._prompts[index])])
+            self._seen_state[:, row] = prompt.slot, copy, len(self._prompts[index]), 0, 0, 1
             hidden.append(prompt.hidden)
-            self._drawing[row : row + 1], self._drawn[row : row + 1] = [completion], [1]
+            self._drawing[row : row + 1] = [completion]
         numbers = None
         if self._names is not None:
             drawn = np.stack([uniforms(*self._names[completion], self._longest) for completion in completions])
             numbers = torch.from_numpy(drawn).to(self._device)
-        tokens, logprobs = self._draw(torch.stack(hidden), None if numbers is None else numbers[:, 0])
-        places = torch.tensor(rows, device=self._device)
-        self._state[:3, places] = torch.tensor(states, device=self._device).T
-        self._token[places], self._place[places] = tokens, 0
-        if numbers is not None:
-            self._numbers[places] = numbers
-        for completion, token, logprob in zip(completions, tokens.tolist(), logprobs.tolist(), strict=True):
-            self._found[completion] = [token], [logprob]
+            slots, copies = torch.from_numpy(self._seen_state[:PROMPT, rows]).to(self._device)
+            self._numbers[slots, copies] = numbers
+            numbers = numbers[:, 0]
+        tokens, logprobs = self._draw(torch.stack(hidden), numbers)
+        self._ids[rows, 0], self._logprobs[rows, 0] = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        self._seen_state[TOKEN, rows] = self._ids[rows, 0]
 
-    def _remove(self, row: int) -> None:
-        """Move the last row to an ended row's place."""
-        last = len(self._drawing) - 1
-        completion, drawn = self._drawing.pop(), self._drawn.pop()
-        if row == last:
-            return
-        self._drawing[row], self._drawn[row] = completion, drawn
-        self._state[:, row] = self._state[:, last]
-        if self._numbers is not None:
-            self._numbers[row] = self._numbers[last]
-        self._cache.move(last, row, drawn - 1)
+    def _remove(self, rows: list[int]) -> None:
+        """Move the last rows to the places of these ones."""
+        left = len(self._drawing) - len(rows)
+        moved = [row for row in range(left, len(self._drawing)) if row not in rows]
+        to = [row for row in rows if row < left]
+        if moved:
+            self._cache.move(moved, to, self._seen_state[PLACE, moved].max())
+            for values in (self._ids.T, self._logprobs.T, self._seen_state):
+                values[:, to] = values[:, moved]
+            for row, new in zip(moved, to, strict=True):
+                self._drawing[new] = self._drawing[row]
+        del self._drawing[left:]
+        self._seen_state[:, left:] = 0
 
-    def _step(self) -> None:
+    def _arrange(self) -> None:
+        """Tell the device which completion each row draws."""
+        rows_of, drawing = np.zeros((self._slots, self._copies), np.int64), self._seen_state[:, : len(self._drawing)]
+        rows_of[drawing[SLOT], drawing[COPY]] = range(len(self._drawing))
+        self._rows_of.copy_(torch.from_numpy(rows_of))
+        self._state.copy_(torch.from_numpy(self._seen_state))
+
+    def _steps(self, count: int) -> None:
+        """Draw `count` tokens in each row, fewer where a completion reaches its longest length before."""
+        rows = len(self._drawing)
+        slots, _, prompt, _, place, _ = self._seen_state[:, :rows].max(axis=1).tolist()
+        end = min(place + 1 + count, self._longest)
+        self._cache.make_room(end - 1)
+        for own in range(place + 1, end):
+            self._step(Shape(rows, slots + 1, prompt, own))
+            self._unseen.append((self._state[TOKEN, :rows].clone(), self._last_logprobs[:rows].clone()))
+
+    def _step(self, shape: Shape) -> None:
         """Feed each row's last token and draw its next one."""
-        rows = slice(0, len(self._drawing))
-        indices = {completion // self._copies for completion in self._drawing}
-        self._cache.step(
-            self._cells[:, rows],
-            self._place[rows],
-            self._prompt[rows],
-            1 + max(self._prompts_in[index].slot for index in indices),
-            (max(len(self._prompts[index]) for index in indices), max(self._drawn)),
-        )
-        positions = self._prompt[rows] + self._place[rows]
-        hidden = self._forward(self._token[rows, None], positions.unsqueeze(1))[:, 0]
-        self._place[rows] += 1
-        numbers = None
-        if self._numbers is not None:
-            numbers = self._numbers[rows].gather(1, self._place[rows, None])[:, 0]
-        self._unseen.append(self._draw(hidden, numbers))
-        self._token[rows] = self._unseen[-1][0]
-        self._drawn = [drawn + 1 for drawn in self._drawn]
+        slots, copies, prompts, tokens, places, added = state = self._state[:, : shape.rows]
+        self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
+        hidden = self._forward(tokens.unsqueeze(1), (prompts + places).unsqueeze(1))[:, 0]
+        places += added
+        drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
+        tokens.copy_(drawn)
+        self._last_logprobs[: shape.rows].copy_(logprobs)
 
     def _draw(self, hidden: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a token from each last hidden state, [n, hidden size] -> [n]; return its log-prob too."""
@@ -231,25 +248,23 @@ class _Loop:
 
     def _look(self, finish: Callable[[int, list[int], list[float]], None]) -> list[int]:
         """Wait for the device, hand over the completions that have ended, and return their rows."""
-        passes, ended = len(self._unseen), []
-        if passes:
-            tokens, logprobs = (torch.stack(columns, dim=1).tolist() for columns in zip(*self._unseen, strict=True))
+        rows = len(self._drawing)
+        state, ended = self._seen_state[:, :rows], self._ends[self._ids[:rows, 0]]
+        if self._unseen:
+            tokens, logprobs = (torch.stack(passes).cpu().numpy() for passes in zip(*self._unseen, strict=True))
             self._unseen.clear()
-        for row, completion in enumerate(self._drawing):
-            ids, ids_logprobs = self._found[completion]
-            if passes:
-                ids += tokens[row]
-                ids_logprobs += logprobs[row]
-            # A completion's first token came before the passes.
-            if len(ids) < self._longest and self._ends.isdisjoint(ids[-passes - 1 :]):
-                continue
-            ended.append(row)
-            end = next((place for place, token in enumerate(ids, start=1) if token in self._ends), len(ids))
+            each, places = np.arange(rows), state[PLACE] + 1 + np.arange(len(tokens)).reshape(-1, 1)
+            self._ids[each, places], self._logprobs[each, places] = tokens, logprobs
+            state[TOKEN], state[PLACE] = tokens[-1], places[-1]
+            ended = ended | self._ends[tokens].any(axis=0)
+        ended = (ended | (state[PLACE] == self._longest - 1)).nonzero()[0].tolist()
+        for row in ended:
+            completion, length = self._drawing[row], state[PLACE, row] + 1
             index = completion // self._copies
             self._prompts_in[index].left -= 1
             if self._prompts_in[index].left == 0:
                 heappush(self._free_slots, self._prompts_in.pop(index).slot)
-            finish(completion, ids[:end], ids_logprobs[:end])
+            finish(completion, self._ids[row, :length].tolist(), self._logprobs[row, :length].tolist())
         return ended
 
 
