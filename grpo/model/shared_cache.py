@@ -58,13 +58,14 @@ class SharedCache:
                 kept[slot * heads : (slot + 1) * heads, :length] = states[0, :, start : start + length]
                 start += length
 
-    def make_room(self, tokens: int) -> None:
-        """Make room for so many tokens in each row."""
+    def make_room(self, tokens: int) -> bool:
+        """Make room for so many tokens in each row. Return whether keys and values have moved in memory."""
         if tokens <= self.room:
-            return
+            return False
         self.room = min(max(tokens, 64, int(self.room * GROW)), self._longest_completion)
         for layer, pair in self._own.items():
             self._own[layer] = tuple(self._wider(states) for states in pair)
+        return True
 
     def step(
         self, shape: Shape, cells: torch.Tensor, prompts: torch.Tensor, places: torch.Tensor, rows_of: torch.Tensor

@@ -22,6 +22,7 @@ from grpo.model.logprobs import Head, body_of
 from grpo.model.packing import Tree
 from grpo.model.shared_cache import Shape, SharedCache
 from grpo.rollouts.draw import draw, uniforms
+from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.local import LOOK_EVERY, LocalSampler, Name, policy_that_draws
 from grpo.rollouts.records import Example, Rollout
 
@@ -34,12 +35,14 @@ SLOT, COPY, PROMPT, TOKEN, PLACE, ADDED = range(6)
 class ContinuousSampler(LocalSampler):
     """The sampler that keeps its rows full. What does not fit `longest_packed` is left to transformers' `generate`."""
 
-    def __init__(self, *arguments, longest_packed: int, look_every: int | None = None):
+    def __init__(self, *arguments, longest_packed: int, look_every: int | None = None, graphs: bool = False):
         """Take the arguments of LocalSampler, and `longest_packed`, the batcher's.
 
         Every `look_every` tokens the host waits for the device and asks which rows have ended; until then they draw on.
+        With `graphs` steps have few shapes, which CUDA records (grpo/rollouts/graphs.py).
         """
         super().__init__(*arguments)
+        self._graphs = graphs
         on_cpu = self._model.device.type == "cpu"
         self._longest_packed, self._look_every = longest_packed, look_every or (1 if on_cpu else LOOK_EVERY)
 
@@ -64,7 +67,8 @@ class ContinuousSampler(LocalSampler):
 
         with policy_that_draws(self._model):
             prompts = [example.prompt_ids for example in examples]
-            arguments = self._rows, self._max_new_tokens, temperature, names, self._eos
+            graphs = StepGraphs(self._model.device) if self._graphs else None
+            arguments = self._rows, self._max_new_tokens, temperature, names, self._eos, graphs
             _Loop(self._model, prompts, copies, *arguments).run(self._look_every, finish)
         return [*groups.values()]
 
@@ -90,10 +94,11 @@ class _Loop:
         temperature: float,
         names: list[Name] | None,
         ends: list[int],
+        graphs: StepGraphs | None,
     ):
         self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
         self._prompts, self._copies, self._longest = prompts, copies, longest
-        self._names = names
+        self._names, self._graphs = names, graphs
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
         self._rows = rows = min(rows, len(prompts) * copies)
@@ -216,10 +221,23 @@ class _Loop:
         rows = len(self._drawing)
         slots, _, prompt, _, place, _ = self._seen_state[:, :rows].max(axis=1).tolist()
         end = min(place + 1 + count, self._longest)
-        self._cache.make_room(end - 1)
+        if self._cache.make_room(end - 1) and self._graphs is not None:
+            self._graphs.forget()
         for own in range(place + 1, end):
-            self._step(Shape(rows, slots + 1, prompt, own))
+            if self._graphs is None:
+                self._step(Shape(rows, slots + 1, prompt, own))
+            else:
+                self._graphs.run(self._step, self._bucket(rows))
             self._unseen.append((self._state[TOKEN, :rows].clone(), self._last_logprobs[:rows].clone()))
+
+    def _bucket(self, rows: int) -> Shape:
+        """Return sizes that the rows fit, of which a call has few.
+
+        Rows: powers of two, fewer and fewer from when nothing waits any more. Tokens of a row: the cache's room, each
+        GROW times the one before. With 64 rows and 1,000 tokens that is 7 and 8, and seldom all pairs of them.
+        """
+        rows = min(1 << (rows - 1).bit_length(), self._rows)
+        return Shape(rows, self._slots, max(map(len, self._prompts)), self._cache.room)
 
     def _step(self, shape: Shape) -> None:
         """Feed each row's last token and draw its next one."""

@@ -60,20 +60,25 @@ def make_sampler(
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full where the model allows it, else transformers' generate.
 
-    `longest_packed` is the batcher's; 0 asks for generate. Raises ConfigError where even generate would draw from
-    another distribution than is scored.
+    On a GPU its steps are CUDA graphs where the model's forward pass can be recorded. `longest_packed` is the
+    batcher's; 0 asks for generate. Raises ConfigError where even generate would draw from another distribution than is
+    scored.
     """
     never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
     check_sampling(model, LocalSampler(model, tokenizer, [never], 4), pad)
     arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows
     if longest_packed == 0:
         return LocalSampler(*arguments)
-    try:
-        # Three rows for four completions: one waits, and the last row moves.
-        check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, longest_packed=longest_packed), pad)
-    except ConfigError as error:
-        log.warning(
-            "sampling goes a slower way, by transformers' generate: %s", str(error).removesuffix(": use another model")
-        )
-        return LocalSampler(*arguments)
-    return ContinuousSampler(*arguments, longest_packed=longest_packed)
+    slower = {True: "without CUDA graphs", False: "by transformers' generate"}
+    for graphs in (True, False) if model.device.type == "cuda" else (False,):
+        options = {"longest_packed": longest_packed, "graphs": graphs}
+        try:
+            # Three rows for four completions: one waits, and the last row moves. Three steps of three rows, then of one
+            # row: a graph is recorded in the second and replayed in the third.
+            check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, **options), pad)
+        except ConfigError as error:
+            reason = str(error).removesuffix(": use another model")
+            log.warning("sampling goes a slower way, %s: %s", slower[graphs], reason)
+        else:
+            return ContinuousSampler(*arguments, **options)
+    return LocalSampler(*arguments)

@@ -2,14 +2,20 @@
 
 import pytest
 import torch
+from cards import Cards, OnCard
 from models import CONFIGS, SMALL, build
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
+from grpo.model.shared_cache import SharedCache
+from grpo.model.tree_attention import switch_on
 from grpo.model.trial import make_batcher
 from grpo.rollouts.continuous import ContinuousSampler
+from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 from grpo.rollouts.trial import make_sampler
@@ -139,6 +145,86 @@ def test_what_is_beside_a_row_changes_nothing(tokenizer, rows, look_every):
     assert ids_of(groups) == ids_of(alone)
     assert logprobs_of(groups) == pytest.approx(logprobs_of(alone), abs=1e-5)
     assert len({len(ids) for ids in ids_of(groups)}) > 3
+
+
+LONG, RARE_ENDS = 100, [20, 21]
+
+
+@pytest.mark.parametrize(("name", "look_every"), [("qwen2", 16), ("gpt_neox", 1), ("gemma2", 1), ("mixtral", 16)])
+def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, monkeypatch):
+    """What CUDA records, called plainly: rows that draw nothing, moves, refills, a cache that grows."""
+    model, shapes, step = packed(random_model(name)), [], SharedCache.step
+    monkeypatch.setattr(
+        SharedCache, "step", lambda cache, shape, *state: (shapes.append(shape), step(cache, shape, *state))
+    )
+    options = dict(longest_packed=2**31, look_every=look_every)
+    plain, few = (
+        ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, graphs=graphs, **options) for graphs in (False, True)
+    )
+    groups = few.sample(EXAMPLES, COPIES, 0.8, seed=1)
+    rows, slots, prompts, own = (set(sizes) for sizes in zip(*shapes, strict=True))
+    assert rows <= {7, 4, 2, 1} and own <= {64, 96, 100} and len(slots) == len(prompts) == 1
+    assert name != "qwen2" or (len(rows) >= 3 and len(own) == 3 and len(set(shapes)) < len(shapes) / 10)
+    expected = plain.sample(EXAMPLES, COPIES, 0.8, seed=1)
+    assert ids_of(groups) == ids_of(expected)
+    assert logprobs_of(groups) == pytest.approx(logprobs_of(expected), abs=1e-5)
+    assert ids_of([few.greedy(EXAMPLES)]) == ids_of([plain.greedy(EXAMPLES)])
+
+
+def test_a_step_brings_nothing_from_the_cpu_and_asks_nothing_of_the_card(tokenizer, monkeypatch):
+    """What CUDA would not record."""
+
+    class OnCardOnly(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            assert all(isinstance(tensor, OnCard) for tensor in tensors), operation
+            assert operation not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            return operation(*args, **kwargs or {})
+
+    run, steps = StepGraphs.run, []
+
+    def run_on_card(graphs, step, shape):
+        with OnCardOnly():
+            run(graphs, step, shape)
+        steps.append(shape)
+
+    monkeypatch.setattr(StepGraphs, "run", run_on_card)
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # the cards are not made for it
+    options = dict(longest_packed=2**31, look_every=4, graphs=True)
+    expected = continuous(packed(build(CONFIGS["qwen2"])), tokenizer).sample(EXAMPLES, COPIES, 0.8, seed=1)
+    with Cards():
+        model = build(CONFIGS["qwen2"]).to("meta:0")
+        switch_on(model, "segments")
+        groups = ContinuousSampler(model, tokenizer, ENDS, LENGTH, 7, **options).sample(EXAMPLES, COPIES, 0.8, seed=1)
+    assert ids_of(groups) == ids_of(expected) and len(steps) > 20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_recorded_steps_draw_the_same_tokens_on_a_gpu(name, tokenizer, monkeypatch):
+    model, replays, replay = random_model(name).to("cuda"), [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph)))
+    longest_packed = make_batcher(model, 0).longest_packed
+    full = make_sampler(model, tokenizer, LONG, rows=7, longest_packed=longest_packed)
+    assert type(full) is ContinuousSampler and len(replays) == 4
+    full._eos = RARE_ENDS
+    plain = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, longest_packed=longest_packed)
+    for temperature in (0.8, 1.3):
+        groups, expected = (sampler.sample(EXAMPLES, COPIES, temperature, seed=1) for sampler in (full, plain))
+        assert ids_of(groups) == ids_of(expected)
+        assert logprobs_of(groups) == pytest.approx(logprobs_of(expected), abs=1e-4)
+    assert len(replays) > 10 * len(set(map(id, replays)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_that_waits_for_its_gpu_is_sampled_without_graphs(tokenizer, caplog):
+    model = random_model("qwen2").to("cuda")
+    model.model.layers[0].register_forward_hook(lambda layer, inputs, output: output[0].sum().item() and None)
+    sampler = make_sampler(model, tokenizer, LENGTH, longest_packed=make_batcher(model, 0).longest_packed)
+    assert type(sampler) is ContinuousSampler
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.rollouts.trial"]
+    assert line.startswith("sampling goes a slower way, without CUDA graphs: Qwen2ForCausalLM cannot draw tokens")
+    assert len(ids_of(sampler.sample(EXAMPLES, COPIES, 1.0, seed=1))) == len(EXAMPLES) * COPIES
 
 
 def test_no_row_idles_while_a_completion_waits_and_each_prompt_is_computed_once(tokenizer):
