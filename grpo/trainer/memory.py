@@ -195,21 +195,25 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
     cache = 2 * keys * item  # for one token in one layer
     prompts = text.num_hidden_layers * cache * slots(groups, rows, copies) * prompt
     tokens = max(1, min(at_once, PREFILL_TOKENS // prompt)) * prompt
-    first = {
-        "KV cache": prompts,
-        "prompts": activations(model, tokens, prompt, device_type),
-        **beside_products(model, config.quantization, tokens),
-    }
     own = cache * rows * completion
-    last = {
-        # A layer's are copied when there is room for more tokens.
-        "KV cache": prompts + text.num_hidden_layers * own + int(own / GROW),
+    step = {
         # Of the prompts, of the rows, of both, and their softmax, in fp32.
         "scores": 3 * 4 * rows * text.num_attention_heads * (prompt + completion),
         # All in fp32; a block is looked through in fp32 and fp64.
         "next token's logits": rows * (4 * vocabulary + 16 * min(vocabulary, block)),
         **beside_products(model, config.quantization, rows),
     }
+    # Recorded steps have memory of their own (grpo/rollouts/graphs.py), beside that of a step before it is recorded.
+    recorded = {"recorded steps": total(step)} if device_type == "cuda" else {}
+    first = {
+        "KV cache": prompts,
+        "prompts": activations(model, tokens, prompt, device_type),
+        **beside_products(model, config.quantization, tokens),
+    }
+    if rows < groups * copies:  # prompts that follow the first ones find the rows there
+        first |= {"KV cache": prompts + text.num_hidden_layers * own} | recorded
+    # A layer's tokens are copied when there is room for more.
+    last = {"KV cache": prompts + text.num_hidden_layers * own + int(own / GROW)} | step | recorded
     return max(first, last, key=total)
 
 

@@ -9,13 +9,17 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
 
-from benchmarks.common import qwen
+from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
+from benchmarks.sampling import NoText
 from benchmarks.train_memory import PHASES, Case, predict, run
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations
 from grpo.model.lora import train_adapter
-from grpo.model.memory import MIB, Memory, total
+from grpo.model.memory import MIB, LiveTensors, Memory, total
+from grpo.model.tree_attention import switch_on
+from grpo.rollouts.continuous import ContinuousSampler
+from grpo.rollouts.records import Example
 from grpo.trainer.memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 
 SMALL = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
@@ -68,6 +72,30 @@ def test_the_cache_by_hand():
     assert sampling["KV cache"] == 2 * 64 * 4 * (2 * 4 * 100 + 2 * 16 * 900 + 16 * 600)
     assert sampling["scores"] == 3 * 4 * 16 * 4 * 1000
     assert sampling["next token's logits"] == 16 * (4 + 16) * 100
+    # On a card as much again as is beside the cache.
+    on_card = needed("cuda", torch.float32, max_completion_length=900).phases[SAMPLING]
+    assert on_card == sampling | {"recorded steps": sampling["scores"] + sampling["next token's logits"]}
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_sampling_holds_as_much_for_four_times_as_many_completions(graphs):
+    """Live tensors at the peak with as many rows, with live shapes and with those that CUDA records."""
+    shape, rows, copies, tokens = qwen(2, 512, **SMALL), 8, 4, 48
+    model, peaks = random_model(shape), []
+    switch_on(model, "segments")
+    sampler = ContinuousSampler(model, NoText(), [512], tokens, rows, longest_packed=2**31, graphs=graphs)
+    for prompts in (4, 16):
+        examples = [Example(place, "", [3 + place] * 64, {}) for place in range(prompts)]
+        with LiveTensors(model) as live:
+            sampler.sample(examples, copies, 1.0, seed=0)
+        peaks.append(live.most)
+    assert peaks[0] == peaks[1]
+    settings = dict(prompts_per_step=16, num_generations=copies, sequences_per_generate=rows)
+    config = TrainerConfig(max_completion_length=tokens, **settings)
+    memory = rank_memory(
+        on_meta(shape, torch.float32).eval(), RankWork(config, 1, 64, 0), {"zero_optimization": {}}, "cpu"
+    )
+    assert 0.97 * peaks[1] < memory.tensors(SAMPLING) - total(memory.standing) < 1.25 * peaks[1]
 
 
 def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
