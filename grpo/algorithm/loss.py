@@ -18,6 +18,8 @@ from grpo.algorithm.user_loss import find_loss
 from grpo.config.errors import ConfigError
 from grpo.config.loss import LossSection
 
+DISTANCE = "sampling/sampling_logp_difference/mean"
+
 
 def grpo_loss(
     tokens: Tokens,
@@ -62,7 +64,7 @@ def grpo_loss(
         per_token = per_token * tokens.high_entropy
     if tokens.sampling_logprobs is not None:
         difference = (old - tokens.sampling_logprobs).abs()
-        metrics["sampling/sampling_logp_difference/mean"] = difference
+        metrics[DISTANCE] = difference
         metrics["sampling/sampling_logp_difference/max:max"] = difference
     if sampler_weights is not None:
         if settings.loss_type not in USE_SAMPLER_WEIGHTS:

@@ -35,6 +35,7 @@ from grpo.client.http import (
 from grpo.wire.errors import ProtocolError
 from grpo.wire.paths import (
     CONTENT_TYPE,
+    DRIFT_PATH,
     FILES_PATH,
     GROUPS_PATH,
     LEASE_PATH,
@@ -166,6 +167,13 @@ class PoolClient:
     def needed(self, version: int) -> None:
         """Allow the pool to drop the weights of the versions below this one."""
         self._post(NEEDED_PATH, b"", {"version": str(version)})
+
+    def report_drift(self, drifts: Iterable[tuple[int, float, int]]) -> None:
+        """Tell the pool of up to MOST_TASKS groups how far the workers' log-probs are from the trainer's.
+
+        Each is (group, mean distance in nats a token, tokens).
+        """
+        self._post(DRIFT_PATH, json.dumps({"groups": [[*row] for row in drifts]}).encode())
 
     def send_file(self, source: Path | bytes, sha256: str) -> None:
         """Send a file, from where an earlier call ended. A pool that has it is sent nothing."""

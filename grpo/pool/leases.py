@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from grpo.wire.rollouts import Lease
@@ -17,6 +17,10 @@ LEASE_SECONDS = 30.0
 """a worker that is silent for so long loses its leases"""
 MOST_REFUSALS = 3
 """so many refused uploads in a row set a worker apart"""
+MOST_DRIFT = 0.1, 3.0
+"""a worker is set apart where its drift is more than the first, in nats a token, and the second times the least of all
+workers. Two right engines in bfloat16 were 0.04 apart, an engine that kept its old head 0.58; a lag moves all workers
+alike."""
 STATES = "drawing", "waiting", "silent", "apart"
 _MOST_WORKERS = 256
 
@@ -37,11 +41,11 @@ class Worker:
     refusals: int = 0
     refused_in_a_row: int = 0
     reason: str = ""
-    """why its last upload was refused"""
-
-    @property
-    def is_apart(self) -> bool:
-        return self.refused_in_a_row >= MOST_REFUSALS
+    """why its last upload was refused, or why it is set apart"""
+    drift: float | None = None
+    """mean distance of its log-probs from the trainer's, in the last step with groups of it, in nats a token"""
+    is_apart: bool = False
+    """whether it gets no more tasks, until its process is started again"""
 
 
 class Leases:
@@ -127,9 +131,26 @@ class Leases:
             worker = self._worker(name, None)
             worker.refusals, worker.refused_in_a_row = worker.refusals + 1, worker.refused_in_a_row + 1
             worker.reason = reason
-            worker.holds.clear() if worker.is_apart else worker.holds.difference_update(keys)
+            worker.holds.difference_update(keys)
+            if worker.refused_in_a_row >= MOST_REFUSALS:
+                self._set_apart(worker, f"{MOST_REFUSALS} uploads in a row were refused, the last: {reason}")
             self.changed.notify_all()
             return worker
+
+    def drifted(self, drifts: Mapping[str, float]) -> list[Worker]:
+        """Note how far each worker's log-probs are from the trainer's. Return the workers that this sets apart."""
+        with self.changed:
+            least, apart = min(drifts.values(), default=0.0), []
+            for name, drift in drifts.items():
+                if (worker := self._workers.get(name)) is None or worker.is_apart:
+                    continue
+                worker.drift = drift
+                if drift > MOST_DRIFT[0] + MOST_DRIFT[1] * least:
+                    far = f"its log-probs are {drift:.2g} nats a token from the trainer's"
+                    self._set_apart(worker, f"{far}, another worker's {least:.2g}")
+                    apart.append(worker)
+            self.changed.notify_all()
+            return apart
 
     def workers(self) -> list[Worker]:
         """Return all workers that are known, the last seen first."""
@@ -139,6 +160,10 @@ class Leases:
     def states(self) -> Counter[str]:
         """Return the number of workers in each state."""
         return Counter(state(worker) for worker in self.workers())
+
+    def _set_apart(self, worker: Worker, reason: str) -> None:
+        worker.is_apart, worker.reason = True, reason
+        worker.holds.clear()
 
     def _worker(self, name: str, said: Lease | None) -> Worker:
         now = time.monotonic()

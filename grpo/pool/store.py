@@ -220,6 +220,18 @@ class Store:
                 found.append(drawn)
         return found
 
+    def workers_of(self, groups: Iterable[int]) -> dict[int, str]:
+        """Return the worker that drew the last attempt of each of these groups."""
+        with self._database.lock:
+            found = {
+                group: self._database.row(
+                    "SELECT worker FROM tasks WHERE group_id = ? AND drawn IS NOT NULL ORDER BY attempt DESC LIMIT 1",
+                    group,
+                )
+                for group in groups
+            }
+        return {group: row[0] for group, row in found.items() if row}
+
     # What the page shows
 
     def rounds(self, count: int) -> list[dict[str, int]]:

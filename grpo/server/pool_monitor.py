@@ -113,4 +113,5 @@ def _describe(worker: Worker, now: float) -> dict:
         "tokens": worker.tokens,
         "refusals": worker.refusals,
         "reason": worker.reason,
+        "drift": worker.drift,
     }

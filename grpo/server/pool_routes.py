@@ -14,6 +14,7 @@ from grpo.server.pool_service import PoolService
 from grpo.wire.errors import ProtocolError, malformed
 from grpo.wire.paths import (
     CONTENT_TYPE,
+    DRIFT_PATH,
     FILES_PATH,
     GROUPS_PATH,
     LEASE_PATH,
@@ -23,7 +24,7 @@ from grpo.wire.paths import (
     TASKS_PATH,
     VERSIONS_PATH,
 )
-from grpo.wire.rollouts import LARGEST_ID, Lease, RunInfo, Version, check_amount, keys_of, read_json
+from grpo.wire.rollouts import LARGEST_ID, Lease, RunInfo, Version, check_amount, drifts_of, keys_of, read_json
 from grpo.wire.weights import Piece
 
 _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON takes many times its size in memory
@@ -100,6 +101,12 @@ def add_pool_routes(app: App, service: PoolService) -> None:
         body = service.groups(keys, wait, is_gone)
         service.numbers.sent(len(body))
         return make_answer(body, 200, CONTENT_TYPE)
+
+    @app.post(DRIFT_PATH)
+    def note_drift():
+        with service.thread_of(service.work_threads):
+            service.note_drift(drifts_of(read_post_json().get("groups")))
+            return make_json({})
 
     # Workers
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from grpo.config.server import ServerConfig
 from grpo.pool.database import PIECE_BYTES
-from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Key, Leases, Worker
+from grpo.pool.leases import LEASE_SECONDS, Key, Leases, Worker
 from grpo.pool.store import Store
 from grpo.server.http import THREADS
 from grpo.server.pool_monitor import PoolMonitor
@@ -142,6 +142,17 @@ class PoolService(Service):
         self.numbers.answered(answers, tokens)
         return answers
 
+    def note_drift(self, drifts: dict[int, tuple[float, int]]) -> None:
+        """Take in how far the log-probs of these groups are from the trainer's: nats a token, and tokens, by group."""
+        sums: dict[str, list[float]] = {}
+        for group, worker in self.store.workers_of(drifts).items():
+            drift, tokens = drifts[group]
+            total = sums.setdefault(worker, [0.0, 0])
+            total[0] += drift * tokens
+            total[1] += tokens
+        for worker in self.leases.drifted({name: total / tokens for name, (total, tokens) in sums.items()}):
+            log.warning("worker %r is set apart: %s", worker.name, worker.reason)
+
     def metrics(self) -> bytes:
         if self.store is not None:
             self.numbers.refresh(self.store)
@@ -185,10 +196,7 @@ class PoolService(Service):
 
     def _check_welcome(self, worker: Worker) -> None:
         if worker.is_apart:
-            message = (
-                f"worker {worker.name[:80]} is set apart after {MOST_REFUSALS} refused uploads in a row, the last: "
-                f"{worker.reason[:200]}: mend and restart it"
-            )
+            message = f"worker {worker.name[:80]} is set apart: {worker.reason[:250]}: mend and restart it"
             raise ProtocolError(403, "set_apart", message)
 
     def _refuse(self, name: str, keys: list[Key], error: ProtocolError) -> None:
@@ -196,7 +204,7 @@ class PoolService(Service):
         self.numbers.answered(["refused"] * len(keys))
         worker = self.leases.refused(name, keys, error.message)
         if worker.is_apart:
-            log.warning("worker %r is set apart after %d refused uploads: %s", name, MOST_REFUSALS, error.message)
+            log.warning("worker %r is set apart: %s", name, worker.reason)
 
     def _name_run(self) -> None:
         if self.store.has_run():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
@@ -11,6 +12,7 @@ from grpo.rollouts.records import StepBatch
 from grpo.run.metrics import Stats, add_stats, gather_stats, step_metrics
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.setup import Run
+from grpo.trainer.step import DRIFT
 
 _LOGGED = "log_metric:"
 """before the name of a metric that reward functions log, among a step's numbers"""
@@ -42,6 +44,8 @@ class StepResult:
     """False if each reward function returned None for every completion"""
     signal: int
     """number of the signal that a rank received; 0 for none"""
+    drifts: list[tuple[int, float, int]]
+    """(group id, mean distance of its sampler's log-probs from the policy's, tokens); empty without a pool"""
 
 
 def coefficients(run: Run) -> Coefficients:
@@ -134,4 +138,9 @@ def step_result(
                     f"log_metric: a reward function logs {name!r}, a metric that the run has: choose another name"
                 )
             metrics[name] = numbers.mean
-    return StepResult(metrics, completions, masked, is_applied, rewarded, int(everyone["signal"].high))
+    drifts = [
+        (int(name.removeprefix(DRIFT)), numbers.mean, numbers.count)
+        for name, numbers in everyone.items()
+        if name.startswith(DRIFT) and math.isfinite(numbers.mean)
+    ]
+    return StepResult(metrics, completions, masked, is_applied, rewarded, int(everyone["signal"].high), drifts)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.client.errors import ServersLost
+from grpo.client.errors import RequestFailure, ServersLost
 from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids
 from grpo.run.checkpoints import Checkpoints
 from grpo.trainer.publish_policy import PolicyPublisher, model_files
-from grpo.wire.rollouts import RunInfo
+from grpo.wire.rollouts import MOST_TASKS, RunInfo
+
+log = logging.getLogger(__name__)
 
 
 class PoolRun:
@@ -69,6 +72,14 @@ class PoolRun:
         self._publisher.publish(version)
         if draws_this_round:
             self._publisher.wait()
+
+    def report_drift(self, drifts: list[tuple[int, float, int]]) -> None:
+        """Tell the pool how far workers' log-probs are from the policy's: StepResult.drifts."""
+        try:
+            for start in range(0, len(drifts), MOST_TASKS):
+                self._pool.report_drift(drifts[start : start + MOST_TASKS])
+        except RequestFailure as failure:  # the next step says it again
+            log.debug("the pool %s was not told of drift: %s", self._pool.url, failure)
 
     def close(self) -> None:
         self._publisher.close()

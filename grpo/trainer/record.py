@@ -93,6 +93,8 @@ def record_step(
         return
     metrics = result.metrics
     run.recorder.metrics(step, metrics)
+    if run.pool_run is not None:
+        run.pool_run.report_drift(result.drifts)
     samples = batch.to_lines(1)
     run.recorder.completions(step, "train", samples)
     numbers = _short(metrics, evaluated)

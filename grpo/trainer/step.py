@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from grpo.algorithm.experts import balance_loss, experts_chosen
-from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.loss import DISTANCE, grpo_loss
 from grpo.algorithm.tokens import StepSize, Tokens
 from grpo.client.errors import ServerError, ServersLost
 from grpo.config.loss import LossSection
@@ -24,6 +24,8 @@ from grpo.run.collective import gather, raise_together
 from grpo.run.metrics import Stats, add_stats
 from grpo.run.phase_clock import PhaseClock
 
+DRIFT = "drift/"
+"""before a group's id: the distance of the sampler's log-probs from the policy's, of each of its tokens"""
 ReferenceRequests = Mapping[int, Future[list[np.ndarray]]]
 """The requests to the reference servers, by group id. An answer has the float32 log-probs of each completion."""
 
@@ -69,6 +71,7 @@ def update(
     # They stay on the device until the step is done: to fetch one is to wait for all that was asked of the device.
     values: dict[str, list[torch.Tensor]] = defaultdict(list)
     sums: dict[str, list[torch.Tensor]] = defaultdict(list)
+    compared: list[Sample] = []
     first_samples: list[Sample] = []
     first_logprobs: list[torch.Tensor] = []
     # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
@@ -121,6 +124,8 @@ def update(
             continue
         for name, metric in metrics.items():
             values[name].append(metric)
+        if config.pool is not None and DISTANCE in metrics:
+            compared += rows
         sums["loss"].append(loss.detach())
         if chosen is not None:
             sums["aux_loss"].append(imbalance.detach())
@@ -138,6 +143,10 @@ def update(
             sample.old_logprobs = old_logprobs.numpy()
     stats: dict[str, Stats] = {}
     add_stats(stats, {name: torch.cat(parts) for name, parts in values.items()})
+    if compared:
+        lengths = [len(sample.completion_ids) for sample in compared]
+        for sample, distances in zip(compared, torch.cat(values[DISTANCE]).cpu().split(lengths), strict=True):
+            add_stats(stats, {f"{DRIFT}{sample.group_id}:none": distances})
     return stats | {
         name: Stats(len(parts), sum(torch.stack(parts).tolist()), statistic="sum") for name, parts in sums.items()
     }

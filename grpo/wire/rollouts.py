@@ -314,6 +314,22 @@ def check_amount(name: str, value: object) -> None:
         raise malformed(f"{name} {_shown(value)}: send a number of at least 0")
 
 
+def drifts_of(found: object) -> dict[int, tuple[float, int]]:
+    """Return what a JSON list of [group, drift, tokens] says of each group.
+
+    Drift is the mean distance of the trainer's log-probs from the sampler's, in nats a token. Raises ProtocolError,
+    400, or 413 for too many.
+    """
+    if not isinstance(found, list) or not all(isinstance(row, list) and len(row) == 3 for row in found):
+        raise malformed("groups: send a list of [group, drift, tokens]")
+    check_number("groups", len(found), MOST_TASKS)
+    for group, drift, tokens in found:
+        _check_int("group", group, least=0)
+        _check_int("tokens", tokens, least=1)
+        check_amount("drift", drift)
+    return {group: (float(drift), tokens) for group, drift, tokens in found}
+
+
 _TASK_COLUMNS = ("groups", "attempts", "versions")
 
 

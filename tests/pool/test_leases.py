@@ -87,8 +87,20 @@ def test_three_refusals_in_a_row_set_a_worker_apart(leases):
     leases.grant("a", [(7, 0)])
     assert leases.refused("a", [], "ids").is_apart and leases.held() == set()
     (worker,) = leases.workers()
-    assert (worker.refusals, worker.reason, state(worker)) == (5, "ids", "apart")
+    assert (worker.refusals, state(worker)) == (5, "apart")
+    assert worker.reason == "3 uploads in a row were refused, the last: ids"
     assert not leases.seen(says("a of another process")).is_apart
+
+
+def test_a_worker_whose_log_probs_are_not_the_trainers_is_set_apart(leases):
+    for name in "abc":
+        leases.seen(says(name, (0, 0)) if name == "c" else says(name))
+    assert leases.drifted({"a": 0.04, "b": 0.21, "gone": 5.0}) == []
+    (apart,) = leases.drifted({"a": 0.04, "c": 0.58})
+    assert (apart.name, apart.is_apart, apart.holds, apart.drift) == ("c", True, set(), 0.58)
+    assert apart.reason == "its log-probs are 0.58 nats a token from the trainer's, another worker's 0.04"
+    assert leases.drifted({"a": 2.0}) == leases.drifted({"a": 1.0, "b": 1.2}) == []  # a policy that all are behind
+    assert leases.drifted({"a": 0.1, "c": 0.9}) == [] and [w.drift for w in leases.workers() if w.name == "a"] == [0.1]
 
 
 def test_workers_beyond_the_most_take_the_place_of_the_longest_silent(leases, monkeypatch):

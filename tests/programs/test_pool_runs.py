@@ -12,6 +12,7 @@ import pytest
 import torch
 from pool_runs import Worker, drawn, pool, workers
 from processes import ranks_of
+from servers import status
 from trainer_runs import finish, one_line, options, plain_python, run_ranks, timeless, training, weights, went_on
 from transformers import AutoModelForCausalLM
 
@@ -59,6 +60,8 @@ def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itsel
     with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
         served.wait_ready()
         finish(2, words(tmp_path / "run", sampler="pool", pool=served.url, **changes))
+        drifts = [worker["drift"] for worker in status(served)["workers"]]
+    assert drifts != [] and max(drift for drift in drifts if drift is not None) < 1e-3
     check_same(tmp_path / "run", tmp_path / "own")
     assert sum(row["resampled_groups"] for row in timeless(tmp_path / "run")) > 0
     distances = [row["sampling/sampling_logp_difference/max"] for row in timeless(tmp_path / "run")[:2]]

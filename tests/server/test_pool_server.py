@@ -216,10 +216,25 @@ def test_a_worker_whose_uploads_are_refused_is_set_apart(begun, caplog):
     for path, body in (("lease", Lease(name, 1, [], 0).to_json()), ("results", encode_drawn([drawn(TASKS[0])]))):
         status, code, message = begun.post(path, body, worker=name).refusal
         assert (status, code) == (403, "set_apart") and name in message and "a log-prob is above 0" in message
-    assert f"worker {name!r} is set apart after 3 refused uploads: group 0: a log-prob" in caplog.text
+    assert f"worker {name!r} is set apart: 3 uploads in a row were refused, the last: group 0" in caplog.text
     (shown,) = begun.status()["workers"]
     assert (shown["name"], shown["state"], shown["refusals"], shown["leases"]) == (name, "apart", 3, 0)
     assert begun.lease("another process") == TASKS[:1]
+
+
+def test_a_worker_that_draws_by_other_weights_than_it_says_is_set_apart(begun, caplog):
+    assert begun.lease("right") == TASKS[:1] and begun.lease("wrong") == TASKS[1:2]
+    assert begun.send(drawn(TASKS[0]), name="right") == begun.send(drawn(TASKS[1]), name="wrong") == ["accepted"]
+    says = {"groups": [[TASKS[0].group, 0.04, 6], [TASKS[1].group, 0.58, 6], [999, 9.0, 6]]}
+    assert begun.post("drift", json.dumps(says).encode()).status == 200
+    assert {worker["name"]: (worker["state"], worker["drift"]) for worker in begun.status()["workers"]} == {
+        "right": ("waiting", 0.04),
+        "wrong": ("apart", 0.58),
+    }
+    assert "worker 'wrong' is set apart: its log-probs are 0.58 nats a token from the trainer's" in caplog.text
+    assert begun.post("lease", Lease("wrong", 1, [], 0).to_json()).refusal[:2] == (403, "set_apart")
+    for damaged in ({}, {"groups": [[0, -1, 6]]}, {"groups": [[0, 0.1, 0]]}, {"groups": [[0.5, 0.1, 6]]}):
+        assert begun.post("drift", json.dumps(damaged).encode()).refusal[:2] == (400, "malformed")
 
 
 def test_what_was_drawn_with_weights_that_went_is_not_wanted(begun):
@@ -294,7 +309,7 @@ def test_it_says_how_it_is(begun):
     # docs/protocol.md; the trainer's log uses it.
     assert [*worker] == [
         *("name", "card", "version", "tokens_per_second", "state", "message", "leases", "last_seen", "last_upload"),
-        *("groups", "tokens", "refusals", "reason"),
+        *("groups", "tokens", "refusals", "reason", "drift"),
     ]
     assert 0 <= worker["last_upload"] < 5 and (worker["groups"], worker["tokens"]) == (1, 6)
     samples = {
