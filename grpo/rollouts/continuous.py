@@ -35,11 +35,11 @@ SLOT, COPY, PROMPT, TOKEN, PLACE, ADDED = range(6)
 class ContinuousSampler(LocalSampler):
     """The sampler that keeps its rows full. What does not fit `longest_packed` is left to transformers' `generate`."""
 
-    def __init__(self, *arguments, longest_packed: int, look_every: int | None = None, graphs: bool = False):
+    def __init__(self, *arguments, longest_packed: int, look_every: int | None = None, graphs: Callable | None = None):
         """Take the arguments of LocalSampler, and `longest_packed`, the batcher's.
 
         Every `look_every` tokens the host waits for the device and asks which rows have ended; until then they draw on.
-        With `graphs` steps have few shapes, which CUDA records (grpo/rollouts/graphs.py).
+        With `graphs`, StepGraphs or what makes one for a device, steps have few shapes, which CUDA records.
         """
         super().__init__(*arguments)
         self._graphs = graphs
@@ -67,7 +67,7 @@ class ContinuousSampler(LocalSampler):
 
         with policy_that_draws(self._model):
             prompts = [example.prompt_ids for example in examples]
-            graphs = StepGraphs(self._model.device) if self._graphs else None
+            graphs = self._graphs(self._model.device) if self._graphs else None
             arguments = self._rows, self._max_new_tokens, temperature, names, self._eos, graphs
             _Loop(self._model, prompts, copies, *arguments).run(self._look_every, finish)
         return [*groups.values()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -19,8 +19,13 @@ from grpo.model.shared_cache import Shape
 class StepGraphs:
     """The graphs of one call, one for each shape. Elsewhere there is nothing to record: each step is a plain call."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, refuse_waits: bool = False):
+        """With `refuse_waits` raise RuntimeError where the host waits for the device in a shape's first step.
+
+        In a recording that would raise too, but spoil torch's allocator. It is for the trial at the start alone: the
+        refusal is the whole process's, and in a run other threads (rewards) may use the device meanwhile.
+        """
+        self._device, self._refuse_waits = device, refuse_waits
         self.forget()
 
     def forget(self) -> None:
@@ -34,7 +39,7 @@ class StepGraphs:
         if self._device.type != "cuda":
             step(shape)
         elif shape not in self._graphs:
-            with _waits_refused():
+            with _waits_refused() if self._refuse_waits else nullcontext():
                 step(shape)
             self._graphs[shape] = None
         else:
@@ -54,7 +59,6 @@ class StepGraphs:
 
 @contextmanager
 def _waits_refused() -> Iterator[None]:
-    """Raise RuntimeError where the host waits for the device. In a recording this would spoil torch's allocator."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it does not see every wait
         torch.cuda.set_sync_debug_mode("error")

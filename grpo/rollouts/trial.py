@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.trial import distance, refused_distance, trial_sequences
 from grpo.rollouts.continuous import ContinuousSampler
+from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 
@@ -69,16 +71,18 @@ def make_sampler(
     arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows
     if longest_packed == 0:
         return LocalSampler(*arguments)
-    slower = {True: "without CUDA graphs", False: "by transformers' generate"}
-    for graphs in (True, False) if model.device.type == "cuda" else (False,):
-        options = {"longest_packed": longest_packed, "graphs": graphs}
+    ways = [(None, "by transformers' generate")]
+    if model.device.type == "cuda":
+        ways.insert(0, (StepGraphs, "without CUDA graphs"))
+    for graphs, instead in ways:
+        # Three rows for four completions: one waits, and the last row moves. Of the three steps with three rows, and of
+        # those with one, the second records a graph and the third replays it.
+        tried = dict(longest_packed=longest_packed, graphs=graphs and partial(graphs, refuse_waits=True))
         try:
-            # Three rows for four completions: one waits, and the last row moves. Three steps of three rows, then of one
-            # row: a graph is recorded in the second and replayed in the third.
-            check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, **options), pad)
+            check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, **tried), pad)
         except ConfigError as error:
             reason = str(error).removesuffix(": use another model")
-            log.warning("sampling goes a slower way, %s: %s", slower[graphs], reason)
+            log.warning("sampling goes a slower way, %s: %s", instead, reason)
         else:
-            return ContinuousSampler(*arguments, **options)
+            return ContinuousSampler(*arguments, longest_packed=longest_packed, graphs=graphs)
     return LocalSampler(*arguments)

@@ -159,7 +159,8 @@ def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, m
     )
     options = dict(longest_packed=2**31, look_every=look_every)
     plain, few = (
-        ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, graphs=graphs, **options) for graphs in (False, True)
+        ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, graphs=graphs, **options)
+        for graphs in (None, StepGraphs)
     )
     groups = few.sample(EXAMPLES, COPIES, 0.8, seed=1)
     rows, slots, prompts, own = (set(sizes) for sizes in zip(*shapes, strict=True))
@@ -190,7 +191,7 @@ def test_a_step_brings_nothing_from_the_cpu_and_asks_nothing_of_the_card(tokeniz
 
     monkeypatch.setattr(StepGraphs, "run", run_on_card)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # the cards are not made for it
-    options = dict(longest_packed=2**31, look_every=4, graphs=True)
+    options = dict(longest_packed=2**31, look_every=4, graphs=StepGraphs)
     expected = continuous(packed(build(CONFIGS["qwen2"])), tokenizer).sample(EXAMPLES, COPIES, 0.8, seed=1)
     with Cards():
         model = build(CONFIGS["qwen2"]).to("meta:0")
