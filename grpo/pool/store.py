@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,9 @@ class Store:
         """
         with self._database.transaction():
             found = self._database.row("SELECT info FROM versions WHERE version = ?", version.version)
-            is_other = found and json.loads(found[0])["sha256"] != version.sha256
-            if found and not is_other:
+            known = _version(found[0]) if found else None
+            is_other = known is not None and known.sha256 != version.sha256
+            if known is not None and not is_other and (known.whole or not version.whole):
                 return []
             self._check_files(version)
             removed, void = [], []
@@ -89,7 +91,9 @@ class Store:
                 self._database.sql(
                     "UPDATE tasks SET worker = NULL, tokens = NULL, drawn = NULL WHERE version = ?", version.version
                 )
-            self._database.sql("INSERT INTO versions VALUES (?, ?)", version.version, version.to_json())
+            elif known is not None:  # a run that was started again sends whole what it sent as a delta
+                version = replace(known, whole=True)
+            self._database.sql("REPLACE INTO versions VALUES (?, ?)", version.version, version.to_json())
             self._drop_files_of(removed)
         return void
 
