@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -14,8 +15,10 @@ from browser import Browser, chromium, needs_browser
 from conftest import Server, running_server
 from faulty_server import code_for, delay_loading
 from safetensors.numpy import save
+from stored import PROBE, RUN, drawn, sha, weights
 
 from grpo.wire.logprobs import LogprobsRequest, encode_request
+from grpo.wire.rollouts import Lease, Task, Version, encode_drawn, encode_tasks
 
 pytestmark = [pytest.mark.rare, needs_browser]
 HOSTILE = '<img src=x onerror="document.title=window.pwned=1"><script>window.pwned=1</script>'
@@ -185,3 +188,49 @@ def test_it_works_behind_a_proxy_with_a_prefix(server, browser, path):
         browser.open(f"http://127.0.0.1:{proxy.server_port}{path}")
         browser.wait(READY)
         proxy.shutdown()
+
+
+def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
+    def post(path: str, body: bytes, **query) -> None:
+        headers = {"Content-Type": "application/octet-stream"}
+        requests.post(f"{server.url}/v1/rollouts/{path}", data=body, params=query, headers=headers, timeout=10)
+
+    def lease(name: str, card: str) -> None:
+        post("lease", Lease(name, 1, [], 0.0, card, 0, "draws 1 group", 1234.0).to_json())
+
+    with running_server(None, tmp_path, "--task", "rollouts", "--pool_file", str(tmp_path / "run.sqlite")) as server:
+        server.wait_ready()
+        browser.open(server.url)
+        browser.wait(READY)
+        assert browser.text("#model") == "no run yet" and "generate.py --pool" in browser.text("#no-workers")
+        data, tasks = weights(0), [Task(group, 0, 0, [7]) for group in range(4)]
+        post("files", data, sha256=sha(data), size=len(data), offset=0)
+        post("run", RUN.to_json())
+        post("versions", Version(0, sha(data), len(data), True, None, None, PROBE).to_json())
+        post("tasks", encode_tasks(tasks))
+        lease("box #1a2b3c4d", "RTX 4090")
+        post("results", encode_drawn([drawn(tasks[0])]), worker="box #1a2b3c4d")
+        lease("box #1a2b3c4d", "RTX 4090")
+        lease(HOSTILE, "card " * 24)
+        for _ in range(3):
+            wrong = replace(drawn(tasks[1]), logprobs=[[0.5] * 2, [0.5] * 4])
+            post("results", encode_drawn([wrong]), worker=HOSTILE)
+        browser.wait("document.querySelector('#worker-rows').innerText.includes('set apart')")
+        assert browser.text("#model") == "runs/a" and "version 0" in browser.text("#facts")
+        apart, honest = browser.text("#worker-rows").split("box #1a2b3c4d")
+        assert HOSTILE in apart and "a log-prob is above 0" in apart
+        assert [word for word in re.split("[\n\t]", honest) if word][:5] == [
+            "RTX 4090",
+            "draws 1 group",
+            "drawing",
+            "0",
+            "1.23 k",
+        ]
+        assert re.split("[\n\t]", browser.text("#round-rows"))[:8] == ["1", "0", "0 of 2", "0", "0", "0", "1 of 2", "6"]
+        assert (browser.text("#leased"), browser.text("#undrawn")) == ("1", "2")
+        for dark in (False, True):
+            for width in (1280, 700, 375, 320):
+                browser.screen(width, 800, dark)
+                assert not too_wide(browser), width
+        assert not browser.js("document.querySelector('#latency').offsetParent") and not browser.js("window.pwned")
+        assert browser.console() == []
