@@ -142,6 +142,7 @@ def _open(path: str) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
         connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
+        connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over gigabytes
         # A copy that was cut short would fail only where its end is read.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         pages, bytes_of_page = (
