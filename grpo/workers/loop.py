@@ -77,7 +77,7 @@ class Worker:
             self._model = ModelFolder(self._folder, self._client, self._patience)
             self._model.bring_model(self._run)
             threading.Thread(target=self._keep_leases, name="leases", daemon=True).start()
-            self._take(*self._wait_for_weights())
+            self._take(*self._first_version())
             drawers = ThreadPoolExecutor(self._engine.capacity, thread_name_prefix="draw")
             senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")
             while True:
@@ -132,14 +132,20 @@ class Worker:
         log.info("%s: run %s", self._client.url, run.name)
         return run
 
-    def _wait_for_weights(self) -> tuple[int, str]:
-        """Return number and SHA-256 of the newest version."""
+    def _first_version(self) -> tuple[int, str]:
+        """Return number and SHA-256 of the version that is drawn with now, or of the newest one."""
         said = False
         while not (versions := self._patience(self._client.versions)):
             if not said:
                 log.info("%s has no weights yet: waiting for the trainer", self._client.url)
                 said = True
             self._pause(POLL)
+        # An older version than the newest may be drawn with. Who begins with the newest fetches two whole files.
+        leased = self._lease(room=1, wait=0.0)
+        if leased.tasks:
+            self._forget(leased.tasks)  # others draw it sooner than an engine that has not started
+            self._lease(room=0, wait=0.0)
+            return leased.tasks[0].version, leased.sha256
         return versions[-1].version, versions[-1].sha256
 
     def _wait_for_room(self) -> int:

@@ -107,7 +107,7 @@ class ModelFolder:
             began = time.monotonic()
             read, way = self._bring(version, versions)
             if way:
-                log.info("version %d: %.3g MB in %.1f s, %s", number, read / 1e6, time.monotonic() - began, way)
+                log.info("version %d: %s in %.1f s, %s", number, _size(read), time.monotonic() - began, way)
             return version
 
         return self._try_again(bring)
@@ -137,6 +137,9 @@ class ModelFolder:
 
     def _fetch(self, sha256: str, path: Path) -> int:
         """Fetch a file; return its bytes."""
+        for part in self._folder.glob("*.part"):
+            if part.stem != sha256:  # of a version that was wanted before
+                part.unlink()
         self._patience(lambda: self._client.fetch_file(sha256, path))
         return path.stat().st_size
 
@@ -173,6 +176,10 @@ def read_tensors(folder: Path) -> dict[str, Entry]:
         size = path.stat().st_size
         begins = data_begins(file.read(8), size, _LONGEST_HEADER)
         return read_header(file.read(begins - 8), size, _WIDTHS)[0]
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB" if count >= 10e6 else f"{count / 1e3:,.0f} kB"
 
 
 def dtype_of(folder: Path) -> str:

@@ -125,6 +125,17 @@ def test_a_version_of_the_same_number_with_other_bits_is_another_version(pool, t
     assert engine.weights == [first.sha256, second.sha256]
 
 
+def test_a_worker_that_joins_begins_with_the_version_that_is_drawn_with(pool, trainer, tmp_path):
+    engine = PlainEngine()
+    versions = [trainer.publish(0)]
+    trainer.learn(seed=1)
+    versions.append(trainer.publish(1, whole=False, delta=True))
+    tasks = trainer.put_tasks(0, range(2)) + trainer.put_tasks(1, range(2, 4))
+    with working(pool, tmp_path / "worker", engine):
+        trainer.wait(tasks)
+    assert engine.weights == [version.sha256 for version in versions]
+
+
 def test_leases_live_while_the_engine_is_busy(pool, trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "RENEWALS", 100)  # of the pool's 30 s
     engine = PlainEngine()
