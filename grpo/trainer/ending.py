@@ -28,7 +28,8 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
     try:
         yield
     except (EndRun, ServersLost) as end:
-        code = end.code if isinstance(end, EndRun) else 1
+        # What a signal stops may be a wait.
+        code = end.code if isinstance(end, EndRun) else 128 + run.stop.asked if run.stop.asked else 1
         raise EndRun(f"{end}; {run.checkpoints.leave(run.engine, run.progress)}", code) from end
     except (RuntimeError, MemoryError) as error:
         clock, step = run.watchdog.clock, f"step {run.watchdog.step}"

@@ -22,12 +22,13 @@ from grpo.rollouts.records import Example, Rollout
 from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import raise_together
 from grpo.run.folder import SaveError
+from grpo.run.signals import StopSignals
 from grpo.trainer.engine import Ranks
 from grpo.trainer.pool_run import PoolRun
 from grpo.trainer.pool_wait import GroupDeadline, describe_workers, logged_wait
 from grpo.wire.rollouts import MOST_TASKS, Drawn, Task
 
-_LONG_POLL = 20.0  # seconds
+_LONG_POLL = 5.0  # seconds; a signal is heeded after so many
 
 
 class Source(Protocol):
@@ -73,6 +74,8 @@ class PoolSampler(Sampler):
         self._config, self._source, self._ask, self._run, self._stream = config, source, ask, run, stream
         self._tokenizer, self._eos, self._ranks = tokenizer, {*eos_token_ids}, ranks
         self._round = self._put = -1
+        self.stop: StopSignals | None = None
+        """the signals that end a wait"""
 
     def update_weights(self, version: int) -> None:
         """Begin the round that follows so many updates: publish this version.
@@ -141,6 +144,8 @@ class PoolSampler(Sampler):
 
     def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[Drawn]:
         """Return those of the groups that have arrived, perhaps none. Raises ServersLost where none came for long."""
+        if self.stop is not None and self.stop.asked:
+            raise ServersLost(f"stopped by signal {self.stop.asked}, while round {self._round} waited for workers")
         wait = max(0.1, min(_LONG_POLL, deadline.seconds_left()))
         drawn = self._ask(lambda: self._source.take(keys, wait))
         if drawn:

@@ -241,6 +241,8 @@ def set_up(
         publisher.begin(reference)
     rounds.ask_again(progress.batches)
     stop = StopSignals(launcher)
+    if isinstance(round_sampler, PoolSampler):
+        round_sampler.stop = stop
     recorder, start = None, describe_start(progress.step, device)
     if rank == 0:
         recorder = Recorder(config, folder, after=progress.step if resumed else -1)

@@ -13,9 +13,10 @@ import torch
 from pool_runs import Worker, drawn, pool, workers
 from processes import ranks_of
 from servers import status
-from trainer_runs import finish, one_line, options, plain_python, run_ranks, timeless, training, weights, went_on
+from trainer_runs import finish, one_line, options, plain_python, run_ranks, start, timeless, training, weights, went_on
 from transformers import AutoModelForCausalLM
 
+from grpo.client.pool import PoolClient
 from grpo.pool.store import Recording
 
 pytestmark = pytest.mark.slow
@@ -146,6 +147,21 @@ def test_a_run_without_workers_says_how_to_start_one_and_ends_where_it_can_go_on
     assert len(lines) == 1 and lines[0].endswith(remedy)
     said = one_line(ended.stdout)
     assert f"{served.url} has brought no group of round 0 for 6 s: {remedy}; nothing is lost" in said
+
+
+def test_a_signal_ends_a_wait_for_workers(words, tmp_path):
+    with pool(tmp_path) as served:
+        served.wait_ready()
+        process = start(*words(tmp_path / "run", sampler="pool", pool=served.url))
+        client = PoolClient(served.url)
+        deadline = time.monotonic() + 60
+        while not client.status()["rounds"]:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by signal 2, while round 0 waited for workers; nothing is lost" in output
 
 
 def end_one(kind: str, chance: random.Random, crew: list[Worker], process: subprocess.Popen) -> None:
