@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from grpo.client.connection import Connection
 from grpo.client.errors import RequestFailure, ServerError
+from grpo.client.http import check_certificates
+from grpo.client.pool import PoolClient
 from grpo.client.reference import check_reference
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -32,6 +34,7 @@ from grpo.run.push import check_login
 from grpo.run.run_folder import find_run_folder
 from grpo.trainer.engine import engine_config
 from grpo.trainer.memory import RankWork, rank_memory
+from grpo.trainer.pool_wait import describe_workers
 from grpo.trainer.setup import Inputs, read_inputs
 from grpo.wire.health import ModelInfo
 
@@ -100,6 +103,8 @@ def _describe_inputs(
         connection = Connection(config, "logprobs")
         for url in config.ref_servers:
             lines.append(f"  reference  {url} {_describe_server(connection, url, config, policy_info)}")
+    if config.sampler == "pool":
+        lines.append(f"  sampler    {_describe_source(config)}")
     for reward in rewards.values():
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             lines.append(f"  rewards    {reward} {_describe_server(Connection(config, 'reward'), reward)}")
@@ -124,6 +129,21 @@ def _describe_server(
     return f"is ready: {model_info.name}, {model_info.dtype} on {model_info.device}"
 
 
+def _describe_source(config: TrainerConfig) -> str:
+    """Say where completions come from: ask the pool once what it serves, and who draws for it."""
+    if config.pool is None:
+        return f"of the run in {config.replay}"
+    try:
+        pool = PoolClient(config.pool, config.token, check_certificates(config.ref_ca_file))
+        run, status = pool.run(), pool.status()
+    except RequestFailure as failure:
+        return f"{config.pool} {failure}: a run would wait for it"
+    except ServerError as error:
+        return f"cannot come: {error}"
+    of = f"of run {run.name}" if run else "of no run yet"
+    return f"{config.pool} is a pool {of}; {describe_workers(status, config.pool)}"
+
+
 def _describe_step(work: RankWork, examples: list[Example]) -> list[str]:
     """Return how a step is cut into ranks, sampling and micro-batches."""
     config, generations, longest_completion = (
@@ -136,12 +156,13 @@ def _describe_step(work: RankWork, examples: list[Example]) -> list[str]:
     full = [([*prompt, *range(work.longest_prompt - 1)], completion) for prompt, completion in full]
     micro_batches = Batcher(0, 2**31).cut(full, config.micro_batch_tokens)
     completions = work.prompts * config.steps_per_generation * generations
+    at_once = f"{min(config.sequences_per_generate, completions)} at a time"
+    drawn = "which workers draw" if config.sampler == "pool" else at_once
     return [
         f"A step: {config.prompts_per_step} prompts x {generations} completions over {work.ranks} "
         f"rank{'s' if work.ranks > 1 else ''}; on each",
         f"  groups         {work.prompts} of {generations} completions",
-        f"  sampling       {completions} completions a round, {min(config.sequences_per_generate, completions)} at a "
-        f"time; a round feeds {config.steps_per_generation * config.num_iterations} updates",
+        f"  sampling       {completions} completions a round, {drawn}; it feeds {config.updates_per_round} updates",
         f"  tokens         {work.prompts * work.group:,} at most, a shared prompt once",
         f"                 {work.prompts * (mean + generations * longest_completion):,.0f} with prompts of "
         "mean length and all completions at full length",

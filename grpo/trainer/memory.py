@@ -55,6 +55,7 @@ class RankWork:
         config = self.config
         drawn = max(config.sequences_per_generate // config.num_generations, 1)
         drawn = min(drawn, self.prompts * config.steps_per_generation) * config.num_generations
+        drawn = 0 if config.sampler == "pool" else drawn
         return max(drawn, min(config.sequences_per_generate, self.held_out))
 
     @property
@@ -176,10 +177,14 @@ def _gradients(model: PreTrainedModel, work: RankWork, ds_config: dict, cuda: bo
 def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
     """Return what the rows of a round hold at most, or those of an evaluation, whose prompts have one row each."""
     config, window = work.config, longest_packed(model)[0]
+    if config.sampler == "pool" and not work.held_out:
+        return {}
     if config.sampler == "generate" or window < work.sequence:
         return _generate(model, work, device_type)
     groups = work.prompts * config.steps_per_generation
-    calls = [_continuous(model, work, device_type, groups, config.num_generations)]
+    calls = []
+    if config.sampler != "pool":
+        calls.append(_continuous(model, work, device_type, groups, config.num_generations))
     if work.held_out:
         calls.append(_continuous(model, work, device_type, min(config.sequences_per_generate, work.held_out), copies=1))
     return max(calls, key=total)

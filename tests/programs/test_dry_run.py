@@ -153,6 +153,16 @@ def test_a_server_that_cannot_serve_is_named_and_no_failure(given, server, capsy
     assert f"{server.url} cannot serve this run: serves" in said and "none: beta is 0" in said
 
 
+def test_a_pool_is_asked_once_and_what_workers_draw_is_not_counted(given, server, capsys):
+    away = {"sampler": "pool", "pool": f"http://127.0.0.1:{free_port()}", "eval_steps": 0}
+    dry_run(TrainerConfig(**given | away))
+    said = capsys.readouterr().out
+    assert f"sampler    {away['pool']} cannot be reached (Connection refused): a run would wait for it" in said
+    assert "24 completions a round, which workers draw;" in said and "KV cache" not in said
+    dry_run(TrainerConfig(**given | away | {"pool": server.url}))
+    assert f"sampler    cannot come: {server.url} is no pool of rollouts" in capsys.readouterr().out
+
+
 def test_an_adapter_is_counted(given, capsys):
     pytest.importorskip("peft")
     dry_run(TrainerConfig(**given | {"use_peft": True, "lora_target_modules": ["q_proj"], "ref": "adapter_off"}))
