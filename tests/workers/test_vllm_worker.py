@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY
 from pools import Trainer, running_pool
 from processes import left_of
+from trainer_runs import options, run_ranks, timeless
 from transformers import Qwen2ForCausalLM
 
 from grpo.client.pool import PoolClient
@@ -72,20 +75,48 @@ def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, m
     assert log.read_text().count("a line of the log") == 3
 
 
-@pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no environment with vLLM")
-def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, model, tokenizer, tmp_path):
+needs_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no environment with vLLM")
+
+
+@pytest.fixture
+def policy(model, tokenizer, tmp_path) -> Path:
+    """A model that vLLM knows on a CPU, heads of 32 numbers, and whose head it reloads there: not tied."""
     config = type(model.config).from_dict(model.config.to_dict())
-    config.num_attention_heads = config.num_key_value_heads = 2  # of 32 numbers: vLLM on a CPU knows no 16
+    config.num_attention_heads = config.num_key_value_heads = 2
     config.tie_word_embeddings = False
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
-    (tmp_path / "trainer").mkdir()
-    trainer = Trainer(PoolClient(pool.url), tmp_path / "policy", tmp_path / "trainer", temperature=1.0)
-    command = [VLLM_PYTHON, "generate.py", "--pool", pool.url, "--engine", "vllm", "--vllm_args=--enforce-eager"]
-    command += ["--weights_folder", str(tmp_path / "worker")]
-    with open(tmp_path / "log", "wb") as log:
-        worker = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT | ON_CPU, stdout=log, stderr=log)
+    return tmp_path / "policy"
+
+
+@contextmanager
+def drawing(url: str, folder: Path) -> Iterator[subprocess.Popen]:
+    """A worker with vLLM, ended by SIGTERM; its words are in the file `log`."""
+    command = [VLLM_PYTHON, "generate.py", "--pool", url, "--engine", "vllm", "--vllm_args=--enforce-eager"]
+    with open(folder / "log", "wb") as log:
+        worker = subprocess.Popen(
+            [*command, "--weights_folder", str(folder / "worker")],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | ON_CPU,
+            stdout=log,
+            stderr=log,
+        )
     try:
+        yield worker
+        below = [child.pid for child in psutil.Process(worker.pid).children(recursive=True)]
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+        assert not left_of(below)
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+@needs_vllm
+def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, policy, tmp_path):
+    (tmp_path / "trainer").mkdir()
+    trainer = Trainer(PoolClient(pool.url), policy, tmp_path / "trainer", temperature=1.0)
+    with drawing(pool.url, tmp_path) as worker:
         for version in range(3):
             trainer.learn(seed=version)
             trainer.publish(version, whole=version == 0, delta=version > 0)
@@ -93,15 +124,21 @@ def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, model, t
             assert distance(trainer, tasks, 600.0) < 1e-4
             if version == 1:
                 engine_of(worker).kill()
-        below = [child.pid for child in psutil.Process(worker.pid).children(recursive=True)]
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(60) == 0
-    finally:
-        worker.kill()
-        worker.wait()
-    assert not left_of(below)
-    said = Path(tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
     assert "starting it again" in said and said.count("the engine draws 64 groups at a time on CPU") == 2, said
+
+
+@needs_vllm
+def test_a_run_trains_on_what_vllm_draws(pool, policy, data_folder, letters, tmp_path):
+    """At each of 20 steps vLLM has the policy of that step: its log-probs are the trainer's."""
+    settings = {"max_steps": 20, "save_steps": 0, "eval_steps": 0, "beta": 0, "report_to": "none", "temperature": 0.9}
+    words = options(policy, data_folder, tmp_path / "run", sampler="pool", pool=pool.url, **settings)
+    with drawing(pool.url, tmp_path):
+        trained = run_ranks(1, "grpo_ref_split.py", *words, *letters, seconds=900)
+    assert trained.returncode == 0, trained.stdout
+    steps = timeless(tmp_path / "run")
+    assert [row["step"] for row in steps] == [*range(1, 21)]
+    assert max(row["sampling/sampling_logp_difference/max"] for row in steps) < 1e-4
 
 
 def engine_of(worker: subprocess.Popen) -> psutil.Process:
