@@ -165,6 +165,12 @@ class Leases:
         worker.is_apart, worker.reason = True, reason
         worker.holds.clear()
 
+    def drawers(self, name: str) -> int:
+        """Return how many workers draw, or would if they were given tasks; the named one is among them."""
+        with self.changed:
+            live = (worker for worker in self._workers.values() if state(worker) in ("drawing", "waiting"))
+            return len({name, *(worker.name for worker in live if worker.holds or worker.said.room)})
+
     def _worker(self, name: str, said: Lease | None) -> Worker:
         now = time.monotonic()
         worker = self._workers.get(name)

@@ -179,6 +179,11 @@ class Store:
         )
         return [_task(row) for row in rows]
 
+    def open_count(self, version: int) -> int:
+        """Return how many tasks of a version have no result."""
+        (count,) = self._database.row("SELECT count(*) FROM tasks WHERE drawn IS NULL AND version = ?", version)
+        return count
+
     def find_task(self, key: tuple[int, int]) -> tuple[Task, bool] | None:
         """Return a task and whether it has a result; None where it is not here."""
         row = self._database.row(

@@ -165,11 +165,17 @@ class PoolService(Service):
         return self.numbers.summary(self.store)
 
     def _take(self, said: Lease) -> list[Task]:
-        """Lease to a worker the first tasks that are free, all of one version."""
+        """Lease to a worker the first tasks that are free, all of one version, and no more than its share.
+
+        A worker that draws many groups at a time would leave nothing to those that ask a moment later.
+        """
         with self.leases.changed:
             held = self.leases.held()
             free = [task for task in self.store.open_tasks(said.room + len(held)) if task.key not in held]
             tasks = [task for task in free if task.version == free[0].version][: said.room]
+            if tasks and said.room > 1:
+                share = -(-self.store.open_count(tasks[0].version) // self.leases.drawers(said.worker))
+                tasks = tasks[: max(0, share - len(said.holds))]
             self.leases.grant(said.worker, [task.key for task in tasks])
             self.numbers.leased(len(tasks))
             return tasks

@@ -164,6 +164,19 @@ def test_all_tasks_of_a_lease_are_of_one_version_which_it_names(begun):
     assert read_tensors(answer.body)[1] == {"lease_seconds": "30", "run": RUN.run, "sha256": newer.sha256}
 
 
+def test_workers_that_draw_many_groups_share_them(begun):
+    begun.send(*map(drawn, TASKS[:2]))
+    assert begun.lease("idle", room=0) == begun.lease("b", room=32) == []  # b waits for tasks, the other one does not
+    begun.post("tasks", encode_tasks([Task(group, 0, 0, [7]) for group in range(10, 20)]))
+    first = begun.lease("a", room=32)
+    assert [task.group for task in first] == [10, 11, 12, 13, 14]
+    keys = [task.key for task in first]
+    assert begun.lease("a", room=27, holds=keys) == []
+    assert [task.group for task in begun.lease("b", room=3)] == [15, 16, 17]
+    assert begun.lease("b", room=0) == []  # it goes away
+    assert [task.group for task in begun.lease("a", room=27, holds=keys)] == [15, 16, 17, 18, 19]
+
+
 def test_who_waits_is_answered_as_soon_as_there_is_something(begun):
     with later(lambda: begun.send(drawn(TASKS[1]))):
         assert begun.take((0, 0), (1, 0), wait=30) == [drawn(TASKS[1])]
