@@ -66,8 +66,10 @@ class VllmEngine:
         )
         self._process = process
         process.wait_ready()
-        self._longest = self._get("/v1/models")["data"][0]["max_model_len"]
-        self._weights = self._get("/weight_info")["weight_version"]
+        with _answer_of("/v1/models"):
+            self._longest = self._get("/v1/models")["data"][0]["max_model_len"]
+        with _answer_of("/weight_info"):
+            self._weights = self._get("/weight_info")["weight_version"]
         self.card, self.capacity = card_name(), max(1, _SEQUENCES // run.num_generations)
         threading.Thread(target=self._watch, args=[process], daemon=True).start()
 
@@ -218,7 +220,8 @@ def vllm_command() -> list[str]:
 
 def card_name() -> str:
     """Return the name of the GPU that a process may use; CPU where nvidia-smi knows none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) == "":
+        return "CPU"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])]
     try:
         names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()

@@ -45,15 +45,15 @@ class VllmProcess:
         self.log = log
         self._lock, self._has_group = threading.Lock(), True
         self._log_begins = log.stat().st_size if log.exists() else 0
-        # It outlives the worker by seconds, and so must not hold the worker's output open.
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
         with open(log, "ab") as output:
+            # The guard outlives the worker by seconds, and so must not hold the worker's output open.
+            self._guard = subprocess.Popen(
+                ["sh", "-c", _GUARD],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
             self._server = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
                 env=environment,
