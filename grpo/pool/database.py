@@ -49,11 +49,13 @@ class Database:
         Raises ConfigError where it is no pool's, damaged, or in use.
         """
         self.path, self._on_damage = path, on_damage
+        self.setting = f"pool_file={path!r}"
+        """what messages about the file begin with"""
         self.lock = threading.RLock()
         """held by whoever reads several things that belong together"""
-        self._file = _lock_file(path)
+        self._file = _lock_file(path, self.setting)
         try:
-            self._connection = _open(path)
+            self._connection = _open(path, self.setting)
         except ConfigError:
             os.close(self._file)
             raise
@@ -102,43 +104,47 @@ class Database:
             log.error(message)
             raise ProtocolError(503, "no_space", message, retry_after=5) from error
         except sqlite3.DatabaseError as error:
-            self._on_damage(damaged(self.path, error))
+            self._on_damage(damaged(self.setting, error))
             raise ProtocolError(503, "worker_died", f"{self.path} is damaged: the pool is ending", 5) from error
 
 
-def open_read_only(path: str) -> sqlite3.Connection:
-    """Open a pool's file to read it, also while a pool runs on it. Raises ConfigError where it is no pool's."""
+def open_read_only(path: str, setting: str) -> sqlite3.Connection:
+    """Open a pool's file to read it, also while a pool runs on it.
+
+    Raises ConfigError where it is no pool's. Its message begins with `setting`: a field and its value.
+    """
     if not Path(path).is_file():
-        raise unusable(path, "there is no such file", "name the pool_file of a pool")
+        raise unusable(setting, "there is no such file", "name the pool_file of a pool")
     # Without a log beside it no process has it open, and it may lie where nothing can be written.
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
-    connection = _connect(path, f"{Path(path).absolute().as_uri()}?{mode}")
-    _check_kind(path, connection)
+    connection = _connect(setting, f"{Path(path).absolute().as_uri()}?{mode}")
+    _check_kind(setting, connection)
     return connection
 
 
-def _lock_file(path: str) -> int:
+def _lock_file(path: str, setting: str) -> int:
     """Return a descriptor that keeps other pools from the file. Raises ConfigError."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise unusable(path, error.strerror, "name a file to write to") from error
+        raise unusable(setting, error.strerror, "name a file to write to") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's own locks are of another kind
     except OSError as error:
         os.close(file)
-        raise unusable(path, "another pool writes to it", "wait for its end, or name another file") from error
+        reason, remedy = "another pool writes to it", "wait for its end, or name another file"
+        raise unusable(setting, reason, remedy) from error
     return file
 
 
-def _open(path: str) -> sqlite3.Connection:
-    connection = _connect(path, Path(path).absolute().as_uri())
+def _open(path: str, setting: str) -> sqlite3.Connection:
+    connection = _connect(setting, Path(path).absolute().as_uri())
     try:
         if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
             connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
             kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
             connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
-        _check_kind(path, connection)
+        _check_kind(setting, connection)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
         connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
@@ -149,38 +155,38 @@ def _open(path: str) -> sqlite3.Connection:
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
         )
         if os.path.getsize(path) < pages * bytes_of_page:
-            raise damaged(path, f"{os.path.getsize(path)} bytes are left of {pages * bytes_of_page}")
+            raise damaged(setting, f"{os.path.getsize(path)} bytes are left of {pages * bytes_of_page}")
     except (sqlite3.Error, ConfigError) as error:
         connection.close()
-        raise error if isinstance(error, ConfigError) else damaged(path, error) from error
+        raise error if isinstance(error, ConfigError) else damaged(setting, error) from error
     return connection
 
 
-def _connect(path: str, uri: str) -> sqlite3.Connection:
+def _connect(setting: str, uri: str) -> sqlite3.Connection:
     try:
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
-        raise damaged(path, error) from error
+        raise damaged(setting, error) from error
 
 
-def _check_kind(path: str, connection: sqlite3.Connection) -> None:
+def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
     """Raise ConfigError where the file is not a pool's."""
     try:
         (application,), (version,) = (
             connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
         )
     except sqlite3.Error as error:
-        raise damaged(path, error) from error
+        raise damaged(setting, error) from error
     if application != _APPLICATION:
-        raise unusable(path, "it is the database of another program", "name another file")
+        raise unusable(setting, "it is the database of another program", "name another file")
     if version != _SCHEMA_VERSION:
         reason = f"it has schema {version}, and this program reads {_SCHEMA_VERSION}"
-        raise unusable(path, reason, "use the release that made it, or name another file")
+        raise unusable(setting, reason, "use the release that made it, or name another file")
 
 
-def damaged(path: str, reason: object) -> ConfigError:
-    return unusable(path, f"no pool's file, or damaged ({reason})", "name another file, or a copy of this one")
+def damaged(setting: str, reason: object) -> ConfigError:
+    return unusable(setting, f"no pool's file, or damaged ({reason})", "name another file, or a copy of this one")
 
 
-def unusable(path: str, reason: str, remedy: str) -> ConfigError:
-    return ConfigError(f"pool_file={path!r}: {reason}: {remedy}")
+def unusable(setting: str, reason: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{setting}: {reason}: {remedy}")

@@ -7,6 +7,7 @@ it, and after (`Recording`).
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -38,7 +39,7 @@ class Store:
             """tokens of all completions that came"""
         except ProtocolError as error:
             self._database.close()
-            raise damaged(path, error.message) from error
+            raise damaged(self._database.setting, error.message) from error
 
     def close(self) -> None:
         self._database.close()
@@ -269,15 +270,21 @@ class Store:
 
 
 class Recording:
-    """The run and the results of a pool's file, read only. A pool may be running on it."""
+    """The run and the results of a pool's file, read only. A pool may be running on it.
+
+    All methods may be called from any thread, and raise ConfigError where the file is damaged.
+    """
 
     def __init__(self, path: str):
         """Open the file. Raises ConfigError where it is no pool's."""
-        self._connection = open_read_only(path)
+        self._setting = f"replay={path!r}"
+        self._connection = open_read_only(path, self._setting)
         self._lock = threading.Lock()
         found = self._row("SELECT info FROM run")
         if found is None:
-            raise unusable(path, "no trainer has used it", "name the pool_file of a pool that has served a run")
+            raise unusable(
+                self._setting, "no trainer has used it", "name the pool_file of a pool that has served a run"
+            )
         self.run = RunInfo.of_json(found[0])
 
     def result(self, key: tuple[int, int]) -> Drawn | None:
@@ -296,8 +303,11 @@ class Recording:
         self._connection.close()
 
     def _row(self, statement: str, *values: Any) -> tuple | None:
-        with self._lock:
-            return self._connection.execute(statement, values).fetchone()
+        try:
+            with self._lock:
+                return self._connection.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
+            raise damaged(self._setting, error) from error
 
 
 def _read_result(row, key: tuple[int, int]) -> bytes | None:

@@ -245,10 +245,10 @@ def test_a_recording_reads_a_file_where_nothing_can_be_written(path, tmp_path):
 
 def test_a_file_that_is_no_pools_is_refused_in_a_sentence(path, tmp_path):
     def check(words: str) -> None:
-        for opened in (lambda: Store(path, damage), lambda: Recording(path)):
+        for setting, opened in (("pool_file", lambda: Store(path, damage)), ("replay", lambda: Recording(path))):
             with pytest.raises(ConfigError, match=words) as refusal:
                 opened()
-            assert str(refusal.value).startswith(f"pool_file={path!r}: ") and "\n" not in str(refusal.value)
+            assert str(refusal.value).startswith(f"{setting}={path!r}: ") and "\n" not in str(refusal.value)
 
     with pytest.raises(ConfigError, match="there is no such file"):
         Recording(path)
@@ -284,8 +284,9 @@ def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
         Store(path, said.append)
     with open(path, "wb") as file:
         file.write(whole[:PAGE] + bytes(len(whole) - PAGE))
-    with pytest.raises(ConfigError, match="damaged"):
-        Store(path, said.append)
+    for opened in (lambda: Store(path, said.append), lambda: Recording(path)):
+        with pytest.raises(ConfigError, match="damaged"):
+            opened()
     # Where it is only met later on: an index.
     connection = sqlite3.connect(path)
     with open(path, "wb") as file:
