@@ -20,10 +20,13 @@ import sys
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from grpo.client.errors import ServerError
+from grpo.client.errors import RequestFailure, ServerError
+from grpo.client.http import check_certificates
+from grpo.client.pool import PoolClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError
@@ -54,6 +57,7 @@ def run(config: WorkerConfig) -> int:
     """Draw until a signal comes, or the worker cannot go on. Return the exit code."""
     stop = threading.Event()
     stopped = take_signals(stop)
+    check_pool(config)
     with open_folder(config.weights_folder) as folder:
         worker = Worker(config, make_engine(config), folder, stop)
         log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)
@@ -68,6 +72,15 @@ def run(config: WorkerConfig) -> int:
         print(f"generate.py: error: {failure}", file=sys.stderr)
         return 2 if isinstance(failure, ConfigError) else 1
     return 130 if stopped == [signal.SIGINT] else 0
+
+
+def check_pool(config: WorkerConfig) -> None:
+    """Raise ServerError for a wrong token or address, before an engine is imported, which may take a minute.
+
+    A pool that does not answer may do so later.
+    """
+    with suppress(RequestFailure):
+        PoolClient(config.pool, config.token, check_certificates(config.ref_ca_file), request_timeout=5.0).run()
 
 
 def collect(worker: Worker, failures: list[BaseException]) -> None:

@@ -24,7 +24,11 @@ sys.path[:0] = ["tests"]
 import generate
 from plain_engine import PlainEngine
 
-generate.make_engine = lambda config: PlainEngine()
+def make_engine(config):
+    print("makes its engine", file=sys.stderr)
+    return PlainEngine()
+
+generate.make_engine = make_engine
 code = generate.main()
 from importlib.metadata import packages_distributions
 ours = {"generate", "grpo", "plain_engine"}
@@ -94,6 +98,17 @@ def test_a_signal_in_the_middle_of_a_group_gives_it_back(pool, model_folder, tmp
         assert "Traceback" not in log and "the engine draws on CPU, groups at a time: 1" in log
     assert trainer.client.status()["tasks"] == {"leased": 0, "waiting": 2}
     assert not [*tmp_path.glob("grpo-worker-*")]
+
+
+@pytest.mark.slow
+@pytest.mark.plain_start
+def test_a_wrong_token_is_said_before_an_engine_is_made(tmp_path):
+    (tmp_path / "token").write_text("secret")
+    with running_pool(tmp_path, "--token_file", str(tmp_path / "token")) as pool:
+        process = start("--pool", pool.url, script=("-c", LIGHT))
+        _, log = process.communicate(timeout=30)
+    says = f"generate.py: error: {pool.url} wants another token: give pool, trainer and workers the same one\n"
+    assert (process.returncode, log) == (1, says)
 
 
 @pytest.mark.slow
