@@ -1,11 +1,16 @@
 """How weights come to a worker: by few bytes where that goes, and whole where it does not."""
 
+import hashlib
+import re
 import sqlite3
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from pools import Trainer, running_pool
+from pools import RUN, Trainer, running_pool
 from proxy import Plan, Proxy
+from safetensors.numpy import save
 
 from grpo.client.errors import FileFailure, ServerError
 from grpo.client.patience import Patience
@@ -151,6 +156,29 @@ def test_an_upload_goes_on_where_it_was_cut(pool, versions, tmp_path, monkeypatc
     client.send_file(content, sha256)  # nothing is left to send
     client.fetch_file(sha256, tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == content
+
+
+def bring_files(folder, client, *names) -> None:
+    packed = save({name: np.frombuffer(name.encode(), np.uint8) for name in names})
+    sha256 = hashlib.sha256(packed).hexdigest()
+    client.send_file(packed, sha256)
+    folder.bring_model(replace(RUN, model_files=sha256))
+
+
+def test_the_models_files_replace_others_and_not_the_weights(folder, versions, pool):
+    bring(folder, versions[0])
+    bring_files(folder, PoolClient(pool.url), "config.json", "old/code.py")
+    bring_files(folder, PoolClient(pool.url), "config.json", "code/new.py")
+    files = {str(path.relative_to(folder.path)) for path in folder.path.rglob("*") if path.is_file()}
+    assert files == {"config.json", "code/new.py", "model.safetensors"}
+    assert (folder.path / "code/new.py").read_text() == "code/new.py"
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "model.safetensors"])
+def test_the_models_files_stay_in_the_folder(folder, pool, tmp_path, name):
+    with pytest.raises(ServerError, match=re.escape(f"{pool.url} has a model file that is called {name!r}")):
+        bring_files(folder, PoolClient(pool.url), "config.json", name)
+    assert not [*folder.path.iterdir()] and not [*tmp_path.rglob("out")]
 
 
 def test_a_file_that_is_not_there_is_said_at_once(pool, tmp_path):
