@@ -1,5 +1,6 @@
 """Whose fault it is when a pool's client gets no answer that it can use: each in one sentence."""
 
+import ssl
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,9 +8,12 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import trustme
 from pools import RUN, running_pool
+from proxy import Proxy
 
 from grpo.client.errors import RequestFailure, ResultRefused, ServerError
+from grpo.client.http import check_certificates
 from grpo.client.pool import PoolClient
 from grpo.wire.rollouts import Drawn, Probe, Task, Version
 
@@ -67,6 +71,19 @@ def test_another_program_is_said_to_be_no_pool(status, body, reason):
         PoolClient(url).run()
     assert str(refusal.value).startswith(f"{url} is no pool of rollouts (") and reason in str(refusal.value)
     assert str(refusal.value).endswith("): set pool to a server of the task rollouts")
+
+
+def test_https_with_an_authority_of_ones_own(pool, tmp_path):
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "ours.pem")
+    front = Proxy(pool.port, tls=context)
+    try:
+        assert PoolClient(front.url, "secret", check_certificates(str(tmp_path / "ours.pem"))).status()
+        with pytest.raises(ServerError, match=r"does not verify \(.*set ref_ca_file to the PEM"):
+            PoolClient(front.url, "secret").status()
+    finally:
+        front.close()
 
 
 def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
