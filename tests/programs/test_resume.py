@@ -1,5 +1,6 @@
 """A run that was killed goes on as if nothing had happened: the same numbers, the same weights, bit for bit."""
 
+import copy
 import hashlib
 import json
 import math
@@ -34,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import (
     checkpoints,
     damage,
@@ -501,6 +503,37 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp
     run_checkpoints = Checkpoints(TrainerConfig(**changes), tmp_path, None, "m", "r", [], 0, 1)
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
         run_checkpoints.load(whole(5, **saved), None)
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_had_its_default_there(tmp_path):
+    plain = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)
+    saved = copy.deepcopy(plain._run_info) | {"reference": "r"}
+    for newer in ("max_policy_lag", "optim"):
+        del saved["settings"][newer]
+    plain._check(tmp_path, saved)
+    ahead = TrainerConfig(sampler="pool", pool="http://a:1", max_policy_lag=1, importance_sampling_mode="none")
+    with pytest.raises(ConfigError, match="max_policy_lag is 0 there and 1 here: leave it as it was"):
+        Checkpoints(ahead, tmp_path, None, "m", "r", [], 0, 1)._check(tmp_path, saved)
+
+
+def test_a_run_is_the_same_for_a_pool_if_what_it_draws_is(tmp_path):
+    example = Example(0, "1 + 1?", [1], {})
+
+    def identity(model: str = "m", examples: list = (example,), ranks: int = 1, **changes) -> str:
+        return Checkpoints(TrainerConfig(**changes), tmp_path, None, model, "", [*examples], 0, ranks).identity()
+
+    pool = {"sampler": "pool", "pool": "http://a:1", "importance_sampling_mode": "none"}
+    assert identity() == identity(ranks=2) == identity(**pool) == identity(micro_batch_tokens=99, output_dir="x")
+    assert identity(max_steps=7) == identity()
+    others = [
+        {"model": "n"},
+        {"examples": [example, example]},
+        {"seed": 1},
+        {"beta": 0},
+        {"lr_scheduler_type": "linear"},
+    ]
+    others += [{"lr_scheduler_type": "linear", "max_steps": 7}, pool | {"max_policy_lag": 1}]
+    assert len({identity(), *(identity(**other) for other in others)}) == len(others) + 1
 
 
 def test_a_damaged_line_costs_itself_alone(tmp_path, caplog):
