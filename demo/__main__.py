@@ -123,6 +123,7 @@ def train_with_workers(folder: Path, seed: int) -> None:
     def kill_one() -> None:
         if processes["worker-3"].poll() is None and count_steps(folder) >= KILLED_AFTER:
             processes["worker-3"].kill()
+            processes["worker-3"].wait()
             print(f"worker-3 is killed after step {KILLED_AFTER}: the others draw what it was drawing")
 
     print(f"a pool and three workers run: {url}/ is its page, {folder}/pool.log and worker-N.log are their logs")
