@@ -125,7 +125,7 @@ def test_vllm_draws_what_a_pool_asks_for_also_after_it_was_killed(pool, policy, 
             if version == 1:
                 engine_of(worker).kill()
     said = (tmp_path / "log").read_text()
-    assert "starting it again" in said and said.count("the engine draws 64 groups at a time on CPU") == 2, said
+    assert "starting it again" in said and said.count("groups at a time") == 2, said
 
 
 @needs_vllm
