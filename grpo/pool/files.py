@@ -44,6 +44,8 @@ class Files:
                 raise ProtocolError(409, "missing_piece", message)
             new = memoryview(data)[received - piece.offset :]
             if not new:
+                if received:
+                    self._touched[piece.sha256] = time.monotonic()  # whoever asks for it is about to name it
                 return received
             digest = self._digest(piece.sha256, received).copy()
             digest.update(new)

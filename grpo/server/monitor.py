@@ -181,7 +181,7 @@ class Monitor:
                 self._clients.move_to_end(client or address)
                 while len(self._clients) > _CLIENTS:
                     self._clients.popitem(last=False)
-            if error is not None:
+            if error is not None and error.code != "no_run":  # what a worker is told while it waits for a trainer
                 facts = {"status": status, "code": error.code, "message": error.message[:300]}
                 self._errors.append((time.monotonic(), {**facts, "client": client or address}))
         # %r: a client chooses its name, and may put line ends into it.

@@ -136,6 +136,7 @@ def test_a_run_from_the_first_task_to_the_last_result(pool):
     assert answer.refusal[:2] == (404, "no_run") and answer.headers["Retry-After"] == "2"
     for path, body in (("tasks", encode_tasks(TASKS)), ("lease", Lease("w", 1, [], 0).to_json())):
         assert pool.post(path, body).refusal[1] == "no_run"
+    assert pool.status()["errors"] == []  # a worker that waits for a trainer is no error
     assert pool.post("run", RUN.to_json()).status == pool.post("run", RUN.to_json()).status == 200
     assert pool.post("run", replace(RUN, run="f" * 16).to_json()).refusal[:2] == (409, "other_run")
     assert pool.get("run").body == RUN.to_json()
