@@ -31,8 +31,8 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError
 from grpo.config.worker import WorkerConfig
-from grpo.workers.engine import Engine
-from grpo.workers.loop import Worker, WorkerFailed
+from grpo.workers.engine import Engine, WorkerFailed
+from grpo.workers.loop import Worker
 from grpo.workers.weights import open_folder
 
 log = logging.getLogger("generate")
@@ -67,7 +67,7 @@ def run(config: WorkerConfig) -> int:
         stop.wait()  # this thread waits for signals
         worker.close()
     for failure in failures:
-        if not isinstance(failure, (ServerError, WorkerFailed, ConfigError, OSError)):
+        if not isinstance(failure, (ServerError, WorkerFailed, ConfigError)):
             traceback.print_exception(failure)  # a defect of ours
         print(f"generate.py: error: {failure}", file=sys.stderr)
         return 2 if isinstance(failure, ConfigError) else 1

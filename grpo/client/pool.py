@@ -284,8 +284,11 @@ class PoolClient:
             if not stream:  # of a file only what came of it counts
                 self._per_thread.answered_at = time.monotonic()
             return response
-        with response:
-            code, message = read_error_code(response), read_error_message(response)
+        try:
+            with response:
+                code, message = read_error_code(response), read_error_message(response)
+        except requests.RequestException as error:
+            raise connection_failed(error) from error
         if status == 404 and code and code == missing:
             self._per_thread.answered_at = time.monotonic()
             return response

@@ -12,6 +12,10 @@ class EngineError(Exception):
     """An engine that cannot go on. The message is one sentence; the worker starts the engine again."""
 
 
+class WorkerFailed(Exception):
+    """The end of a worker that cannot go on. The message says why in one sentence."""
+
+
 class Engine(Protocol):
     """What draws completions of groups. Every method may raise EngineError."""
 

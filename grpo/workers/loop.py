@@ -14,19 +14,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from grpo.client.errors import RequestFailure, ResultRefused, ServerError
 from grpo.client.http import check_certificates
 from grpo.client.patience import Patience, Stopped
 from grpo.client.pool import Leased, PoolClient
 from grpo.config.worker import WorkerConfig
-from grpo.wire.rollouts import Drawn, Lease, RunInfo, Task, Version
-from grpo.workers.engine import Engine, EngineError
+from grpo.wire.rollouts import Drawn, Lease, Task, Version
+from grpo.workers.engine import Engine, EngineError, WorkerFailed
 from grpo.workers.probe import prove
 from grpo.workers.tally import SUMMARY_SECONDS, Tally
 from grpo.workers.weights import ModelFolder, dtype_of
 
 log = logging.getLogger(__name__)
+_Found = TypeVar("_Found")
 
 MOST_RESTARTS = 3
 """starts of the engine after failures, without a group in between"""
@@ -34,10 +36,6 @@ RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its
 RENEWALS = 3  # in the time of a lease
 POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
 _UPLOADS = 4  # threads; each sends one group
-
-
-class WorkerFailed(Exception):
-    """The end of a worker that cannot go on. The message says why."""
 
 
 class Worker:
@@ -73,11 +71,13 @@ class Worker:
         Raises ServerError, WorkerFailed.
         """
         try:
-            self._run = self._wait_for_run()
+            self._run = self._poll(self._client.run, "has no run yet: waiting for a trainer")
+            log.info("%s: run %s", self._client.url, self._run.name)
             self._model = ModelFolder(self._folder, self._client, self._patience)
             self._model.bring_model(self._run)
             threading.Thread(target=self._keep_leases, name="leases", daemon=True).start()
-            self._take(*self._first_version())
+            while not self._take(*self._first_version()):
+                pass  # the run has just gone back to an earlier checkpoint
             drawers = ThreadPoolExecutor(self._engine.capacity, thread_name_prefix="draw")
             senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")
             while True:
@@ -94,11 +94,6 @@ class Worker:
                     drawers.submit(self._draw, task, senders)
         except Stopped:
             return
-        except OSError as error:
-            reason = error.strerror or error
-            raise WorkerFailed(
-                f"weights_folder={str(self._folder)!r}: {reason}: make room there, or name another folder"
-            ) from error
 
     def close(self) -> None:
         """Give the leases back, and end the engine. Waits for no group that is being drawn."""
@@ -122,24 +117,9 @@ class Worker:
 
     # What it waits for
 
-    def _wait_for_run(self) -> RunInfo:
-        said = False
-        while (run := self._patience(self._client.run)) is None:
-            if not said:
-                log.info("%s has no run yet: waiting for a trainer", self._client.url)
-                said = True
-            self._pause(POLL)
-        log.info("%s: run %s", self._client.url, run.name)
-        return run
-
     def _first_version(self) -> tuple[int, str]:
         """Return number and SHA-256 of the version that is drawn with now, or of the newest one."""
-        said = False
-        while not (versions := self._patience(self._client.versions)):
-            if not said:
-                log.info("%s has no weights yet: waiting for the trainer", self._client.url)
-                said = True
-            self._pause(POLL)
+        versions = self._poll(self._client.versions, "has no weights yet: waiting for the trainer")
         # An older version than the newest may be drawn with. Who begins with the newest fetches two whole files.
         leased = self._lease(room=1, wait=0.0)
         if leased.tasks:
@@ -147,6 +127,17 @@ class Worker:
             self._lease(room=0, wait=0.0)
             return leased.tasks[0].version, leased.sha256
         return versions[-1].version, versions[-1].sha256
+
+    def _poll(self, find: Callable[[], _Found | None], reason: str) -> _Found:
+        """Ask the pool until it has something; log once why that takes time."""
+        is_logged = False
+        while not (found := self._patience(find)):
+            if not is_logged:
+                log.info("%s %s", self._client.url, reason)
+                is_logged = True
+            if self.stop.wait(POLL):
+                raise Stopped
+        return found
 
     def _wait_for_room(self) -> int:
         """Return how many tasks may be leased; start the engine again where it has failed."""
@@ -172,10 +163,6 @@ class Worker:
             raise Stopped
         if self._failure is not None:
             raise self._failure
-
-    def _pause(self, seconds: float) -> None:
-        if self.stop.wait(seconds):
-            raise Stopped
 
     # Versions and the engine
 
@@ -219,7 +206,8 @@ class Worker:
         log.warning("the engine failed: %s; starting it again", error)
         self._engine.close()
         self._is_started, self._engine_error = False, None
-        self._pause(RESTART_PAUSE)
+        if self.stop.wait(RESTART_PAUSE):
+            raise Stopped
 
     # Tasks
 
@@ -230,8 +218,8 @@ class Worker:
             with self._changed:
                 holds = [[*key] for key in sorted(self._holds)]
             version = -1 if self._version is None else self._version.version
-            told = self._engine.card, version, self._message, self._tally.tokens_per_second()
-            leased = self._client.lease(Lease(self.name, room, holds, wait, *told))
+            state = self._engine.card, version, self._message, self._tally.tokens_per_second()
+            leased = self._client.lease(Lease(self.name, room, holds, wait, *state))
             with self._changed:
                 self._holds |= {task.key for task in leased.tasks}
             return leased

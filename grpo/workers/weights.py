@@ -21,6 +21,7 @@ from grpo.config.errors import ConfigError
 from grpo.wire.delta import DeltaError, apply_delta, sha256_of
 from grpo.wire.rollouts import RunInfo, Version
 from grpo.wire.tensor_header import Entry, data_begins, read_header
+from grpo.workers.engine import WorkerFailed
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +75,16 @@ class ModelFolder:
         """SHA-256 of the weights that are here; "" where there are none"""
 
     def bring_model(self, run: RunInfo) -> None:
-        """Fetch the model's files, all but the weights, and leave no others. Raises ServerError."""
+        """Fetch the model's files, all but the weights, and leave no others. Raises as `bring`."""
         packed = self._folder / "model_files"
-        self._try_again(lambda: self._fetch(run.model_files, packed))
+
+        def bring() -> None:
+            self._fetch(run.model_files, packed)
+            self._unpack(packed)
+
+        self._try_again(bring)
+
+    def _unpack(self, packed: Path) -> None:
         files = load_file(packed)
         for name in files:
             path = PurePosixPath(name)
@@ -96,7 +104,7 @@ class ModelFolder:
     def bring(self, number: int, sha256: str) -> Version | None:
         """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
 
-        Return None where the pool has no such version any more. Raises ServerError, and as Patience.
+        Return None where the pool has no such version any more. Raises ServerError, WorkerFailed, and as Patience.
         """
 
         def bring() -> Version | None:
@@ -144,10 +152,18 @@ class ModelFolder:
         return path.stat().st_size
 
     def _try_again(self, bring: Callable[[], Version | None]) -> Version | None:
-        """Try some times to bring something, after a failure from a whole file on. Raises ServerError."""
+        """Try some times to bring something, after a failure from a whole file on.
+
+        Raises ServerError, and WorkerFailed where the folder cannot be written.
+        """
         for _ in range(_TRIES):
             try:
                 return bring()
+            except OSError as error:
+                reason = error.strerror or error
+                raise WorkerFailed(
+                    f"weights_folder={str(self._folder)!r}: {reason}: make room there, or name another folder"
+                ) from error
             except DeltaError as error:
                 reason = str(error)
             except FileFailure as failure:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import resource
 import sqlite3
 import threading
 from dataclasses import replace
@@ -17,6 +18,7 @@ from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
 from grpo.config.errors import ConfigError
 from grpo.wire.delta import sha256_of
+from grpo.workers.engine import WorkerFailed
 from grpo.workers.weights import ModelFolder, open_folder
 
 pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
@@ -127,6 +129,19 @@ def test_a_pool_whose_file_is_damaged_ends_the_worker_in_a_sentence(pool, versio
             (tmp_path / "worker").mkdir()
             with pytest.raises(ServerError, match="gives no weights that fit together .*sent a damaged file"):
                 folder_of(other.url, tmp_path / "worker").bring(0, version.sha256)
+
+
+def test_a_folder_without_room_ends_the_worker_in_a_sentence(folder, versions, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(WorkerFailed) as failure:
+            folder.bring(0, versions[0].sha256)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    says = f"weights_folder='{tmp_path}': File too large: make room there, or name another folder"
+    assert str(failure.value) == says
+    bring(folder, versions[0])
 
 
 def test_a_download_goes_on_where_it_was_cut(pool, versions, tmp_path, monkeypatch):
