@@ -32,8 +32,8 @@ from grpo.config.console import start_logging
 from grpo.config.errors import ConfigError
 from grpo.config.worker import WorkerConfig
 from grpo.workers.engine import Engine, WorkerFailed
+from grpo.workers.folder import open_folder
 from grpo.workers.loop import Worker
-from grpo.workers.weights import open_folder
 
 log = logging.getLogger("generate")
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
 from safetensors.numpy import load_file
@@ -17,7 +14,6 @@ from safetensors.numpy import load_file
 from grpo.client.errors import FileFailure, ServerError
 from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
-from grpo.config.errors import ConfigError
 from grpo.wire.delta import DeltaError, apply_delta, sha256_of
 from grpo.wire.rollouts import RunInfo, Version
 from grpo.wire.tensor_header import Entry, data_begins, read_header
@@ -30,37 +26,6 @@ _MOST_DELTAS = 8  # instead of a whole file; each is less than half of it, and m
 _TRIES = 3
 _LONGEST_HEADER = 16 << 20
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-
-
-@contextmanager
-def open_folder(path: str | None) -> Iterator[Path]:
-    """Give a folder that no other worker uses; without a path a temporary one, removed at the end.
-
-    Raises ConfigError where it cannot be made, or another worker uses it.
-    """
-    if path is None:
-        folder = Path(tempfile.mkdtemp(prefix="grpo-worker-"))
-        try:
-            yield folder
-        finally:
-            # A thread may still be writing there: under another name it finds the folder no more.
-            shutil.rmtree(folder.rename(f"{folder}-removed"), ignore_errors=True)
-        return
-    try:
-        folder = Path(path).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ConfigError(f"weights_folder={path!r}: {error.strerror}: name a folder that can be written") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise ConfigError(f"weights_folder={path!r}: another worker uses it: name another folder") from error
-    try:
-        yield folder
-    finally:
-        os.close(lock)
 
 
 class ModelFolder:

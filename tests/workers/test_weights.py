@@ -16,10 +16,9 @@ from safetensors.numpy import save
 from grpo.client.errors import FileFailure, ServerError
 from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
-from grpo.config.errors import ConfigError
 from grpo.wire.delta import sha256_of
 from grpo.workers.engine import WorkerFailed
-from grpo.workers.weights import ModelFolder, open_folder
+from grpo.workers.weights import ModelFolder
 
 pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
 
@@ -199,14 +198,3 @@ def test_the_models_files_stay_in_the_folder(folder, pool, tmp_path, name):
 def test_a_file_that_is_not_there_is_said_at_once(pool, tmp_path):
     with pytest.raises(FileFailure, match="said 404: "):
         PoolClient(pool.url).fetch_file("0" * 64, tmp_path / "file")
-
-
-def test_a_folder_serves_one_worker_and_a_temporary_one_is_removed(tmp_path):
-    with open_folder(str(tmp_path)) as folder, pytest.raises(ConfigError, match="another worker uses it"):
-        assert folder == tmp_path
-        open_folder(str(tmp_path)).__enter__()
-    with open_folder(str(tmp_path)):
-        pass
-    with open_folder(None) as folder:
-        (folder / "model").mkdir()
-    assert not folder.exists() and not folder.with_name(f"{folder.name}-removed").exists()
