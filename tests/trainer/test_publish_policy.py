@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -186,7 +185,7 @@ def test_an_adapter_is_merged(pool, model_folder, tmp_path):
     assert first.sha256 != second.sha256
 
 
-def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path, caplog):
+def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
     publisher = publisher_of(pool, model, tmp_path)
     checkpoint = None
     for version in (0, 2, 4):
@@ -210,16 +209,14 @@ def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path, caplog
     assert equal(pool.fetch(versions[2], tmp_path), saved(model))
 
 
-def test_a_bad_line_costs_time_only(pool, model, tmp_path, caplog):
+def test_a_bad_line_costs_time_only(pool, model, tmp_path):
     plans = iter([Plan(request_bytes=20_000), Plan(answer_bytes=50), Plan(request_bytes=100_000)])
     with proxy(pool.server.effective_port, lambda: next(plans, Plan())) as line:
         pool.client.url = line.url
         publisher = publisher_of(pool, model, tmp_path)
-        with caplog.at_level(logging.WARNING):
-            publisher.publish(0)
-            publisher.wait()
+        publisher.publish(0)
+        publisher.wait()
         assert line.happened.total() == 3
-    assert "asking again" in caplog.text
     pool.client.url = f"http://127.0.0.1:{pool.server.effective_port}"
     [version] = pool.client.versions()
     assert equal(pool.fetch(version, tmp_path), saved(model))
