@@ -125,7 +125,8 @@ class PolicyPublisher:
         prompt, completion = self._probe
         batch = self._batcher.make([self._probe], self._model.device)
         logprobs, _ = token_logprobs(self._model, batch, temperature=1.0)
-        return Probe(prompt, completion, logprobs.tolist())
+        # Short numbers: every worker reads the probes of all versions, each time.
+        return Probe(prompt, completion, [round(logprob, 6) for logprob in logprobs.tolist()])
 
     def _send(self, version: int, weights: dict[str, torch.Tensor], probe: Probe) -> None:
         began, before = time.monotonic(), self._last
