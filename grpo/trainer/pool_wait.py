@@ -14,6 +14,9 @@ from grpo.client.errors import RequestFailure, ServerError
 
 log = logging.getLogger(__name__)
 
+SHOWN = 8
+"""workers that a line names at most, those that the pool heard last"""
+
 
 class GroupDeadline:
     """The time that a rank still waits for groups: it moves on with each that the pool gets."""
@@ -79,10 +82,11 @@ def describe_workers(status: dict[str, Any], url: str) -> str:
     workers = status.get("workers", [])
     if not workers:
         return f"no worker asks this pool: start one with 'python generate.py --pool {url}', on any machine"
-    return "; ".join(
+    shown = [
         f"{worker['name']}{' on ' * bool(worker['card'])}{worker['card']} is {worker['state']}"
         + (f" ({worker['message']})" if worker["message"] else "")
         + f", version {worker['version']}, {worker['last_seen']:.0f} s ago"
         + (f", last refused: {worker['reason']}" if worker["reason"] else "")
-        for worker in workers
-    )
+        for worker in workers[:SHOWN]
+    ]
+    return "; ".join(shown) + (f"; and {len(workers) - SHOWN} more" if len(workers) > SHOWN else "")

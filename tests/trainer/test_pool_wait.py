@@ -17,6 +17,9 @@ def test_what_is_waited_for_and_what_each_worker_does():
         "3 of 8 groups are drawn; box #1 on RTX 4090 is drawing (fetching 41), version 40, 2 s ago; "
         "old #2 is apart, version -1, 2 s ago, last refused: group 7: a log-prob is above 0"
     )
+    many = [WORKER | {"name": f"box #{number}"} for number in range(10)]
+    said = describe_wait({"workers": many}, "http://a:1", 5)
+    assert said.count("is waiting") == 8 and said.endswith("box #7 is waiting, version -1, 2 s ago; and 2 more")
     assert describe_wait({"rounds": rounds, "workers": []}, "http://a:1", 7) == (
         "no worker asks this pool: start one with 'python generate.py --pool http://a:1', on any machine"
     )
