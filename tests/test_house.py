@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "client": {"config", "wire"},
     "pool": {"config", "wire"},
     "server": {"config", "model", "pool", "wire"},
-    "rollouts": {"config", "model", "pool", "wire"},
+    "rollouts": {"config", "model", "wire"},
     "rewards": {"client", "config", "model", "wire"},
     "run": {"config", "model", "rollouts", "wire"},
     "trainer": {"algorithm", "client", "config", "model", "pool", "rewards", "rollouts", "run", "wire"},
