@@ -284,6 +284,13 @@ def test_close_ends_a_draw_from_another_thread(make_fake, run, folders):
     engine.close()
 
 
+def test_close_ends_a_start_from_another_thread(run, model_folder, tmp_path):
+    engine = VllmEngine(["sh", "-c", "sleep 1000 & sleep 1000"], tmp_path / "log")
+    threading.Timer(0.5, engine.close).start()
+    with pytest.raises(EngineError, match="^vLLM was killed by signal 15; its log is"):
+        engine.start(run, model_folder)
+
+
 def test_whatever_vllm_started_ends_with_a_killed_worker(tmp_path):
     script = f"""
 import sys, time
