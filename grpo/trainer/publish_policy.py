@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -141,10 +141,8 @@ class PolicyPublisher:
             raise SaveError(f"the policy could not be saved to {path}: {error}: make room there") from error
         base = before.version if delta_bytes else None
         whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
-        files = {delta_sha256: delta} if delta_bytes else {}
-        files |= {new.sha256: path} if whole else {}
         record = Version(version, new.sha256, size, whole, base, delta_sha256, probe)
-        self._patience(lambda: self._upload(files, record))
+        self._patience(lambda: self._upload(record, path, delta))
         self._last, self._published = new, self._published + 1
         delta.unlink(missing_ok=True)
         if before is not None:
@@ -164,13 +162,19 @@ class PolicyPublisher:
             unfinished.unlink(missing_ok=True)
         return sha256
 
-    def _upload(self, files: dict[str, Path], version: Version) -> None:
-        """Send files and version. What the pool has got stays there when a request fails, and all is sent again."""
+    def _upload(self, version: Version, whole: Path, delta: Path) -> None:
+        """Send a version. What the pool has got stays there when a request fails, and all is sent again."""
+        known = {other.version: other.sha256 for other in self._client.versions()}
         # A run that goes on from a checkpoint makes versions that it has published before, to the last bit.
-        if (version.version, version.sha256) in {(known.version, known.sha256) for known in self._client.versions()}:
+        if known.get(version.version) == version.sha256:
             return
-        for sha256, path in files.items():
-            self._client.send_file(path, sha256)
+        # A pool that was started with an older copy of its file has not got the version before.
+        if version.base is not None and known.get(version.base) != self._last.sha256:
+            version = replace(version, whole=True, base=None, delta=None)
+        if version.delta is not None:
+            self._client.send_file(delta, version.delta)
+        if version.whole:
+            self._client.send_file(whole, version.sha256)
         self._client.put_version(version)
 
 

@@ -222,6 +222,20 @@ def test_a_bad_line_costs_time_only(pool, model, tmp_path):
     assert equal(pool.fetch(version, tmp_path), saved(model))
 
 
+def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model, tmp_path):
+    publisher = publisher_of(pool, model, tmp_path)
+    publisher.publish(0)
+    publisher.wait()
+    with serving(tmp_path / "other.sqlite") as other:
+        pool.client.url = other.client.url
+        train(model)
+        publisher.publish(1)
+        publisher.wait()
+        [version] = other.client.versions()
+        assert version.whole and version.base is None
+        assert equal(other.fetch(version, tmp_path), saved(model))
+
+
 def test_a_pool_that_is_gone_ends_the_run_at_the_next_version(model, tmp_path):
     client = PoolClient("http://127.0.0.1:9")
     publisher = PolicyPublisher(client, model, make_batcher(model, 0), 100, tmp_path, deadline=0.5)
