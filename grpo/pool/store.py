@@ -7,6 +7,7 @@ it, and after (`Recording`).
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,8 @@ from grpo.pool.database import Database, damaged, open_read_only, unusable
 from grpo.pool.files import Files
 from grpo.wire.errors import ProtocolError, malformed
 from grpo.wire.rollouts import Drawn, RunInfo, Task, Version, decode_drawn, encode_drawn
+
+log = logging.getLogger(__name__)
 
 
 class Store:
@@ -35,11 +38,12 @@ class Store:
         try:
             found = self._database.row("SELECT info FROM run")
             self._run = RunInfo.of_json(found[0]) if found else None
-            self.tokens: int = self._database.row("SELECT coalesce(sum(tokens), 0) FROM tasks")[0]
-            """tokens of all completions that came"""
+            drawn = self._database.row("SELECT count(*), coalesce(sum(drawn IS NOT NULL), 0) FROM tasks")
         except ProtocolError as error:
             self._database.close()
             raise damaged(self._database.setting, error.message) from error
+        if self._run is not None:
+            log.info("%s: run %s, %d groups, %d of them drawn", path, self._run.name, *drawn)
 
     def close(self) -> None:
         self._database.close()
@@ -180,11 +184,6 @@ class Store:
         )
         return [_task(row) for row in rows]
 
-    def open_count(self, version: int) -> int:
-        """Return how many tasks of a version have no result."""
-        (count,) = self._database.row("SELECT count(*) FROM tasks WHERE drawn IS NULL AND version = ?", version)
-        return count
-
     def find_task(self, key: tuple[int, int]) -> tuple[Task, bool] | None:
         """Return a task and whether it has a result; None where it is not here."""
         row = self._database.row(
@@ -196,22 +195,19 @@ class Store:
 
     def add_results(self, drawn_tasks: Sequence[tuple[Task, Drawn]], worker: str) -> list[bool]:
         """Keep the completions of tasks; return of each whether it is kept: the first of a task and its version is."""
-        kept, tokens = [], 0
+        kept = []
         with self._database.transaction():
             for task, drawn in drawn_tasks:
-                count = sum(map(len, drawn.completions))
                 change = self._database.sql(
                     "UPDATE tasks SET worker = ?, tokens = ?, drawn = ? "
                     "WHERE group_id = ? AND attempt = ? AND version = ? AND drawn IS NULL",
                     worker,
-                    count,
+                    sum(map(len, drawn.completions)),
                     encode_drawn([drawn]),
                     *task.key,
                     task.version,
                 )
                 kept.append(change.rowcount == 1)
-                tokens += count * kept[-1]
-            self.tokens += tokens
         return kept
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
@@ -264,9 +260,10 @@ class Store:
         """Return the bytes of the file, with those that lie beside it until they are moved into it."""
         return self._database.size()
 
-    def count_open(self) -> int:
-        """Return the number of tasks without a result."""
-        return self._database.row("SELECT count(*) FROM tasks WHERE drawn IS NULL")[0]
+    def count_open(self, version: int | None = None) -> int:
+        """Return the number of tasks without a result: of a version, or of all."""
+        condition, values = ("", ()) if version is None else (" AND version = ?", (version,))
+        return self._database.row(f"SELECT count(*) FROM tasks WHERE drawn IS NULL{condition}", *values)[0]
 
 
 class Recording:

@@ -174,7 +174,7 @@ class PoolService(Service):
             free = [task for task in self.store.open_tasks(said.room + len(held)) if task.key not in held]
             tasks = [task for task in free if task.version == free[0].version][: said.room]
             if tasks and said.room > 1:
-                share = -(-self.store.open_count(tasks[0].version) // self.leases.drawers(said.worker))
+                share = -(-self.store.count_open(tasks[0].version) // self.leases.drawers(said.worker))
                 tasks = tasks[: max(0, share - len(said.holds))]
             self.leases.grant(said.worker, [task.key for task in tasks])
             self.numbers.leased(len(tasks))

@@ -63,6 +63,18 @@ def test_a_file_comes_in_pieces_in_any_rhythm_and_is_read_in_any(store):
         store.files.add(Piece(sha(data), 10, 5), b"123456")
 
 
+def test_a_pool_that_starts_again_says_what_it_has(path, caplog):
+    store = Store(path, damage)
+    store.set_run(RUN)
+    tasks = [Task(group, 0, 0, [7]) for group in range(3)]
+    store.put_tasks(tasks)
+    store.add_results([(tasks[0], drawn(tasks[0]))], "w")
+    store.close()
+    with caplog.at_level("INFO"):
+        Store(path, damage).close()
+    assert caplog.messages == [f"{path}: run runs/a, 3 groups, 1 of them drawn"]
+
+
 def test_a_file_goes_on_after_a_restart_and_a_damaged_one_is_dropped(path):
     data = weights(2)
     first = Store(path, damage)
@@ -155,9 +167,9 @@ def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(st
     assert store.open_tasks(10) == right and store.open_tasks(3) == right[:3]
     assert store.add_results([(tasks[1], drawn(tasks[1])), (tasks[2], drawn(tasks[2]))], "w") == [True, True]
     assert store.add_results([(tasks[1], drawn(tasks[1]))], "w") == [False]
-    assert store.open_tasks(10) == right[2:] and store.count_open() == 3
+    assert store.open_tasks(10) == right[2:] and store.count_open() == 3 and store.count_open(1) == 2
     assert store.find_task((1, 0)) == (tasks[2], True) and store.find_task((3, 0)) == (tasks[0], False)
-    assert store.find_task((3, 1)) is None and store.tokens == 12
+    assert store.find_task((3, 1)) is None
     (first, second) = store.results([(3, 0), (1, 0), (77, 0), (1, 1)], 10**6)
     assert decode_drawn(first) == [drawn(tasks[2])] and decode_drawn(second) == [drawn(tasks[1])]
     assert store.results([(1, 0), (1, 1)], 1) == [first]
