@@ -170,7 +170,7 @@ class VllmEngine:
             elif time.monotonic() - since > self._stall_seconds:
                 self._stalled = f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended; its log is "
                 self._stalled += str(process.log)
-                process.end(at_once=True)
+                process.end()
 
     def _generate(self, ids: list[int], parameters: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         request = {"model": _MODEL, "token_ids": ids, "sampling_params": {**parameters, "detokenize": False}}

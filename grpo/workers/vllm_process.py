@@ -107,16 +107,30 @@ class VllmProcess:
         causes = [error for error in errors if not _CONSEQUENCES.search(error)]
         return " ".join((causes or errors or [""])[0].split())[:300]
 
-    def end(self, at_once: bool = False) -> None:
+    def end(self) -> None:
         """End the server and every process below it. Any number of times, from any thread."""
-        if not at_once:
-            self._server.terminate()
-            self.has_ended(_END_SECONDS)
         with self._lock:
-            if self._has_group:
-                self._has_group = False  # once: the number may become another group's
-                with suppress(ProcessLookupError):
-                    os.killpg(self._server.pid, signal.SIGKILL)
-                self._server.wait()
-                self._guard.kill()
-                self._guard.communicate()
+            if not self._has_group:
+                return
+            self._has_group = False  # once: the number may become another group's
+            # All of them: the last one removes the others' shared memory, also where the server was killed.
+            with suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGTERM)
+            deadline = time.monotonic() + _END_SECONDS
+            while _is_running(self._server.pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            with suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+            self._guard.kill()
+            self._guard.communicate()
+
+
+def _is_running(group: int) -> bool:
+    """Tell whether a process of a group runs. Zombies do not; a container may keep them for ever."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, process_group, *_ = file.read_text().rpartition(")")[2].split()
+            if int(process_group) == group and state != "Z":
+                return True
+    return False

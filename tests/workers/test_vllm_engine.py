@@ -210,6 +210,7 @@ def test_a_tied_head_that_a_reload_leaves_is_shown_by_the_probe_and_mended_by_a_
 
 
 def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
+    shared_memory = {*Path("/dev/shm").glob("psm_*")}
     engine = make()
     engine.start(run, folders["untied0"])
     below = psutil.Process().children(recursive=True)
@@ -224,6 +225,10 @@ def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
             engine.draw(Task(0, 0, 0, PROMPT))
     engine.close()
     assert not left_of(members)
+    deadline = time.monotonic() + 5
+    while (left := {*Path("/dev/shm").glob("psm_*")} - shared_memory) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left  # hundreds of MB for each start otherwise
     engine.start(run, folders["untied1"])
     assert distance_of_draw(engine, run, folders["untied1"], 1) < 1e-4
     engine.close()
