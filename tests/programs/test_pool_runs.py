@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -49,7 +50,7 @@ def check_same(run: Path, expected: Path) -> None:
 
 
 def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itself(words, tmp_path):
-    """With replaced groups, rounds of two steps and several updates from each."""
+    """With replaced groups, rounds of two steps and two updates from each, and another pool for the second round."""
     changes = {
         "max_resample": 1,
         "reward_tolerance": 0.15,
@@ -58,11 +59,15 @@ def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itsel
         "importance_sampling_mode": "none",
     }
     finish(2, words(tmp_path / "own", **changes))
-    with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
-        served.wait_ready()
-        finish(2, words(tmp_path / "run", sampler="pool", pool=served.url, **changes))
-        drifts = [worker["drift"] for worker in status(served)["workers"]]
-    assert drifts != [] and max(drift for drift in drifts if drift is not None) < 1e-3
+    for steps, names in ((4, "ab"), (STEPS, "c")):
+        folder = tmp_path / f"pool-{steps}"
+        folder.mkdir()
+        with pool(folder) as served, workers(served.url, folder, *names):
+            served.wait_ready()
+            more = {"sampler": "pool", "pool": served.url, "max_steps": steps, "resume_from_checkpoint": "last"}
+            finish(2, words(tmp_path / "run", **changes, **more))
+            drifts = [worker["drift"] for worker in status(served)["workers"]]
+        assert drifts != [] and max(drift for drift in drifts if drift is not None) < 1e-3
     check_same(tmp_path / "run", tmp_path / "own")
     assert sum(row["resampled_groups"] for row in timeless(tmp_path / "run")) > 0
     distances = [row["sampling/sampling_logp_difference/max"] for row in timeless(tmp_path / "run")[:2]]
@@ -133,6 +138,18 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_what_its_other_bits_do_n
     assert all(after[key] == before[key] for key in kept)
     assert not newer or any(after[key] != before[key] for key in newer)
     assert [row["step"] for row in timeless(tmp_path / "run")] == [*range(1, 8)]
+
+
+def test_with_a_lag_another_pools_file_is_refused(words, undisturbed, tmp_path):
+    ended_run = shutil.ignore_patterns("model", f"checkpoint-{STEPS}")
+    shutil.copytree(undisturbed / "run", tmp_path / "run", ignore=ended_run)
+    with pool(tmp_path) as served:
+        served.wait_ready()
+        settings = words(tmp_path / "run", pool=served.url, resume_from_checkpoint="last", **LAG)
+        ended = run_ranks(2, "grpo_ref_split.py", *settings)
+    assert ended.returncode == 1
+    said = f"{served.url} lacks version {STEPS - 2} of the policy, which draws round {STEPS - 1} and which the run has"
+    assert said in ended.stdout and f"goes on after step {STEPS - 1}" in ended.stdout.splitlines()[-1]
 
 
 def test_a_run_without_workers_says_how_to_start_one_and_ends_where_it_can_go_on(words, tmp_path):
