@@ -16,7 +16,7 @@ import time
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, thinking_model
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
@@ -87,6 +87,7 @@ def printed(tokenizer, ids: list[int]) -> str:
     return screen.getvalue()
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 511), max_size=40))
 def test_any_tokens_one_by_one_are_shown_as_their_text(tokenizer, ids):
     assert printed(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True) + "\n"

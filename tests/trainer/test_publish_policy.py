@@ -137,12 +137,13 @@ def test_a_version_that_changed_most_weights_goes_whole(pool, model, tmp_path):
     assert equal(pool.fetch(second, tmp_path), saved(model))
 
 
-def test_a_worker_can_load_and_prove_a_version(pool, model_folder, tokenizer, tmp_path):
+def test_a_worker_can_load_and_prove_a_version(pool, model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     publisher = publisher_of(pool, model, tmp_path)
     publisher.publish(3)
     publisher.wait()
     [version] = pool.client.versions()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     packed = model_files(model, tokenizer)
     assert packed == model_files(copy.deepcopy(model), AutoTokenizer.from_pretrained(model_folder))
     pool.client.send_file(packed, hashlib.sha256(packed).hexdigest())
