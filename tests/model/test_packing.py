@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo.model.packing import Batcher
@@ -94,6 +94,7 @@ def histories(batch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("batcher", [PACKED, PADDED])
+@settings(deadline=None)
 @given(sequences=st.lists(sequence, min_size=1, max_size=8))
 def test_every_target_is_predicted_from_all_that_stands_before_it(batcher, sequences):
     batch = batcher.make(sequences, "cpu")
@@ -114,6 +115,7 @@ def tokens(batcher, sequences, rows) -> int:
 
 
 @pytest.mark.parametrize("batcher", [PACKED, PADDED])
+@settings(deadline=None)
 @given(sequences=st.lists(sequence, max_size=20), budget=st.integers(1, 30))
 def test_a_cut_takes_every_sequence_once_and_keeps_the_budget(batcher, sequences, budget):
     batches = batcher.cut(sequences, budget)

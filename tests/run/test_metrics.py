@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo.config.command_line import parse_arguments
@@ -23,6 +23,7 @@ from grpo.run.recorder import Recorder
 numbers = st.lists(st.floats(-1e3, 1e3), max_size=10)
 
 
+@settings(deadline=None)
 @given(st.lists(numbers, max_size=4))
 def test_parts_add_up_to_the_whole(parts):
     together = Stats()
