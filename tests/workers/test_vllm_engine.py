@@ -6,6 +6,7 @@ VLLM_PYTHON names the interpreter of an environment with vLLM (`make test-vllm`)
 import dataclasses
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -210,13 +211,15 @@ def test_a_tied_head_that_a_reload_leaves_is_shown_by_the_probe_and_mended_by_a_
 
 
 def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
-    shared_memory = {*Path("/dev/shm").glob("psm_*")}
     engine = make()
     engine.start(run, folders["untied0"])
     below = psutil.Process().children(recursive=True)
     servers = [child for child in below if any(str(folders["untied0"]) in word for word in child.cmdline())]
     server = servers[-1]
     members = [server.pid, *(child.pid for child in server.children(recursive=True))]
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in members)
+    segments = {Path(path) for path in re.findall(r"/dev/shm/psm_\w+", maps)}
+    assert bool(segments) == (engine._command[0] == VLLM_PYTHON)
     long_run = dataclasses.replace(run, num_generations=64, eos_token_ids=[0], max_completion_length=400)
     engine._run = long_run
     threading.Timer(0.3, server.kill).start()
@@ -226,7 +229,7 @@ def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
     engine.close()
     assert not left_of(members)
     deadline = time.monotonic() + 5
-    while (left := {*Path("/dev/shm").glob("psm_*")} - shared_memory) and time.monotonic() < deadline:
+    while (left := [path for path in segments if path.exists()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left  # hundreds of MB for each start otherwise
     engine.start(run, folders["untied1"])
