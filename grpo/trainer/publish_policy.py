@@ -143,13 +143,14 @@ class PolicyPublisher:
         whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
         record = Version(version, new.sha256, size, whole, base, delta_sha256, probe)
         self._patience(lambda: self._upload(record, path, delta))
+        level = logging.DEBUG if self._published else logging.INFO  # a line for every version would be one a step
         self._last, self._published = new, self._published + 1
         delta.unlink(missing_ok=True)
         if before is not None:
             before.path.unlink(missing_ok=True)
         sent = [f"1/{size / delta_bytes:.0f} of it as what changed"] if delta_bytes else []
         sent += [f"all of its {size:,} bytes"] if whole else []
-        log.info("the pool has version %d: %s; %.1f s", version, " and ".join(sent), time.monotonic() - began)
+        log.log(level, "the pool has version %d: %s; %.1f s", version, " and ".join(sent), time.monotonic() - began)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
         """Write the weights' file whole or not at all; return its SHA-256."""
