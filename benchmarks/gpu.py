@@ -10,7 +10,8 @@ warm-up that is not counted. A part that runs out of time says what it left out.
 packed      what the start-up trial chooses; packed batches, each prompt once, beside padded ones: how far log-probs and
             gradients differ; tokens a second of scoring and of an update, share of the card's peak, memory.
 memory      peaks of sampling, backward pass and AdamW's step beside the formula of `--dry_run`.
-generate    milliseconds a token of the trainer's own sampler, prompts of several lengths, beside reading the weights.
+generate    milliseconds a token of the trainer's samplers (its decode loop with CUDA graphs and without, transformers'
+            generate), prompts of several lengths, beside reading the weights.
 ranks       an all-reduce between two cards, where there are two.
 train       ref_server.py and grpo_ref_split.py together on the card: simple_GRPO's 60 steps, its published time beside.
 """
@@ -46,6 +47,8 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.tree_attention import VARIANTS, switch_off, switch_on, variants_for
 from grpo.model.trial import make_batcher
+from grpo.rollouts.continuous import ContinuousSampler
+from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 
@@ -232,17 +235,17 @@ def memory(tiny: bool, clock: Clock, tables: Tables) -> None:
 
 
 def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
-    """The trainer's own sampler: groups of 8, prompts of 75 to 150 tokens, so that most are padded on the left."""
+    """The trainer's samplers: groups of 8, prompts of 75 to 150 tokens; generate pads most of them on the left."""
     new = 8 if tiny else 64
     speed = bandwidth()
     print(f"\ngroups of 8, {new} tokens each after prompts of {'6 to 12' if tiny else '75 to 150'}, no end token.")
-    tables.head("shape", "rows", "tokens/s", "ms a token", "to read the weights once, ms")
+    tables.head("shape", "rows", "sampler", "tokens/s", "ms a token", "to read the weights once, ms")
     for shape in SHAPES:
         if clock.over(shape):
             return
         model = build(shape, tiny)
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-        sampler = LocalSampler(model, build_tokenizer(seed=0), [model.config.vocab_size], new)
+        longest = make_batcher(model, PAD).longest_packed
         draw = random.Random(0)
         for prompts in (1, 8, 32):
             if clock.over(f"{shape}, {8 * prompts} rows"):
@@ -252,15 +255,27 @@ def generate(tiny: bool, clock: Clock, tables: Tables) -> None:
                 Example(place, "", [draw.randrange(3, 1000) for _ in range(length)], {}, [])
                 for place, length in enumerate(lengths)
             ]
-            seconds = clock_of_sampling(sampler, examples, clock)
-            tables.row(
-                shape,
-                8 * prompts,
-                spread([8 * prompts * new / second for second in seconds], 0),
-                spread([1000 * second / new for second in seconds], 1),
-                f"{1000 * size / speed:.1f}" if speed else "-",
-            )
+            for name, sampler in samplers(model, new, 8 * prompts, longest).items():
+                seconds = clock_of_sampling(sampler, examples, clock)
+                tables.row(
+                    shape,
+                    8 * prompts,
+                    name,
+                    spread([8 * prompts * new / second for second in seconds], 0),
+                    spread([1000 * second / new for second in seconds], 1),
+                    f"{1000 * size / speed:.1f}" if speed else "-",
+                )
         free(model)
+
+
+def samplers(model: PreTrainedModel, new: int, rows: int, longest: int) -> dict[str, LocalSampler]:
+    arguments = model, build_tokenizer(seed=0), [model.config.vocab_size], new, rows
+    with_graphs = {"with graphs": ContinuousSampler(*arguments, longest_packed=longest, graphs=StepGraphs)}
+    return {
+        **(with_graphs if CUDA else {}),
+        "continuous": ContinuousSampler(*arguments, longest_packed=longest),
+        "generate": LocalSampler(*arguments),
+    }
 
 
 def clock_of_sampling(sampler: LocalSampler, examples: list, clock: Clock) -> list[float]:
