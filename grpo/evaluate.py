@@ -63,7 +63,7 @@ def run(config: EvaluateConfig) -> None:
     rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config)
     model = load_model(config, device)
     longest_packed = 0
-    if config.sampler == "continuous":
+    if config.sampler != "generate":
         with torch.no_grad():
             longest_packed = make_batcher(model, tokenizer.pad_token_id).longest_packed
     sampler = make_sampler(

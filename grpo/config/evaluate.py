@@ -18,7 +18,9 @@ class EvaluateSection(Section):
 
     HEADING = "extent and output"
 
-    sampler: Literal["continuous", "generate"] = option("continuous", LOCAL_SAMPLERS)
+    sampler: Literal["continuous", "generate", "pool"] = option(
+        "continuous", f"{LOCAL_SAMPLERS}; pool, in a file of the trainer's, is continuous: no worker is asked here"
+    )
     eval_samples: int = option(0, "how many problems to ask, the first of the split; 0 is all", at_least=0, common=True)
     output: str | None = option(
         None,

@@ -298,8 +298,9 @@ def test_the_sampler_is_corrected_for_where_it_is_a_pool_unless_a_run_that_goes_
     assert trainer(*pool, *again).importance_sampling_mode == "none"
 
 
-def test_who_has_no_pool_to_ask_does_not_take_one_as_sampler(refused):
-    assert "sampler='pool': use continuous or generate" in refused(EvaluateConfig, "--sampler", "pool")
+def test_who_has_no_pool_to_ask_reads_a_trainers_file_that_names_one(refused, tmp_path):
+    (tmp_path / "config.yaml").write_text("sampler: pool\npool: http://a:1\nmax_policy_lag: 1\n")
+    assert parse_arguments(EvaluateConfig, "", ["--config", str(tmp_path / "config.yaml")]).sampler == "pool"
     assert "--sampler: no such option" in refused(ChatConfig, "--sampler", "pool")
 
 
