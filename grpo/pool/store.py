@@ -64,7 +64,7 @@ class Store:
         with self._database.transaction():
             if self._run is None:
                 self._database.sql("INSERT INTO run VALUES (1, ?)", info.to_json())
-            elif self._run.run != info.run:
+            elif (self._run.run, self._run.base_weights) != (info.run, info.base_weights):
                 message = f"the pool file is of run {self._run.name}: start the pool with another --pool_file"
                 raise ProtocolError(409, "other_run", message)
         self._run = self._run or info
@@ -135,7 +135,7 @@ class Store:
 
     def _drop_files_of(self, removed: Iterable[Version]) -> None:
         used = {sha256 for version in self.versions() for sha256 in _files_of(version)}
-        used |= {self._run.model_files} if self._run else set()
+        used |= {self._run.model_files, self._run.base_weights} if self._run else set()
         self.files.drop_unused(used, {sha256 for version in removed for sha256 in _files_of(version)})
 
     # Tasks and results

@@ -22,6 +22,8 @@ from grpo.wire.tensors import float32, int32, read_tensors
 MOST_TASKS = 4096
 """most tasks or groups of one request"""
 LARGEST_ID = 2**31 - 1
+ADAPTER = "adapter"
+"""folder, in that of a model, with an adapter_config.json"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class RunInfo:
     tensor for each file, named by its path"""
     groups_per_round: int = 1
     """a group's id divided by it, rounded down, is the round: pages show it"""
+    base_weights: str | None = None
+    """SHA-256 of the file (POST files) with the frozen weights under an adapter: each version is the adapter alone,
+    whose configuration is in the folder `adapter` of `model_files`; None where each version is all of the weights"""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -56,6 +61,8 @@ class RunInfo:
         _check_text("name", info.name)
         _check_hex("run", info.run, 16)
         _check_hex("model_files", info.model_files, 64)
+        if info.base_weights is not None:
+            _check_hex("base_weights", info.base_weights, 64)
         for name in ("vocab_size", "num_generations", "max_completion_length", "seed", "groups_per_round"):
             _check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
         for token in _ints("eos_token_ids", info.eos_token_ids):

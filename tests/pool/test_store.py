@@ -100,6 +100,8 @@ def test_the_first_run_stays(store):
     store.set_run(replace(RUN, name="runs/resumed"))
     with pytest.raises(ProtocolError, match="of run runs/a: start the pool with another --pool_file") as refusal:
         store.set_run(replace(RUN, run="f" * 16))
+    with pytest.raises(ProtocolError, match="of run runs/a: start the pool"):
+        store.set_run(replace(RUN, base_weights="f" * 64))  # what its versions are would be another thing
     assert refusal.value.code == "other_run" and store.run() == RUN
 
 
@@ -143,6 +145,14 @@ def test_old_versions_go_with_their_files_unless_a_chain_begins_with_them(store)
     assert store.files.size(RUN.model_files) == len(FOLDER)
     store.drop_versions_below(10)
     assert numbers(store) == [] and store.files.size(made[4].delta) is None
+
+
+def test_the_weights_under_an_adapter_stay(store, monkeypatch):
+    monkeypatch.setattr(files_module, "_ABANDONED_SECONDS", 0)
+    store.set_run(replace(RUN, base_weights=put_file(store, weights(7))))
+    put_version(store, 0)
+    store.drop_versions_below(10)
+    assert numbers(store) == [] and store.files.size(sha(weights(7))) == 5000
 
 
 def test_a_file_that_is_still_coming_in_stays_and_an_abandoned_one_goes(store, monkeypatch):

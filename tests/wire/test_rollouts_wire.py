@@ -111,6 +111,7 @@ def test_a_worker_that_lies_is_refused(changes, says):
         (RunInfo.of_json, asdict(RUN) | {"temperature": 10**400}, "temperature '1000"),
         (RunInfo.of_json, asdict(RUN) | {"name": 5}, "name: send a text"),
         (RunInfo.of_json, asdict(RUN) | {"groups_per_round": 0}, "groups_per_round '0'"),
+        (RunInfo.of_json, asdict(RUN) | {"base_weights": "a" * 63}, "base_weights 'a*': send 64 hex digits"),
         (RunInfo.of_json, [1], "not a JSON object"),
         (Lease.of_json, {"worker": "a"}, "a field is missing"),
         (Lease.of_json, {"worker": "a", "room": True, "holds": [], "wait": 1}, "room"),
