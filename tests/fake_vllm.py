@@ -3,8 +3,8 @@
     python tests/fake_vllm.py --model FOLDER --port N [--fault keeps_head]
 
 Behind the routes are our own sampler and scorer, on one CPU core. What vLLM always does, this does too: a prompt that
-was read before a reload is answered from what is cached, until the cache is reset; a request with a seed, and any
-request after a reload of what is no model, ends the server.
+was read before a reload is answered from what is cached, until the cache is reset (of an adapter while its name is the
+same); a request with a seed, and any request after a reload of what is no model, ends the server.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from grpo.model.logprobs import token_logprobs
+from grpo.model.lora import load_adapter
 from grpo.model.packing import Batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
@@ -42,13 +43,15 @@ FAULTS = (
 
 
 class Fake:
-    def __init__(self, folder: str, faults: list[str]):
-        self.faults, self.lock = faults, threading.Lock()
+    def __init__(self, folder: str, faults: list[str], rank: int):
+        """`rank` is the largest of an adapter, 0 where there may be none."""
+        self.faults, self.lock, self.folder, self.rank = faults, threading.Lock(), folder, rank
         self.tokenizer, self.longest = AutoTokenizer.from_pretrained(folder), 0
         self.model = self.load(folder)
         self.longest = self.model.config.max_position_embeddings
-        self.cached: dict[tuple[int, ...], torch.nn.Module] = {}
-        """the model whose keys and values there are of a prompt"""
+        self.adapters: dict[str, torch.nn.Module] = {}
+        self.cached: dict[tuple[str, tuple[int, ...]], torch.nn.Module] = {}
+        """the model whose keys and values there are of a name and prompt"""
         self.version, self.paused, self.tokens, self.drawn = "default", False, 0, 0
 
     def load(self, folder: str) -> torch.nn.Module:
@@ -62,18 +65,32 @@ class Fake:
         if "keeps_head" in self.faults:
             self.model.lm_head.weight = torch.nn.Parameter(old.lm_head.weight.detach().clone())
 
+    def add_adapter(self, name: str, path: str) -> None:
+        if name in self.adapters:
+            raise bottle.HTTPError(400, f"The lora adapter '{name}' has already been loaded")
+        if not Path(path, "adapter_model.safetensors").exists():
+            raise bottle.HTTPError(404, f"No adapter found for {path}")
+        model = self.load(self.folder)
+        load_adapter(model, path)
+        if model.peft_config["default"].r > self.rank:
+            raise bottle.HTTPError(500, f"LoRA rank is greater than max_lora_rank {self.rank}")
+        self.adapters[name] = model.eval()
+
     def die(self, reason: str) -> None:
         print("Traceback (most recent call last):", f"RuntimeError: {reason}", sep="\n", flush=True)
         print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", flush=True)
         os._exit(1)
 
-    def generate(self, ids: list[int], parameters: dict) -> dict:
+    def generate(self, name: str, ids: list[int], parameters: dict) -> dict:
+        if name != "policy" and name not in self.adapters:
+            raise bottle.HTTPError(404, f"The model `{name}` does not exist.")
         if self.model is None:
             self.die("Tensor on device cpu is not on the expected device meta!")
         if "seed" in parameters:
             self.die("CPU Generator does not use offset")
+        model = self.adapters.get(name, self.model)
         if parameters.get("prompt_logprobs") is not None:
-            values = token_logprobs(self.model, self.batch([(ids[:1], ids[1:])]), 1.0)[0].tolist()
+            values = token_logprobs(model, self.batch([(ids[:1], ids[1:])]), 1.0)[0].tolist()
             rows = [{str(token): {"logprob": value}} for token, value in zip(ids[1:], values, strict=True)]
             return {"choices": [], "prompt_logprobs": [None, *rows]}
         if "dies_at_draw" in self.faults:
@@ -81,7 +98,7 @@ class Fake:
         while "hangs_at_draw" in self.faults:
             time.sleep(1)
         assert parameters["ignore_eos"] and not parameters["detokenize"] and parameters["top_k"] == 0
-        model = self.cached.setdefault(tuple(ids), self.model)
+        model = self.cached.setdefault((name, tuple(ids)), model)
         longest = min(parameters["max_tokens"], self.longest - len(ids))
         sampler = LocalSampler(model, self.tokenizer, parameters["stop_token_ids"], longest)
         self.drawn += 1
@@ -163,7 +180,20 @@ def make_app(fake: Fake) -> bottle.Bottle:
             raise bottle.HTTPResponse(json.dumps({"error": {"message": "generation is paused"}}), 503)
         body = bottle.request.json
         with fake.lock, torch.no_grad():
-            return fake.generate(body["token_ids"], body["sampling_params"])
+            return fake.generate(body["model"], body["token_ids"], body["sampling_params"])
+
+    if fake.rank and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1":
+
+        @app.post("/v1/load_lora_adapter")
+        def load_lora_adapter():
+            body = bottle.request.json
+            fake.add_adapter(body["lora_name"], body["lora_path"])
+            return "Success: it was added."  # no JSON
+
+        @app.post("/v1/unload_lora_adapter")
+        def unload_lora_adapter():
+            del fake.adapters[bottle.request.json["lora_name"]]
+            return "Success: it was removed."
 
     return app
 
@@ -174,8 +204,11 @@ if __name__ == "__main__":
     parser.add_argument("--host")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--fault", choices=FAULTS, action="append", default=[])
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int, default=16)
     options, _ = parser.parse_known_args()
     print("a line of the log", flush=True)
     if "dies_at_start" in options.fault:
         raise ValueError("Free memory on device is less than desired GPU memory utilization")
-    waitress.serve(make_app(Fake(options.model, options.fault)), host=options.host, port=options.port, threads=8)
+    made = Fake(options.model, options.fault, options.max_lora_rank if options.enable_lora else 0)
+    waitress.serve(make_app(made), host=options.host, port=options.port, threads=8)

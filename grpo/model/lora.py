@@ -26,6 +26,7 @@ from transformers.utils import find_adapter_config_file
 from grpo.config.errors import ConfigError, did_you_mean
 from grpo.config.generation import PolicyConfig
 from grpo.model.quantization import is_packed, is_quantized, unpacked
+from grpo.model.weights_file import named_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -211,6 +212,26 @@ def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: objec
     # The saved adapter may be loaded from another directory.
     base = config.base_model_name_or_path
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+
+
+def adapter_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the adapter's weights, not copies, by the names that peft saves them by."""
+    weights = {}
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            name = name.replace(f".lora_magnitude_vector.{NAME}.weight", ".lora_magnitude_vector")
+            weights[f"base_model.model.{name.replace(f'.{NAME}.', '.')}"] = weight.detach()
+    return weights
+
+
+def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights that the adapter is on, by the names of the plain model.
+
+    Those in 4 bits are unpacked into the model's dtype, as copies on the CPU; all others are no copies.
+    """
+    weights = named_weights(model)
+    weights |= {name: unpacked(weight).cpu() for name, weight in model.named_parameters() if is_packed(weight)}
+    return {name.replace(".base_layer.", "."): weight for name, weight in weights.items() if ".lora_" not in name}
 
 
 def scalings(model: PreTrainedModel) -> list[float]:

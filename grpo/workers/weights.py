@@ -1,4 +1,7 @@
-"""A worker's folder: the model's files, and the weights of one version of the policy, brought over few bytes."""
+"""A worker's folder: the model's files, and the weights of one version of the policy, brought over few bytes.
+
+Of a run that trains an adapter a version is the adapter's weights alone; the base under it comes once.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from safetensors.numpy import load_file
 
@@ -15,21 +19,26 @@ from grpo.client.errors import FileFailure, ServerError
 from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
 from grpo.wire.delta import DeltaError, apply_delta, sha256_of
-from grpo.wire.rollouts import RunInfo, Version
+from grpo.wire.rollouts import ADAPTER, RunInfo, Version
 from grpo.wire.tensor_header import Entry, data_begins, read_header
 from grpo.workers.engine import WorkerFailed
 
 log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
+ADAPTER_WEIGHTS = f"{ADAPTER}/adapter_model.safetensors"
 _MOST_DELTAS = 8  # instead of a whole file; each is less than half of it, and mostly a small part
 _TRIES = 3
 _LONGEST_HEADER = 16 << 20
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_Value = TypeVar("_Value")
 
 
 class ModelFolder:
-    """A folder that an engine loads a model from: configuration, tokenizer and `model.safetensors`."""
+    """A folder that an engine loads a model from: configuration, tokenizer and `model.safetensors`.
+
+    That file has a version's weights, or the base of an adapter which the folder `adapter` has.
+    """
 
     def __init__(self, folder: Path, client: PoolClient, patience: Patience):
         self.path = folder / "model"
@@ -37,10 +46,10 @@ class ModelFolder:
         self.path.mkdir(exist_ok=True)
         self._weights = self.path / WEIGHTS
         self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""
-        """SHA-256 of the weights that are here; "" where there are none"""
+        """SHA-256 of the version's weights that are here; "" where there are none"""
 
     def bring_model(self, run: RunInfo) -> None:
-        """Fetch the model's files, all but the weights, and leave no others. Raises as `bring`."""
+        """Fetch what all versions share, and leave nothing else but `model.safetensors`. Raises as `bring`."""
         packed = self._folder / "model_files"
 
         def bring() -> None:
@@ -48,12 +57,14 @@ class ModelFolder:
             self._unpack(packed)
 
         self._try_again(bring)
+        if run.base_weights is not None:
+            self._bring_base(run.base_weights)
 
     def _unpack(self, packed: Path) -> None:
         files = load_file(packed)
         for name in files:
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.parts or path.name == WEIGHTS:
+            if path.is_absolute() or ".." in path.parts or not path.parts or str(path) in (WEIGHTS, ADAPTER_WEIGHTS):
                 raise ServerError(f"{self._client.url} has a model file that is called {name!r}: no worker writes it")
         for entry in self.path.iterdir():
             if entry.is_dir():
@@ -65,6 +76,14 @@ class ModelFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.tobytes())
         packed.unlink()
+
+    def _bring_base(self, sha256: str) -> None:
+        """Fetch the weights under an adapter where they are not here; from now on versions are the adapter's."""
+        if self.sha256 != sha256:
+            began = time.monotonic()
+            read = self._try_again(lambda: self._fetch_whole(sha256))
+            log.info("the weights under the adapter: %s in %.1f s", _size(read), time.monotonic() - began)
+        self._weights, self.sha256 = self.path / ADAPTER_WEIGHTS, ""
 
     def bring(self, number: int, sha256: str) -> Version | None:
         """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
@@ -94,10 +113,7 @@ class ModelFolder:
                 raise FileFailure(f"has no whole file from which deltas lead to version {target.version}")
         read, way = 0, []
         if start.sha256 != self.sha256:
-            fetched = self._folder / "whole"
-            read, way = self._fetch(start.sha256, fetched), ["whole"]
-            os.replace(fetched, self._weights)
-            self.sha256 = start.sha256
+            read, way = self._fetch_whole(start.sha256), ["whole"]
         delta = self._folder / "delta"
         for version in deltas:
             read += self._fetch(version.delta, delta)
@@ -108,6 +124,14 @@ class ModelFolder:
             way.append("1 delta" if len(deltas) == 1 else f"{len(deltas)} deltas")
         return read, " and ".join(way)
 
+    def _fetch_whole(self, sha256: str) -> int:
+        """Fetch a file in the place of the weights; return its bytes."""
+        fetched = self._folder / "whole"
+        read = self._fetch(sha256, fetched)
+        os.replace(fetched, self._weights)
+        self.sha256 = sha256
+        return read
+
     def _fetch(self, sha256: str, path: Path) -> int:
         """Fetch a file; return its bytes."""
         for part in self._folder.glob("*.part"):
@@ -116,7 +140,7 @@ class ModelFolder:
         self._patience(lambda: self._client.fetch_file(sha256, path))
         return path.stat().st_size
 
-    def _try_again(self, bring: Callable[[], Version | None]) -> Version | None:
+    def _try_again(self, bring: Callable[[], _Value]) -> _Value:
         """Try some times to bring something, after a failure from a whole file on.
 
         Raises ServerError, and WorkerFailed where the folder cannot be written.
@@ -150,9 +174,13 @@ def _chain(
     return version, deltas[::-1]
 
 
-def read_tensors(folder: Path) -> dict[str, Entry]:
-    """Return the tensors of a model folder's weights. Raises OSError, and HeaderError where the file is not whole."""
-    path = folder / WEIGHTS
+def versions_file(run: RunInfo, folder: Path) -> Path:
+    """Return the file of a model folder that each version of the policy replaces."""
+    return folder / (WEIGHTS if run.base_weights is None else ADAPTER_WEIGHTS)
+
+
+def read_tensors(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a safetensors file. Raises OSError, and HeaderError where it is not whole."""
     with open(path, "rb") as file:
         size = path.stat().st_size
         begins = data_begins(file.read(8), size, _LONGEST_HEADER)
@@ -165,5 +193,5 @@ def _size(count: int) -> str:
 
 def dtype_of(folder: Path) -> str:
     """Return the dtype of most of a model folder's weights, as safetensors names it: F32."""
-    dtypes = [entry.dtype for entry in read_tensors(folder).values()]
+    dtypes = [entry.dtype for entry in read_tensors(folder / WEIGHTS).values()]
     return max(dtypes, key=dtypes.count)

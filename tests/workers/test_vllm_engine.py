@@ -19,8 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from adapters import by_hand, write_adapter
 from conftest import ENVIRONMENT, REPOSITORY
 from processes import left_of
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.model.logprobs import token_logprobs
@@ -30,7 +32,7 @@ from grpo.workers import vllm_process
 from grpo.workers.engine import EngineError
 from grpo.workers.vllm_engine import SERVER, VllmEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
 FAKE = [sys.executable, str(REPOSITORY / "tests/fake_vllm.py")]
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -208,6 +210,47 @@ def test_a_tied_head_that_a_reload_leaves_is_shown_by_the_probe_and_mended_by_a_
     assert distance_of_probe(engine, folders["tied1"]) < 1e-4
     assert distance_of_draw(engine, run, folders["tied1"], 1) < 1e-4
     engine.close()
+
+
+def test_versions_of_an_adapter_are_drawn_from_also_after_a_prompt_that_another_one_has_read(
+    make, run, folders, tmp_path
+):
+    folder, expected = shutil.copytree(folders["untied0"], tmp_path / "model"), []
+    adapter = write_adapter(tmp_path / "first", folder, r=17, use_rslora=True)
+    for version in range(2):
+        by_hand(folder, adapter, torch.float32).save_pretrained(tmp_path / str(version))
+        expected.append((adapter, tmp_path / str(version)))
+        adapter = shutil.copytree(adapter, tmp_path / f"adapter{version}")
+        move_file(adapter / "adapter_model.safetensors", seed=version)
+    engine, run = make(), dataclasses.replace(run, base_weights="0" * 64)
+    for version, (adapter, merged) in enumerate(expected):
+        shutil.copytree(adapter, folder / "adapter", dirs_exist_ok=True)
+        if version == 0:
+            engine.start(run, folder)
+        else:
+            assert distance_of_draw(engine, run, merged, version - 1) > 0.01  # the one before
+            engine.load(folder, version)
+        assert distance_of_probe(engine, merged) < 1e-4
+        assert distance_of_draw(engine, run, merged, version) < 1e-4
+    os.truncate(folder / "adapter/adapter_model.safetensors", 1000)
+    with pytest.raises(EngineError, match=r"adapter/adapter_model\.safetensors: "):
+        engine.load(folder, 2)
+    assert distance_of_draw(engine, run, merged, 1) < 1e-4
+    engine.close()
+
+
+def move_file(path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    weights = {name: weight + 0.1 * torch.randn_like(weight) for name, weight in load_file(path).items()}
+    save_file(weights, path, {"format": "pt"})
+
+
+def test_an_adapter_that_vllm_does_not_know_is_refused_before_it_starts(make_fake, run, folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders["untied0"], folder)
+    write_adapter(folder / "adapter", folders["untied0"], use_dora=True)
+    with pytest.raises(EngineError, match=r"adapter_config\.json: vLLM knows no DoRA: draw with --engine transformers"):
+        make_fake("dies_at_start").start(dataclasses.replace(run, base_weights="0" * 64), folder)
 
 
 def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
