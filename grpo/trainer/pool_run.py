@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -60,9 +61,7 @@ class PoolRun:
         """
         draws_this_round = self._config.version_of_round(number) == version
         if not self._is_begun:
-            # The run first: the file of another one stays as it is.
-            self._ask(lambda: self._pool.put_run(self._run))
-            self._ask(lambda: self._pool.send_file(self._files, self._run.model_files))
+            self._begin()
             if not draws_this_round:
                 self._check_version(number)
             self._is_begun = True
@@ -83,6 +82,18 @@ class PoolRun:
 
     def close(self) -> None:
         self._publisher.close()
+
+    def _begin(self) -> None:
+        """Tell the pool the run, and send what all its versions share. Raises what `publish` raises."""
+        base = self._publisher.write_base()
+        if base is not None:
+            self._run = replace(self._run, base_weights=base[1])
+        # The run first: the file of another one stays as it is.
+        self._ask(lambda: self._pool.put_run(self._run))
+        self._ask(lambda: self._pool.send_file(self._files, self._run.model_files))
+        if base is not None:
+            self._ask(lambda: self._pool.send_file(*base))
+            base[0].unlink()
 
     def _release(self) -> None:
         """Let the pool drop what no start of the run will need."""

@@ -1,9 +1,9 @@
 """The policy goes to a pool of rollouts, version by version: workers draw with it.
 
-The weights are copied to the host's memory, and the probe is scored, before an update changes them. Everything else
-happens in a thread beside the update: the file is written into the run's folder, compared with the version before, and
-sent. A file of the whole weights goes with every eighth version, and wherever the delta is not less than half of it: a
-worker that joins needs seven deltas at most.
+The weights, of an adapter its own alone, are copied to the host's memory, and the probe is scored, before an update
+changes them. Everything else happens in a thread beside the update: the file is written into the run's folder, compared
+with the version before, and sent. A file of the whole weights goes with every eighth version, and wherever the delta is
+not less than half of it: a worker that joins needs seven deltas at most.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
 from grpo.model.load import longest_sequence
 from grpo.model.logprobs import token_logprobs
-from grpo.model.lora import merged
+from grpo.model.lora import NAME, adapter_weights, base_weights
 from grpo.model.packing import Batcher
 from grpo.model.quantization import is_quantized
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.run.folder import SaveError
 from grpo.wire.delta import make_delta, sha256_of
-from grpo.wire.rollouts import Probe, Version
+from grpo.wire.rollouts import ADAPTER, Probe, Version
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,19 @@ class PolicyPublisher:
         self._stop = threading.Event()
         self._patience = Patience(client, deadline, self._stop)
 
+    def write_base(self) -> tuple[Path, str] | None:
+        """Write the weights that the policy's adapter is on; return the file and its SHA-256, None without adapter.
+
+        The file is the caller's to remove. Raises SaveError.
+        """
+        if not hasattr(self._model, "peft_config"):
+            return None
+        path = self._folder / "base.safetensors"
+        try:
+            return path, self._write(path, base_weights(self._model))
+        except OSError as error:
+            raise _not_saved(path, error) from error
+
     def publish(self, version: int) -> None:
         """Publish the policy as it is now, after `version` updates. Returns when it is copied: it may change then.
 
@@ -110,10 +123,9 @@ class PolicyPublisher:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights as tensors that no update changes, in the host's memory or frozen."""
-        if hasattr(self._model, "peft_config"):
-            return named_weights(merged(self._model))  # merged ones are new tensors, and all others are frozen
-        weights = named_weights(self._model)
+        """Return the weights that updates change, as tensors in the host's memory that none changes."""
+        has_adapter = hasattr(self._model, "peft_config")
+        weights = adapter_weights(self._model) if has_adapter else named_weights(self._model)
         for name, weight in weights.items():
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(weight, device="cpu")
@@ -138,7 +150,7 @@ class PolicyPublisher:
                 delta_bytes = make_delta(before.path, path, delta, before.sha256, new.sha256, limit=size // 2)
             delta_sha256 = sha256_of(delta) if delta_bytes else None
         except OSError as error:
-            raise SaveError(f"the policy could not be saved to {path}: {error}: make room there") from error
+            raise _not_saved(path, error) from error
         base = before.version if delta_bytes else None
         whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
         record = Version(version, new.sha256, size, whole, base, delta_sha256, probe)
@@ -179,18 +191,28 @@ class PolicyPublisher:
         self._client.put_version(version)
 
 
+def _not_saved(path: Path, error: OSError) -> SaveError:
+    return SaveError(f"the policy could not be saved to {path}: {error}: make room there")
+
+
 def model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bytes:
     """Return the file with a model's folder but for its weights (RunInfo.model_files): of equal models equal bytes."""
     settings = copy.deepcopy(model.config)
     settings.architectures = [type(model).__name__]
     if is_quantized(model, "4bit"):
-        del settings.quantization_config  # the weights are published unpacked
+        del settings.quantization_config  # the base is published unpacked
     with TemporaryDirectory() as name:
         folder = Path(name)
         settings.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
+        if hasattr(model, "peft_config"):
+            adapter = copy.copy(model.peft_config[NAME])
+            for field, value in vars(adapter).items():
+                if isinstance(value, set):  # has another order in each process
+                    setattr(adapter, field, sorted(value))
+            adapter.save_pretrained(folder / ADAPTER)
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         return save({str(path.relative_to(folder)): np.frombuffer(path.read_bytes(), np.uint8) for path in paths})
 

@@ -5,30 +5,40 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from adapters import move, policy
+from adapters import move, policy, write_adapter
+from pools import RUN
 from proxy import Plan, proxy
 from safetensors.numpy import load
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.client.errors import ServersUnavailable
-from grpo.client.patience import Stopped
+from grpo.client.patience import Patience, Stopped
 from grpo.client.pool import PoolClient
 from grpo.config.server import ServerConfig
-from grpo.model.lora import merged
+from grpo.config.worker import WorkerConfig
 from grpo.model.trial import make_batcher
+from grpo.rollouts.records import Example
+from grpo.rollouts.trial import make_sampler
 from grpo.run.folder import SaveError
 from grpo.server.http import HttpServer
 from grpo.server.pool_service import PoolService
 from grpo.trainer.publish_policy import PolicyPublisher, model_files
 from grpo.wire.delta import apply_delta
-from grpo.wire.rollouts import Probe, Version
+from grpo.wire.rollouts import Probe, Task, Version
+from grpo.workers.transformers_engine import TransformersEngine
+from grpo.workers.weights import ModelFolder
 from ref_server import make_app
+
+
+def rounded(values: list[float]) -> list[float]:
+    """As a version has a probe's."""
+    return [round(value, 6) for value in values]
 
 
 @dataclass
@@ -169,21 +179,59 @@ def test_the_probe_fits_a_short_model(pool, model, tmp_path):
     assert (len(version.probe.prompt_ids), len(version.probe.completion_ids)) == (4, 1)
 
 
-def test_an_adapter_is_merged(pool, model_folder, tmp_path):
-    model, _ = policy(model=model_folder)
-    publisher = publisher_of(pool, model, tmp_path)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--use_rslora", "True", "--use_dora", "True", "--dtype", "bfloat16"],
+        ["--quantization", "4bit", "--lora_target_modules", "all-linear"],
+        "began with an adapter",
+    ],
+    ids=["bfloat16", "4bit", "began"],
+)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_same_bits(
+    pool, model_folder, tokenizer, tmp_path, options
+):
+    if "4bit" in options:
+        pytest.importorskip("bitsandbytes")
+    if isinstance(options, list):
+        model, _ = policy(*options, model=model_folder)
+    else:
+        settings = {"r": 4, "use_dora": True, "use_rslora": True, "target_modules": "all-linear"}
+        model, _ = policy(model=write_adapter(tmp_path / "adapter", model_folder, **settings))
+    packed, publisher = model_files(model, tokenizer), publisher_of(pool, model, tmp_path)
+    path, base = publisher.write_base()
+    run = replace(RUN, vocab_size=512, model_files=hashlib.sha256(packed).hexdigest(), base_weights=base)
+    pool.client.put_run(run)
+    pool.client.send_file(packed, run.model_files)
+    pool.client.send_file(path, base)
     publisher.publish(0)
     move(model)
     publisher.publish(1)
-    expected = saved(merged(model))
-    move(model)
+    model.save_pretrained(tmp_path / "saved")
+    adapter = load_file(tmp_path / "saved/adapter_model.safetensors")
+    batcher = make_batcher(model, tokenizer.pad_token_id)
+    sampler = make_sampler(model, tokenizer, run.max_completion_length, 4, batcher.longest_packed)
+    (rollouts,) = sampler.sample([Example(7, "", [5, 6, 7], {})], run.num_generations, 0.8, run.seed, ids=[7])
     publisher.wait()
+    assert (publisher.write_base()[1], model_files(model, tokenizer)) == (base, packed)  # a resumed run's are the same
     first, second = pool.client.versions()
-    assert equal(pool.fetch(second, tmp_path), expected)
-    plain = AutoModelForCausalLM.from_pretrained(model_folder)
-    plain.load_state_dict(load_file(pool.fetch(second, tmp_path)), strict=False)
-    assert torch.allclose(exact(plain, second.probe), torch.tensor(second.probe.logprobs).double(), atol=1e-4)
-    assert first.sha256 != second.sha256
+    assert equal(pool.fetch(second, tmp_path), adapter)
+
+    worker = ModelFolder(tmp_path, pool.client, Patience(pool.client, 20, threading.Event()))
+    worker.bring_model(run)
+    engine = TransformersEngine(WorkerConfig(pool=pool.client.url))
+    worker.bring(0, first.sha256)
+    engine.start(run, worker.path)
+    assert rounded(engine.logprobs(first.probe)) == first.probe.logprobs
+    worker.bring(1, second.sha256)
+    engine.load(worker.path, 1)
+    assert rounded(engine.logprobs(second.probe)) == second.probe.logprobs != first.probe.logprobs
+    drawn = engine.draw(Task(7, 0, 1, [5, 6, 7]))
+    assert drawn.completions == [rollout.completion_ids for rollout in rollouts]
+    assert drawn.logprobs == [rollout.sampling_logprobs for rollout in rollouts]
+    again = ModelFolder(tmp_path, pool.client, Patience(pool.client, 20, threading.Event()))
+    assert again.sha256 == base  # a worker that starts again has it
 
 
 def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
