@@ -74,6 +74,26 @@ def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itsel
     assert max(distances) < 1e-5
 
 
+def test_of_an_adapter_workers_draw_the_same_and_a_version_has_its_bytes_alone(words, tmp_path):
+    changes = {
+        "use_peft": None,
+        "lora_target_modules": "all-linear",
+        "learning_rate": 1e-2,
+        "max_steps": 2,
+        "save_steps": 0,
+        "importance_sampling_mode": "none",
+    }
+    finish(2, words(tmp_path / "own", **changes))
+    with pool(tmp_path) as served, workers(served.url, tmp_path, "a"):
+        served.wait_ready()
+        finish(2, words(tmp_path / "run", sampler="pool", pool=served.url, **changes))
+        versions = PoolClient(served.url).versions()
+    check_same(tmp_path / "run", tmp_path / "own")
+    adapter = (tmp_path / "run/model/adapter_model.safetensors").stat().st_size
+    assert len(versions) == 2 and all(abs(version.size - adapter) < 5000 for version in versions)
+    assert not (tmp_path / "run/policy").exists()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(words, tmp_path_factory):
     """A folder with a run of lag 1 whose pool and workers nobody ends, all its checkpoints, and its pool's file."""
