@@ -76,8 +76,10 @@ class Leased:
     """a worker that is silent for so long loses what it holds"""
     run: str
     """identity of the pool's run"""
+    version: int
+    """the version to draw them with; with in_flight_weight_updates the newest, also without tasks; -1 for none"""
     sha256: str
-    """SHA-256 of the weights of the tasks' version, which a run that went back makes anew; "" without tasks"""
+    """SHA-256 of its weights, which a run that went back makes anew; "" for none"""
 
 
 class PoolClient:
@@ -142,7 +144,8 @@ class PoolClient:
         def decode(body: bytes) -> Leased:
             _, metadata = read_tensors(body)
             tasks, seconds = decode_tasks(body, self._vocab_size), float(metadata["lease_seconds"])
-            return Leased(tasks, seconds, metadata["run"], metadata.get("sha256", ""))
+            version, sha256 = int(metadata.get("version", -1)), metadata.get("sha256", "")
+            return Leased(tasks, seconds, metadata["run"], version, sha256)
 
         return self._decoded(self._post(LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 

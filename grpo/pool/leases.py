@@ -137,15 +137,18 @@ class Leases:
             self.changed.notify_all()
             return worker
 
-    def drifted(self, drifts: Mapping[str, float]) -> list[Worker]:
-        """Note how far each worker's log-probs are from the trainer's. Return the workers that this sets apart."""
+    def drifted(self, drifts: Mapping[str, float], are_alike: bool = True) -> list[Worker]:
+        """Note how far each worker's log-probs are from the trainer's. Return the workers that this sets apart.
+
+        `are_alike`: whether all drew with one version, so that they can be compared; else none is set apart.
+        """
         with self.changed:
             least, apart = min(drifts.values(), default=0.0), []
             for name, drift in drifts.items():
                 if (worker := self._workers.get(name)) is None or worker.is_apart:
                     continue
                 worker.drift = drift
-                if drift > MOST_DRIFT[0] + MOST_DRIFT[1] * least:
+                if are_alike and drift > MOST_DRIFT[0] + MOST_DRIFT[1] * least:
                     far = f"its log-probs are {drift:.2g} nats a token from the trainer's"
                     self._set_apart(worker, f"{far}, another worker's {least:.2g}")
                     apart.append(worker)

@@ -69,6 +69,9 @@ class Store:
                 raise ProtocolError(409, "other_run", message)
         self._run = self._run or info
 
+    def _takes_newest(self) -> bool:
+        return self._run is not None and self._run.in_flight_weight_updates
+
     # Versions
 
     def add_version(self, version: Version) -> list[tuple[int, int]]:
@@ -87,7 +90,12 @@ class Store:
             removed, void = [], []
             if is_other:
                 removed = [other for other in self.versions() if other.version >= version.version]
-                void = self._database.rows("SELECT group_id, attempt FROM tasks WHERE version >= ?", version.version)
+                # With newest weights, what is being drawn of any task may have tokens of the versions that go.
+                void = self._database.rows(
+                    "SELECT group_id, attempt FROM tasks WHERE version >= ?1 OR (?2 AND drawn IS NULL)",
+                    version.version,
+                    self._takes_newest(),
+                )
                 self._database.sql("DELETE FROM versions WHERE version >= ?", version.version)
                 # The trainer may have put this version's tasks before it has sent the version: they stay, undrawn.
                 self._database.sql(
@@ -176,10 +184,14 @@ class Store:
         return changed
 
     def open_tasks(self, limit: int) -> list[Task]:
-        """Return the first tasks without a result whose version is here, by version, group and attempt."""
+        """Return the first tasks without a result whose version is here, by version, group and attempt.
+
+        Where the newest version draws, those are meant that it may draw.
+        """
+        is_here = "<= (SELECT max(version)" if self._takes_newest() else "IN (SELECT version"
         rows = self._database.rows(
             "SELECT group_id, attempt, version, prompt_ids FROM tasks WHERE drawn IS NULL "
-            "AND version IN (SELECT version FROM versions) ORDER BY version, group_id, attempt LIMIT ?",
+            f"AND version {is_here} FROM versions) ORDER BY version, group_id, attempt LIMIT ?",
             limit,
         )
         return [_task(row) for row in rows]

@@ -99,10 +99,9 @@ class PoolService(Service):
         if said.room:
             tasks = self._wait(lambda: self._take(said), said.wait, is_gone, said.worker)
         metadata = {"lease_seconds": f"{LEASE_SECONDS:g}", "run": run.run}
-        # Not the number alone: a run that went back to a checkpoint may make a version of the same number anew.
-        weights = {version.version: version.sha256 for version in self.store.versions()} if tasks else {}
-        if tasks and tasks[0].version in weights:
-            metadata["sha256"] = weights[tasks[0].version]
+        if (version := self._version_for(tasks, run)) is not None:
+            # Not the number alone: a run that went back to a checkpoint may make a version of the same number anew.
+            metadata |= {"version": str(version.version), "sha256": version.sha256}
         return encode_tasks(tasks, metadata)
 
     def groups(self, keys: list[Key], seconds: float, is_gone: Callable[[], bool]) -> bytes:
@@ -123,13 +122,14 @@ class PoolService(Service):
         wanted, answers = [], []
         with self._storing:
             groups = decode_drawn(body)
+            known = {version.version for version in self.store.versions()} if run.in_flight_weight_updates else ()
             for drawn in groups:
                 task, is_drawn = self.store.find_task(drawn.key) or (None, False)
                 is_wanted = task is not None and not self.leases.is_void(worker, drawn.key)
                 answers.append("already there" if is_drawn else "accepted" if is_wanted else "not wanted")
                 if answers[-1] == "accepted":
                     try:
-                        check_drawn(drawn, run, task)
+                        check_drawn(drawn, run, task, known)
                     except ProtocolError as error:
                         self._refuse(worker, [drawn.key for drawn in groups], error)
                         raise
@@ -150,7 +150,10 @@ class PoolService(Service):
             total = sums.setdefault(worker, [0.0, 0])
             total[0] += drift * tokens
             total[1] += tokens
-        for worker in self.leases.drifted({name: total / tokens for name, (total, tokens) in sums.items()}):
+        drifts_of_workers = {name: total / tokens for name, (total, tokens) in sums.items()}
+        # Where each draws with the newest version that it has, ages differ, and log-probs with them.
+        are_alike = not self.store.run().in_flight_weight_updates
+        for worker in self.leases.drifted(drifts_of_workers, are_alike):
             log.warning("worker %r is set apart: %s", worker.name, worker.reason)
 
     def metrics(self) -> bytes:
@@ -164,17 +167,29 @@ class PoolService(Service):
     def summary(self) -> str | None:
         return self.numbers.summary(self.store)
 
+    def _version_for(self, tasks: list[Task], run: RunInfo) -> Version | None:
+        """Return the version that is to draw these tasks; None where there is none.
+
+        With in_flight_weight_updates it is the newest one, and named without tasks too: workers learn of it.
+        """
+        if not (tasks or run.in_flight_weight_updates):
+            return None
+        versions = {version.version: version for version in self.store.versions()}
+        return versions.get(max(versions, default=-1) if run.in_flight_weight_updates else tasks[0].version)
+
     def _take(self, said: Lease) -> list[Task]:
-        """Lease to a worker the first tasks that are free, all of one version, and no more than its share.
+        """Lease to a worker the first tasks that are free, all to be drawn by one version, and no more than its share.
 
         A worker that draws many groups at a time would leave nothing to those that ask a moment later.
         """
         with self.leases.changed:
             held = self.leases.held()
             free = [task for task in self.store.open_tasks(said.room + len(held)) if task.key not in held]
-            tasks = [task for task in free if task.version == free[0].version][: said.room]
+            takes_newest = self.store.run().in_flight_weight_updates
+            tasks = [task for task in free if takes_newest or task.version == free[0].version][: said.room]
             if tasks and said.room > 1:
-                share = -(-self.store.count_open(tasks[0].version) // self.leases.drawers(said.worker))
+                count = self.store.count_open(None if takes_newest else tasks[0].version)
+                share = -(-count // self.leases.drawers(said.worker))
                 tasks = tasks[: max(0, share - len(said.holds))]
             self.leases.grant(said.worker, [task.key for task in tasks])
             self.numbers.leased(len(tasks))

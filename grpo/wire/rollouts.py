@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,9 @@ class RunInfo:
     base_weights: str | None = None
     """SHA-256 of the file (POST files) with the frozen weights under an adapter: each version is the adapter alone,
     whose configuration is in the folder `adapter` of `model_files`; None where each version is all of the weights"""
+    in_flight_weight_updates: bool = False
+    """whether a task may be drawn by its version and by any newer one, and each token of a completion by another:
+    workers always take the newest version"""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -70,6 +74,8 @@ class RunInfo:
                 raise malformed(f"eos_token_ids has {token}: the vocabulary is 0 to {info.vocab_size - 1}")
         if not (_is_number(info.temperature) and info.temperature > 0):
             raise malformed(f"temperature {_shown(info.temperature)}: send a number above 0")
+        if not isinstance(info.in_flight_weight_updates, bool):
+            raise malformed("in_flight_weight_updates: send true or false")
         return info
 
 
@@ -82,7 +88,7 @@ class Task:
     attempt: int
     """0, or the how-manieth replacement of the group this is"""
     version: int
-    """the version of the policy that draws it"""
+    """the version of the policy that draws it; the oldest that may, with RunInfo.in_flight_weight_updates"""
     prompt_ids: list[int]
 
     @property
@@ -181,8 +187,11 @@ def decode_drawn(body: bytes) -> list[Drawn]:
     ]
 
 
-def check_drawn(drawn: Drawn, run: RunInfo, task: Task, rolling: bool = False) -> None:
-    """Raise ProtocolError, 422, where these cannot be completions of this task."""
+def check_drawn(drawn: Drawn, run: RunInfo, task: Task, known: Container[int] = ()) -> None:
+    """Raise ProtocolError, 422, where these cannot be completions of this task.
+
+    `known` are the versions that there are, of which any may have drawn with RunInfo.in_flight_weight_updates.
+    """
 
     def wrong(message: str) -> ProtocolError:
         return ProtocolError(422, "wrong_completions", f"group {drawn.group}: {message}")
@@ -201,8 +210,13 @@ def check_drawn(drawn: Drawn, run: RunInfo, task: Task, rolling: bool = False) -
             raise wrong(f"a completion of {len(ids)} tokens has neither an eos nor max_completion_length tokens")
         if not all(math.isfinite(value) and value <= 0 for value in logprobs):
             raise wrong("a log-prob is above 0 or not finite")
-        if not rolling and {*versions} != {task.version}:
-            raise wrong(f"drawn by version {versions[0]}: the task is of version {task.version}")
+        if not run.in_flight_weight_updates:
+            if {*versions} != {task.version}:
+                raise wrong(f"drawn by version {versions[0]}: the task is of version {task.version}")
+        elif versions != sorted(versions) or versions[0] < task.version:
+            raise wrong(f"drawn by versions {_spans(versions)}: the task takes {task.version} and later ones, in order")
+        elif unknown := {version for version in versions if version not in known}:
+            raise wrong(f"drawn by version {min(unknown)}, which is not here")
 
 
 @dataclass(frozen=True)
@@ -348,6 +362,12 @@ def _of_fields(cls, found: object):
         return cls(**found)
     except TypeError as error:
         raise malformed(f"a field is missing: {error}") from error
+
+
+def _spans(versions: Sequence[int]) -> str:
+    """Return the versions of a completion's tokens as text, each span of equal ones once, of many the first."""
+    numbers = [version for version, _ in groupby(versions)]
+    return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
 
 
 def _is_number(value: object) -> bool:

@@ -30,7 +30,7 @@ from grpo.pool import leases as leases_module
 from grpo.pool.database import PIECE_BYTES
 from grpo.pool.store import Recording
 from grpo.server.pool_service import PoolService
-from grpo.wire.rollouts import Lease, Task, Version, decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.rollouts import Drawn, Lease, Task, Version, decode_drawn, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.tensors import read_tensors
 from ref_server import make_app
 
@@ -162,7 +162,40 @@ def test_all_tasks_of_a_lease_are_of_one_version_which_it_names(begun):
     assert begun.lease(room=9) == TASKS[:2]
     answer = begun.post("lease", Lease("b", 9, [], 0).to_json())
     assert decode_tasks(answer.body, RUN.vocab_size) == TASKS[2:]
-    assert read_tensors(answer.body)[1] == {"lease_seconds": "30", "run": RUN.run, "sha256": newer.sha256}
+    expected = {"lease_seconds": "30", "run": RUN.run, "version": "1", "sha256": newer.sha256}
+    assert read_tensors(answer.body)[1] == expected
+
+
+def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_there_is(pool):
+    pool.put_file(FOLDER)
+    pool.post("run", replace(RUN, in_flight_weight_updates=True).to_json())
+    pool.put_version(1)
+    pool.post("tasks", encode_tasks([*TASKS, Task(9, 0, 3, [7])]))  # of versions 0, 0, 1 and 3
+
+    def newest(room: int, *holds: Task) -> tuple:
+        answer = pool.post("lease", Lease("w", room, [[*task.key] for task in holds], 0).to_json())
+        named = read_tensors(answer.body)[1]
+        return [task.key for task in decode_tasks(answer.body, RUN.vocab_size)], named["version"], named["sha256"]
+
+    def send(task: Task, *versions: int):
+        ids = [[3, 4, 5, 2], [5, 6, 7, 8]]
+        return pool.send(Drawn(*task.key, ids, [[-0.5] * 4] * 2, [[*versions]] * 2))
+
+    assert newest(0) == ([], "1", sha(weights(1)))
+    assert newest(2) == ([(0, 0), (1, 0)], "1", sha(weights(1)))
+    assert newest(9, *TASKS[:2])[0] == [TASKS[2].key]  # version 3 is not here
+    pool.put_version(2)
+    assert newest(0, *TASKS) == ([], "2", sha(weights(2)))
+    assert send(TASKS[0], 1, 1, 2, 2) == ["accepted"]
+    for versions, says in {(2, 1, 1, 1): "by versions 2, 1: the", (0, 0, 0, 3): "by version 0, which is not"}.items():
+        body = encode_drawn([Drawn(1, 0, [[3, 4, 5, 2]] * 2, [[-0.5] * 4] * 2, [[*versions]] * 2)])
+        assert says in pool.post("results", body, worker="x").refusal[2]
+    pool.put_version(2, salt=7)  # the run went back: what is being drawn may have tokens of what is gone
+    assert send(TASKS[1], 1, 1, 1, 2) == ["not wanted"]
+    assert pool.take((0, 0))[0].versions == [[1, 1, 2, 2]] * 2
+    assert newest(9) == ([TASKS[1].key, TASKS[2].key], "2", sha(weights(9)))
+    pool.post("drift", b'{"groups": [[0, 3.0, 4]]}')
+    assert pool.status()["workers"][0]["drift"] == 3.0 and pool.status()["workers"][0]["state"] != "apart"
 
 
 def test_workers_that_draw_many_groups_share_them(begun):

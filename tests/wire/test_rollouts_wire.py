@@ -1,6 +1,7 @@
 """The bytes between trainer, pool and workers: what is sent comes back, and what is damaged is refused."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -103,8 +104,30 @@ def test_a_worker_that_lies_is_refused(changes, says):
 
 
 @pytest.mark.parametrize(
+    ("versions", "says"),
+    [
+        ([[3, 5], [3, 3, 5, 7]], None),
+        ([[7, 7], [3, 3, 3, 3]], None),
+        ([[3, 5], [3, 5, 3, 5]], r"drawn by versions 3, 5, 3, 5: the task takes 3 and later ones, in order"),
+        ([[2, 3], [3, 3, 3, 3]], r"drawn by versions 2, 3: the task takes 3"),
+        ([[3, 3], [3, 4, 5, 6]], r"drawn by version 4, which is not here"),
+    ],
+)
+def test_with_in_flight_weight_updates_tokens_have_versions_from_the_tasks_on(versions, says):
+    run = RunInfo.of_json(json.dumps(asdict(RUN) | {"in_flight_weight_updates": True}).encode())
+    with nullcontext() if says is None else pytest.raises(ProtocolError, match=says):
+        check_drawn(replace(DRAWN, versions=versions), run, TASKS[0], {2, 3, 5, 7})
+
+
+def test_a_run_that_was_written_before_a_field_was_added_is_read():
+    old = {name: value for name, value in asdict(RUN).items() if name != "in_flight_weight_updates"}
+    assert RunInfo.of_json(json.dumps(old).encode()) == RUN
+
+
+@pytest.mark.parametrize(
     ("read", "found", "says"),
     [
+        (RunInfo.of_json, asdict(RUN) | {"in_flight_weight_updates": 1}, "send true or false"),
         (RunInfo.of_json, asdict(RUN) | {"temperature": 0}, "temperature '0'"),
         (RunInfo.of_json, asdict(RUN) | {"eos_token_ids": [100]}, "eos_token_ids has 100"),
         (RunInfo.of_json, asdict(RUN) | {"run": "x"}, "16 hex digits"),
