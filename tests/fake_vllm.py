@@ -2,19 +2,21 @@
 
     python tests/fake_vllm.py --model FOLDER --port N [--fault keeps_head]
 
-Behind the routes are our own sampler and scorer, on one CPU core. What vLLM always does, this does too: a prompt that
-was read before a reload is answered from what is cached, until the cache is reset (of an adapter while its name is the
-same); a request with a seed, and any request after a reload of what is no model, ends the server.
+Behind the routes are plain transformers, on one CPU core, a token at a time of each request. What vLLM always does,
+this does too: a prompt that was read before a reload is answered from what is cached, and a request that runs goes on
+with what it has read, until both are reset (of an adapter while its name is the same); a request with a seed, and any
+request after a reload of what is no model, ends the server.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import bottle
@@ -27,8 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import load_adapter
 from grpo.model.packing import Batcher
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.records import Example
 
 FAULTS = (
     "keeps_head",  # a reload leaves the head of a tied model as it was
@@ -37,6 +37,7 @@ FAULTS = (
     "dies_at_start",
     "dies_at_draw",  # as with a head size that the attention does not know
     "hangs_at_draw",
+    "draws_slowly",  # that is none
     "draws_nan",
     "mixes_weights",  # a completion of two versions
 )
@@ -45,13 +46,14 @@ FAULTS = (
 class Fake:
     def __init__(self, folder: str, faults: list[str], rank: int):
         """`rank` is the largest of an adapter, 0 where there may be none."""
-        self.faults, self.lock, self.folder, self.rank = faults, threading.Lock(), folder, rank
+        self.faults, self.changed, self.folder, self.rank = faults, threading.Condition(), folder, rank
         self.tokenizer, self.longest = AutoTokenizer.from_pretrained(folder), 0
         self.model = self.load(folder)
         self.longest = self.model.config.max_position_embeddings
         self.adapters: dict[str, torch.nn.Module] = {}
         self.cached: dict[tuple[str, tuple[int, ...]], torch.nn.Module] = {}
         """the model whose keys and values there are of a name and prompt"""
+        self.running: list[Request] = []
         self.version, self.paused, self.tokens, self.drawn = "default", False, 0, 0
 
     def load(self, folder: str) -> torch.nn.Module:
@@ -62,6 +64,7 @@ class Fake:
         if "loses_weights" in self.faults:
             raise OSError("No such file or directory")
         self.model = self.load(folder)
+        assert self.paused
         if "keeps_head" in self.faults:
             self.model.lm_head.weight = torch.nn.Parameter(old.lm_head.weight.detach().clone())
 
@@ -84,10 +87,9 @@ class Fake:
     def generate(self, name: str, ids: list[int], parameters: dict) -> dict:
         if name != "policy" and name not in self.adapters:
             raise bottle.HTTPError(404, f"The model `{name}` does not exist.")
-        if self.model is None:
-            self.die("Tensor on device cpu is not on the expected device meta!")
         if "seed" in parameters:
             self.die("CPU Generator does not use offset")
+        self.wait_turn()
         model = self.adapters.get(name, self.model)
         if parameters.get("prompt_logprobs") is not None:
             values = token_logprobs(model, self.batch([(ids[:1], ids[1:])]), 1.0)[0].tolist()
@@ -96,34 +98,79 @@ class Fake:
         if "dies_at_draw" in self.faults:
             self.die("Unsupported CPU attention configuration: head_dim=16")
         while "hangs_at_draw" in self.faults:
-            time.sleep(1)
+            self.changed.wait(1)
         assert parameters["ignore_eos"] and not parameters["detokenize"] and parameters["top_k"] == 0
         model = self.cached.setdefault((name, tuple(ids)), model)
-        longest = min(parameters["max_tokens"], self.longest - len(ids))
-        sampler = LocalSampler(model, self.tokenizer, parameters["stop_token_ids"], longest)
         self.drawn += 1
-        examples = [Example(0, "", ids, {})]
-        (group,) = sampler.sample(examples, parameters["n"], parameters["temperature"], seed=self.drawn)
-        return {"choices": [self.choice(index, rollout) for index, rollout in enumerate(group)]}
+        request = Request(ids, model, self.drawn, parameters)
+        self.running.append(request)
+        while not all(row.finish_reason for row in request.rows):
+            self.changed.release()  # other requests draw a token
+            time.sleep(0.01 if "draws_slowly" in self.faults else 0.001)
+            self.changed.acquire()
+            self.wait_turn()
+            self.tokens += request.draw_a_token(self.version, self.longest)
+        self.running.remove(request)
+        return {"choices": [self.choice(index, row) for index, row in enumerate(request.rows)]}
 
-    def choice(self, index: int, rollout) -> dict:
-        ids, values = rollout.completion_ids, rollout.sampling_logprobs
-        self.tokens += len(ids)
-        if "draws_nan" in self.faults:
-            values = [-9999.0] * len(ids)
-        spans = [{"version": self.version, "start": 0, "end": len(ids)}]
-        if "mixes_weights" in self.faults:
-            spans = [{"version": "6", "start": 0, "end": 1}, {**spans[0], "start": 1}]
+    def wait_turn(self) -> None:
+        while self.paused:
+            self.changed.wait()
+        if self.model is None:
+            self.die("Tensor on device cpu is not on the expected device meta!")
+
+    def choice(self, index: int, row: Row) -> dict:
+        values = [-9999.0] * len(row.ids) if "draws_nan" in self.faults else row.logprobs
+        versions = ["6", *row.versions[1:]] if "mixes_weights" in self.faults else row.versions
+        spans, start = [], 0
+        for version, same in groupby(versions):
+            spans.append({"version": version, "start": start, "end": start + len([*same])})
+            start = spans[-1]["end"]
         return {
             "index": index,
-            "token_ids": ids,
-            "logprobs": {"content": [{"token_id": id, "logprob": p} for id, p in zip(ids, values, strict=True)]},
-            "finish_reason": "stop" if rollout.finished else "length",
+            "token_ids": row.ids,
+            "logprobs": {"content": [{"token_id": id, "logprob": p} for id, p in zip(row.ids, values, strict=True)]},
+            "finish_reason": row.finish_reason,
             "weight_versions": spans,
         }
 
     def batch(self, pairs):
         return Batcher(self.tokenizer.pad_token_id, longest_packed=0).make(pairs, "cpu")
+
+
+@dataclass
+class Row:
+    """A completion that is being drawn."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+class Request:
+    """A request that runs. `model` is the one whose keys and values it has."""
+
+    def __init__(self, ids: list[int], model: torch.nn.Module, seed: int, parameters: dict):
+        self.ids, self.model, self.parameters = ids, model, parameters
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows = [Row() for _ in range(parameters["n"])]
+
+    def draw_a_token(self, version: str, longest: int) -> int:
+        """Draw the next token of each row that has not ended; return how many."""
+        rows = [row for row in self.rows if not row.finish_reason]
+        logits = self.model(torch.tensor([self.ids + row.ids for row in rows])).logits[:, -1]
+        logprobs = (logits / self.parameters["temperature"]).log_softmax(-1)
+        drawn = torch.multinomial(logprobs.exp(), 1, generator=self.generator)
+        for row, token, values in zip(rows, drawn[:, 0].tolist(), logprobs.tolist(), strict=True):
+            row.ids.append(token)
+            row.logprobs.append(values[token])
+            row.versions.append(version)
+            if token in self.parameters["stop_token_ids"]:
+                row.finish_reason = "stop"
+            elif len(row.ids) == min(self.parameters["max_tokens"], longest - len(self.ids)):
+                row.finish_reason = "length"
+        return len(rows)
 
 
 def make_app(fake: Fake) -> bottle.Bottle:
@@ -137,49 +184,52 @@ def make_app(fake: Fake) -> bottle.Bottle:
     def models():
         return {"data": [{"id": "policy", "max_model_len": fake.longest}]}
 
-    @app.get("/weight_info")
-    def weight_info():
-        return {"weight_version": fake.version}
-
     @app.get("/metrics")
     def metrics():
         return f'# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total{{engine="0"}} {fake.tokens}.0\n'
 
     @app.post("/pause")
     def pause():
-        fake.paused = True
+        assert bottle.request.query.mode == "keep"
+        with fake.changed:
+            fake.paused = True
         return {"status": "paused"}
 
     @app.post("/resume")
     def resume():
-        fake.paused = False
+        with fake.changed:
+            fake.paused = False
+            fake.changed.notify_all()
         return {"status": "resumed"}
 
     @app.post("/collective_rpc")
     def collective_rpc():
         body = bottle.request.json
         assert body["method"] == "reload_weights"
-        fake.reload(body["kwargs"]["weights_path"])
+        with fake.changed:
+            fake.reload(body["kwargs"]["weights_path"])
         return {"results": [None]}
 
     @app.post("/reset_prefix_cache")
     def reset_prefix_cache():
         done = "keeps_cache" not in fake.faults and bottle.request.query.reset_running_requests == "true"
         if done:
-            fake.cached.clear()
+            with fake.changed:
+                fake.cached.clear()
+                for request in fake.running:
+                    request.model = fake.model
         return {"success": done}
 
     @app.post("/update_weight_version")
     def update_weight_version():
-        fake.version = bottle.request.json["new_version"]
+        with fake.changed:
+            fake.version = bottle.request.json["new_version"]
         return {"success": True}
 
     @app.post("/inference/v1/generate")
     def generate():
-        if fake.paused:
-            raise bottle.HTTPResponse(json.dumps({"error": {"message": "generation is paused"}}), 503)
         body = bottle.request.json
-        with fake.lock, torch.no_grad():
+        with fake.changed, torch.no_grad():
             return fake.generate(body["model"], body["token_ids"], body["sampling_params"])
 
     if fake.rank and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1":

@@ -16,8 +16,8 @@ class PlainEngine:
 
     card = "a card"
 
-    def __init__(self, capacity: int = 1):
-        self.capacity = capacity
+    def __init__(self, capacity: int = 1, loads_in_flight: bool = False):
+        self.capacity, self.loads_in_flight = capacity, loads_in_flight
         self.calls: list[str] = []
         self.weights: list[str] = []
         """SHA-256 of the weights of each start and load"""
@@ -30,27 +30,33 @@ class PlainEngine:
         self.go = threading.Event()
         """cleared, it holds every draw"""
         self.go.set()
-        self.most_at_a_time = self._drawing = 0
+        self.prove = threading.Event()
+        """cleared, it holds every probe"""
+        self.prove.set()
+        self.most_at_a_time = self.draws = self._drawing = 0
         self._lock = threading.Lock()
 
-    def start(self, run: RunInfo, folder: Path) -> None:
-        self.run = run
+    def start(self, run: RunInfo, folder: Path, version: int) -> None:
+        self.run, self.version = run, version
         self.calls.append("start")
         self.weights.append(sha256_of(folder / WEIGHTS))
 
     def load(self, folder: Path, version: int) -> None:
-        assert not self._drawing
+        assert self.loads_in_flight or not self._drawing
+        self.version = version
         self.calls.append(f"load {version}")
         self.weights.append(sha256_of(folder / WEIGHTS))
 
     def logprobs(self, probe: Probe) -> list[float]:
-        assert not self._drawing
+        assert self.loads_in_flight or not self._drawing
+        self.prove.wait()
         self.wrong_logprobs -= 1
         return [value - (self.wrong_logprobs >= 0) for value in probe.logprobs]
 
     def draw(self, task: Task) -> Drawn:
         with self._lock:
             self._drawing += 1
+            self.draws += 1
             self.most_at_a_time = max(self.most_at_a_time, self._drawing)
             self.failing -= 1
             fails = self.failing >= 0
@@ -63,7 +69,7 @@ class PlainEngine:
                 self._drawing -= 1
         copies = self.copies or self.run.num_generations
         ids, logprobs = [[self.run.eos_token_ids[0]]] * copies, [[-0.5]] * copies
-        return Drawn(task.group, task.attempt, ids, logprobs, [[task.version]] * copies)
+        return Drawn(task.group, task.attempt, ids, logprobs, [[self.version]] * copies)
 
     def close(self) -> None:
         self.calls.append("close")

@@ -23,25 +23,31 @@ class Engine(Protocol):
     """what it draws on, for the pool's page; "" until it is known"""
     capacity: int
     """groups that it draws at a time; known after `start`"""
+    loads_in_flight: bool
+    """whether `load` and `logprobs` may be called while it draws: a completion goes on with the new weights; known
+    after `start`"""
 
-    def start(self, run: RunInfo, folder: Path) -> None:
-        """Load the model of a folder: its configuration, tokenizer and model.safetensors, and where the run has
-        `base_weights` the adapter in folder/adapter.
+    def start(self, run: RunInfo, folder: Path, version: int) -> None:
+        """Load the model of a folder, the policy's `version`: its configuration, tokenizer and model.safetensors, and
+        where the run has `base_weights` the adapter in folder/adapter.
 
         `close` comes before a second `start`, which may have another folder's weights but never another run.
         """
         ...
 
     def load(self, folder: Path, version: int) -> None:
-        """Draw from now on with the weights of the folder's versions_file. No `draw` runs meanwhile."""
+        """Draw from now on with the weights of the folder's versions_file. No `draw` runs, but with loads_in_flight."""
         ...
 
     def logprobs(self, probe: Probe) -> list[float]:
-        """Return the log-prob of each of the probe's completion ids, at temperature 1. No `draw` runs meanwhile."""
+        """Return the log-prob of each of the probe's completion ids, at temperature 1. `draw` as for `load`."""
         ...
 
     def draw(self, task: Task) -> Drawn:
-        """Draw a group's completions. Up to `capacity` threads call it at a time."""
+        """Draw a group's completions, and say which version drew each token.
+
+        Up to `capacity` threads call it at a time.
+        """
         ...
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ and one renews the leases while the first is busy. What fails in one of them end
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -53,6 +54,7 @@ class Worker:
         self._patience = Patience(self._client, config.pool_deadline, self.stop)
         self._folder = folder
         self._version: Version | None = None  # which the engine has
+        self._newest = ""  # SHA-256 of the newest weights, as far as the pool says with in_flight_weight_updates
         self._tally = Tally()
         self._lease_lock = threading.Lock()  # two requests at a time would each free what the other one has got
         self._leased_at, self._lease_seconds = 0.0, 30.0
@@ -61,6 +63,7 @@ class Worker:
         self._changed = threading.Condition()
         self._holds: set[tuple[int, int]] = set()
         self._drawing = 0
+        self._is_proved = False  # whether the engine has shown that it has the weights that it draws with
         self._engine_error: EngineError | None = None
         self._failure: BaseException | None = None
         self._restarts = 0
@@ -83,11 +86,10 @@ class Worker:
             while True:
                 leased = self._lease(self._wait_for_room(), POLL)
                 tasks = leased.tasks
-                if tasks and leased.sha256 != self._version.sha256:
-                    self._wait_until_idle()
-                    if not self._take(tasks[0].version, leased.sha256):
-                        self._forget(tasks)
-                        continue
+                is_other = (tasks or leased.sha256) and leased.sha256 != self._version.sha256
+                if is_other and not self._take(leased.version, leased.sha256):
+                    self._forget(tasks)
+                    continue
                 for task in tasks:
                     with self._changed:
                         self._drawing += 1
@@ -125,7 +127,7 @@ class Worker:
         if leased.tasks:
             self._forget(leased.tasks)  # others draw it sooner than an engine that has not started
             self._lease(room=0, wait=0.0)
-            return leased.tasks[0].version, leased.sha256
+            return leased.version, leased.sha256
         return versions[-1].version, versions[-1].sha256
 
     def _poll(self, find: Callable[[], _Found | None], reason: str) -> _Found:
@@ -140,12 +142,15 @@ class Worker:
         return found
 
     def _wait_for_room(self) -> int:
-        """Return how many tasks may be leased; start the engine again where it has failed."""
-        self._wait(lambda: self._engine_error or self._drawing < self._engine.capacity)
+        """Return how many tasks may be leased; start the engine again where it has failed.
+
+        Where there are newer weights, it may be none.
+        """
+        capacity, known = self._engine.capacity, ("", self._version.sha256)
+        self._wait(lambda: self._engine_error or self._drawing < capacity or self._newest not in known)
         if self._engine_error:
-            self._wait_until_idle()
             self._use(self._version)
-        return self._engine.capacity - self._drawing
+        return capacity - self._drawing
 
     def _wait_until_idle(self) -> None:
         """Wait until nothing is being drawn; end an engine that has failed first, so that it draws no more."""
@@ -168,6 +173,8 @@ class Worker:
 
     def _take(self, number: int, sha256: str) -> bool:
         """Give the engine a version's weights. Return False where the pool does not have them any more."""
+        if not (self._run.in_flight_weight_updates and self._engine.loads_in_flight):
+            self._wait_until_idle()
         self._message = f"fetching version {number}"
         version = self._model.bring(number, sha256)
         if version is not None:
@@ -182,13 +189,14 @@ class Worker:
         while True:
             if self._engine_error is not None:
                 self._restart(self._engine_error)
+            self._is_proved = False
             try:
                 if self._is_started:
                     self._message = f"loading version {version.version}"
                     self._engine.load(self._model.path, version.version)
                 else:
                     self._message = "starting the engine"
-                    self._engine.start(self._run, self._model.path)
+                    self._engine.start(self._run, self._model.path, version.version)
                     self._is_started = True
                     log.info("the engine draws on %s, groups at a time: %d", self._engine.card, self._engine.capacity)
                 difference = prove(self._engine, version, dtype_of(self._model.path))
@@ -196,15 +204,19 @@ class Worker:
             except EngineError as error:
                 self._engine_error = error
             else:
-                self._version, self._message = version, ""
+                with self._changed:
+                    self._version, self._message, self._is_proved = version, "", True
+                    self._changed.notify_all()
                 return
 
     def _restart(self, error: EngineError) -> None:
+        """End an engine that has failed, and wait until it draws no more."""
         if self._restarts == MOST_RESTARTS:
             raise WorkerFailed(f"the engine failed {MOST_RESTARTS + 1} times in a row: {error}")
         self._restarts += 1
         log.warning("the engine failed: %s; starting it again", error)
         self._engine.close()
+        self._wait(lambda: not self._drawing)
         self._is_started, self._engine_error = False, None
         if self.stop.wait(RESTART_PAUSE):
             raise Stopped
@@ -227,6 +239,10 @@ class Worker:
         with self._lease_lock:
             leased = self._patience(ask)
             self._leased_at, self._lease_seconds = time.monotonic(), leased.seconds
+        if self._run.in_flight_weight_updates and leased.sha256:
+            with self._changed:
+                self._newest = leased.sha256
+                self._changed.notify_all()
         if leased.run != self._run.run:
             raise WorkerFailed(f"{self._client.url} has another run now: start the worker again")
         return leased
@@ -234,8 +250,10 @@ class Worker:
     def _keep_leases(self) -> None:
         """Renew the leases while nothing else does, and log a line a minute."""
         next_summary = time.monotonic() + SUMMARY_SECONDS
-        while not self.stop.wait(self._lease_seconds / RENEWALS / 4):
-            if time.monotonic() - self._leased_at > self._lease_seconds / RENEWALS / 2:
+        # The answer says whether there are newer weights, too.
+        soon = POLL if self._run.in_flight_weight_updates else math.inf
+        while not self.stop.wait((longest := min(self._lease_seconds / RENEWALS / 2, soon)) / 2):
+            if time.monotonic() - self._leased_at > longest:
                 self._guarded(lambda: self._lease(room=0, wait=0.0))
             if time.monotonic() > next_summary:
                 next_summary += SUMMARY_SECONDS
@@ -252,7 +270,7 @@ class Worker:
         drawn = None
         try:
             if not self.stop.is_set() and self._engine_error is None:
-                drawn = self._engine.draw(task)
+                drawn = self._proved(self._engine.draw(task))
         except EngineError as error:
             self._engine_error = self._engine_error or error
         except BaseException as error:
@@ -264,6 +282,13 @@ class Worker:
         with self._changed:
             self._drawing -= 1
             self._changed.notify_all()
+
+    def _proved(self, drawn: Drawn) -> Drawn | None:
+        """Return what was drawn once the engine has shown that it has its weights; None where it fails to."""
+        with self._changed:
+            while not (self._is_proved or self._engine_error or self.stop.is_set()):
+                self._changed.wait(0.2)
+            return drawn if self._is_proved else None
 
     def _send(self, drawn: Drawn) -> None:
         try:

@@ -35,6 +35,7 @@ class TransformersEngine:
     """An Engine (grpo/workers/engine.py) that holds the policy in this process."""
 
     capacity = 1
+    loads_in_flight = False
 
     def __init__(self, config: WorkerConfig):
         """Raises ConfigError where the card cannot be used."""
@@ -42,7 +43,7 @@ class TransformersEngine:
         self.card = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self._model = self._sampler = None
 
-    def start(self, run: RunInfo, folder: Path) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int) -> None:
         """Load the model and choose its sampler, after the trials that the trainer makes."""
         if (dtype := dtype_of(folder)) not in _DTYPES:
             raise EngineError(f"{folder}: weights of dtype {dtype}: this engine takes {' and '.join(_DTYPES)}")
@@ -59,7 +60,7 @@ class TransformersEngine:
             self._sampler = make_sampler(
                 model, tokenizer, run.max_completion_length, run.num_generations, self._batcher.longest_packed
             )
-        self._run, self._model = run, model
+        self._run, self._model, self._version = run, model, version
 
     def load(self, folder: Path, version: int) -> None:
         """Copy the weights into the model that is there. What is tied stays tied."""
@@ -73,6 +74,7 @@ class TransformersEngine:
                 if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
                     raise EngineError(f"{path}: {name} has another shape or dtype than in the model")
                 tensor.copy_(values)
+        self._version = version
 
     def logprobs(self, probe: Probe) -> list[float]:
         """Compute them as the trainer does."""
@@ -89,9 +91,8 @@ class TransformersEngine:
             )
         completions = [rollout.completion_ids for rollout in rollouts]
         logprobs = [rollout.sampling_logprobs for rollout in rollouts]
-        return Drawn(
-            task.group, task.attempt, completions, logprobs, [[task.version] * len(ids) for ids in completions]
-        )
+        versions = [[self._version] * len(ids) for ids in completions]
+        return Drawn(task.group, task.attempt, completions, logprobs, versions)
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
 class VllmEngine:
     """An Engine (grpo/workers/engine.py) that starts vLLM's server again for each `start`."""
 
+    loads_in_flight = True
+
     def __init__(self, command: Sequence[str], log: Path, arguments: Sequence[str] = (), stall_seconds: float = 120.0):
         """Take what starts the server, `[python, *SERVER]`.
 
@@ -60,9 +63,9 @@ class VllmEngine:
         self._drawing = 0
         self._lock = threading.Lock()  # of _drawing
 
-    def start(self, run: RunInfo, folder: Path) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int) -> None:
         """Start the server with a folder's model, and wait for it."""
-        self._run, self._stalled = run, ""
+        self._run, self._stalled, self._is_paused = run, "", False
         self._tensors, self._model = _read_tensors(versions_file(run, folder)), _MODEL
         adapter = [] if run.base_weights is None else _adapter_arguments(folder)
         process = VllmProcess(
@@ -74,8 +77,9 @@ class VllmEngine:
         process.wait_ready()
         with _answer_of("/v1/models"):
             self._longest = self._get("/v1/models")["data"][0]["max_model_len"]
-        with _answer_of("/weight_info"):
-            self._weights = self._get("/weight_info")["weight_version"]
+        self._label_weights(version)
+        # vLLM keeps the adapter that a request began with to its end.
+        self.loads_in_flight = run.base_weights is None
         if run.base_weights is not None:
             self._load_adapter(folder)
         self.card, self.capacity = card_name(), max(1, _SEQUENCES // run.num_generations)
@@ -96,21 +100,29 @@ class VllmEngine:
         return [*words, "--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
 
     def load(self, folder: Path, version: int) -> None:
-        """Replace the running server's weights, or its adapter."""
+        """Replace the running server's weights, with which what it is drawing goes on, or its adapter."""
         path = versions_file(self._run, folder)
         if _read_tensors(path) != self._tensors:
             raise EngineError(f"{path}: not the tensors of the model that vLLM started with")
         if self._run.base_weights is not None:
             self._load_adapter(folder)
+            self._label_weights(version)
             return
+        self._is_paused = True
         self._post("/pause?mode=keep")
         self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        # The keys and values of prompts that the old weights have read. vLLM keeps them on purpose.
+        # The keys and values of what the old weights have read: prompts, and completions that are being drawn, which
+        # the new weights read anew. vLLM keeps them on purpose.
         if self._post("/reset_prefix_cache?reset_running_requests=true").get("success") is not True:
             raise EngineError("/reset_prefix_cache: vLLM keeps what the old weights have cached")
-        self._post("/update_weight_version", {"new_version": str(version)})
+        self._label_weights(version)
         self._post("/resume")
-        self._weights = str(version)
+        self._is_paused = False
+
+    def _label_weights(self, version: int) -> None:
+        """Tell the server what it calls its weights in `weight_versions`."""
+        self._post("/update_weight_version", {"new_version": str(version)})
+        self._version = version
 
     def _load_adapter(self, folder: Path) -> None:
         """Let requests name the adapter of the folder.
@@ -135,7 +147,7 @@ class VllmEngine:
 
     def draw(self, task: Task) -> Drawn:
         """Draw a group in one request, so that its completions share the prompt's keys and values."""
-        run, weights = self._run, self._weights
+        run, version = self._run, self._version
         if len(task.prompt_ids) + run.max_completion_length > self._longest:
             raise EngineError(
                 f"vllm_args: --max-model-len is {self._longest}, and group {task.group} has a prompt of "
@@ -164,19 +176,20 @@ class VllmEngine:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [choice["token_ids"] for choice in choices]
             logprobs = [[token["logprob"] for token in choice["logprobs"]["content"]] for choice in choices]
-            spans = {span["version"] for choice in choices for span in choice["weight_versions"]}
+            versions = [_versions(choice) for choice in choices]
             reasons = {choice["finish_reason"] for choice in choices}
-        if spans != {weights} or not reasons <= {"stop", "length"}:
+        drew = {*chain(*versions)}
+        if not (run.in_flight_weight_updates or drew == {version}) or not reasons <= {"stop", "length"}:
             raise EngineError(
-                f"/inference/v1/generate: completions of weights {sorted(spans)} that ended by {sorted(reasons)}, "
-                f"instead of {weights!r} by stop or length"
+                f"/inference/v1/generate: completions of weights {sorted(drew)} that ended by {sorted(reasons)}, "
+                f"instead of {version} by stop or length"
             )
         return Drawn(
             task.group,
             task.attempt,
             completions,
             [[self._checked(value) for value in values] for values in logprobs],
-            [[task.version] * len(completion) for completion in completions],
+            versions,
         )
 
     def close(self) -> None:
@@ -189,7 +202,7 @@ class VllmEngine:
         tokens, since = math.nan, time.monotonic()
         while not process.has_ended(self._stall_seconds / 10):
             now = _token_count(process)
-            if not self._drawing or now != tokens:
+            if not self._drawing or self._is_paused or now != tokens:
                 tokens, since = now, time.monotonic()
             elif time.monotonic() - since > self._stall_seconds:
                 self._stalled = f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended; its log is "
@@ -244,6 +257,13 @@ def vllm_command() -> list[str]:
             f"engine='vllm': {sys.executable} has no vLLM: start generate.py with the python of an environment that has"
         )
     return [sys.executable, *SERVER]
+
+
+def _versions(choice: dict[str, Any]) -> list[int]:
+    """Return the version that drew each token of a completion. Raises ValueError where the spans leave one out."""
+    spans = choice["weight_versions"]
+    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    return [version for version, _ in zip(versions, choice["token_ids"], strict=True)]
 
 
 def card_name() -> str:

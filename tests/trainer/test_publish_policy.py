@@ -222,7 +222,7 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     worker.bring_model(run)
     engine = TransformersEngine(WorkerConfig(pool=pool.client.url))
     worker.bring(0, first.sha256)
-    engine.start(run, worker.path)
+    engine.start(run, worker.path, 0)
     assert rounded(engine.logprobs(first.probe)) == first.probe.logprobs
     worker.bring(1, second.sha256)
     engine.load(worker.path, 1)

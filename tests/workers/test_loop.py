@@ -1,11 +1,13 @@
 """A worker against a real pool: what it draws, with which weights, and what becomes of it when something fails."""
 
+import copy
 import logging
 import threading
 import time
 from contextlib import contextmanager
 
 import pytest
+import torch
 from plain_engine import PlainEngine
 from pools import Trainer, running_pool
 
@@ -187,6 +189,65 @@ def test_nothing_is_drawn_with_weights_that_the_engine_does_not_have(pool, train
         eventually(lambda: ended)
         assert "the engine failed 4 times in a row: version 2: the engine's log-probs" in str(ended[0])
         assert trainer.client.take([task.key for task in tasks], 0) == []
+
+
+@pytest.fixture
+def rolling(pool, model_folder, tmp_path):
+    """A trainer whose workers always take the newest version."""
+    (tmp_path / "trainer").mkdir()
+    return Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer", in_flight_weight_updates=True)
+
+
+def test_between_groups_an_engine_takes_the_newest_version_whatever_the_tasks(pool, rolling, tmp_path):
+    """By plain transformers, the log-probs of each token are those of the version that it names."""
+    trainer, policies, drawn = rolling, {}, []
+    with working(pool, tmp_path / "worker", TransformersEngine(WorkerConfig(pool=pool.url))):
+        for version in (0, 2, 4):
+            trainer.learn(seed=version)
+            policies[version] = copy.deepcopy(trainer.model)
+            trainer.publish(version, whole=version == 0, delta=version > 0)
+            tasks = trainer.put_tasks(0, range(2 * version, 2 * version + 4))
+            drawn += zip(tasks, trainer.wait(tasks), strict=True)
+    for task, group in drawn:
+        (version,) = {number for row in group.versions for number in row}
+        for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
+            with torch.no_grad():
+                logits = policies[version](torch.tensor([task.prompt_ids + ids])).logits[0, -len(ids) - 1 : -1]
+            expected = (logits / trainer.run.temperature).log_softmax(-1)[range(len(ids)), ids]
+            assert torch.allclose(expected, torch.tensor(logprobs), atol=1e-5)
+    assert {group.versions[0][0] for _, group in drawn} == {0, 2, 4}
+    assert drawn[-1][1].versions[0][0] == 4
+
+
+def test_new_weights_are_loaded_while_completions_are_drawn_and_nothing_is_sent_before_their_proof(
+    pool, rolling, tmp_path, caplog
+):
+    engine = PlainEngine(capacity=2, loads_in_flight=True)
+    engine.go.clear()
+    rolling.publish(0)
+    tasks = rolling.put_tasks(0, range(2))  # the engine is full
+    with working(pool, tmp_path / "worker", engine):
+        eventually(lambda: engine.most_at_a_time == 2)
+        for version, is_wrong in ((1, False), (2, True)):
+            engine.prove.clear()
+            engine.wrong_logprobs = int(is_wrong)
+            rolling.learn(seed=version)
+            rolling.publish(version, delta=True)
+            eventually(lambda number=version: f"load {number}" in engine.calls)
+            engine.go.set()
+            eventually(lambda: not engine._drawing)
+            assert rolling.client.take([task.key for task in tasks], 0.3) == []
+            engine.prove.set()
+            drawn = rolling.wait(tasks)
+            assert {number for group in drawn for row in group.versions for number in row} == {version}
+            engine.go.clear()
+            if not is_wrong:
+                assert engine.draws == 2 and engine.calls == ["start", "load 1"]
+                tasks = rolling.put_tasks(0, range(2, 4))
+                eventually(lambda: engine._drawing == 2)
+        assert engine.draws == 6 and engine.calls == ["start", "load 1", "load 2", "close", "start"]
+        assert "version 2: the engine's log-probs are 1 nats a token from the trainer's" in caplog.text
+        engine.go.set()
 
 
 def test_groups_that_the_pool_refuses_end_the_worker_after_three(pool, trainer, tmp_path, caplog):

@@ -23,6 +23,7 @@ from adapters import by_hand, write_adapter
 from conftest import ENVIRONMENT, REPOSITORY
 from processes import left_of
 from safetensors.torch import load_file, save_file
+from servers import wait_until
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.model.logprobs import token_logprobs
@@ -30,7 +31,7 @@ from grpo.model.packing import Batcher
 from grpo.wire.rollouts import Probe, RunInfo, Task, check_drawn
 from grpo.workers import vllm_process
 from grpo.workers.engine import EngineError
-from grpo.workers.vllm_engine import SERVER, VllmEngine
+from grpo.workers.vllm_engine import SERVER, VllmEngine, _token_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
@@ -38,6 +39,7 @@ FAKE = [sys.executable, str(REPOSITORY / "tests/fake_vllm.py")]
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 PROMPT = [1, 89, 201, 197, 169, 223, 23, 11, 45, 78]
 LONG_PROMPT = [3 + place * place % 400 for place in range(400)]  # three of vLLM's blocks on a CPU
+PROMPTS = [PROMPT, LONG_PROMPT[:150]]
 EOS = [2, *range(100, 130)]  # random weights find one of so many soon
 
 
@@ -109,7 +111,7 @@ def make_fake(make, request):
 def engine(make, run, folders) -> VllmEngine:
     """An engine that has started with the first weights; a test loads those that it wants."""
     engine = make()
-    engine.start(run, folders["untied0"])
+    engine.start(run, folders["untied0"], 0)
     return engine
 
 
@@ -155,7 +157,8 @@ def test_completions_are_the_runs_and_their_logprobs_ours(engine, run, folders):
 def test_a_completion_ends_with_any_eos_or_at_the_largest_length(engine, run):
     groups = [engine.draw(Task(group, 0, 0, PROMPT)) for group in range(8)]
     completions = [tuple(ids) for group in groups for ids in group.completions]
-    assert len({*completions}) == len(completions)
+    long = [ids for ids in completions if len(ids) > 3]
+    assert len({*long}) == len(long) > 10
     last = {ids[-1] for ids in completions if len(ids) < run.max_completion_length}
     assert len(last) > 3 and last <= {*EOS}
     assert any(len(ids) == run.max_completion_length for ids in completions)
@@ -180,6 +183,36 @@ def test_new_weights_are_drawn_from_also_after_a_prompt_that_the_old_ones_have_r
         assert distance_of_draw(engine, run, folders[name], version) < 1e-4
 
 
+def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_token(
+    engine, run, folders, request, monkeypatch
+):
+    """What a completion that runs has read is read anew: its log-probs are those of the version of each token."""
+    length = 120 if "fake" in request.node.callspec.params.values() else 300
+    long_run = dataclasses.replace(run, eos_token_ids=[], max_completion_length=length, in_flight_weight_updates=True)
+    monkeypatch.setattr(engine, "_run", long_run)
+    engine.load(folders["untied0"], 5)
+    before = _token_count(engine._process) + sum(map(len, PROMPTS)) + 20
+    with ThreadPoolExecutor(2) as threads:
+        drawing = [threads.submit(engine.draw, Task(group, 0, 5, prompt)) for group, prompt in enumerate(PROMPTS)]
+        wait_until(lambda: _token_count(engine._process) > before)
+        engine.load(folders["untied1"], 7)
+        assert distance_of_probe(engine, folders["untied1"]) < 1e-4
+        was_proved_in_flight = not any(group.done() for group in drawing)
+        groups = [group.result() for group in drawing]
+    assert was_proved_in_flight or length == 300  # vLLM may draw them to their end before it answers
+    for task, group in zip((Task(group, 0, 5, prompt) for group, prompt in enumerate(PROMPTS)), groups, strict=True):
+        check_drawn(group, long_run, task, {5, 7})
+        by_version = {
+            5: scored(folders["untied0"], task.prompt_ids, group.completions, run.temperature),
+            7: scored(folders["untied1"], task.prompt_ids, group.completions, run.temperature),
+        }
+        for row, (drawn, versions) in enumerate(zip(group.logprobs, group.versions, strict=True)):
+            assert {*versions} == {5, 7}
+            expected = [by_version[version][row][place] for place, version in enumerate(versions)]
+            others = [by_version[12 - version][row][place] for place, version in enumerate(versions)]
+            assert difference([drawn], [expected]) < 1e-4 < 0.1 < difference([drawn], [others])
+
+
 def test_the_probe_tells_versions_apart(engine, folders):
     engine.load(folders["untied1"], 1)
     assert distance_of_probe(engine, folders["untied0"]) > 0.1
@@ -201,12 +234,12 @@ def test_a_prompt_that_does_not_fit_is_named(engine, run):
 def test_a_tied_head_that_a_reload_leaves_is_shown_by_the_probe_and_mended_by_a_restart(make, run, folders):
     """vLLM does so on a CPU."""
     engine = make("keeps_head")
-    engine.start(run, folders["tied0"])
+    engine.start(run, folders["tied0"], 0)
     assert distance_of_probe(engine, folders["tied0"]) < 1e-4
     engine.load(folders["tied1"], 1)
     assert distance_of_probe(engine, folders["tied1"]) > 0.1
     engine.close()
-    engine.start(run, folders["tied1"])
+    engine.start(run, folders["tied1"], 1)
     assert distance_of_probe(engine, folders["tied1"]) < 1e-4
     assert distance_of_draw(engine, run, folders["tied1"], 1) < 1e-4
     engine.close()
@@ -226,7 +259,7 @@ def test_versions_of_an_adapter_are_drawn_from_also_after_a_prompt_that_another_
     for version, (adapter, merged) in enumerate(expected):
         shutil.copytree(adapter, folder / "adapter", dirs_exist_ok=True)
         if version == 0:
-            engine.start(run, folder)
+            engine.start(run, folder, 0)
         else:
             assert distance_of_draw(engine, run, merged, version - 1) > 0.01  # the one before
             engine.load(folder, version)
@@ -250,12 +283,12 @@ def test_an_adapter_that_vllm_does_not_know_is_refused_before_it_starts(make_fak
     shutil.copytree(folders["untied0"], folder)
     write_adapter(folder / "adapter", folders["untied0"], use_dora=True)
     with pytest.raises(EngineError, match=r"adapter_config\.json: vLLM knows no DoRA: draw with --engine transformers"):
-        make_fake("dies_at_start").start(dataclasses.replace(run, base_weights="0" * 64), folder)
+        make_fake("dies_at_start").start(dataclasses.replace(run, base_weights="0" * 64), folder, 0)
 
 
 def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
     engine = make()
-    engine.start(run, folders["untied0"])
+    engine.start(run, folders["untied0"], 0)
     below = psutil.Process().children(recursive=True)
     servers = [child for child in below if any(str(folders["untied0"]) in word for word in child.cmdline())]
     server = servers[-1]
@@ -275,7 +308,7 @@ def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
     while (left := [path for path in segments if path.exists()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left  # hundreds of MB for each start otherwise
-    engine.start(run, folders["untied1"])
+    engine.start(run, folders["untied1"], 1)
     assert distance_of_draw(engine, run, folders["untied1"], 1) < 1e-4
     engine.close()
 
@@ -283,7 +316,7 @@ def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
 def test_an_engine_that_dies_at_its_first_request_gives_the_reason(make, run, model_folder):
     """vLLM on a CPU knows no heads of 16 numbers: it is healthy until a token is drawn."""
     engine = make("dies_at_draw")
-    engine.start(run, model_folder)
+    engine.start(run, model_folder, 0)
     with pytest.raises(EngineError, match="^vLLM ended with code .*: RuntimeError: Unsupported CPU attention conf"):
         engine.draw(Task(0, 0, 0, PROMPT))
     engine.close()
@@ -291,7 +324,7 @@ def test_an_engine_that_dies_at_its_first_request_gives_the_reason(make, run, mo
 
 def test_an_engine_that_does_not_start_gives_the_reason(make_fake, run, model_folder):
     with pytest.raises(EngineError, match="^vLLM ended with code 1: ValueError: Free memory on device"):
-        make_fake("dies_at_start").start(run, model_folder)
+        make_fake("dies_at_start").start(run, model_folder, 0)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +336,7 @@ def test_an_engine_that_does_not_start_gives_the_reason(make_fake, run, model_fo
 )
 def test_a_reload_that_fails_ends_the_engine(make_fake, run, folders, fault, message):
     engine = make_fake(fault)
-    engine.start(run, folders["untied0"])
+    engine.start(run, folders["untied0"], 0)
     with pytest.raises(EngineError, match=message):
         engine.load(folders["untied1"], 1)
     engine.close()
@@ -314,12 +347,12 @@ def test_a_reload_that_fails_ends_the_engine(make_fake, run, folders, fault, mes
     [
         ("hangs_at_draw", r"^vLLM drew no token for 1 s and was ended"),
         ("draws_nan", "^/inference/v1/generate: a log-prob of -9999.0"),
-        ("mixes_weights", r"^/inference/v1/generate: completions of weights \['6', 'default'\]"),
+        ("mixes_weights", r"^/inference/v1/generate: completions of weights \[0, 6\]"),
     ],
 )
 def test_a_draw_that_cannot_be_trusted_is_an_error(make_fake, run, folders, fault, message):
     engine = make_fake(fault, stall_seconds=1.0)
-    engine.start(run, folders["untied0"])
+    engine.start(run, folders["untied0"], 0)
     with pytest.raises(EngineError, match=message):
         engine.draw(Task(0, 0, 0, PROMPT))
     engine.close()
@@ -328,7 +361,7 @@ def test_a_draw_that_cannot_be_trusted_is_an_error(make_fake, run, folders, faul
 def test_close_ends_a_draw_from_another_thread(make_fake, run, folders):
     engine = make_fake("hangs_at_draw")
     engine.close()
-    engine.start(run, folders["untied0"])
+    engine.start(run, folders["untied0"], 0)
     threading.Timer(0.5, engine.close).start()
     with pytest.raises(EngineError, match="^vLLM was killed by signal 15"):
         engine.draw(Task(0, 0, 0, PROMPT))
@@ -339,7 +372,7 @@ def test_close_ends_a_start_from_another_thread(run, model_folder, tmp_path):
     engine = VllmEngine(["sh", "-c", "sleep 1000 & sleep 1000"], tmp_path / "log")
     threading.Timer(0.5, engine.close).start()
     with pytest.raises(EngineError, match="^vLLM was killed by signal 15; its log is"):
-        engine.start(run, model_folder)
+        engine.start(run, model_folder, 0)
 
 
 def test_whatever_vllm_started_ends_with_a_killed_worker(tmp_path):

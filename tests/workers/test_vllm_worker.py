@@ -3,6 +3,7 @@
 VLLM_PYTHON names the interpreter of an environment with vLLM (`make test-vllm`).
 """
 
+import copy
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY
 from pools import Trainer, running_pool
 from processes import left_of
+from servers import wait_until
 from trainer_runs import options, run_ranks, timeless
 from transformers import Qwen2ForCausalLM
 
@@ -26,6 +28,7 @@ from grpo.config.worker import WorkerConfig
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.wire.rollouts import Task
+from grpo.workers import loop
 from grpo.workers.loop import Worker
 from grpo.workers.vllm_engine import VllmEngine
 
@@ -73,6 +76,43 @@ def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, m
         worker.close()
         thread.join()
     assert log.read_text().count("a line of the log") == 3
+
+
+def test_a_swap_in_the_middle_of_completions_is_in_the_versions_of_their_tokens(
+    pool, model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "POLL", 0.2)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    for name in ("trainer", "worker"):
+        (tmp_path / name).mkdir()
+    changes = {"max_completion_length": 100, "in_flight_weight_updates": True}
+    trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer", **changes)
+    trainer.publish(0)
+    tasks, policies = trainer.put_tasks(0, range(3)), [copy.deepcopy(trainer.model)]
+    engine = VllmEngine(FAKE, tmp_path / "vllm.log", ["--fault", "draws_slowly"])
+    worker = Worker(WorkerConfig(pool=pool.url), engine, tmp_path / "worker")
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        wait_until(lambda: engine._drawing)
+        trainer.learn(seed=1)
+        trainer.publish(1, whole=False, delta=True)
+        policies.append(trainer.model)
+        groups = trainer.wait(tasks)
+    finally:
+        worker.close()
+        thread.join()
+    changed = 0
+    for task, group in zip(tasks, groups, strict=True):
+        batch = Batcher(0, 0).make([(task.prompt_ids, ids) for ids in group.completions], "cpu")
+        with torch.no_grad():
+            by_version = torch.stack([token_logprobs(policy, batch, trainer.run.temperature)[0] for policy in policies])
+        versions = torch.tensor([version for row in group.versions for version in row])
+        drawn = torch.tensor([value for row in group.logprobs for value in row])
+        assert (by_version[versions, range(len(versions))] - drawn).abs().max() < 1e-4
+        changed += sum({*row} == {0, 1} for row in group.versions)
+    assert changed > 0
 
 
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no environment with vLLM")
