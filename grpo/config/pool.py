@@ -29,6 +29,11 @@ class PoolSection(Section):
         "wait for them, 1 lets both work at the same time",
         at_least=0,
     )
+    in_flight_weight_updates: bool = option(
+        False,
+        "workers take each new policy as soon as it is there, in the middle of completions too: for long answers. A "
+        "round is then drawn by policies that are at most max_policy_lag rounds old, and other ones in each run",
+    )
     pool_deadline: float = option(900.0, "seconds without any new group after which the run ends", above=0)
     replay: str | None = option(
         None, "file of an earlier run's pool, to train on what was drawn then, without pool and workers"
@@ -46,6 +51,13 @@ class PoolSection(Section):
             self.max_policy_lag,
             "this sampler draws and trains by turns, so older completions would make nothing faster: add sampler pool, "
             "or use 0",
+        )
+        require(
+            self.max_policy_lag > 0 or not self.in_flight_weight_updates,
+            "in_flight_weight_updates",
+            self.in_flight_weight_updates,
+            "without a lag nothing is drawn while the policy changes: add a max_policy_lag of 1 or more, or leave this "
+            "out",
         )
         if not is_pool:
             return

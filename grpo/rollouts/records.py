@@ -43,7 +43,8 @@ class Rollout:
     sampling_logprobs: list[float]
     """the log-prob of each id in the distribution that it was drawn from; NaN where the sampler does not know it"""
     policy_version: int
-    """the number of updates that the policy had had when it drew this"""
+    """the number of updates that the policy had had when it drew the first of these tokens; with
+    in_flight_weight_updates it may have drawn the later ones after more"""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class PoolRun:
             seed=config.seed,
             model_files=hashlib.sha256(self._files).hexdigest(),
             groups_per_round=config.prompts_per_step * config.steps_per_generation,
+            in_flight_weight_updates=config.in_flight_weight_updates,
         )
 
     def publish(self, version: int, number: int) -> None:
@@ -62,7 +63,7 @@ class PoolRun:
         draws_this_round = self._config.version_of_round(number) == version
         if not self._is_begun:
             self._begin()
-            if not draws_this_round:
+            if not (draws_this_round or self._run.in_flight_weight_updates):  # else this version can draw it too
                 self._check_version(number)
             self._is_begun = True
         self._release()

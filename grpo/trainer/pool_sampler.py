@@ -2,6 +2,7 @@
 
 Round r is drawn by the policy as it was when round max(0, r - max_policy_lag) began, whoever draws it and whenever. So
 what comes back follows from the run's settings alone: a rank, a worker or the pool may be killed and started again.
+With in_flight_weight_updates that policy is the oldest that may draw the round; workers take the newest there is.
 """
 
 from __future__ import annotations

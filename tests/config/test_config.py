@@ -107,6 +107,11 @@ IMPOSSIBLE = [
         "use token_truncate or token_mask",
     ),
     (["--max_policy_lag", "1"], "max_policy_lag=1: ", "add sampler pool"),
+    (
+        ["--sampler", "pool", "--pool", "http://a:1", "--in_flight_weight_updates", "true"],
+        "in_flight_weight_updates=True: ",
+        "add a max_policy_lag of 1 or more",
+    ),
     (["--pool", "http://a:1"], "pool='http://a:1': ", "add sampler pool"),
     (["--sampler", "pool"], "sampler='pool': ", "the URL of a pool, or the file of one as replay"),
     (["--sampler", "pool", "--pool", "a:1"], "pool='a:1': ", "http://HOST:PORT"),

@@ -139,6 +139,39 @@ def test_a_replay_needs_no_pool_and_ends_with_the_same_bits(words, undisturbed, 
     )
 
 
+def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a_replay_has_their_bits(
+    words, tmp_path, model_folder
+):
+    """Killed in the middle it goes on with what the pool has; plain transformers give each token its log-prob."""
+    rolling = {**LAG, "max_policy_lag": 2, "in_flight_weight_updates": True, "max_steps": 4, "save_steps": 1}
+    rolling["save_total_limit"] = 0
+    settings = words(tmp_path / "run", resume_from_checkpoint="last", **rolling)
+    with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
+        served.wait_ready()
+        moment = "grpo.trainer.pool_run:PoolRun.publish:before:3"
+        killed = run_ranks(1, "tests/killed_at.py", moment, "0", *settings, "--pool", served.url)
+        assert killed.returncode == -signal.SIGKILL
+        before = drawn(tmp_path)
+        assert went_on(finish(1, [*settings, "--pool", served.url])) == 2
+    rows = {row[:2]: row for row in drawn(tmp_path)}
+    assert all(rows[row[:2]] == row for row in before if row[-1])
+    folders = [model_folder, *(tmp_path / f"run/checkpoint-{step}" for step in range(1, 4))]
+    policies = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
+    recording, ages = Recording(str(tmp_path / "pool.sqlite")), set()
+    for key in rows:
+        task, group = recording.task(key), recording.result(key)
+        now = task.group // 4  # a round is a step of four groups
+        for ids, logprobs, versions in zip(group.completions, group.logprobs, group.versions, strict=True):
+            (version,) = {*versions}  # this engine changes weights between groups
+            right = logprobs_of(policies[version], task.prompt_ids, ids)
+            assert max(0, now - 2) <= version and (right - torch.tensor(logprobs)).abs().max() < 1e-5
+            ages.add(now - version)
+    assert len(ages) > 1 and max(ages) <= 2
+    assert all(0 <= row["sampling/policy_lag"] <= 2 for row in timeless(tmp_path / "run"))
+    finish(1, words(tmp_path / "again", replay=tmp_path / "pool.sqlite", **rolling))
+    check_same(tmp_path / "again", tmp_path / "run")
+
+
 def test_a_run_goes_on_with_another_number_of_ranks_and_what_its_other_bits_do_not_draw_is_drawn_anew(words, tmp_path):
     with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
         served.wait_ready()
