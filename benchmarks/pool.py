@@ -88,7 +88,7 @@ def work(url: str, name: str, leases: list[float], uploads: list[float]) -> None
     client = PoolClient(url)
     while True:
         start = time.perf_counter()
-        tasks, _ = client.lease(Lease(name, 8, [], 0.0))
+        tasks = client.lease(Lease(name, 8, [], 0.0)).tasks
         leases.append(time.perf_counter() - start)
         if not tasks:
             return
@@ -112,6 +112,8 @@ def throughput(groups: int, clients: int) -> list[object]:
         for thread in threads:
             thread.join()
         took = time.perf_counter() - start
+    if len(uploads) != groups:
+        raise RuntimeError(f"{len(uploads)} of {groups} groups were uploaded")
     return [f"{clients} clients, HTTP", f"{len(uploads) / took:.0f}", milliseconds(leases), milliseconds(uploads)]
 
 
@@ -119,7 +121,7 @@ def stored_alone(groups: int) -> list[object]:
     """Store the same results without HTTP."""
     times = []
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(str(Path(folder) / "pool.sqlite"))
+        store = Store(str(Path(folder) / "pool.sqlite"), on_damage=print)
         tasks = [Task(group, 0, 0, [7] * 100) for group in range(groups)]
         store.put_tasks(tasks)
         for task in tasks:

@@ -12,6 +12,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 from benchmarks.arithmetic import each_alone, padded, prompt_once
 from benchmarks.common import groups, ratios, skewed
 from benchmarks.options import OPTIONS
+from benchmarks.pool import stored_alone, throughput, written_alone
 from demo.__main__ import CONFIG
 from grpo.config.command_line import parse_arguments
 from grpo.config.launch import LaunchConfig
@@ -50,6 +51,11 @@ def test_ratios_are_of_pairs():
 def test_every_benchmark_is_imported():
     for file in (REPOSITORY / "benchmarks").glob("*.py"):
         importlib.import_module(f"benchmarks.{file.stem}")
+
+
+def test_every_group_goes_through_the_pool_that_is_measured():
+    for row in (throughput(12, clients=2), stored_alone(12), written_alone(12)):
+        assert float(row[1]) > 0
 
 
 def test_every_option_of_the_options_benchmark_is_accepted(tmp_path):
