@@ -34,8 +34,9 @@ import torch
 
 import reward
 from benchmarks.common import REPOSITORY, machine, spread, table
-from demo.__main__ import CONFIG, ENVIRONMENT, free_port, prepare, train
+from demo.__main__ import CONFIG, ENVIRONMENT, prepare, train
 from grpo.config.command_line import parse_arguments
+from grpo.config.ports import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids, load_model, load_tokenizer
 from grpo.rewards.compute import load_reward_funcs

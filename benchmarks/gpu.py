@@ -37,11 +37,11 @@ from benchmarks.card import CUDA, DEVICE, Clock, Tables, bandwidth, card_peak, f
 from benchmarks.common import REPOSITORY, SHAPES, TINY, Group, groups, qwen, random_model, spread
 from benchmarks.gpu_train import train
 from benchmarks.train_memory import CARD_CASES, PHASES, TINY_CASES, phase_sizes
-from demo.__main__ import free_port
 from demo.model import build_tokenizer
 from grpo.algorithm.loss import grpo_loss
 from grpo.algorithm.tokens import StepSize, Tokens
 from grpo.config.loss import LossSection
+from grpo.config.ports import free_port
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher

@@ -19,9 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.card import Clock, Tables, free
 from benchmarks.common import spread
-from demo.__main__ import free_port
 from demo.model import build_tokenizer
 from demo.task import problems
+from grpo.config.ports import free_port
 
 
 def train(shape: str, build: Callable[[], PreTrainedModel], tiny: bool, clock: Clock, tables: Tables) -> None:

@@ -28,9 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import REPOSITORY, machine, spread, table
-from demo.__main__ import free_port, prepare, start, train
+from demo.__main__ import prepare, start, train
 from grpo.client.errors import RequestFailure
 from grpo.client.pool import PoolClient
+from grpo.config.ports import free_port
 from grpo.pool.store import Store
 from grpo.wire.rollouts import Drawn, Lease, Probe, RunInfo, Task, Version, encode_drawn
 

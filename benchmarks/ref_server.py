@@ -51,9 +51,9 @@ from benchmarks.common import (
     spread,
     table,
 )
-from demo.__main__ import free_port
 from demo.model import build_tokenizer
 from grpo.client.reference import ReferenceClient
+from grpo.config.ports import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.model.logprobs import CPU_BLOCK, token_logprobs
 from grpo.model.packing import Batcher

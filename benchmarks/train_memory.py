@@ -34,7 +34,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from benchmarks.card import CUDA, DEVICE
 from benchmarks.common import REPOSITORY, SHAPES, TINY, forget_peak, machine, peak_above, qwen, random_model, table
 from benchmarks.memory import gpt2, on_meta
-from demo.__main__ import free_port
+from grpo.config.ports import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter

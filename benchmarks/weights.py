@@ -30,9 +30,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import REPOSITORY, machine, qwen, random_model, spread, table
-from demo.__main__ import free_port, prepare, train
+from demo.__main__ import prepare, train
 from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
+from grpo.config.ports import free_port
 from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
 from grpo.trainer.publish_policy import PolicyPublisher

@@ -15,13 +15,14 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from grpo.config.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "configs/demo_cpu.yaml"
@@ -179,11 +180,6 @@ def print_completions(folder: Path, last_step: int) -> None:
         for row in range(max(map(len, columns))):
             left, right = (column[row] if row < len(column) else "" for column in columns)
             print(f"  {left:<{WIDTH}}  {right}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import logging
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from grpo.config.console import start_logging
 from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import REPOSITORY
 from grpo.config.launch import LaunchConfig
+from grpo.config.ports import free_port
 from grpo.run.run_folder import find_run_folder
 
 log = logging.getLogger("grpo.launch")
@@ -113,9 +113,7 @@ class Programs:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # under nohup SIGHUP is
                 signal.signal(number, self._pass_on)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(ranks):
             place = {**shared, "RANK": rank, "LOCAL_RANK": rank}
             self._ranks.append(self._start("grpo_ref_split.py", cards, place))

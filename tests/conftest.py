@@ -33,9 +33,9 @@ pytest.register_assert_rewrite("trainer_runs", "models", "experts", "adapters", 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from demo.__main__ import free_port  # noqa: E402
 from demo.model import build_model, build_tokenizer  # noqa: E402
 from demo.task import write_dataset  # noqa: E402
+from grpo.config.ports import free_port  # noqa: E402
 
 GSM8K = REPOSITORY.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")

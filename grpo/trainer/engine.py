@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
+from grpo.config.ports import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.model.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
 from grpo.model.load import resolve_dtype
@@ -55,14 +55,12 @@ def join_ranks(config: TrainerConfig) -> Ranks:
     """Meet the other ranks. Raises ConfigError if a card cannot be used."""
     rank, world_size, device = own_place()
     if "RANK" not in os.environ:  # plain python instead of the deepspeed launcher: one rank
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         os.environ |= {
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
         }
     if device.type == "cpu":
         # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.

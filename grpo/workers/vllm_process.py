@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import requests
 
+from grpo.config.ports import free_port
 from grpo.workers.engine import EngineError
 
 START_SECONDS = 1800.0  # a large model from a slow disk, and what vLLM compiles
@@ -39,8 +39,7 @@ class VllmProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
         """Start `command` with --host and --port; what it prints is added to `log`."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._lock, self._has_group = threading.Lock(), True

@@ -13,9 +13,9 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 from trainer_runs import lines, options, wait_for_steps
 
-from demo.__main__ import free_port
 from grpo.config.errors import ConfigError
 from grpo.config.launch import LaunchConfig
+from grpo.config.ports import free_port
 from grpo.launch import launch, share_cards
 
 
