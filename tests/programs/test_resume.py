@@ -76,7 +76,7 @@ def undisturbed(setting, model_folder, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, kind, kills", [(1, "reference updates", 10), (2, "full", 5), (2, "LoRA", 5)])
 def test_killed_at_any_moment_it_ends_with_the_same_weights(
     ranks, kind, kills, setting, undisturbed, model_folder, tmp_path, few
