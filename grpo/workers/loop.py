@@ -86,7 +86,9 @@ class Worker:
             while True:
                 leased = self._lease(self._wait_for_room(), POLL)
                 tasks = leased.tasks
-                is_other = (tasks or leased.sha256) and leased.sha256 != self._version.sha256
+                # The number too: an update may leave all weights as they were.
+                known = self._version.version, self._version.sha256
+                is_other = (tasks or leased.sha256) and (leased.version, leased.sha256) != known
                 if is_other and not self._take(leased.version, leased.sha256):
                     self._forget(tasks)
                     continue
