@@ -123,6 +123,14 @@ def test_a_version_of_the_same_number_with_other_bits_is_another_version(pool, t
     assert engine.weights == [first.sha256, second.sha256]
 
 
+def test_versions_with_equal_weights_are_drawn_each_under_its_number(pool, trainer, tmp_path):
+    with working(pool, tmp_path / "worker", PlainEngine()):
+        for version in range(3):  # a learning rate of 0: no update changes a weight
+            trainer.publish(version)
+            (drawn,) = trainer.wait(trainer.put_tasks(version, range(version, version + 1)))
+            assert {number for row in drawn.versions for number in row} == {version}
+
+
 def test_a_worker_that_joins_begins_with_the_version_that_is_drawn_with(pool, trainer, tmp_path):
     engine = PlainEngine()
     versions = [trainer.publish(0)]
