@@ -1,0 +1,74 @@
+"""The pictures of a prompt as files: PNG or JPEG, perhaps a stranger's, checked before they are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+
+from PIL import ImageOps
+from PIL.Image import Image
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+
+MOST_PIXELS = 1 << 26
+"""most pixels of a picture: a square of 8,192; decoded it takes 200 MB, whatever its file has"""
+
+# By the first bytes, and not by Image.open, whose readers of other formats would see a stranger's bytes too. A JPEG with
+# several pictures (MPO, of many cameras) is read as its first.
+_READERS = {b"\x89PNG\r\n\x1a\n": PngImageFile, b"\xff\xd8\xff": JpegImageFile}
+
+
+class PictureError(ValueError):
+    """A picture that cannot be used. The text says why, as the rest of a sentence: "is damaged (...)"."""
+
+    def __init__(self, reason: str, is_large: bool = False):
+        super().__init__(reason)
+        self.is_large = is_large
+        """whether it only has too many pixels"""
+
+
+def check_picture(data: bytes, max_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+    """Return (width, height) that a picture's header tells; no pixel is decoded.
+
+    Raises PictureError for what is no PNG or JPEG file, is animated, or has more than `max_pixels` pixels. A file whose
+    end is missing or damaged passes: `open_picture` finds that.
+    """
+    return _read_header(data, max_pixels).size
+
+
+def open_picture(data: bytes, max_pixels: int = MOST_PIXELS) -> Image:
+    """Return a picture decoded to RGB, and turned as its camera was held, as transformers' `load_image` does.
+
+    Raises PictureError: as `check_picture`, and for a file that is cut off or damaged.
+    """
+    picture = _read_header(data, max_pixels)
+    with _refused_damage():
+        ImageOps.exif_transpose(picture, in_place=True)
+        return picture.convert("RGB")
+
+
+def _read_header(data: bytes, max_pixels: int) -> ImageFile:
+    reader = next((reader for first, reader in _READERS.items() if data.startswith(first)), None)
+    if reader is None:
+        raise PictureError("is no PNG or JPEG file")
+    with _refused_damage():
+        picture = reader(BytesIO(data))
+    width, height = picture.size
+    if width * height > max_pixels:
+        raise PictureError(f"has {width} x {height} pixels: the limit is {max_pixels} in all", is_large=True)
+    if getattr(picture, "is_animated", False):
+        raise PictureError("is animated: use a file of one picture")
+    return picture
+
+
+@contextmanager
+def _refused_damage() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise
+    # Pillow raises a dozen kinds of error for damaged files, struct.error and SyntaxError among them.
+    except Exception as error:
+        raise PictureError(f"is damaged ({str(error)[:100] or type(error).__name__})") from error

@@ -1,0 +1,132 @@
+"""Pictures as files: what is read, and what is refused with its reason."""
+
+import io
+import struct
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from grpo.wire.picture_files import PictureError, check_picture, open_picture
+
+DRAWN = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8))
+
+
+def encoded(picture: Image.Image = DRAWN, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    )
+
+
+def jpeg_claiming(width: int, height: int) -> bytes:
+    whole = encoded(kind="JPEG")
+    place = whole.index(b"\xff\xc0") + 5
+    return whole[:place] + struct.pack(">HH", height, width) + whole[place + 4 :]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16"])
+def test_a_png_of_any_mode_is_opened_as_rgb(mode):
+    data = encoded(DRAWN.convert("L").convert(mode) if mode == "I;16" else DRAWN.convert(mode))
+    assert check_picture(data) == (8, 6)
+    picture = open_picture(data)
+    assert (picture.mode, picture.size) == ("RGB", (8, 6))
+    if mode in ("RGB", "RGBA"):
+        assert np.array_equal(picture, DRAWN)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_jpeg_is_opened_as_rgb(mode):
+    data = encoded(DRAWN.convert(mode), "JPEG")
+    assert check_picture(data) == (8, 6) and open_picture(data).mode == "RGB"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_picture_is_turned_as_the_camera_was_held(kind):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture = open_picture(encoded(DRAWN, kind, exif=exif))
+    assert picture.size == (6, 8)
+    if kind == "PNG":
+        assert np.array_equal(picture, np.rot90(np.asarray(DRAWN), -1))
+
+
+@pytest.mark.parametrize(
+    "data, reason",
+    [
+        (b"", "is no PNG or JPEG file"),
+        (b"<svg/>", "is no PNG or JPEG file"),
+        (encoded(kind="GIF"), "is no PNG or JPEG file"),
+        (encoded(kind="WEBP"), "is no PNG or JPEG file"),
+        (encoded(kind="BMP"), "is no PNG or JPEG file"),
+        (encoded(save_all=True, append_images=[DRAWN.rotate(180)]), "is animated"),
+        (encoded()[:8], "is damaged"),
+        (encoded()[:30], "is damaged"),
+        (encoded(kind="JPEG")[:20], "is damaged"),
+        (png_claiming(0, 5), "is damaged"),
+    ],
+)
+def test_what_is_no_picture_is_refused_by_its_header(data, reason):
+    for read in (check_picture, open_picture):
+        with pytest.raises(PictureError, match=reason) as refused:
+            read(data)
+        assert not refused.value.is_large
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_file_whose_end_is_missing_is_damaged(kind):
+    whole = encoded(kind=kind)
+    with pytest.raises(PictureError, match=r"is damaged \(.+\)"):
+        open_picture(whole[: -len(whole) // 8])
+
+
+@pytest.mark.parametrize("bomb", [png_claiming(100_000, 100_000), jpeg_claiming(60_000, 60_000)], ids=["PNG", "JPEG"])
+def test_a_bomb_is_refused_before_it_is_decoded(bomb):
+    for read in (check_picture, open_picture):
+        tracemalloc.start()
+        with pytest.raises(PictureError, match=r"has (100000 x 100000|60000 x 60000) pixels: the limit is") as refused:
+            read(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20 and refused.value.is_large
+        tracemalloc.stop()
+
+
+def test_a_picture_may_have_as_many_pixels_as_the_limit_and_no_more():
+    for read in (check_picture, open_picture):
+        read(encoded(), max_pixels=48)
+        with pytest.raises(PictureError, match="has 8 x 6 pixels: the limit is 47 in all"):
+            read(encoded(), max_pixels=47)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(
+        [encoded(), encoded(kind="JPEG"), encoded(DRAWN.convert("P")), encoded(kind="JPEG", progressive=True)]
+    ),
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=5),
+    st.integers(0, 500),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_damage_is_refused_or_still_a_picture(whole, changes, cut):
+    data = bytearray(whole)
+    for place, value in changes:
+        data[place % len(data)] = value
+    try:
+        picture = open_picture(bytes(data[: len(data) - cut]), max_pixels=1 << 20)
+    except PictureError as error:
+        assert 10 < len(str(error)) < 200
+    else:
+        assert picture.mode == "RGB"
