@@ -1,0 +1,331 @@
+"""Tiny vision-language models with their processors, as folders, and small drawn pictures.
+
+A folder has the files of a real checkpoint of its family: class names, special tokens, placeholders, chat template and
+preprocessor settings are the family's own, only the sizes are small. Nothing here needs torchvision: the files of
+Qwen's video processors, which cannot be made without it, are written by hand.
+"""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
+
+PATCH = 4  # pixels a side; Qwen and Gemma merge two by two of them into a token
+TEXT = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-6,
+)
+HALF = [0.5, 0.5, 0.5]
+CLIP = dict(image_mean=[0.48145466, 0.4578275, 0.40821073], image_std=[0.26862954, 0.26130258, 0.27577711])
+STEPS = dict(do_convert_rgb=True, do_normalize=True, do_rescale=True, do_resize=True, rescale_factor=1 / 255)
+
+QWEN_TOKENS = dict(
+    pad_token="<|endoftext|>",
+    eos_token="<|im_end|>",
+    extra_special_tokens=["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+)
+QWEN_TEMPLATE = (
+    "{% set image_count = namespace(value=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
+    "{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}"
+    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3_TEMPLATE = QWEN_TEMPLATE.replace(
+    "{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}",
+    "",
+)
+GEMMA_TOKENS = dict(
+    pad_token="<pad>",
+    bos_token="<bos>",
+    eos_token="<end_of_turn>",
+    extra_special_tokens=["<start_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    model_specific_special_tokens=dict(
+        boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
+    ),
+)
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}"
+    "{%- if messages[0]['content'] is string -%}{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}"
+    "{%- else -%}{%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}{%- endif -%}"
+    "{%- set loop_messages = messages[1:] -%}"
+    "{%- else -%}{%- set first_user_prefix = '' -%}{%- set loop_messages = messages -%}{%- endif -%}"
+    "{%- for message in loop_messages -%}"
+    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif -%}"
+    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else '') }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- else -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
+LLAVA_TOKENS = dict(
+    pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", extra_special_tokens=["<image>"]
+)
+# The pictures first wherever they are in the content, and nothing of a content that is a string: so is the real one.
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def _qwen(processor: str, image_processor: dict, video_processor: str, template: str, text: dict, vision: dict) -> dict:
+    video = {**image_processor, "video_processor_type": video_processor}
+    video.pop("image_processor_type")
+    return dict(
+        tokens=QWEN_TOKENS,
+        template=template,
+        # min_pixels of 8 x 8, max_pixels of 64 x 64
+        processor=dict(
+            preprocessor_config={**image_processor, "processor_class": processor},
+            video_preprocessor_config={**video, "processor_class": processor},
+        ),
+        text=dict(**TEXT, bos_token_id=None, **text),
+        vision=dict(depth=2, patch_size=PATCH, spatial_merge_size=2, temporal_patch_size=2, in_channels=3, **vision),
+        ids=dict(
+            image_token_id="<|image_pad|>",
+            video_token_id="<|video_pad|>",
+            vision_start_token_id="<|vision_start|>",
+            vision_end_token_id="<|vision_end|>",
+        ),
+    )
+
+
+QWEN_PIXELS = dict(patch_size=PATCH, temporal_patch_size=2, merge_size=2)
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+FAMILIES = {
+    "qwen2_vl": _qwen(
+        "Qwen2VLProcessor",
+        dict(image_processor_type="Qwen2VLImageProcessor", min_pixels=64, max_pixels=4096, **QWEN_PIXELS, **CLIP),
+        "Qwen2VLVideoProcessor",
+        QWEN_TEMPLATE,
+        dict(rope_parameters=MROPE),
+        dict(embed_dim=32, hidden_size=32, mlp_ratio=2, num_heads=4),
+    ),
+    "qwen2_5_vl": _qwen(
+        "Qwen2_5_VLProcessor",
+        dict(image_processor_type="Qwen2VLImageProcessor", min_pixels=64, max_pixels=4096, **QWEN_PIXELS, **CLIP),
+        "Qwen2VLVideoProcessor",
+        QWEN_TEMPLATE,
+        dict(rope_parameters=MROPE),
+        # windows of 2 x 2 tokens in the first layer, all of a picture in the second
+        dict(
+            hidden_size=32,
+            intermediate_size=48,
+            num_heads=4,
+            out_hidden_size=32,
+            window_size=16,
+            fullatt_block_indexes=[1],
+        ),
+    ),
+    "qwen3_vl": _qwen(
+        "Qwen3VLProcessor",
+        dict(
+            image_processor_type="Qwen2VLImageProcessorFast",
+            size={"shortest_edge": 64, "longest_edge": 4096},
+            **QWEN_PIXELS,
+            image_mean=HALF,
+            image_std=HALF,
+        ),
+        "Qwen3VLVideoProcessor",
+        QWEN3_TEMPLATE,
+        dict(head_dim=8, rope_parameters={**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+        dict(
+            hidden_size=32,
+            intermediate_size=48,
+            num_heads=4,
+            out_hidden_size=32,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0],
+        ),
+    ),
+    "gemma3": dict(
+        tokens=GEMMA_TOKENS,
+        template=GEMMA_TEMPLATE,
+        processor=dict(
+            preprocessor_config=dict(
+                image_processor_type="Gemma3ImageProcessor",
+                processor_class="Gemma3Processor",
+                size={"height": 16, "width": 16},
+                image_mean=HALF,
+                image_std=HALF,
+                image_seq_length=4,
+                resample=2,
+                **STEPS | {"do_convert_rgb": None},
+                do_pan_and_scan=None,
+                pan_and_scan_max_num_crops=None,
+                pan_and_scan_min_crop_size=None,
+                pan_and_scan_min_ratio_to_activate=None,
+            ),
+            processor_config=dict(image_seq_length=4, processor_class="Gemma3Processor"),
+        ),
+        text=dict(
+            **TEXT,
+            model_type="gemma3_text",
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=24,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        vision=dict(
+            model_type="siglip_vision_model",
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=PATCH,
+            vision_use_head=False,
+        ),
+        ids=dict(
+            image_token_index="<image_soft_token>",
+            boi_token_index="<start_of_image>",
+            eoi_token_index="<end_of_image>",
+        ),
+        mm_tokens_per_image=4,
+    ),
+    "llava": dict(
+        tokens=LLAVA_TOKENS,
+        template=LLAVA_TEMPLATE,
+        processor=dict(
+            preprocessor_config=dict(
+                image_processor_type="CLIPImageProcessor",
+                processor_class="LlavaProcessor",
+                size={"shortest_edge": 12},
+                crop_size={"height": 12, "width": 12},
+                do_center_crop=True,
+                resample=3,
+                **STEPS,
+                **CLIP,
+            ),
+            processor_config=dict(
+                image_token="<image>",
+                num_additional_image_tokens=1,
+                patch_size=PATCH,
+                processor_class="LlavaProcessor",
+                vision_feature_select_strategy="default",
+            ),
+        ),
+        text=dict(**TEXT, model_type="llama", tie_word_embeddings=False),
+        # The layer before the last is read, as in the real one: the last takes no part.
+        vision=dict(
+            model_type="clip_vision_model",
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=12,
+            patch_size=PATCH,
+            projection_dim=32,
+        ),
+        ids=dict(image_token_index="<image>"),
+        image_seq_length=9,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    ),
+}
+
+
+def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of the 256 bytes and the family's special tokens."""
+    named = dict(FAMILIES[family]["tokens"])
+    special = [token for value in named.values() for token in ([value] if isinstance(value, str) else value)]
+    special = [token for token in dict.fromkeys(special) if token.startswith("<")]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: place for place, token in enumerate(special + alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    if bos := named.get("bos_token"):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=FAMILIES[family]["template"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+        **named,
+    )
+
+
+def build_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> torch.nn.Module:
+    """Make a model with weights so wide that a wrong position, mask or picture shows. Gemma's own would be zeros."""
+    family_of = FAMILIES[family]
+    vocabulary = dict(
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    others = {
+        name: value
+        for name, value in family_of.items()
+        if name not in ("tokens", "template", "processor", "text", "vision", "ids")
+    }
+    config = AutoConfig.for_model(
+        family,
+        text_config=vocabulary | family_of["text"] | {"dtype": "float32"},
+        vision_config=family_of["vision"] | {"dtype": "float32"},
+        tie_word_embeddings=family_of["text"].get("tie_word_embeddings", True),
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in family_of["ids"].items()},
+        **others,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and name.endswith("weight"):  # a norm's
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            else:
+                parameter.normal_(std=0.3)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def save(family: str, folder: Path, seed: int = 0) -> Path:
+    """Write model, tokenizer and processor files of a family, and return the folder."""
+    tokenizer = build_tokenizer(family)
+    build_model(family, tokenizer, seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name, settings in FAMILIES[family]["processor"].items():
+        (folder / f"{name}.json").write_text(json.dumps(settings, indent=2))
+    return folder
+
+
+def drawing(width: int, height: int, seed: int, file_format: str = "PNG") -> bytes:
+    """Return the file of a picture: some shapes in strong colours, each picture another."""
+    random = np.random.default_rng(seed)
+    picture = Image.new("RGB", (width, height), tuple(random.integers(0, 256, 3).tolist()))
+    pen = ImageDraw.Draw(picture)
+    for _ in range(4):
+        across = sorted(random.integers(0, width, 2).tolist())
+        down = sorted(random.integers(0, height, 2).tolist())
+        shape = pen.ellipse if random.random() < 0.5 else pen.rectangle
+        shape([(across[0], down[0]), (across[1], down[1])], fill=tuple(random.integers(0, 256, 3).tolist()))
+    buffer = io.BytesIO()
+    picture.save(buffer, file_format)
+    return buffer.getvalue()
