@@ -26,6 +26,12 @@ class SharedConfig(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
     )
+    min_pixels: int | None = option(
+        None, "smaller pictures are enlarged to so many pixels; unset is the model's own setting", above=0
+    )
+    max_pixels: int | None = option(
+        None, "larger pictures are made smaller, to so many pixels; unset is the model's own setting", above=0
+    )
     quantization: Literal["none", "8bit", "4bit"] = option(
         "none",
         "keep all linear layers but the head in 8 or 4 bits, by bitsandbytes: less memory, and a slightly different "

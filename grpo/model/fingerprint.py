@@ -14,6 +14,7 @@ from transformers import (
 
 from grpo.model.load import NO_LIMIT, longest_sequence
 from grpo.model.lora import scalings
+from grpo.model.pictures import PictureProcessor
 from grpo.model.quantization import quantization_of, unpacked
 from grpo.model.weights_file import WeightsFile, sample
 from grpo.wire.health import ModelInfo, fingerprint
@@ -25,16 +26,20 @@ _VOLATILE = {
 }
 
 
-def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
+def describe(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, processor: PictureProcessor | None = None
+) -> ModelInfo:
     """Return what identifies a model on both sides of the wire."""
-    info = describe_without_weights(model, tokenizer, name)
+    info = describe_without_weights(model, tokenizer, name, processor)
     weights = (unpacked(parameter).flatten() for parameter in model.parameters())
     samples = (values[sample(len(values))] for values in weights)
     digest = getattr(model.config, "weights_sha256", "")
-    return replace(info, fingerprint=_fingerprint(model, info.tokenizer_fingerprint, samples, digest))
+    return replace(info, fingerprint=_fingerprint(model, info.inputs_fingerprint, samples, digest))
 
 
-def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
+def describe_without_weights(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, processor: PictureProcessor | None = None
+) -> ModelInfo:
     """Do as `describe` does for a model that may be on device meta: leave out `fingerprint`."""
     placed = getattr(model, "hf_device_map", None)
     return ModelInfo(
@@ -46,26 +51,27 @@ def describe_without_weights(model: PreTrainedModel, tokenizer: PreTrainedTokeni
         dtype=str(model.dtype).removeprefix("torch."),
         device=", ".join(sorted({str(place) for place in placed.values()})) if placed else str(model.device),
         quantization=quantization_of(model),
+        processor_fingerprint=processor.fingerprint if processor is not None else "",
     )
 
 
-def fingerprint_with(model: PreTrainedModel, tokens: str, weights: WeightsFile, digest: str) -> str:
+def fingerprint_with(model: PreTrainedModel, inputs: str, weights: WeightsFile, digest: str) -> str:
     """Return the fingerprint that `describe` would give `model` with these weights.
 
     Its config then has `weights_sha256: digest`, which tells weights apart that differ by less than the samples show.
-    `tokens` is its tokenizer's fingerprint.
+    `inputs` is its ModelInfo's `inputs_fingerprint`.
     """
     samples = (weights.read(name, sample(values.numel())) for name, values in model.named_parameters())
-    return _fingerprint(model, tokens, samples, digest)
+    return _fingerprint(model, inputs, samples, digest)
 
 
-def _fingerprint(model: PreTrainedModel, tokens: str, samples: Iterable[torch.Tensor], digest: str) -> str:
+def _fingerprint(model: PreTrainedModel, inputs: str, samples: Iterable[torch.Tensor], digest: str) -> str:
     settings = _settings(model.config.to_dict())
     if adapter_scalings := scalings(model):
         settings["adapter_scalings"] = adapter_scalings
     # Rounded to bfloat16, so that the same weights loaded in another dtype give the same fingerprint.
     rounded = [values.to(torch.bfloat16).float().cpu().numpy() for values in samples]
-    return fingerprint(settings, tokens, np.concatenate(rounded).tobytes(), *([digest] if digest else []))
+    return fingerprint(settings, inputs, np.concatenate(rounded).tobytes(), *([digest] if digest else []))
 
 
 def _settings(config: dict) -> dict:

@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -24,6 +25,7 @@ from grpo.model.devices import refuse_shortage
 from grpo.model.hub import check_model_name
 from grpo.model.logprobs import Head
 from grpo.model.lora import QUANTIZERS, base_of, load_adapter, require_packages
+from grpo.model.pictures import takes_pictures
 from grpo.model.quantization import keep_layout, layout
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: SharedConfig, device: torch.device, device_map: str | None = None) -> PreTrainedModel:
-    """Load the causal language model in its dtype on `device`, in evaluation mode, and check its head.
+    """Load the language model in its dtype on `device`, in evaluation mode, and check its head.
 
     It is quantized where the configuration says so, and spread over all devices with a `device_map`. It must never be
     put into training mode: its log-probs would be those of another distribution than it sampled from.
@@ -84,7 +86,7 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
         options |= {"quantization_config": layout(config.quantization, dtype), "device_map": device_map or {"": device}}
     remedy = "free the device's memory, or use dtype bfloat16, quantization or a smaller model"
     with refuse_shortage("model_name_or_path", config.model_name_or_path, remedy):
-        model = load_auto(AutoModelForCausalLM, config, config=settings, dtype=dtype, **options)
+        model = load_auto(auto_class(settings), config, config=settings, dtype=dtype, **options)
         keep_layout(model)
         if base_of(config.model_name_or_path) is not None:
             load_adapter(model, config.model_name_or_path)
@@ -101,11 +103,17 @@ def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedMode
 def load_settings(config: SharedConfig) -> PretrainedConfig:
     """Load the model's configuration, and switch dropout of units and layers off in it."""
     settings = load_auto(AutoConfig, config)
-    for section in (settings, settings.get_text_config()):
+    parts = [value for value in vars(settings).values() if isinstance(value, PretrainedConfig)]
+    for section in (settings, settings.get_text_config(), *parts):
         for name, value in vars(section).items():
             if isinstance(value, float) and "drop" in name:
                 setattr(section, name, 0.0)
     return settings
+
+
+def auto_class(settings: PretrainedConfig) -> type:
+    """Return transformers' auto class for a model of this configuration: with its vision tower where it has one."""
+    return AutoModelForImageTextToText if takes_pictures(settings) else AutoModelForCausalLM
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

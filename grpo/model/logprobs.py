@@ -9,6 +9,8 @@ section 4).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,14 +68,41 @@ def check_router(model: nn.Module, coefficient: float) -> None:
 
 def _body(model: nn.Module, batch: Batch, **options):
     """Run the model's body over a batch and return its output; `options` go to its forward."""
-    inputs = {"input_ids": batch.input_ids, "use_cache": False}
+    inputs = {"input_ids": batch.input_ids, "use_cache": False, **batch.pictures}
     # A padded batch needs no attention mask: padding is on the right, where no token of a causal model can see it.
     if batch.tree is not None:
         # transformers hands a mask in four dimensions on as it is; without one it would build one, N by N.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         inputs |= {"position_ids": batch.position_ids, "attention_mask": mask, "tree": batch.tree}
+    elif batch.position_ids is not None:
+        inputs["position_ids"] = batch.position_ids
     recompute(model, wanted=torch.is_grad_enabled())
-    return body_of(model)(**inputs, **options)
+    with text_at(model, batch.input_ids, batch.not_pieces) as inputs["input_ids"]:
+        return body_of(model)(**inputs, **options)
+
+
+@contextmanager
+def text_at(model: nn.Module, input_ids: torch.Tensor, places: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """Let the model take the ids at these places for text, where it would look for the piece of a picture.
+
+    It looks at the ids that it is given: those get another id there, and its embedding the right one.
+    """
+    if places is None:
+        yield input_ids
+        return
+    shown = input_ids.clone()
+    shown.view(-1)[places] = (input_ids.view(-1)[places[0]] == 0).long()
+
+    def embed_right_ids(embedding: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        ids = inputs[0].clone()
+        ids.view(-1)[places.to(ids.device)] = input_ids.view(-1)[places].to(ids.device)
+        return (ids, *inputs[1:])
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(embed_right_ids)
+    try:
+        yield shown
+    finally:
+        hook.remove()
 
 
 def _of_routers(body, batch: Batch) -> torch.Tensor:

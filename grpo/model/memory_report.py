@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo.config.errors import ConfigError
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
-from grpo.model.load import load_settings, longest_sequence, resolve_dtype
+from grpo.model.load import auto_class, load_settings, longest_sequence, resolve_dtype
 from grpo.model.memory import CUDA_PROCESS, GIB, GROUP, MARGIN, MIB, Memory, Terms, server_memory, total
 
 CARDS = 8, 12, 16, 24, 40, 48, 80
@@ -63,7 +63,7 @@ def on_meta(config: SharedConfig, dtype: torch.dtype) -> PreTrainedModel:
     settings = load_settings(config)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
+            model = auto_class(settings).from_config(settings, dtype=dtype, trust_remote_code=config.trust_remote_code)
     except ValueError as error:
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path!r}: not a causal language model "

@@ -20,11 +20,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from grpo.wire.pictures import PicturedPrompt
+
+if TYPE_CHECKING:
+    from grpo.model.pictures import Seen, Vision
+
 Ids = Sequence[int] | np.ndarray
+"""token ids; of a prompt with pictures a PicturedPrompt"""
 
 
 @dataclass(frozen=True)
@@ -71,13 +78,19 @@ class Batch:
     input_ids: torch.Tensor
     """int64 [1, N] packed, [B, L] padded"""
     position_ids: torch.Tensor | None
-    """int64 [1, N]; None for a padded batch, whose rows count from 0 as every model does by itself"""
+    """int64 [1, N]; None for a padded batch, whose rows count from 0 as every model does by itself. With pictures, for
+    a model that gives them positions of their own: [3, 1, N] and [3, B, L]"""
     tree: Tree | None
     """the lengths of a packed row; None for a padded batch"""
     predicts: torch.Tensor
     """int64 [T], positions in the flattened input_ids whose hidden states predict the completion tokens"""
     targets: torch.Tensor
     """int64 [T], the completion tokens: sequence after sequence, in the order given"""
+    pictures: dict[str, torch.Tensor] = field(default_factory=dict)
+    """what the model is fed beside the ids, by name; empty where no prompt has a picture"""
+    not_pieces: torch.Tensor | None = None
+    """int64, places in the flattened input_ids of ids that elsewhere stand for a piece of a picture, and are text here:
+    a sampler may draw them; None where there are none"""
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,8 @@ class Batcher:
     pad_token_id: int
     longest_packed: int
     """tokens of the longest sequence that may be packed: beyond it the model's attention has a window; 0 packs none"""
+    vision: Vision | None = None
+    """how the model sees pictures; None where it takes text alone"""
 
     def cut(self, sequences: Sequence[tuple[Ids, Ids]], budget: int) -> list[list[int]]:
         """Cut sequences into batches of at most `budget` tokens, and return the indices of each batch.
@@ -100,18 +115,28 @@ class Batcher:
         return _cut_packed(sequences, packed, budget) + _cut_padded(lengths, padded, budget)
 
     def make(self, sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> Batch:
-        """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty."""
+        """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty.
+
+        Raises PictureError where a prompt's picture cannot be opened.
+        """
         longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
         if longest <= self.longest_packed:
-            return _pack(sequences, device)
-        return _pad(sequences, self.pad_token_id, device)
+            return _pack(sequences, by_prompt(sequences, range(len(sequences))), self.vision, device)
+        return _pad(sequences, self.pad_token_id, self.vision, device)
+
+
+def pack_prompts(prompts: Sequence[Ids], vision: Vision | None, device: torch.device | str) -> Batch:
+    """Make a packed batch of prompts alone, in their order, equal ones too."""
+    return _pack([(prompt, []) for prompt in prompts], [[index] for index in range(len(prompts))], vision, device)
 
 
 def by_prompt(sequences: Sequence[tuple[Ids, Ids]], indices: Sequence[int]) -> list[list[int]]:
     """Group the indices of equal prompts, in order of first appearance."""
     groups: dict[bytes, list[int]] = {}
     for index in indices:
-        groups.setdefault(np.asarray(sequences[index][0], np.int32).tobytes(), []).append(index)
+        prompt = sequences[index][0]
+        key = prompt.digest if isinstance(prompt, PicturedPrompt) else np.asarray(prompt, np.int32).tobytes()
+        groups.setdefault(key, []).append(index)
     return list(groups.values())
 
 
@@ -144,16 +169,20 @@ def _cut_padded(lengths: list[int], indices: list[int], budget: int) -> list[lis
     return batches
 
 
-def _pack(sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> Batch:
+def _pack(
+    sequences: Sequence[tuple[Ids, Ids]], by_prompt: list[list[int]], vision: Vision | None, device: torch.device | str
+) -> Batch:
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     groups: list[tuple[int, list[int]]] = []
+    pictures = _Pictures(vision)
     predicts: list[np.ndarray] = [np.empty(0, np.int64)] * len(sequences)
     start = 0
-    for group in by_prompt(sequences, range(len(sequences))):
+    for group in by_prompt:
         prompt = np.asarray(sequences[group[0]][0], np.int64)
         ids.append(prompt)
-        positions.append(np.arange(len(prompt)))
+        of_prompt = pictures.see(sequences[group[0]][0], start)
+        positions.append(of_prompt)
         last_of_prompt = start + len(prompt) - 1  # it predicts every first token
         start += len(prompt)
         groups.append((len(prompt), fed := []))
@@ -165,34 +194,103 @@ def _pack(sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> B
             predicts[index] = np.concatenate([[last_of_prompt], np.arange(start, start + count)])
             if count:
                 ids.append(completion[:-1])
-                positions.append(np.arange(len(prompt), len(prompt) + count))
+                positions.append(following(of_prompt, count))
                 fed.append(count)
             start += count
+    row = np.concatenate(ids)
     return Batch(
-        torch.from_numpy(np.concatenate(ids)).unsqueeze(0).to(device),
-        torch.from_numpy(np.concatenate(positions)).unsqueeze(0).to(device),
+        torch.from_numpy(row).unsqueeze(0).to(device),
+        torch.from_numpy(_joined(positions)).unsqueeze(-2).to(device),
         Tree(groups),
         torch.from_numpy(np.concatenate(predicts)).to(device),
         _targets(sequences, device),
+        *pictures.of_batch(row, device),
     )
 
 
-def _pad(sequences: Sequence[tuple[Ids, Ids]], pad_token_id: int, device: torch.device | str) -> Batch:
+def _pad(
+    sequences: Sequence[tuple[Ids, Ids]], pad_token_id: int, vision: Vision | None, device: torch.device | str
+) -> Batch:
     width = max(len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences)
     input_ids = np.full((len(sequences), width), pad_token_id, np.int64)
-    predicts = []
+    predicts, positions, pictures = [], [], _Pictures(vision)
     for row, (prompt, completion) in enumerate(sequences):
         fed = len(prompt) + max(0, len(completion) - 1)
         input_ids[row, : len(prompt)] = prompt
         input_ids[row, len(prompt) : fed] = completion[:-1]
         predicts.append(np.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)) + row * width)
+        of_prompt = pictures.see(prompt, row * width)
+        positions.append(_joined([of_prompt, following(of_prompt, width - len(prompt))]))
+    of_pictures = pictures.of_batch(input_ids, device)
+    position_ids = None
+    if vision is not None and vision.has_positions and of_pictures[0]:
+        position_ids = torch.from_numpy(np.stack([np.broadcast_to(row, (3, width)) for row in positions], 1)).to(device)
     return Batch(
         torch.from_numpy(input_ids).to(device),
-        None,
+        position_ids,
         None,
         torch.from_numpy(np.concatenate(predicts)).to(device),
         _targets(sequences, device),
+        *of_pictures,
     )
+
+
+class _Pictures:
+    """The pictures of a batch, as its prompts are laid out."""
+
+    def __init__(self, vision: Vision | None):
+        self._vision = vision
+        self._seen: dict[bytes, Seen] = {}
+        self._inputs: list[dict[str, torch.Tensor]] = []
+        self._places: list[tuple[int, int]] = []
+        """where in the flattened ids each prompt with pictures begins and ends"""
+
+    def see(self, prompt: Ids, start: int) -> np.ndarray:
+        """Take up a prompt that begins at this place; return its positions, int64 [tokens] or [3, tokens]."""
+        if not isinstance(prompt, PicturedPrompt):
+            return np.arange(len(prompt))
+        if (seen := self._seen.get(prompt.digest)) is None:
+            seen = self._seen[prompt.digest] = self._vision.of(prompt)
+        self._inputs.append(seen.inputs)
+        self._places.append((start, start + len(prompt)))
+        return np.arange(len(prompt)) if seen.positions is None else seen.positions
+
+    def of_batch(
+        self, ids: np.ndarray, device: torch.device | str
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """Return `pictures` and `not_pieces` of a batch with these ids."""
+        if not self._inputs:
+            return {}, None
+        inputs = {name: torch.cat([of_prompt[name] for of_prompt in self._inputs]) for name in self._inputs[0]}
+        pieces = (ids == self._vision.token_id).ravel()
+        outside = pieces.copy()
+        for start, end in self._places:
+            outside[start:end] = False
+        if (name := self._vision.types_name) is not None:
+            inputs[name] = torch.from_numpy((pieces & ~outside).reshape(ids.shape).astype(np.int64))
+        places = torch.from_numpy(outside.nonzero()[0]).to(device) if outside.any() else None
+        return {name: value.to(device) for name, value in inputs.items()}, places
+
+
+def following(positions: np.ndarray, count: int) -> np.ndarray:
+    """Return the positions of so many tokens of text after a prompt with these, int64 [tokens] or [3, tokens]: [count].
+
+    A picture's rows and columns count by themselves, so they may end before as many as there are tokens.
+    """
+    return np.arange(count) + (positions.max() + 1)
+
+
+def first_position(prompt: Ids, vision: Vision | None) -> int:
+    """Return the position of the first token that follows a prompt."""
+    seen = vision.of(prompt) if isinstance(prompt, PicturedPrompt) else None
+    return len(prompt) if seen is None or seen.positions is None else int(seen.positions.max()) + 1
+
+
+def _joined(positions: list[np.ndarray]) -> np.ndarray:
+    """Join positions to [N], or to [3, N] where any of them are [3, tokens]."""
+    if all(part.ndim == 1 for part in positions):
+        return np.concatenate(positions)
+    return np.concatenate([np.broadcast_to(part, (3, part.shape[-1])) for part in positions], axis=1)
 
 
 def _targets(sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> torch.Tensor:

@@ -138,7 +138,8 @@ def _dispatch(
     shared_cache: SharedCache | None = None,
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if tree is None and shared_cache is None:
+    # A vision tower is handed what its language model is.
+    if (tree is None and shared_cache is None) or not getattr(module, "is_causal", True):
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(
             module, query, key, value, attention_mask, **options

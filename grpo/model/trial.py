@@ -29,6 +29,7 @@ from grpo.config.errors import ConfigError
 from grpo.model.load import NO_LIMIT
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher, Ids
+from grpo.model.pictures import PictureProcessor, Vision
 from grpo.model.tree_attention import switch_off, switch_on, variants_for
 
 log = logging.getLogger(__name__)
@@ -57,18 +58,18 @@ class Padded:
     """how far different prompts move the log-probs"""
 
 
-def check_padded(model: PreTrainedModel, pad_token_id: int) -> Padded:
+def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> Padded:
     """Check padded batches, also with the update's forward pass, and return the answer for one.
 
     Raises ConfigError where a token's log-prob depends on what follows it, or on whether gradients are computed.
     """
-    batcher, sequences = Batcher(pad_token_id, longest_packed=0), trial_sequences(model)
-    group = sequences[4:]
+    batcher, sequences = Batcher(pad_token_id, longest_packed=0, vision=vision), trial_sequences(model, vision)
+    others, group = trial_sequences(model, vision, prompts_at=5), sequences[4:]
     with torch.no_grad():
         padded, _ = token_logprobs(model, batcher.make(sequences, model.device), 1.0)
         cut_off = [(prompt, completion[:2]) for prompt, completion in group]
         shortened, _ = token_logprobs(model, batcher.make(cut_off, model.device), 1.0)
-        moved, _ = token_logprobs(model, batcher.make(trial_sequences(model, prompts_at=5), model.device), 1.0)
+        moved, _ = token_logprobs(model, batcher.make(others, model.device), 1.0)
     name, effect = type(model).__name__, distance(moved, padded)
     of_group = padded.split([len(completion) for _, completion in sequences])[4:]
     difference = distance(shortened, torch.cat([logprobs[:2] for logprobs in of_group]))
@@ -86,10 +87,10 @@ def check_padded(model: PreTrainedModel, pad_token_id: int) -> Padded:
     return Padded(answer, effect)
 
 
-def packed_differs(model: PreTrainedModel, padded: Padded) -> str | None:
+def packed_differs(model: PreTrainedModel, padded: Padded, vision: Vision | None = None) -> str | None:
     """Return None where a packed batch gives what a padded one gave, else the reason as part of a sentence."""
     try:
-        packed = _answer(model, Batcher(0, longest_packed=2**31 - 1))
+        packed = _answer(model, Batcher(0, longest_packed=2**31 - 1, vision=vision))
     # A model whose code takes no tree may fail in any way; then batches are padded, and the log says why.
     except Exception as error:
         return f"takes no packed batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
@@ -104,21 +105,26 @@ def packed_differs(model: PreTrainedModel, padded: Padded) -> str | None:
     return None
 
 
-def trial_sequences(model: PreTrainedModel, prompts_at: int = 0) -> list[tuple[Ids, Ids]]:
+def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompts_at: int = 0) -> list[tuple[Ids, Ids]]:
     """Make two groups of four sequences of at most 8 tokens: no window is so small. `prompts_at=5`: different prompts.
 
-    Several completions follow others in their row, so that most log-probs show what a mask or a position does.
+    Several completions follow others in their row, so that most log-probs show what a mask or a position does. A model
+    that takes pictures gets a third group, with two pictures of different sizes before its prompt.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = [(7919 * place + 13) % vocabulary for place in range(43)]
     prompts, completions = iter(ids[prompts_at:]), iter(ids[10:])
     groups = {3: (5, 3, 5, 5), 2: (4, 4, 4, 3)}
-    return [
+    sequences = [
         (prompt, [*islice(completions, length)])
         for tokens, lengths in groups.items()
         for prompt in [[*islice(prompts, tokens)]]
         for length in lengths
     ]
+    if vision is None:
+        return sequences
+    pictured = vision.trial_prompt(sequences[-1][0], seed=prompts_at)
+    return sequences + [(pictured, completion) for _, completion in sequences[:4]]
 
 
 def refused_distance(model: PreTrainedModel, effect: float) -> float:
@@ -133,7 +139,7 @@ def distance(logprobs: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _answer(model: PreTrainedModel, batcher: Batcher) -> Answer:
     """Compute the answer for `trial_sequences`, with gradients where the model is to be trained."""
-    batch = batcher.make(trial_sequences(model), model.device)
+    batch = batcher.make(trial_sequences(model, batcher.vision), model.device)
     if not torch.is_grad_enabled() or not any(weight.requires_grad for weight in model.parameters()):
         with torch.no_grad():
             return Answer(token_logprobs(model, batch, 1.0)[0], [])
@@ -170,21 +176,24 @@ def _gradient_distance(slopes: list[torch.Tensor | None], expected: list[torch.T
     return (error / size) ** 0.5 if size else 0.0
 
 
-def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
+def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PictureProcessor | None = None) -> Batcher:
     """Choose packed batches with shared prompts where the model allows them, else padded ones, and log the choice.
+
+    With the model's `processor` it takes prompts with pictures too.
 
     The configuration of a model does not tell enough, so it is tried. Raises ConfigError where even padded batches
     cannot be trusted.
     """
     longest, reason = longest_packed(model)
-    padded, name = check_padded(model, pad_token_id), type(model).__name__
+    vision = Vision(processor, model) if processor is not None else None
+    padded, name = check_padded(model, pad_token_id, vision), type(model).__name__
     variants = variants_for(model) if longest else []
     for variant in variants:
         switch_on(model, variant)
-        if (reason := packed_differs(model, padded)) is None:
+        if (reason := packed_differs(model, padded, vision)) is None:
             limit = "" if longest == NO_LIMIT else f" up to {longest} tokens a sequence, its attention's window"
             log.info("log-probs in packed batches, each prompt once (%s)%s", variant, limit)
-            return Batcher(pad_token_id, longest)
+            return Batcher(pad_token_id, longest, vision)
         switch_off(model)
         if variant != variants[-1]:
             log.warning("attention over packed batches goes a slower way than %s: %s %s", variant, name, reason)
@@ -193,7 +202,7 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int) -> Batcher:
         log.warning("log-probs in padded batches: %s %s. %s", name, reason, lost)
     else:
         log.info("log-probs in padded batches: %s %s", name, reason)
-    return Batcher(pad_token_id, longest_packed=0)
+    return Batcher(pad_token_id, 0, vision)
 
 
 def longest_packed(model: PreTrainedModel) -> tuple[int, str]:

@@ -28,6 +28,14 @@ class ModelInfo:
     device: str = ""
     quantization: str = "none"
     """how the weights are stored: none, 8bit or 4bit"""
+    processor_fingerprint: str = ""
+    """fingerprint of what prepares pictures: equal when pixels and picture tokens are; empty where no pictures are
+    taken"""
+
+    @property
+    def inputs_fingerprint(self) -> str:
+        """Return what tells two ways to make a model's inputs apart."""
+        return self.tokenizer_fingerprint + self.processor_fingerprint
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class ServerInfo:
             "version": VERSION,
             "task": self.task,
             "quantization": model.quantization,
+            "processor_fingerprint": model.processor_fingerprint,
         }
 
     def to_json(self) -> bytes:

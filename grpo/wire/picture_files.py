@@ -15,8 +15,8 @@ from PIL.PngImagePlugin import PngImageFile
 MOST_PIXELS = 1 << 26
 """most pixels of a picture: a square of 8,192; decoded it takes 200 MB, whatever its file has"""
 
-# By the first bytes, and not by Image.open, whose readers of other formats would see a stranger's bytes too. A JPEG with
-# several pictures (MPO, of many cameras) is read as its first.
+# By the first bytes, and not by Image.open, whose readers of other formats would see a stranger's bytes too. A JPEG
+# with several pictures (MPO, of many cameras) is read as its first.
 _READERS = {b"\x89PNG\r\n\x1a\n": PngImageFile, b"\xff\xd8\xff": JpegImageFile}
 
 

@@ -254,7 +254,7 @@ def test_health_is_one_flat_object_whose_fields_keep_their_order():
     assert ServerInfo("ready", model, queue_depth=5, takes_updates=True, task="reward").to_json() == (
         b'{"status": "ready", "model": "m", "model_fingerprint": "f", "tokenizer_fingerprint": "t", "vocab_size": 10, '
         b'"max_length": 20, "dtype": "float32", "device": "cpu", "queue_depth": 5, "config_fingerprint": "c", '
-        b'"takes_updates": true, "version": 1, "task": "reward", "quantization": "4bit"}'
+        b'"takes_updates": true, "version": 1, "task": "reward", "quantization": "4bit", "processor_fingerprint": ""}'
     )
 
 

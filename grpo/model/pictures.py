@@ -1,0 +1,239 @@
+"""A vision-language model's processor: from encoded pictures to token ids, and to what the vision tower is fed.
+
+Which arrays those are, and how many tokens a picture becomes, is the processor's affair: whatever it returns beside the
+ids is handed to the model by its name. Pictures are always resized by Pillow (transformers' PIL backend), so that
+trainer and server get the same pixels whatever else is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils import cached_file
+
+from grpo.config.errors import ConfigError, require
+from grpo.config.model import SharedConfig
+from grpo.model.lora import base_of
+from grpo.wire.health import fingerprint
+from grpo.wire.picture_files import open_picture
+from grpo.wire.pictures import PicturedPrompt
+
+KEPT_BYTES = 2 * 2**30  # of pixels: the pictures of a step, so that sampling, scoring and update prepare them once
+_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+# Fields of an image processor in which two equal ones may differ.
+_VOLATILE = ("processor_class", "image_processor_type", "feature_extractor_type", "auto_map", "_processor_class")
+
+
+def takes_pictures(settings: PretrainedConfig) -> bool:
+    """Tell whether a model of this configuration was saved with a vision tower."""
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(settings), None)
+    return known is not None and known.__name__ in (settings.architectures or ())
+
+
+def load_processor(
+    config: SharedConfig, settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> PictureProcessor | None:
+    """Load the processor that comes with a model; None for a model without one, which takes text alone.
+
+    A tokenizer without a chat template gets the processor's.
+
+    Raises ConfigError where it cannot be loaded, or knows no `min_pixels` or `max_pixels`.
+    """
+    name = base_of(config.model_name_or_path) or config.model_name_or_path
+    limits = {limit: value for limit in ("min_pixels", "max_pixels") if (value := getattr(config, limit)) is not None}
+    if not takes_pictures(settings) or _find(name, "preprocessor_config.json", "processor_config.json") is None:
+        for limit, value in limits.items():
+            require(False, limit, value, f"{config.model_name_or_path} takes no pictures: leave it out")
+        return None
+    options = {"trust_remote_code": config.trust_remote_code}
+    try:
+        images = AutoImageProcessor.from_pretrained(name, backend="pil", **limits, **options)
+        for limit, value in limits.items():
+            known = limit in getattr(images.valid_kwargs, "__annotations__", {})
+            require(known, limit, value, f"{type(images).__name__} resizes every picture to one size: leave it out")
+        processor = _without_video(PROCESSOR_MAPPING[type(settings)], images, tokenizer).from_pretrained(
+            name, **options
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: its processor, which prepares pictures, cannot be "
+            f"loaded ({reason}): install what it asks for, or use another model"
+        ) from error
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return PictureProcessor(processor, [path for file in _FILES if (path := _find(name, file))], limits)
+
+
+class PictureProcessor:
+    """A model's own processor, for pictures and prompts. Any thread may use it."""
+
+    def __init__(self, processor, files: Sequence[str] = (), limits: dict[str, int] | None = None):
+        """`files`: those that it was loaded from; `limits`: the settings that it was given beside theirs."""
+        self._processor, self._files, self._limits = processor, files, limits or {}
+        self.placeholder: str = processor.image_token
+        """stands for a picture in a text that `encode` takes"""
+        probe = self._call(processor.image_token, [Image.new("RGB", (64, 64))])
+        types = next((name for name in _PER_TOKEN[2:] if name in probe), None)
+        ids = np.asarray(probe["input_ids"][0])
+        marked = ids[np.asarray(probe[types][0]) == 1] if types else ids[ids == processor.image_token_id]
+        self.token_id = int(marked[0])
+        """the id that stands for a piece of a picture"""
+        self.types_name = types
+        """the model's input that marks those ids, where it has one"""
+        self._kept: OrderedDict[bytes, dict[str, torch.Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def fingerprint(self) -> str:
+        """Return what differs where another processor would make other pixels or other ids of a picture."""
+        images = self._processor.image_processor
+        settings = {name: value for name, value in images.to_dict().items() if name not in _VOLATILE}
+        of_prompt = {
+            name: value
+            for name, value in vars(self._processor).items()
+            if isinstance(value, int | float | str) and name != "chat_template"
+        }
+        return fingerprint(type(images).__name__, json.dumps([settings, of_prompt], sort_keys=True, default=str))
+
+    def encode(self, text: str, pictures: Sequence[bytes], add_special_tokens: bool) -> PicturedPrompt:
+        """Tokenize a text that has a placeholder for each of the pictures, in their order.
+
+        Raises PictureError for one that cannot be opened, ValueError where placeholders and pictures are not as many.
+        """
+        if (places := text.count(self.placeholder)) != len(pictures):
+            raise ValueError(f"{places} places for {len(pictures)} pictures")
+        images = [open_picture(picture) for picture in pictures]
+        ids = self._call(text, images, add_special_tokens=add_special_tokens)["input_ids"][0]
+        return PicturedPrompt(ids, pictures)
+
+    def count(self, pictures: Sequence[bytes]) -> int:
+        """Return how many ids stand for the pieces of these pictures."""
+        text = self.placeholder * len(pictures)
+        return int((np.asarray(self.encode(text, pictures, add_special_tokens=False)) == self.token_id).sum())
+
+    def inputs(self, prompt: PicturedPrompt) -> dict[str, torch.Tensor]:
+        """Return what the vision tower is fed for a prompt's pictures, by name, on the CPU.
+
+        The first dimension runs over pictures, or over their pieces. The last ones asked for are kept.
+        """
+        with self._lock:
+            if (inputs := self._kept.get(prompt.digest)) is not None:
+                self._kept.move_to_end(prompt.digest)
+                return inputs
+        images = [open_picture(picture) for picture in prompt.pictures]
+        found = self._call(self.placeholder * len(images), images, return_tensors="pt")
+        inputs = {name: value for name, value in found.items() if name not in _PER_TOKEN}
+        with self._lock:
+            self._kept[prompt.digest] = inputs
+            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return inputs
+
+    def save(self, folder: Path) -> None:
+        """Write its files, with its own limits in them, into a model's folder. Raises OSError."""
+        for file in self._files:
+            settings = json.loads(Path(file).read_text(encoding="utf-8"))
+            if file.endswith("processor_config.json") and "video" not in Path(file).name:
+                of_images = settings if "preprocessor" in Path(file).name else settings.get("image_processor", {})
+                of_images.update(self._limits)
+            (folder / Path(file).name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    def _call(self, text: str, images: list, **options) -> dict[str, Any]:
+        return self._processor(text=[text], images=images, **options)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A prompt's pictures as a model sees them."""
+
+    inputs: dict[str, torch.Tensor]
+    positions: np.ndarray | None
+    """int64 [3, tokens], time, row and column of each token, for a model that has them; else None: 0, 1, 2, ..."""
+
+
+class Vision:
+    """What a model is fed beside the ids of prompts with pictures."""
+
+    def __init__(self, processor: PictureProcessor, model: PreTrainedModel):
+        self._processor, self._device = processor, model.device
+        self._get_positions = getattr(model.base_model, "get_rope_index", None)
+        self.token_id = processor.token_id
+        self.has_positions = self._get_positions is not None
+        self.types_name = None if self.has_positions else processor.types_name
+
+    def of(self, prompt: PicturedPrompt) -> Seen:
+        """Prepare a prompt's pictures. Raises PictureError where one cannot be opened."""
+        inputs = self._processor.inputs(prompt)
+        if not self.has_positions:
+            return Seen(inputs, None)
+        ids = torch.from_numpy(np.asarray(prompt, np.int64)).unsqueeze(0)
+        grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
+        positions, _ = self._get_positions(input_ids=ids, mm_token_type_ids=(ids == self.token_id).int(), **grids)
+        return Seen(inputs, positions[:, 0].numpy())
+
+    def for_generate(self, prompts: Sequence[Sequence[int]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what transformers' generate is given for prompts, each a row [B, L] of ids, beside those ids."""
+        pictured = [prompt for prompt in prompts if isinstance(prompt, PicturedPrompt)]
+        if not pictured:
+            return {}
+        parts = [self._processor.inputs(prompt) for prompt in pictured]
+        inputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if self._processor.types_name is not None:
+            inputs[self._processor.types_name] = (input_ids == self.token_id).long()
+        return {name: value.to(self._device) for name, value in inputs.items()}
+
+    def trial_prompt(self, ids: Sequence[int], seed: int) -> PicturedPrompt:
+        """Make a prompt of two pictures of different sizes, noise by `seed`, and these ids."""
+        pictures = [_noise(width, height, seed) for width, height in ((40, 56), (72, 36))]
+        # Qwen takes two pictures without text between them for one.
+        text = f"{self._processor.placeholder}\n" * 2
+        before = self._processor.encode(text, pictures, add_special_tokens=False)
+        return PicturedPrompt([*before, *ids], pictures)
+
+
+def _without_video(base: type, images, tokenizer: PreTrainedTokenizerBase) -> type:
+    """Return the processor's class made of these parts alone: its video part needs torchvision, and is never used."""
+
+    class Processor(base):
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *arguments, **options) -> list:
+            return [{"image_processor": images, "tokenizer": tokenizer}.get(name) for name in cls.get_attributes()]
+
+        def check_argument_for_proper_class(self, name: str, argument):
+            return None if argument is None else super().check_argument_for_proper_class(name, argument)
+
+    Processor.__name__ = base.__name__
+    return Processor
+
+
+def _find(name: str, *files: str) -> str | None:
+    """Return the path of the first of these files that a model has."""
+    missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    return next((path for file in files if (path := cached_file(name, file, **missing_is_none))), None)
+
+
+def _noise(width: int, height: int, seed: int) -> bytes:
+    file = BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def _bytes(inputs: dict[str, torch.Tensor]) -> int:
+    return sum(value.nbytes for value in inputs.values())
