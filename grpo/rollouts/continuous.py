@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from grpo.model.logprobs import Head, body_of
-from grpo.model.packing import Tree
+from grpo.model.logprobs import Head, body_of, text_at
+from grpo.model.packing import first_position, pack_prompts
+from grpo.model.pictures import Vision
 from grpo.model.shared_cache import Shape, SharedCache
 from grpo.rollouts.draw import draw, uniforms
 from grpo.rollouts.graphs import StepGraphs
@@ -28,8 +29,9 @@ from grpo.rollouts.records import Example, Rollout
 
 PREFILL_TOKENS = 8192  # of the prompts of one forward pass, or one longer prompt
 # The state of a row: its prompt's slot in the cache, its number among the prompt's completions, the prompt's tokens,
-# its last token, which of its own tokens that is, and how many a pass adds: 1, or 0 in a row that draws nothing.
-SLOT, COPY, PROMPT, TOKEN, PLACE, ADDED = range(6)
+# the position of its first own token, its last token, which of its own tokens that is, and how many a pass adds: 1, or
+# 0 in a row that draws nothing.
+SLOT, COPY, PROMPT, BASE, TOKEN, PLACE, ADDED = range(7)
 
 
 class ContinuousSampler(LocalSampler):
@@ -68,7 +70,7 @@ class ContinuousSampler(LocalSampler):
         with policy_that_draws(self._model):
             prompts = [example.prompt_ids for example in examples]
             graphs = self._graphs(self._model.device) if self._graphs else None
-            arguments = self._rows, self._max_new_tokens, temperature, names, self._eos, graphs
+            arguments = self._rows, self._max_new_tokens, temperature, names, self._eos, graphs, self._vision
             _Loop(self._model, prompts, copies, *arguments).run(self._look_every, finish)
         return [*groups.values()]
 
@@ -95,7 +97,9 @@ class _Loop:
         names: list[Name] | None,
         ends: list[int],
         graphs: StepGraphs | None,
+        vision: Vision | None,
     ):
+        self._model, self._vision = model, vision
         self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
         self._prompts, self._copies, self._longest = prompts, copies, longest
         self._names, self._graphs = names, graphs
@@ -113,10 +117,10 @@ class _Loop:
         """each row's tokens and log-probs, as far as the host has looked"""
         self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
         """tokens and log-probs of the rows in each pass since then"""
-        self._seen_state = np.zeros((6, rows), np.int64)
+        self._seen_state = np.zeros((7, rows), np.int64)
         """the state of each row, as far as the host has looked; 0 in a row that draws nothing"""
         # What a pass reads, and where it leaves what it has drawn.
-        self._state = torch.zeros(6, rows, dtype=torch.int64, device=self._device)
+        self._state = torch.zeros(7, rows, dtype=torch.int64, device=self._device)
         self._last_logprobs = torch.zeros(rows, device=self._device)
         # Of each slot and number in the group: the row, and the random numbers.
         self._rows_of = torch.zeros(self._slots, copies, dtype=torch.int64, device=self._device)
@@ -146,7 +150,8 @@ class _Loop:
             if index not in self._prompts_in:
                 if not self._free_slots:
                     break
-                self._prompts_in[index] = _Prompt(heappop(self._free_slots), self._copies)
+                base = first_position(self._prompts[index], self._vision)
+                self._prompts_in[index] = _Prompt(heappop(self._free_slots), self._copies, base)
                 fresh.append(index)
             taken.append(self._waiting.popleft())
         self._prefill(fresh)
@@ -165,13 +170,9 @@ class _Loop:
             part, indices = indices[:count], indices[count:]
             lengths = [len(self._prompts[index]) for index in part]
             self._cache.fill([self._prompts_in[index].slot for index in part], lengths)
-            ids = [token for index in part for token in self._prompts[index]]
-            positions = [place for length in lengths for place in range(length)]
-            hidden = self._forward(
-                torch.tensor([ids]).to(self._device),
-                torch.tensor([positions]).to(self._device),
-                tree=Tree([(length, []) for length in lengths]),
-            )[0]
+            batch = pack_prompts([self._prompts[index] for index in part], self._vision, self._device)
+            with text_at(self._model, batch.input_ids, batch.not_pieces) as ids:
+                hidden = self._forward(ids, batch.position_ids, tree=batch.tree, **batch.pictures)[0]
             for index, end in zip(part, accumulate(lengths), strict=True):
                 self._prompts_in[index].hidden = hidden[end - 1].clone()
 
@@ -181,7 +182,8 @@ class _Loop:
         for row, completion in zip(rows, completions, strict=True):
             index, copy = divmod(completion, self._copies)
             prompt = self._prompts_in[index]
-            self._seen_state[:, row] = prompt.slot, copy, len(self._prompts[index]), 0, 0, 1
+            length = len(self._prompts[index])
+            self._seen_state[:, row] = prompt.slot, copy, length, prompt.base, 0, 0, 1
             hidden.append(prompt.hidden)
             self._drawing[row : row + 1] = [completion]
         numbers = None
@@ -219,7 +221,7 @@ class _Loop:
     def _steps(self, count: int) -> None:
         """Draw `count` tokens in each row, fewer where a completion reaches its longest length before."""
         rows = len(self._drawing)
-        slots, _, prompt, _, place, _ = self._seen_state[:, :rows].max(axis=1).tolist()
+        slots, _, prompt, _, _, place, _ = self._seen_state[:, :rows].max(axis=1).tolist()
         end = min(place + 1 + count, self._longest)
         if self._cache.make_room(end - 1) and self._graphs is not None:
             self._graphs.forget()
@@ -241,9 +243,9 @@ class _Loop:
 
     def _step(self, shape: Shape) -> None:
         """Feed each row's last token and draw its next one."""
-        slots, copies, prompts, tokens, places, added = state = self._state[:, : shape.rows]
+        slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
         self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
-        hidden = self._forward(tokens.unsqueeze(1), (prompts + places).unsqueeze(1))[:, 0]
+        hidden = self._forward(tokens.unsqueeze(1), (bases + places).unsqueeze(1))[:, 0]
         places += added
         drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
         tokens.copy_(drawn)
@@ -294,5 +296,7 @@ class _Prompt:
     """its place in the cache"""
     left: int
     """how many of its completions have not ended"""
+    base: int
+    """the position of a completion's first token"""
     hidden: torch.Tensor | None = None
     """the last hidden state, from which every completion's first token is drawn"""

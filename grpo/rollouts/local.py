@@ -26,6 +26,7 @@ from transformers import (
 
 from grpo.model.logprobs import Head
 from grpo.model.lora import frozen_norms
+from grpo.model.pictures import Vision
 from grpo.rollouts.draw import draw, in_blocks, uniforms
 from grpo.rollouts.records import Example, Rollout
 from grpo.rollouts.sampler import Sampler
@@ -47,9 +48,11 @@ class LocalSampler(Sampler):
         eos_token_ids: list[int],
         max_completion_length: int,
         rows: int = 64,
+        vision: Vision | None = None,
     ):
         """`rows`: the completions that are drawn at a time; the copies of an example are drawn together."""
         self._model, self._tokenizer, self._eos, self._rows = model, tokenizer, eos_token_ids, rows
+        self._vision = vision
         self._max_new_tokens, self._policy_version = max_completion_length, 0
 
     def sample(
@@ -118,6 +121,7 @@ class LocalSampler(Sampler):
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, width - len(prompt) :] = 1
+        pictures = self._vision.for_generate(prompts, input_ids) if self._vision is not None else {}
         groups: dict[int, list[Rollout]] = {}
         numbers = None
         if names is not None:
@@ -150,6 +154,7 @@ class LocalSampler(Sampler):
                     generation_config=settings,
                     logits_processor=LogitsProcessorList([draws]),
                     stopping_criteria=StoppingCriteriaList([*criteria]),
+                    **pictures,
                 )
                 finish_groups(range(len(examples)), ids)
         finally:

@@ -12,23 +12,30 @@ from grpo.config.errors import ConfigError
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
+from grpo.model.pictures import Vision
 from grpo.model.trial import distance, refused_distance, trial_sequences
 from grpo.rollouts.continuous import ContinuousSampler
 from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
+from grpo.wire.pictures import PicturedPrompt
 
 log = logging.getLogger(__name__)
 
 
-def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int) -> None:
+def check_sampling(
+    model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int, vision: Vision | None = None
+) -> None:
     """Draw two completions of a prompt beside a longer prompt, so that generate pads it on the left.
+
+    With `vision` both have pictures.
 
     Raises ConfigError where the model cannot draw them, or where the log-probs that they are drawn with are not those
     that the loss gives them.
     """
-    *_, (longer, rest), (prompt, _) = trial_sequences(model)
-    examples = [Example(0, "", [*ids], {}) for ids in (prompt, [*longer, *rest])]
+    *_, (longer, rest), (prompt, _) = trial_sequences(model, vision)
+    longer = PicturedPrompt([*longer, *rest], longer.pictures) if vision is not None else [*longer, *rest]
+    examples = [Example(0, "", ids, {}) for ids in (prompt, longer)]
     try:
         drawn, _ = sampler.sample(examples, 2, 1.0, seed=0)
     except torch.OutOfMemoryError:  # says nothing about the model
@@ -37,7 +44,8 @@ def check_sampling(model: PreTrainedModel, sampler: LocalSampler, pad_token_id: 
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
-    batcher, (*_, (different, _)) = Batcher(pad_token_id, longest_packed=0), trial_sequences(model, prompts_at=5)
+    *_, (different, _) = trial_sequences(model, vision, prompts_at=5)
+    batcher = Batcher(pad_token_id, longest_packed=0, vision=vision)
     with torch.no_grad():
         scored, moved = (
             token_logprobs(
@@ -59,6 +67,7 @@ def make_sampler(
     max_completion_length: int,
     rows: int = 64,
     longest_packed: int = 0,
+    vision: Vision | None = None,
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full where the model allows it, else transformers' generate.
 
@@ -67,8 +76,8 @@ def make_sampler(
     scored.
     """
     never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
-    check_sampling(model, LocalSampler(model, tokenizer, [never], 4), pad)
-    arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows
+    check_sampling(model, LocalSampler(model, tokenizer, [never], 4, vision=vision), pad, vision)
+    arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision
     if longest_packed == 0:
         return LocalSampler(*arguments)
     ways = [(None, "by transformers' generate")]
@@ -79,7 +88,7 @@ def make_sampler(
         # those with one, the second records a graph and the third replays it.
         tried = dict(longest_packed=longest_packed, graphs=graphs and partial(graphs, refuse_waits=True))
         try:
-            check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, **tried), pad)
+            check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, vision, **tried), pad, vision)
         except ConfigError as error:
             reason = str(error).removesuffix(": use another model")
             log.warning("sampling goes a slower way, %s: %s", instead, reason)
