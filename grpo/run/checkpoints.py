@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import trained_alone
+from grpo.model.pictures import PictureProcessor
 from grpo.rollouts.records import Example, StepBatch
 from grpo.run.checkpoint_files import (
     PROGRESS,
@@ -76,15 +77,17 @@ class Checkpoints:
         rank: int,
         world_size: int,
         best_by: str = "",
+        processor: PictureProcessor | None = None,
     ):
         """`folder` is the run's. `model` is the fingerprint of the model that the policy begins as, `reference` that of
         the reference servers' model, empty where no server is asked. `best_by` is the metric of the evaluation by which
         a checkpoint is the best."""
         self._config, self._folder, self._tokenizer, self._reference = config, folder, tokenizer, reference
-        self._rank, self._best_by = rank, best_by
+        self._rank, self._best_by, self._processor = rank, best_by, processor
         for unfinished in [*folder.glob("*.unfinished"), *folder.glob("*.old")] if rank == 0 else []:
             shutil.rmtree(unfinished)
-        prompts = [example.prompt for example in examples]
+        # Two prompts of one text may have different pictures.
+        prompts = [getattr(example.prompt_ids, "digest", b"").hex() or example.prompt for example in examples]
         in_few_bits = config.quantization != "none" or config.optim == "adamw_8bit"
         self._run_info = {
             "ranks": world_size,
@@ -119,7 +122,14 @@ class Checkpoints:
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_model(engine.module, self._tokenizer, unfinished, self._config, progress.step)
+            write_model(
+                engine.module,
+                self._tokenizer,
+                unfinished,
+                self._config,
+                progress.step,
+                processor=self._processor,
+            )
 
         def save_engine() -> None:
             try:

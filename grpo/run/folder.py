@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.config.trainer import TrainerConfig
 from grpo.model.answering import write_answering
 from grpo.model.lora import merged
+from grpo.model.pictures import PictureProcessor
 from grpo.rollouts.chat_template import with_system_prompt
 from grpo.run.checkpoint_files import write_progress
 from grpo.run.model_card import write_card
@@ -24,16 +25,21 @@ class SaveError(RuntimeError):
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, config: TrainerConfig, step: int = 0
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    config: TrainerConfig,
+    step: int = 0,
+    processor: PictureProcessor | None = None,
 ) -> None:
-    """Write model and tokenizer as `from_pretrained` reads them, how they were trained to answer, a model card, and the
-    `step` of the run that they are of.
+    """Write model, tokenizer and processor as `from_pretrained` reads them, how they were trained to answer, a model
+    card, and the `step` of the run that they are of.
 
     Of a model with an adapter this writes the adapter alone, or with `merge_on_save` the whole model, merged. Raises
     SaveError; `folder` is then not there.
     """
     with whole_folder(folder, "model") as unfinished:
-        write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL")
+        write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor)
         write_progress(unfinished, {"step": step})
 
 
@@ -44,6 +50,7 @@ def write_model(
     config: TrainerConfig,
     step: int,
     name: str = "MODEL",
+    processor: PictureProcessor | None = None,
 ) -> None:
     """Write as save_model does, but into a folder that may stay half written. Raises what the libraries raise.
 
@@ -61,6 +68,8 @@ def write_model(
     if config.save_system_prompt:
         tokenizer = with_system_prompt(tokenizer, config.system_prompt)
     tokenizer.save_pretrained(folder)
+    if processor is not None:
+        processor.save(folder)
     write_answering(config, folder)
     write_card(folder, config, model, tokenizer.chat_template is not None, step, name)
 

@@ -31,7 +31,7 @@ class ModelService(Service):
 
     def __init__(self, config: ServerConfig):
         super().__init__(config, ModelInfo(config.model_name_or_path))
-        self.queue = self.worker = self.updates = None
+        self.queue = self.worker = self.updates = self.processor = None
         self.request_threads = threading.Semaphore(MOST_REQUESTS)
         self.update_threads = threading.Semaphore(_MOST_UPDATES)
         # While they are read, JSON and tokens take many times the size of the body: read one request at a time.
@@ -45,6 +45,7 @@ class ModelService(Service):
         from grpo.model.devices import take_device
         from grpo.model.fingerprint import describe
         from grpo.model.load import cards_of, device_memory, device_use, load_reference, load_tokenizer
+        from grpo.model.pictures import load_processor
         from grpo.model.trial import make_batcher
         from grpo.server.fair_queue import FairQueue
         from grpo.server.weight_swap import WeightSwap
@@ -66,8 +67,10 @@ class ModelService(Service):
             self._read_texts = partial(read_request, tokenizer)
         else:
             tokenizer, model = load_tokenizer(config), load_reference(config, device)
-            info = describe(model, tokenizer, config.model_name_or_path)
-            batcher, compute = make_batcher(model, tokenizer.pad_token_id), completion_logprobs
+            self.processor = load_processor(config, model.config, tokenizer)
+            info = describe(model, tokenizer, config.model_name_or_path, self.processor)
+            batcher = make_batcher(model, tokenizer.pad_token_id, self.processor)
+            compute = completion_logprobs
         if cards := cards_of(model):
             for card in cards:
                 torch.cuda.reset_peak_memory_stats(card)  # count from here on, without loading
@@ -87,9 +90,9 @@ class ModelService(Service):
         )
         if config.update_folder is not None:
             patience = 2 * config.body_timeout  # a single piece may take body_timeout
-            tokens = info.tokenizer_fingerprint
+            inputs = info.inputs_fingerprint
             self.updates = WeightSwap(
-                self.queue, model, tokens, config.update_folder, patience, on_swap=self._describe_update
+                self.queue, model, inputs, config.update_folder, patience, on_swap=self._describe_update
             )
         longest = min(config.max_length or info.max_length, info.max_length)
         self.change_info(

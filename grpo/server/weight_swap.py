@@ -37,7 +37,7 @@ class WeightSwap:
         self,
         queue: FairQueue,
         model: PreTrainedModel,
-        tokenizer_fingerprint: str,
+        inputs_fingerprint: str,
         folder: str,
         patience: float,
         on_swap: Callable[[str, str], None],
@@ -47,7 +47,7 @@ class WeightSwap:
 
         Raises ConfigError for a folder that cannot be written, or a model of which parts are not in memory.
         """
-        self._queue, self._model, self._tokens = queue, model, tokenizer_fingerprint
+        self._queue, self._model, self._inputs = queue, model, inputs_fingerprint
         self._folder, self._on_swap = folder, on_swap
         self._weights = named_weights(model)
         self._committing = threading.Lock()
@@ -114,7 +114,7 @@ class WeightSwap:
             for part in blocks(tensor.numel()):
                 if not upload.contents.read(name, part).to(tensor.dtype).isfinite().all():
                     raise ProtocolError(422, "wrong_weights", f"tensor {name!r} holds NaN or infinity")
-        becomes = fingerprint_with(self._model, self._tokens, upload.contents, upload.sha256)
+        becomes = fingerprint_with(self._model, self._inputs, upload.contents, upload.sha256)
         if becomes != commit.becomes:
             message = f"with these weights this model is {becomes} and not {commit.becomes}: its configuration differs"
             raise ProtocolError(422, "wrong_weights", message)

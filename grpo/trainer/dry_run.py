@@ -51,7 +51,7 @@ def dry_run(config: TrainerConfig) -> None:
     inputs = read_inputs(config, rank, ranks, device)
     checkpoint = next(iter(find_checkpoints(config)), None)
     model = policy_on_meta(config, resolve_dtype(config, device))
-    policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path)
+    policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
 

@@ -70,7 +70,9 @@ def raise_if_over(run: Run, step: int, result: StepResult) -> None:
 def finish(run: Run) -> None:
     """Save the model of a run that is done, and leave the other ranks."""
     if run.recorder:
-        save_model(run.engine.module, run.tokenizer, run.folder / "model", run.config, run.config.max_steps)
+        save_model(
+            run.engine.module, run.tokenizer, run.folder / "model", run.config, run.config.max_steps, run.processor
+        )
     run.watchdog.close()
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if run.client is not None:

@@ -172,7 +172,7 @@ class WeightPublisher:
         path = self._current / _FILE
         size, sha256 = path.stat().st_size, json.loads((self._current / "config.json").read_text())["weights_sha256"]
         with open(path, "rb") as file:
-            fingerprint = fingerprint_with(model, self._policy.tokenizer_fingerprint, WeightsFile(file, size), sha256)
+            fingerprint = fingerprint_with(model, self._policy.inputs_fingerprint, WeightsFile(file, size), sha256)
         return WeightsToSend(path, size, sha256, fingerprint)
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:

@@ -31,6 +31,7 @@ from grpo.model.load import (
 from grpo.model.logprobs import check_router
 from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.packing import Batcher
+from grpo.model.pictures import PictureProcessor, load_processor
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
@@ -70,6 +71,8 @@ class Inputs:
     ds_config: dict[str, Any]
     """ds_config.json, completed"""
     tokenizer: PreTrainedTokenizerBase
+    processor: PictureProcessor | None
+    """what prepares pictures; None where the model takes text alone"""
     examples: list[Example]
     stream: PromptStream
     held_out: list[Example]
@@ -85,6 +88,7 @@ class Run:
     world_size: int
     folder: Path
     tokenizer: PreTrainedTokenizerBase
+    processor: PictureProcessor | None
     held_out: list[Example]
     engine: Any
     """DeepSpeedEngine around the policy"""
@@ -122,8 +126,9 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         best_metric(config, reward_funcs)
     try_loss(config)
     ds_config = engine_config(config, world_size, device)
-    tokenizer = load_tokenizer(config)
-    check_lengths(config, load_settings(config))
+    tokenizer, settings = load_tokenizer(config), load_settings(config)
+    processor = load_processor(config, settings, tokenizer)
+    check_lengths(config, settings)
     check_adapter(config)
     require(
         tokenizer.chat_template is not None or not config.save_system_prompt,
@@ -143,7 +148,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     if config.eval_steps:
         held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=progress)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
-    return Inputs(reward_funcs, ds_config, tokenizer, examples, stream, held_out)
+    return Inputs(reward_funcs, ds_config, tokenizer, processor, examples, stream, held_out)
 
 
 def warn_of_other_question(config: TrainerConfig) -> None:
@@ -181,7 +186,7 @@ def set_up(
 
     log.info("loading %s", config.model_name_or_path)
     model = load_model(config, device)
-    policy_info = describe(model, tokenizer, config.model_name_or_path)
+    policy_info = describe(model, tokenizer, config.model_name_or_path, inputs.processor)
     if config.router_aux_loss_coef > 0:
         check_router(model, config.router_aux_loss_coef)
     check_alike({"the model's fingerprint": policy_info.fingerprint})
@@ -194,13 +199,14 @@ def set_up(
             adapter_off = AdapterOffReference(model, began_with_adapter)
     if config.gradient_checkpointing:
         checkpoint_activations(model)
-    batcher = make_batcher(model, tokenizer.pad_token_id)
+    batcher = make_batcher(model, tokenizer.pad_token_id, inputs.processor)
     sampler = make_sampler(
         model,
         tokenizer,
         config.max_completion_length,
         config.sequences_per_generate,
         longest_packed=batcher.longest_packed if config.sampler != "generate" else 0,
+        vision=batcher.vision,
     )
     publisher = None
     if config.ref_update_steps:
@@ -219,6 +225,7 @@ def set_up(
         rank,
         world_size,
         best_by=best_metric(config, inputs.reward_funcs),
+        processor=inputs.processor,
     )
     round_sampler, pool_run = sampler, None
     if config.sampler == "pool":
@@ -259,6 +266,7 @@ def set_up(
         world_size=world_size,
         folder=folder,
         tokenizer=tokenizer,
+        processor=inputs.processor,
         held_out=inputs.held_out,
         engine=engine,
         schedule=schedule,
