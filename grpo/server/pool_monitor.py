@@ -28,6 +28,15 @@ class PoolMonitor:
         self._tokens = monitor.make(Counter, "pool_tokens", "Tokens of the completions that were accepted")
         self._bytes = monitor.make(Counter, "pool_bytes", "Bytes of files and results", labelnames=["direction"])
         self._workers = monitor.make(Gauge, "pool_workers", "Workers", labelnames=["state"])
+        of_worker = {
+            "tokens_per_second": "Tokens a second that a worker draws, as it says",
+            "version": "Version of the policy that a worker has",
+            "drift": "Mean distance of a worker's log-probs from the trainer's, in nats a token",
+        }
+        self._of_workers = {
+            name: monitor.make(Gauge, f"pool_worker_{name}", text, labelnames=["worker"])
+            for name, text in of_worker.items()
+        }
         self._tasks = monitor.make(Gauge, "pool_tasks", "Tasks without a result", labelnames=["state"])
         self._lock = threading.Lock()
         self._sums: Tally[str] = Tally()
@@ -61,6 +70,12 @@ class PoolMonitor:
             self._workers.labels(name).set(states[name])
         for name, count in counts.items():
             self._tasks.labels(name).set(count)
+        workers = [_describe(worker, 0.0) for worker in self._leases.workers()]
+        for name, gauge in self._of_workers.items():
+            gauge.clear()  # workers come and go, each with a name of its own
+            for worker in workers:
+                if worker[name] is not None:
+                    gauge.labels(worker["name"]).set(worker[name])
 
     def status(self, store: Store) -> dict:
         """Return the numbers of the live page; times in seconds, sizes in bytes."""

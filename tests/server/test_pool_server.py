@@ -343,6 +343,7 @@ def test_what_no_client_sends_is_refused_before_it_is_read(begun):
 def test_it_says_how_it_is(begun):
     begun.lease("w", room=1)
     begun.send(drawn(TASKS[0]))
+    assert begun.post("drift", json.dumps({"groups": [[0, 0.25, 6]]}).encode()).status == 200
     begun.post("results", encode_drawn([replace(drawn(TASKS[1]), attempt=0, versions=[[5] * 2, [5] * 4])]), worker="x")
     begun.lease("w", room=1)
     shown = begun.status()
@@ -367,6 +368,8 @@ def test_it_says_how_it_is(begun):
     assert samples["pool_leases_total",] == 2 and samples["pool_tokens_total",] == 6
     assert samples["pool_results_total", "accepted"] == samples["pool_results_total", "refused"] == 1
     assert samples["pool_tasks", "leased"] == samples["pool_tasks", "waiting"] == 1
+    assert samples["pool_worker_drift", "w"] == 0.25 and ("pool_worker_drift", "x") not in samples
+    assert samples["pool_worker_version", "w"] == -1 and samples["pool_worker_tokens_per_second", "w"] == 0
     assert samples["pool_workers", "drawing"] == samples["pool_workers", "waiting"] == 1
     assert samples["pool_bytes_total", "received"] > len(FOLDER) + 5000
     assert samples["requests_total", "/v1/rollouts/results", "422"] == 1
