@@ -280,12 +280,6 @@ def following(positions: np.ndarray, count: int) -> np.ndarray:
     return np.arange(count) + (positions.max() + 1)
 
 
-def first_position(prompt: Ids, vision: Vision | None) -> int:
-    """Return the position of the first token that follows a prompt."""
-    seen = vision.of(prompt) if isinstance(prompt, PicturedPrompt) else None
-    return len(prompt) if seen is None or seen.positions is None else int(seen.positions.max()) + 1
-
-
 def _joined(positions: list[np.ndarray]) -> np.ndarray:
     """Join positions to [N], or to [3, N] where any of them are [3, tokens]."""
     if all(part.ndim == 1 for part in positions):

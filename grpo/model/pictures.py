@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from grpo.config.errors import ConfigError, require
 from grpo.config.model import SharedConfig
 from grpo.model.lora import base_of
 from grpo.wire.health import fingerprint
-from grpo.wire.picture_files import open_picture
+from grpo.wire.picture_files import PictureError, open_picture
 from grpo.wire.pictures import PicturedPrompt
 
-KEPT_BYTES = 2 * 2**30  # of pixels: the pictures of a step, so that sampling, scoring and update prepare them once
+# Of pixels: 27 pictures of 1,000 tokens for Qwen. Those of a step are prepared once for sampling, scoring and update.
+KEPT_BYTES = 2**29
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 # Fields of an image processor in which two equal ones may differ.
@@ -86,6 +88,7 @@ class PictureProcessor:
     def __init__(self, processor, files: Sequence[str] = (), limits: dict[str, int] | None = None):
         """`files`: those that it was loaded from; `limits`: the settings that it was given beside theirs."""
         self._processor, self._files, self._limits = processor, files, limits or {}
+        self._calling = threading.Lock()  # a tokenizer that two threads use at a time fails ("Already borrowed")
         self.placeholder: str = processor.image_token
         """stands for a picture in a text that `encode` takes"""
         probe = self._call(processor.image_token, [Image.new("RGB", (64, 64))])
@@ -96,7 +99,7 @@ class PictureProcessor:
         """the id that stands for a piece of a picture"""
         self.types_name = types
         """the model's input that marks those ids, where it has one"""
-        self._kept: OrderedDict[bytes, dict[str, torch.Tensor]] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, ...], tuple[int, dict[str, torch.Tensor]]] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -114,7 +117,8 @@ class PictureProcessor:
     def encode(self, text: str, pictures: Sequence[bytes], add_special_tokens: bool) -> PicturedPrompt:
         """Tokenize a text that has a placeholder for each of the pictures, in their order.
 
-        Raises PictureError for one that cannot be opened, ValueError where placeholders and pictures are not as many.
+        Raises PictureError for one that cannot be opened or that the processor refuses, ValueError where placeholders
+        and pictures are not as many.
         """
         if (places := text.count(self.placeholder)) != len(pictures):
             raise ValueError(f"{places} places for {len(pictures)} pictures")
@@ -123,27 +127,31 @@ class PictureProcessor:
         return PicturedPrompt(ids, pictures)
 
     def count(self, pictures: Sequence[bytes]) -> int:
-        """Return how many ids stand for the pieces of these pictures."""
-        text = self.placeholder * len(pictures)
-        return int((np.asarray(self.encode(text, pictures, add_special_tokens=False)) == self.token_id).sum())
+        """Return how many ids stand for the pieces of these pictures. Raises as `encode`."""
+        return self._prepare(tuple(pictures))[0]
 
-    def inputs(self, prompt: PicturedPrompt) -> dict[str, torch.Tensor]:
-        """Return what the vision tower is fed for a prompt's pictures, by name, on the CPU.
+    def inputs(self, pictures: Sequence[bytes]) -> dict[str, torch.Tensor]:
+        """Return what the vision tower is fed for a prompt's pictures, by name, on the CPU. Raises as `encode`.
 
-        The first dimension runs over pictures, or over their pieces. The last ones asked for are kept.
+        The first dimension runs over pictures, or over their pieces.
         """
+        return self._prepare(tuple(pictures))[1]
+
+    def _prepare(self, pictures: tuple[bytes, ...]) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return `count` and `inputs`. Those of the last pictures are kept."""
         with self._lock:
-            if (inputs := self._kept.get(prompt.digest)) is not None:
-                self._kept.move_to_end(prompt.digest)
-                return inputs
-        images = [open_picture(picture) for picture in prompt.pictures]
+            if (kept := self._kept.get(pictures)) is not None:
+                self._kept.move_to_end(pictures)
+                return kept
+        images = [open_picture(picture) for picture in pictures]
         found = self._call(self.placeholder * len(images), images, return_tensors="pt")
-        inputs = {name: value for name, value in found.items() if name not in _PER_TOKEN}
+        count = int((found["input_ids"] == self.token_id).sum())
+        prepared = count, {name: value for name, value in found.items() if name not in _PER_TOKEN}
         with self._lock:
-            self._kept[prompt.digest] = inputs
-            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
+            self._kept[pictures] = prepared
+            while len(self._kept) > 1 and sum(_bytes(inputs) for _, inputs in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
-        return inputs
+        return prepared
 
     def save(self, folder: Path) -> None:
         """Write its files, with its own limits in them, into a model's folder. Raises OSError."""
@@ -155,7 +163,11 @@ class PictureProcessor:
             (folder / Path(file).name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def _call(self, text: str, images: list, **options) -> dict[str, Any]:
-        return self._processor(text=[text], images=images, **options)
+        with self._calling:
+            try:
+                return self._processor(text=[text], images=images, **options)
+            except ValueError as error:
+                raise PictureError(f"is refused by the model's processor ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -173,26 +185,33 @@ class Vision:
     def __init__(self, processor: PictureProcessor, model: PreTrainedModel):
         self._processor, self._device = processor, model.device
         self._get_positions = getattr(model.base_model, "get_rope_index", None)
+        self._positions = lru_cache(maxsize=1024)(self._compute_positions)  # of the prompts of a step
         self.token_id = processor.token_id
         self.has_positions = self._get_positions is not None
         self.types_name = None if self.has_positions else processor.types_name
 
     def of(self, prompt: PicturedPrompt) -> Seen:
         """Prepare a prompt's pictures. Raises PictureError where one cannot be opened."""
-        inputs = self._processor.inputs(prompt)
-        if not self.has_positions:
-            return Seen(inputs, None)
+        inputs = self._processor.inputs(prompt.pictures)
+        return Seen(inputs, self._positions(prompt) if self.has_positions else None)
+
+    def first_position(self, prompt: PicturedPrompt) -> int:
+        """Return the position of the first token that follows a prompt."""
+        return int(self._positions(prompt).max()) + 1 if self.has_positions else len(prompt)
+
+    def _compute_positions(self, prompt: PicturedPrompt) -> np.ndarray:
+        inputs = self._processor.inputs(prompt.pictures)
         ids = torch.from_numpy(np.asarray(prompt, np.int64)).unsqueeze(0)
         grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
         positions, _ = self._get_positions(input_ids=ids, mm_token_type_ids=(ids == self.token_id).int(), **grids)
-        return Seen(inputs, positions[:, 0].numpy())
+        return positions[:, 0].numpy()
 
     def for_generate(self, prompts: Sequence[Sequence[int]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what transformers' generate is given for prompts, each a row [B, L] of ids, beside those ids."""
         pictured = [prompt for prompt in prompts if isinstance(prompt, PicturedPrompt)]
         if not pictured:
             return {}
-        parts = [self._processor.inputs(prompt) for prompt in pictured]
+        parts = [self._processor.inputs(prompt.pictures) for prompt in pictured]
         inputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if self._processor.types_name is not None:
             inputs[self._processor.types_name] = (input_ids == self.token_id).long()

@@ -19,13 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo.model.logprobs import Head, body_of, text_at
-from grpo.model.packing import first_position, pack_prompts
+from grpo.model.packing import pack_prompts
 from grpo.model.pictures import Vision
 from grpo.model.shared_cache import Shape, SharedCache
 from grpo.rollouts.draw import draw, uniforms
 from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.local import LOOK_EVERY, LocalSampler, Name, policy_that_draws
 from grpo.rollouts.records import Example, Rollout
+from grpo.wire.pictures import PicturedPrompt
 
 PREFILL_TOKENS = 8192  # of the prompts of one forward pass, or one longer prompt
 # The state of a row: its prompt's slot in the cache, its number among the prompt's completions, the prompt's tokens,
@@ -150,7 +151,9 @@ class _Loop:
             if index not in self._prompts_in:
                 if not self._free_slots:
                     break
-                base = first_position(self._prompts[index], self._vision)
+                prompt = self._prompts[index]
+                is_text = not isinstance(prompt, PicturedPrompt)
+                base = len(prompt) if is_text else self._vision.first_position(prompt)
                 self._prompts_in[index] = _Prompt(heappop(self._free_slots), self._copies, base)
                 fresh.append(index)
             taken.append(self._waiting.popleft())
