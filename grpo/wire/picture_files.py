@@ -15,6 +15,12 @@ from PIL.PngImagePlugin import PngImageFile
 MOST_PIXELS = 1 << 26
 """most pixels of a picture: a square of 8,192; decoded it takes 200 MB, whatever its file has"""
 
+_MOST_READS = 1 << 17
+"""most times that Pillow may read from a file: enough for a PNG of 64 MiB in chunks of 8 KiB. Of a file of empty chunks
+it would keep millions, a hundred bytes each"""
+_MOST_SCANS = 200
+"""most scans of a progressive JPEG, an honest one has about ten: each takes as long as to decode the whole picture"""
+
 # By the first bytes, and not by Image.open, whose readers of other formats would see a stranger's bytes too. A JPEG
 # with several pictures (MPO, of many cameras) is read as its first.
 _READERS = {b"\x89PNG\r\n\x1a\n": PngImageFile, b"\xff\xd8\xff": JpegImageFile}
@@ -27,6 +33,18 @@ class PictureError(ValueError):
         super().__init__(reason)
         self.is_large = is_large
         """whether it only has too many pixels"""
+
+
+class _File(BytesIO):
+    """A picture's bytes, read so often at most."""
+
+    reads = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.reads += 1
+        if self.reads > _MOST_READS:
+            raise PictureError("is damaged (it consists of too many parts)")
+        return super().read(size)
 
 
 def check_picture(data: bytes, max_pixels: int = MOST_PIXELS) -> tuple[int, int]:
@@ -54,12 +72,14 @@ def _read_header(data: bytes, max_pixels: int) -> ImageFile:
     if reader is None:
         raise PictureError("is no PNG or JPEG file")
     with _refused_damage():
-        picture = reader(BytesIO(data))
+        picture = reader(_File(data))
     width, height = picture.size
     if width * height > max_pixels:
         raise PictureError(f"has {width} x {height} pixels: the limit is {max_pixels} in all", is_large=True)
     if getattr(picture, "is_animated", False):
         raise PictureError("is animated: use a file of one picture")
+    if reader is JpegImageFile and data.count(b"\xff\xda") > _MOST_SCANS:
+        raise PictureError("is damaged (it consists of too many parts)")
     return picture
 
 
@@ -67,7 +87,7 @@ def _read_header(data: bytes, max_pixels: int) -> ImageFile:
 def _refused_damage() -> Iterator[None]:
     try:
         yield
-    except MemoryError:
+    except (MemoryError, PictureError):
         raise
     # Pillow raises a dozen kinds of error for damaged files, struct.error and SyntaxError among them.
     except Exception as error:

@@ -104,6 +104,34 @@ def test_a_bomb_is_refused_before_it_is_decoded(bomb):
         tracemalloc.stop()
 
 
+PNG, JPEG = encoded(), encoded(kind="JPEG")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PNG[:33] + chunk(b"abCd", b"") * 100_000 + PNG[33:],
+        PNG[:-12] + chunk(b"abCd", b"") * 100_000 + PNG[-12:],
+        JPEG[:20] + b"\xff\xe5\x00\x02" * 100_000 + JPEG[20:],
+        JPEG[:20] + b"\xff\xf0" * 200_000 + JPEG[20:],
+        JPEG[:20] + bytes(200_000) + JPEG[20:],
+    ],
+    ids=["before the pixels", "after the pixels", "segments", "markers", "zeros"],
+)
+def test_a_file_of_countless_parts_is_refused(data):
+    """Pillow keeps each with a hundred bytes, and needs a second for a megabyte of zeros between them."""
+    with pytest.raises(PictureError, match="is damaged .it consists of too many parts"):
+        open_picture(data)
+
+
+def test_a_jpeg_of_countless_scans_is_refused():
+    whole = encoded(kind="JPEG", progressive=True)
+    scan = whole[whole.rindex(b"\xff\xda") : -2]
+    assert open_picture(whole[:-2] + scan * 50 + whole[-2:]).size == (8, 6)
+    with pytest.raises(PictureError, match="too many parts"):
+        open_picture(whole[:-2] + scan * 250 + whole[-2:])
+
+
 def test_a_picture_may_have_as_many_pixels_as_the_limit_and_no_more():
     for read in (check_picture, open_picture):
         read(encoded(), max_pixels=48)
