@@ -1,21 +1,33 @@
 """The bytes of POST /v1/logprobs, version 1: sequences go up, log-probs come back. docs/protocol.md describes them.
 
 Requests and answers are safetensors: named, typed, bounds-checked, no pickle. Sequences are sent ragged (concatenated,
-with their lengths), never padded.
+with their lengths), never padded. Pictures (version 1.1) are sent as the files that they are, once for all completions
+of a prompt; a request without them is one of version 1 to the last byte.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from safetensors.numpy import save
 
 from grpo.wire.errors import ProtocolError, check_name, check_number, malformed
 from grpo.wire.paths import VERSION
-from grpo.wire.tensors import int32, read_tensors
+from grpo.wire.pictures import PicturedPrompt, pictures_of
+from grpo.wire.tensors import int32, read_tensors, uint8
+
+MOST_PICTURES = 256
+"""most pictures of a request"""
+MOST_PIXELS_IN_ALL = 1 << 28
+"""most pixels of a request's pictures together: four of the largest (grpo/wire/picture_files.py)"""
+
+_SEQUENCES = ("input_ids", "prompt_lengths", "completion_lengths")
+_PICTURES = ("pictures", "picture_lengths", "picture_counts")
 
 
 @dataclass(frozen=True)
@@ -32,17 +44,20 @@ class LogprobsRequest:
     request_id: str = ""
     client: str = ""
     """name under which the request takes its turn, shared by all requests of it; empty means the sender's address"""
+    pictures: Sequence[tuple[bytes, ...]] = ()
+    """the pictures of each sequence's prompt, encoded; empty where no prompt has any"""
 
     @classmethod
     def of(
         cls,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         completions: list[list[int]],
         temperature: float,
         request_id: str = "",
         client: str = "",
     ):
-        """Make a request of the completions of one prompt."""
+        """Make a request of the completions of one prompt, a PicturedPrompt where it has pictures."""
+        pictures = pictures_of(prompt_ids)
         return cls(
             np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions]),
             np.full(len(completions), len(prompt_ids), np.int32),
@@ -50,13 +65,25 @@ class LogprobsRequest:
             temperature,
             request_id,
             client,
+            [pictures] * len(completions) if pictures else (),
         )
 
-    def sequences(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return (prompt ids, completion ids) of each sequence, in order."""
+    def sequences(self) -> list[tuple[np.ndarray | PicturedPrompt, np.ndarray]]:
+        """Return (prompt ids, completion ids) of each sequence, in order; a prompt with pictures is a PicturedPrompt.
+
+        Sequences that follow each other share it where their prompt is the same.
+        """
         ends = np.cumsum(self.prompt_lengths.astype(np.int64) + self.completion_lengths)
         whole = np.split(self.input_ids, ends[:-1])
-        return [(ids[:n], ids[n:]) for ids, n in zip(whole, self.prompt_lengths, strict=True)]
+        sequences = [(ids[:n], ids[n:]) for ids, n in zip(whole, self.prompt_lengths, strict=True)]
+        before: PicturedPrompt | None = None
+        for place, pictures in enumerate(self.pictures):
+            if pictures:
+                prompt, completion = sequences[place]
+                if before is None or pictures != before.pictures or not np.array_equal(prompt, before):
+                    before = PicturedPrompt(prompt, pictures)
+                sequences[place] = before, completion
+        return sequences
 
 
 @dataclass(frozen=True)
@@ -75,6 +102,7 @@ def encode_request(request: LogprobsRequest) -> bytes:
         "input_ids": request.input_ids,
         "prompt_lengths": request.prompt_lengths,
         "completion_lengths": request.completion_lengths,
+        **_encode_pictures(request),
     }
     metadata = {
         "temperature": repr(float(request.temperature)),
@@ -95,12 +123,13 @@ def decode_request(
 ) -> LogprobsRequest:
     """Read the body of a request, and check it in full.
 
-    Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences` or `max_tokens` in all, 422 for
-    a sequence longer than `max_length` tokens.
+    Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences`, `max_tokens` or MOST_PICTURES
+    in all, 422 for a sequence longer than `max_length` tokens or pictures of too many pixels. Of pictures only the
+    headers are read.
     """
     tensors, metadata = read_tensors(body)
-    ids, prompts, completions = (int32(tensors, name) for name in ("input_ids", "prompt_lengths", "completion_lengths"))
-    if unknown := tensors.keys() - {"input_ids", "prompt_lengths", "completion_lengths"}:
+    ids, prompts, completions = (int32(tensors, name) for name in _SEQUENCES)
+    if unknown := tensors.keys() - {*_SEQUENCES, *_PICTURES}:
         raise malformed(f"unknown tensor {min(unknown)!r}; version {VERSION} has no such thing")
     if len(prompts) == 0:
         raise malformed("prompt_lengths is empty: send at least one sequence")
@@ -134,7 +163,70 @@ def decode_request(
     names = {name: metadata.get(name, "") for name in ("request_id", "client")}
     for name, text in names.items():
         check_name(name, text)
-    return LogprobsRequest(ids, prompts, completions, temperature, **names)
+    request = LogprobsRequest(ids, prompts, completions, temperature, **names)
+    return _with_pictures(request, tensors) if tensors.keys() & {*_PICTURES} else request
+
+
+def _encode_pictures(request: LogprobsRequest) -> dict[str, np.ndarray]:
+    """Return the tensors of a request's pictures, none where it has none."""
+    if not request.pictures:
+        return {}
+    counts, files, before = [], [], None
+    for prompt, _ in request.sequences():
+        counts.append(-1 if prompt is before else len(pictures_of(prompt)))
+        files += pictures_of(prompt) if prompt is not before else ()
+        before = prompt
+    return {
+        "pictures": np.frombuffer(b"".join(files), np.uint8),
+        "picture_lengths": np.asarray([len(file) for file in files], np.int32),
+        "picture_counts": np.asarray(counts, np.int32),
+    }
+
+
+def _with_pictures(request: LogprobsRequest, tensors: dict[str, np.ndarray]) -> LogprobsRequest:
+    """Return the request with the pictures that its tensors hold. Raises ProtocolError, 400, 413 or 422."""
+    data = uint8(tensors, "pictures")
+    lengths, counts = (int32(tensors, name).astype(np.int64) for name in ("picture_lengths", "picture_counts"))
+    sequences = request.sequences()
+    if len(counts) != len(sequences):
+        raise malformed(f"{len(counts)} picture_counts for {len(sequences)} sequences: send one for each")
+    if counts.min() < -1:
+        raise malformed(
+            f"a picture count is {counts.min()}: send 0 or more, or -1 for the prompt of the sequence before"
+        )
+    check_number("pictures", len(lengths), MOST_PICTURES)
+    if (taken := counts.clip(0).sum()) != len(lengths):
+        raise malformed(f"picture_counts add up to {taken} but there are {len(lengths)} picture_lengths")
+    if len(lengths) and lengths.min() < 1:
+        raise malformed(f"a picture length is {lengths.min()}: every picture needs at least one byte")
+    if lengths.sum() != len(data):
+        raise malformed(f"picture_lengths add up to {lengths.sum()} but pictures has {len(data)} bytes")
+    files = [data[end - length : end].tobytes() for end, length in zip(lengths.cumsum(), lengths, strict=True)]
+    _check_files(files)
+    pictures, left = [], iter(files)
+    for row, count in enumerate(counts):
+        # So each picture belongs to one prompt, and a small request cannot make the server read a large one often.
+        if count == -1 and (row == 0 or not np.array_equal(sequences[row][0], sequences[row - 1][0])):
+            raise malformed(f"sequence {row} has picture count -1, and its prompt is not that of the sequence before")
+        pictures.append(pictures[-1] if count == -1 else tuple(islice(left, count)))
+    return replace(request, pictures=pictures if files else ())
+
+
+def _check_files(files: list[bytes]) -> None:
+    """Raise ProtocolError, 400 for a file that is no picture, 422 for too many pixels. Decode none."""
+    from grpo.wire.picture_files import PictureError, check_picture  # Pillow, which a text run does without
+
+    pixels = 0
+    for number, file in enumerate(files):
+        try:
+            width, height = check_picture(file)
+        except PictureError as error:
+            message = f"picture {number} {error}"
+            raise (ProtocolError(422, "too_many_pixels", message) if error.is_large else malformed(message)) from error
+        pixels += width * height
+    if pixels > MOST_PIXELS_IN_ALL:
+        message = f"the pictures have {pixels} pixels together: the limit is {MOST_PIXELS_IN_ALL} in one request"
+        raise ProtocolError(422, "too_many_pixels", message)
 
 
 def encode_answer(answer: LogprobsAnswer) -> bytes:

@@ -7,7 +7,7 @@ import numpy as np
 from grpo.wire.errors import malformed
 from grpo.wire.tensor_header import LONGEST_HEADER, HeaderError, data_begins, read_header
 
-_DTYPES = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4")}
+_DTYPES = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _WIDTHS = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
@@ -35,6 +35,11 @@ def int32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
 def float32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
     """Return the float32 tensor of this name. Raises ProtocolError, 400, where it is missing or of another dtype."""
     return _of_dtype(tensors, name, np.float32)
+
+
+def uint8(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the uint8 tensor of this name. Raises ProtocolError, 400, where it is missing or of another dtype."""
+    return _of_dtype(tensors, name, np.uint8)
 
 
 def _of_dtype(tensors: dict[str, np.ndarray], name: str, dtype: type) -> np.ndarray:

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from encoded import encoded, png_claiming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
@@ -20,6 +21,7 @@ from grpo.wire.logprobs import (
     encode_answer,
     encode_request,
 )
+from grpo.wire.pictures import PicturedPrompt
 
 VOCABULARY, LONGEST, MOST_SEQUENCES, MOST_TOKENS = 100, 12, 5, 40
 
@@ -157,6 +159,130 @@ def test_damage_is_refused_or_still_a_request(damage):
         assert sum(len(prompt) + len(rest) for prompt, rest in request.sequences()) == len(request.input_ids)
         for name, tensor in load(bytes(damaged)).items():  # safetensors' own reader takes it too, and reads the same
             assert getattr(request, name).tolist() == tensor.tolist()
+
+
+SMALL, WIDE = encoded(), encoded(kind="JPEG")
+PICTURED = PicturedPrompt([1, 9, 9, 3], [SMALL, WIDE])
+
+
+def test_pictures_survive_the_way_once_for_all_completions_of_their_prompt():
+    sent = encode_request(LogprobsRequest.of(PICTURED, [[4, 5], [], [6]], 1.0))
+    assert load(sent)["picture_counts"].tolist() == [2, -1, -1]
+    assert len(sent) < len(SMALL) + len(WIDE) + 1000
+    sequences = decode(sent).sequences()
+    assert [rest.tolist() for _, rest in sequences] == [[4, 5], [], [6]]
+    assert all(prompt == PICTURED and prompt is sequences[0][0] for prompt, _ in sequences)
+    assert PicturedPrompt([1, 9, 9, 3], [WIDE, SMALL]) != PICTURED
+
+
+def test_prompts_with_and_without_pictures_share_a_request():
+    rows = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3], [1, 2, 4], [5, 6]]
+    pictures = [(SMALL,), (SMALL,), (), (WIDE,), (WIDE,), (SMALL, WIDE)]
+    lengths = np.array([len(row) for row in rows], INT32)
+    sent = LogprobsRequest(np.concatenate(rows).astype(INT32), lengths, 0 * lengths, pictures=pictures)
+    body = encode_request(sent)
+    assert load(body)["picture_counts"].tolist() == [1, -1, 0, 1, 1, 2]
+    received = decode_request(body, VOCABULARY, LONGEST, 6, MOST_TOKENS)
+    assert received.pictures == pictures
+    assert [prompt for prompt, _ in received.sequences() if isinstance(prompt, PicturedPrompt)] == [
+        PicturedPrompt(row, files) for row, files in zip(rows, pictures, strict=True) if files
+    ]
+    assert received.sequences()[2][0].tolist() == [1, 2]
+
+
+def test_a_request_without_pictures_has_the_bytes_of_version_1():
+    arrays = dict(input_ids=[1, 2, 4, 1, 2], prompt_lengths=[2, 2], completion_lengths=[1, 0])
+    tensors = {name: np.array(values, INT32) for name, values in arrays.items()}
+    first = save(tensors, {"temperature": "1.0", "request_id": "x", "client": ""})
+    for prompt in ([1, 2], PicturedPrompt([1, 2], [])):
+        sent = encode_request(LogprobsRequest.of(prompt, [[4], []], 1.0, "x"))
+        assert load(sent).keys() == load(first).keys() and len(sent) == len(first)
+        assert {name: tensor.tolist() for name, tensor in load(sent).items()} == arrays
+
+
+def pictured(*files: bytes, **changes) -> bytes:
+    """Two sequences; the first one's prompt has these pictures."""
+    tensors = {
+        "pictures": np.frombuffer(b"".join(files), np.uint8),
+        "picture_lengths": np.array([len(file) for file in files], INT32),
+        "picture_counts": np.array([len(files), 0], INT32),
+    }
+    return body(**tensors | changes)
+
+
+def test_a_request_may_name_no_picture():
+    assert decode(pictured()).pictures == ()
+
+
+WRONG_PICTURES = {
+    "missing lengths": (dict(picture_lengths=None), "'picture_lengths' is missing"),
+    "missing counts": (dict(picture_counts=None), "'picture_counts' is missing"),
+    "missing bytes": (dict(pictures=None), "'pictures' is missing"),
+    "int32 bytes": (dict(pictures=np.zeros(5, INT32)), "'pictures' is int32: send uint8"),
+    "uint8 counts": (dict(picture_counts=np.zeros(2, np.uint8)), "'picture_counts' is uint8: send int32"),
+    "a count missing": (dict(picture_counts=np.array([2], INT32)), "1 picture_counts for 2 sequences"),
+    "count of -2": (dict(picture_counts=np.array([2, -2], INT32)), "a picture count is -2"),
+    "too few taken": (dict(picture_counts=np.array([1, 0], INT32)), "add up to 1 but there are 2 picture_lengths"),
+    "too many taken": (dict(picture_counts=np.array([2, 1], INT32)), "add up to 3 but there are 2"),
+    "counts overflow": (dict(picture_counts=np.array([2**31 - 1] * 2, INT32)), "add up to 4294967294"),
+    "nothing before": (dict(picture_counts=np.array([-1, 2], INT32)), "sequence 0 has picture count -1"),
+    "another prompt before": (dict(picture_counts=np.array([2, -1], INT32)), "sequence 1 has picture count -1"),
+    "empty picture": (dict(picture_lengths=np.array([0, 99], INT32)), "a picture length is 0"),
+    "negative length": (dict(picture_lengths=np.array([-1, 99], INT32)), "a picture length is -1"),
+    "bytes left over": (dict(picture_lengths=np.array([1, 2], INT32)), "picture_lengths add up to 3 but pictures has"),
+    "lengths overflow": (dict(picture_lengths=np.array([2**31 - 1] * 2, INT32)), "add up to 4294967294"),
+    "cut elsewhere": (
+        dict(picture_lengths=np.array([len(SMALL) + 1, len(WIDE) - 1], INT32)),
+        "picture 1 is no PNG or JPEG file",
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, complaint", WRONG_PICTURES.values(), ids=WRONG_PICTURES)
+def test_malformed_pictures_are_refused_with_their_reason(changes, complaint):
+    with pytest.raises(ProtocolError, match=complaint) as refused:
+        decode(pictured(SMALL, WIDE, **changes))
+    assert (refused.value.status, refused.value.code) == (400, "malformed")
+
+
+@pytest.mark.parametrize(
+    "files, status, code, complaint",
+    [
+        ([SMALL] * 257, 413, "too_many_pictures", "257 pictures in one request: the limit is 256"),
+        ([SMALL, png_claiming(100_000, 100_000)], 422, "too_many_pixels", "picture 1 has 100000 x 100000 pixels: the"),
+        ([png_claiming(8192, 8192)] * 5, 422, "too_many_pixels", "the pictures have 335544320 pixels together"),
+        ([b"GIF89a"], 400, "malformed", "picture 0 is no PNG or JPEG file"),
+        ([SMALL[:20]], 400, "malformed", "picture 0 is damaged"),
+    ],
+)
+def test_too_many_pictures_or_pixels_are_refused_before_one_is_decoded(files, status, code, complaint):
+    with pytest.raises(ProtocolError, match=complaint) as refused:
+        decode(pictured(*files))
+    assert (refused.value.status, refused.value.code) == (status, code)
+
+
+WITH_PICTURES = encode_request(LogprobsRequest.of(PICTURED, [[4, 5], [], [6]], 1.0))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(WITH_PICTURES) - 1), st.integers(0, 255)), min_size=1, max_size=5))
+def test_damage_to_pictures_is_refused_or_still_a_request(damage):
+    damaged = bytearray(WITH_PICTURES)
+    for place, value in damage:
+        damaged[place] = value
+    try:
+        request = decode(bytes(damaged))
+    except ProtocolError as error:
+        assert error.status in (400, 413, 422)
+    else:
+        tensors = load(bytes(damaged))
+        counts = tensors["picture_counts"]
+        files = [file for count, files in zip(counts, request.pictures, strict=True) if count > 0 for file in files]
+        assert b"".join(files) == tensors["pictures"].tobytes()
+
+
+def test_a_request_may_have_256_pictures():
+    assert len(decode(pictured(*[SMALL] * 256)).pictures[0]) == 256
 
 
 def with_header(text: bytes, data: bytes = b"") -> bytes:

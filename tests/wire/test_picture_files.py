@@ -1,42 +1,15 @@
 """Pictures as files: what is read, and what is refused with its reason."""
 
-import io
-import struct
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
+from encoded import DRAWN, chunk, encoded, jpeg_claiming, png_claiming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from grpo.wire.picture_files import PictureError, check_picture, open_picture
-
-DRAWN = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8))
-
-
-def encoded(picture: Image.Image = DRAWN, kind: str = "PNG", **options) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, kind, **options)
-    return file.getvalue()
-
-
-def chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png_claiming(width: int, height: int) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
-    )
-
-
-def jpeg_claiming(width: int, height: int) -> bytes:
-    whole = encoded(kind="JPEG")
-    place = whole.index(b"\xff\xc0") + 5
-    return whole[:place] + struct.pack(">HH", height, width) + whole[place + 4 :]
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16"])
