@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.pictures import PicturedPrompt, key_of
 
 if TYPE_CHECKING:
     from grpo.model.pictures import Seen, Vision
@@ -134,9 +134,7 @@ def by_prompt(sequences: Sequence[tuple[Ids, Ids]], indices: Sequence[int]) -> l
     """Group the indices of equal prompts, in order of first appearance."""
     groups: dict[bytes, list[int]] = {}
     for index in indices:
-        prompt = sequences[index][0]
-        key = prompt.digest if isinstance(prompt, PicturedPrompt) else np.asarray(prompt, np.int32).tobytes()
-        groups.setdefault(key, []).append(index)
+        groups.setdefault(key_of(sequences[index][0]), []).append(index)
     return list(groups.values())
 
 

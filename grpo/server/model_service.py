@@ -31,7 +31,7 @@ class ModelService(Service):
 
     def __init__(self, config: ServerConfig):
         super().__init__(config, ModelInfo(config.model_name_or_path))
-        self.queue = self.worker = self.updates = self.processor = None
+        self.queue = self.worker = self.updates = self._pictures = None
         self.request_threads = threading.Semaphore(MOST_REQUESTS)
         self.update_threads = threading.Semaphore(_MOST_UPDATES)
         # While they are read, JSON and tokens take many times the size of the body: read one request at a time.
@@ -48,6 +48,7 @@ class ModelService(Service):
         from grpo.model.pictures import load_processor
         from grpo.model.trial import make_batcher
         from grpo.server.fair_queue import FairQueue
+        from grpo.server.pictures import PictureCheck
         from grpo.server.weight_swap import WeightSwap
         from grpo.server.worker import Worker, completion_logprobs
 
@@ -67,10 +68,10 @@ class ModelService(Service):
             self._read_texts = partial(read_request, tokenizer)
         else:
             tokenizer, model = load_tokenizer(config), load_reference(config, device)
-            self.processor = load_processor(config, model.config, tokenizer)
-            info = describe(model, tokenizer, config.model_name_or_path, self.processor)
-            batcher = make_batcher(model, tokenizer.pad_token_id, self.processor)
-            compute = completion_logprobs
+            processor = load_processor(config, model.config, tokenizer)
+            info = describe(model, tokenizer, config.model_name_or_path, processor)
+            batcher, compute = make_batcher(model, tokenizer.pad_token_id, processor), completion_logprobs
+            self._pictures = PictureCheck(processor, batcher.vision)
         if cards := cards_of(model):
             for card in cards:
                 torch.cuda.reset_peak_memory_stats(card)  # count from here on, without loading
@@ -125,7 +126,9 @@ class ModelService(Service):
         if config.task == "reward":
             with self._reading:
                 return self._read_texts(body(), *limits)
-        return decode_request(body(), model.vocab_size, *limits)
+        request = decode_request(body(), model.vocab_size, *limits)
+        self._pictures.check(request)
+        return request
 
     def score(self, request: LogprobsRequest, sender: str, is_gone: Callable[[], bool]) -> bytes:
         """Return the bytes of the answer. Take the request back when `is_gone` says that the client has closed.

@@ -18,6 +18,7 @@ import numpy as np
 
 from grpo.wire.errors import ProtocolError
 from grpo.wire.logprobs import LogprobsRequest
+from grpo.wire.pictures import key_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Piece:
     def __init__(self, job: Job, rows: list[int]):
         self.job, self.waiting = job, deque(rows)
         self.prompt = job.sequences[rows[0]][0]
-        self.sharing = job.temperature, self.prompt.tobytes()
+        self.sharing = job.temperature, key_of(self.prompt)
         """equal for pieces that may share a forward pass of their prompt"""
 
     def count_tokens(self) -> int:

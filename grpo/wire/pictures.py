@@ -50,3 +50,8 @@ class PicturedPrompt(Sequence[int]):
 def pictures_of(prompt: Sequence[int] | np.ndarray) -> tuple[bytes, ...]:
     """Return the pictures of a prompt, none for plain ids."""
     return prompt.pictures if isinstance(prompt, PicturedPrompt) else ()
+
+
+def key_of(prompt: Sequence[int] | np.ndarray) -> bytes:
+    """Return what tells a prompt from every other one: equal ids with other pictures are another prompt."""
+    return prompt.digest if isinstance(prompt, PicturedPrompt) else np.asarray(prompt, np.int32).tobytes()

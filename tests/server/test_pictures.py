@@ -1,0 +1,229 @@
+"""Prompts with pictures at a server of a model: what it answers, and what it refuses before anything waits.
+
+The service is the server's own, with the model loaded, without its HTTP."""
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from encoded import encoded, png_claiming
+from picture_oracle import Plain
+from pictured import FAMILIES, drawing, save
+from PIL import Image
+
+from grpo.config.server import ServerConfig
+from grpo.model import pictures
+from grpo.server.model_service import ModelService
+from grpo.server.pictures import PictureCheck
+from grpo.wire.errors import ProtocolError
+from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
+from grpo.wire.pictures import PicturedPrompt
+
+FAMILY = "qwen2_5_vl"
+SMALL, WIDE, JPEG = drawing(16, 16, 1), drawing(40, 24, 2), drawing(24, 40, 3, "JPEG")
+
+
+@contextmanager
+def serving(folder, **settings):
+    """A ready service of a model."""
+    service = ModelService(ServerConfig(model_name_or_path=str(folder), **settings))
+    service.load()
+    try:
+        yield service
+    finally:
+        service.worker.close(30)
+
+
+def ask(service: ModelService, *requests: LogprobsRequest) -> list[np.ndarray]:
+    """Let the service read and score requests, all at a time, through their bytes."""
+    answers: list = [None] * len(requests)
+
+    def answer(place: int) -> None:
+        try:
+            request = service.read(lambda: encode_request(requests[place]))
+            body = service.score(request, f"client {place}", is_gone=lambda: False)
+            answers[place] = decode_answer(body, len(request.input_ids) - int(request.prompt_lengths.sum())).logprobs
+        except ProtocolError as error:
+            answers[place] = error
+
+    threads = [threading.Thread(target=answer, args=[place]) for place in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family: str):
+        if family not in made:
+            made[family] = save(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(folders):
+    with serving(folders(FAMILY)) as ready:
+        yield ready
+
+
+@pytest.fixture(scope="module")
+def plain(folders):
+    return Plain(folders(FAMILY))
+
+
+def text_of(plain: Plain, number: int) -> str:
+    """A text with places for so many pictures."""
+    placeholder = (
+        "<start_of_image>" if plain.family == "gemma3" else plain.tokenizer.convert_ids_to_tokens(plain.picture_token)
+    )
+    if plain.family.startswith("qwen"):
+        placeholder = f"<|vision_start|>{placeholder}<|vision_end|>"
+    return f"see {placeholder} " * number + "how many?"
+
+
+def prompt_of(plain: Plain, *files: bytes) -> PicturedPrompt:
+    return PicturedPrompt(plain.prompt(text_of(plain, len(files)), files), files)
+
+
+def exact(plain: Plain, prompt, completions) -> np.ndarray:
+    files = getattr(prompt, "pictures", ())
+    with torch.no_grad():
+        rows = [plain.logprobs([*prompt], files, completion) for completion in completions]
+    return torch.cat(rows).numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_of_prompts_with_pictures_are_those_of_plain_transformers(folders, family):
+    """Several clients at a time: texts, equal ids with other pictures, several pictures, a drawn picture token."""
+    plain = Plain(folders(family))
+    groups = [
+        (prompt_of(plain, SMALL), [[5, 6, 7], [], [8, plain.picture_token, 9]]),
+        (prompt_of(plain, drawing(16, 16, 4)), [[5, 6, 7], [9]]),
+        (prompt_of(plain, WIDE, SMALL, JPEG), [[7], [4, 5, 6]]),
+        (plain.prompt("no picture"), [[5, 6], [7]]),
+    ]
+    assert [*groups[0][0]] == [*groups[1][0]]
+    with serving(folders(family)) as service:
+        answers = ask(service, *(LogprobsRequest.of(prompt, rows, 1.0) for prompt, rows in groups))
+    for (prompt, rows), answer in zip(groups, answers, strict=True):
+        np.testing.assert_allclose(answer, exact(plain, prompt, rows), atol=1e-5)
+    assert np.abs(answers[0][:3] - answers[1][:3]).max() > 1e-3  # the picture matters
+
+
+def test_a_deterministic_server_keeps_other_pictures_apart(folders, plain):
+    groups = [(prompt_of(plain, SMALL), [[5, 6]]), (prompt_of(plain, drawing(16, 16, 4)), [[5, 6]])]
+    ids, rows = [*groups[0][0]], [5, 6]
+    request = LogprobsRequest(
+        np.array(2 * (ids + rows), np.int32),
+        np.full(2, len(ids), np.int32),
+        np.full(2, 2, np.int32),
+        pictures=[prompt.pictures for prompt, _ in groups],
+    )
+    with serving(folders(FAMILY), deterministic=True) as service:
+        (answer,) = ask(service, request)
+    np.testing.assert_allclose(answer, np.concatenate([exact(plain, *group) for group in groups]), atol=1e-5)
+
+
+def test_pictures_are_prepared_before_their_request_waits(service, plain, monkeypatch):
+    """The worker finds them, and opens none."""
+    opened = []
+
+    def open_picture(data):
+        opened.append(threading.current_thread().name)
+        return pictures_open(data)
+
+    pictures_open = pictures.open_picture
+    monkeypatch.setattr(pictures, "open_picture", open_picture)
+    (answer,) = ask(service, LogprobsRequest.of(prompt_of(plain, drawing(32, 32, 9), WIDE), [[5], [6, 7]], 1.0))
+    assert len(answer) == 3 and opened and "scorer" not in opened
+
+
+def changed(prompt: PicturedPrompt, ids=None, files=None) -> PicturedPrompt:
+    return PicturedPrompt([*prompt] if ids is None else ids, prompt.pictures if files is None else files)
+
+
+def wrong(plain: Plain) -> dict[str, tuple]:
+    """Prompts that are refused, with status, code and words of the refusal."""
+    one, two = prompt_of(plain, SMALL), prompt_of(plain, SMALL, WIDE)
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    png, jpeg = encoded(Image.fromarray(noise)), encoded(Image.fromarray(noise), "JPEG")
+    long = encoded(Image.new("RGB", (1000, 2)))
+    token = plain.picture_token
+    return {
+        "no picture": (
+            [*one],
+            422,
+            "wrong_pictures",
+            f"sequence 0 has 4 tokens of a picture .id {token}. and no picture",
+        ),
+        "another size": (changed(one, files=[WIDE]), 422, "wrong_pictures", "has 4 tokens of .* make more"),
+        "a token more": (changed(one, [*one, token]), 422, "wrong_pictures", "has 5 tokens of .* make 4"),
+        "no token": (changed(one, [20, 21]), 422, "wrong_pictures", "has 0 tokens"),
+        "a picture more": (changed(one, files=[SMALL, SMALL]), 422, "wrong_pictures", "make more"),
+        "a picture less": (changed(two, files=[SMALL]), 422, "wrong_pictures", "make 4"),
+        "in one row": (
+            changed(two, [token] * [*two].count(token)),
+            *(422, "wrong_pictures", "has pictures that this model cannot be fed"),
+        ),
+        "an odd shape": (
+            changed(one, files=[long]),
+            400,
+            "malformed",
+            "a picture of sequence 0 is refused by the model",
+        ),
+        "cut PNG": (changed(one, files=[png[:-200]]), 400, "malformed", "a picture of sequence 0 is damaged"),
+        "cut JPEG": (changed(one, files=[jpeg[:-200]]), 400, "malformed", "a picture of sequence 0 is damaged"),
+        "a bomb": (changed(one, files=[png_claiming(10**5, 10**5)]), 422, "too_many_pixels", "picture 0 has 100000 x"),
+    }
+
+
+def test_pictures_that_do_not_fit_are_refused_and_the_next_request_is_answered(service, plain):
+    cases = wrong(plain)
+    good = prompt_of(plain, SMALL)
+    requests = [LogprobsRequest.of(prompt, [[5, 6]], 1.0) for prompt, *_ in cases.values()]
+    *refusals, answer = ask(service, *requests, LogprobsRequest.of(good, [[5, 6]], 1.0))
+    np.testing.assert_allclose(answer, exact(plain, good, [[5, 6]]), atol=1e-5)
+    for (name, (_, status, code, words)), refusal in zip(cases.items(), refusals, strict=True):
+        assert isinstance(refusal, ProtocolError), name
+        assert (refusal.status, refusal.code) == (status, code), (name, refusal)
+        with pytest.raises(ProtocolError, match=words):
+            raise refusal
+    assert service.queue.depth == 0
+
+
+def test_pictures_that_make_more_than_the_ids_are_not_prepared_together(service, plain):
+    """Else a small file, many times, would take any memory."""
+    one = prompt_of(plain, SMALL)
+    check = service._pictures
+    counted = []
+
+    class Counting:
+        token_id = check._processor.token_id
+
+        def count(self, files):
+            counted.append(len(files))
+            return check._processor.count(files)
+
+    with pytest.raises(ProtocolError, match="make more"):
+        PictureCheck(Counting(), None).check(LogprobsRequest.of(changed(one, files=[SMALL] * 256), [[5]], 1.0))
+    assert counted == [1, 1]
+
+
+def test_a_model_without_a_processor_takes_no_pictures(model_folder):
+    with serving(model_folder) as service:
+        assert service.info.model.processor_fingerprint == ""
+        refusal, answer = ask(
+            service,
+            LogprobsRequest.of(PicturedPrompt([5, 6], [SMALL]), [[7]], 1.0),
+            LogprobsRequest.of([5, 6], [[7]], 1.0),
+        )
+    assert (refusal.status, refusal.code) == (422, "no_pictures") and "takes no pictures" in refusal.message
+    assert len(answer) == 1
