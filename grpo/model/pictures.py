@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from grpo.wire.pictures import PicturedPrompt
 
 # Of pixels: 27 pictures of 1,000 tokens for Qwen. Those of a step are prepared once for sampling, scoring and update.
 KEPT_BYTES = 2**29
+KEPT_POSITIONS = 1024  # of prompts, those of a step
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 # Fields of an image processor in which two equal ones may differ.
@@ -99,7 +99,10 @@ class PictureProcessor:
         """the id that stands for a piece of a picture"""
         self.types_name = types
         """the model's input that marks those ids, where it has one"""
+        self.kept_bytes = KEPT_BYTES
+        """most bytes of prepared pictures, and of their files, that are kept"""
         self._kept: OrderedDict[tuple[bytes, ...], tuple[int, dict[str, torch.Tensor]]] = OrderedDict()
+        self._size = 0
         self._lock = threading.Lock()
 
     @property
@@ -148,9 +151,11 @@ class PictureProcessor:
         count = int((found["input_ids"] == self.token_id).sum())
         prepared = count, {name: value for name, value in found.items() if name not in _PER_TOKEN}
         with self._lock:
-            self._kept[pictures] = prepared
-            while len(self._kept) > 1 and sum(_bytes(inputs) for _, inputs in self._kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
+            if pictures not in self._kept:
+                self._kept[pictures] = prepared
+                self._size += _bytes(pictures, prepared)
+            while len(self._kept) > 1 and self._size > self.kept_bytes:
+                self._size -= _bytes(*self._kept.popitem(last=False))
         return prepared
 
     def save(self, folder: Path) -> None:
@@ -185,7 +190,9 @@ class Vision:
     def __init__(self, processor: PictureProcessor, model: PreTrainedModel):
         self._processor, self._device = processor, model.device
         self._get_positions = getattr(model.base_model, "get_rope_index", None)
-        self._positions = lru_cache(maxsize=1024)(self._compute_positions)  # of the prompts of a step
+        # By digest: a prompt would keep its pictures, and a stranger's may be large.
+        self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._lock = threading.Lock()
         self.token_id = processor.token_id
         self.has_positions = self._get_positions is not None
         self.types_name = None if self.has_positions else processor.types_name
@@ -199,11 +206,18 @@ class Vision:
         """Return the position of the first token that follows a prompt."""
         return int(self._positions(prompt).max()) + 1 if self.has_positions else len(prompt)
 
-    def _compute_positions(self, prompt: PicturedPrompt) -> np.ndarray:
+    def _positions(self, prompt: PicturedPrompt) -> np.ndarray:
+        """Return `positions` of a prompt; those of the last prompts are kept."""
+        if (kept := self._kept.get(prompt.digest)) is not None:
+            return kept
         inputs = self._processor.inputs(prompt.pictures)
         ids = torch.from_numpy(np.asarray(prompt, np.int64)).unsqueeze(0)
         grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
         positions, _ = self._get_positions(input_ids=ids, mm_token_type_ids=(ids == self.token_id).int(), **grids)
+        with self._lock:
+            self._kept[prompt.digest] = positions[:, 0].numpy()
+            if len(self._kept) > KEPT_POSITIONS:
+                self._kept.popitem(last=False)
         return positions[:, 0].numpy()
 
     def for_generate(self, prompts: Sequence[Sequence[int]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -254,5 +268,5 @@ def _noise(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def _bytes(inputs: dict[str, torch.Tensor]) -> int:
-    return sum(value.nbytes for value in inputs.values())
+def _bytes(pictures: tuple[bytes, ...], prepared: tuple[int, dict[str, torch.Tensor]]) -> int:
+    return sum(map(len, pictures)) + sum(value.nbytes for value in prepared[1].values())

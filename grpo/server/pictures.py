@@ -12,6 +12,7 @@ from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.picture_files import PictureError
 from grpo.wire.pictures import PicturedPrompt
 
+_KEPT_BYTES = 2 * 2**30  # of prepared pictures of requests that wait: 110,000 tokens of Qwen's
 _AT_ONCE = 2  # pictures that are decoded at a time, each into 400 MB at most, and more where it is enlarged
 
 
@@ -24,6 +25,8 @@ class PictureCheck:
 
     def __init__(self, processor: PictureProcessor | None, vision: Vision | None):
         self._processor, self._vision = processor, vision
+        if processor is not None:
+            processor.kept_bytes = _KEPT_BYTES
         self._preparing = threading.Semaphore(_AT_ONCE)
 
     def check(self, request: LogprobsRequest) -> None:

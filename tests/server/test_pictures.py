@@ -12,6 +12,7 @@ from encoded import encoded, png_claiming
 from picture_oracle import Plain
 from pictured import FAMILIES, drawing, save
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from grpo.config.server import ServerConfig
 from grpo.model import pictures
@@ -215,6 +216,22 @@ def test_pictures_that_make_more_than_the_ids_are_not_prepared_together(service,
     with pytest.raises(ProtocolError, match="make more"):
         PictureCheck(Counting(), None).check(LogprobsRequest.of(changed(one, files=[SMALL] * 256), [[5]], 1.0))
     assert counted == [1, 1]
+
+
+def test_what_is_kept_of_pictures_is_bounded_and_counts_their_files(folders, plain, monkeypatch):
+    """A picture of few pixels may be a large file."""
+    with serving(folders(FAMILY)) as service:
+        processor, vision = service._pictures._processor, service._pictures._vision
+        processor.kept_bytes = 1 << 20
+        large = PngInfo()
+        large.add_text("comment", "x" * 300_000)
+        files = [encoded(Image.new("RGB", (16, 16), (shade, 0, 0)), pnginfo=large) for shade in range(8)]
+        prompts = [prompt_of(plain, file) for file in files]
+        monkeypatch.setattr(pictures, "KEPT_POSITIONS", 5)
+        answers = ask(service, *(LogprobsRequest.of(prompt, [[20, 21]], 1.0) for prompt in prompts))
+    np.testing.assert_allclose(np.stack(answers), [exact(plain, prompt, [[20, 21]]) for prompt in prompts], atol=1e-5)
+    assert 1 <= len(processor._kept) <= 3 and processor._size <= 1 << 20
+    assert len(vision._kept) == 5
 
 
 def test_a_model_without_a_processor_takes_no_pictures(model_folder):
