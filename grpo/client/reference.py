@@ -21,14 +21,33 @@ from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 log = logging.getLogger(__name__)
 
 
-def check_reference(config: TrainerConfig, policy: ModelInfo, reference: ModelInfo, any_version: bool = False) -> None:
+def check_reference(
+    config: TrainerConfig,
+    policy: ModelInfo,
+    reference: ModelInfo,
+    any_version: bool = False,
+    has_pictures: bool = False,
+) -> None:
     """Refuse a reference that is another model than the policy starts from, or that takes shorter sequences.
 
-    Another model with the policy's tokenizer is accepted with `allow_other_reference`, and with `any_version`, where it
-    may be a later reference of this run. Raises ServerError.
+    Where the run's prompts have pictures, refuse also one that takes none: a text model's, or an older program. Another
+    model with the policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`,
+    where it may be a later reference of this run. Raises ServerError.
     """
     urls = " ".join(config.ref_servers)
     restart = f"restart it with --model_name_or_path {config.model_name_or_path}"
+    if has_pictures and not reference.processor_fingerprint:
+        raise ServerError(
+            f"{urls} serves {reference.name} without pictures, and prompts of this run have some: {restart}, of the "
+            "trainer's version"
+        )
+    differs = reference.processor_fingerprint and reference.processor_fingerprint != policy.processor_fingerprint
+    if policy.processor_fingerprint and differs and (has_pictures or not config.allow_other_reference):
+        limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
+        raise ServerError(
+            f"{urls} serves {reference.name} and prepares pictures in another way than this run: restart it with the "
+            f"trainer's settings, {' and '.join(limits)}, and the same preprocessor_config.json"
+        )
     if reference.tokenizer_fingerprint != policy.tokenizer_fingerprint:
         raise ServerError(f"{urls} serves {reference.name}, whose tokenizer is not that of {policy.name}: {restart}")
     if reference.vocab_size != policy.vocab_size:

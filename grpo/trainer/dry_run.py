@@ -102,7 +102,7 @@ def _describe_inputs(
     else:
         connection = Connection(config, "logprobs")
         for url in config.ref_servers:
-            lines.append(f"  reference  {url} {_describe_server(connection, url, config, policy_info)}")
+            lines.append(f"  reference  {url} {_describe_server(connection, url, inputs, config, policy_info)}")
     if config.sampler == "pool":
         lines.append(f"  sampler    {_describe_source(config)}")
     for reward in rewards.values():
@@ -112,7 +112,11 @@ def _describe_inputs(
 
 
 def _describe_server(
-    connection: Connection, url: str, config: TrainerConfig | None = None, policy_info: ModelInfo | None = None
+    connection: Connection,
+    url: str,
+    inputs: Inputs | None = None,
+    config: TrainerConfig | None = None,
+    policy_info: ModelInfo | None = None,
 ) -> str:
     """Ask a server once what it serves, and return the answer as the rest of a sentence.
 
@@ -120,8 +124,9 @@ def _describe_server(
     """
     try:
         model_info = connection.health(url).model
-        if config is not None and policy_info is not None:
-            check_reference(config, replace(policy_info, fingerprint=model_info.fingerprint), model_info)
+        if inputs is not None and config is not None and policy_info is not None:
+            policy_info = replace(policy_info, fingerprint=model_info.fingerprint)
+            check_reference(config, policy_info, model_info, has_pictures=inputs.has_pictures)
     except RequestFailure as failure:
         return f"{failure}: a run would wait for it"
     except ServerError as error:

@@ -58,6 +58,7 @@ from grpo.trainer.replay import Replay
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 from grpo.trainer.scoring import try_rewards
+from grpo.wire.pictures import pictures_of
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,10 @@ class Inputs:
     stream: PromptStream
     held_out: list[Example]
     """examples of each evaluation; empty if the run has none"""
+
+    @property
+    def has_pictures(self) -> bool:
+        return any(pictures_of(example.prompt_ids) for example in self.examples)
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ def set_up(
         check_router(model, config.router_aux_loss_coef)
     check_alike({"the model's fingerprint": policy_info.fingerprint})
     if client is not None:
-        check_reference(config, policy_info, reference, any_version)
+        check_reference(config, policy_info, reference, any_version, inputs.has_pictures)
     adapter_off = None
     if config.use_peft:
         began_with_adapter = train_adapter(model, config)

@@ -1,6 +1,7 @@
 """The client of the reference servers, against real servers that are late, killed, restarted, wrong, or no servers."""
 
 import itertools
+import json
 import re
 import signal
 import socket
@@ -502,6 +503,31 @@ def test_a_reference_that_does_not_fit_is_refused(changes, said):
     check_reference(config, MODEL, MODEL)
     with pytest.raises(ServerError, match=said):
         check_reference(config, MODEL, replace(MODEL, **changes))
+
+
+def test_a_reference_must_take_pictures_and_prepare_them_as_the_policy_does():
+    config, policy = TrainerConfig(max_pixels=4096), replace(MODEL, processor_fingerprint="p")
+    check_reference(config, policy, policy, has_pictures=True)
+    older = json.dumps({"version": 1, "status": "ready", "model": "m", "model_fingerprint": "f"})
+    for text_model in (MODEL, ServerInfo.from_json(older.encode()).model):
+        with pytest.raises(ServerError) as refused:
+            check_reference(replace(config, allow_other_reference=True), policy, text_model, has_pictures=True)
+        assert str(refused.value) == (
+            "http://127.0.0.1:59875 serves m without pictures, and prompts of this run have some: restart it with "
+            "--model_name_or_path Qwen/Qwen2.5-1.5B-Instruct, of the trainer's version"
+        )
+    other = replace(policy, fingerprint="x", processor_fingerprint="q")
+    with pytest.raises(ServerError) as refused:
+        check_reference(replace(config, allow_other_reference=True), policy, other, has_pictures=True)
+    assert str(refused.value) == (
+        "http://127.0.0.1:59875 serves m and prepares pictures in another way than this run: restart it with the "
+        "trainer's settings, min_pixels unset and max_pixels 4096, and the same preprocessor_config.json"
+    )
+    with pytest.raises(ServerError, match="in another way"):
+        check_reference(config, policy, other)
+    # A run of text alone.
+    check_reference(replace(config, allow_other_reference=True), policy, other)
+    check_reference(config, policy, MODEL)
 
 
 def test_another_model_is_refused_unless_it_is_wanted(caplog):
