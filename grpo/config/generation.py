@@ -38,6 +38,11 @@ class DataSection(Section):
         "column that holds the gold answer; where the text has '####', the answer is what follows",
         common=True,
     )
+    dataset_image_column: str | None = option(
+        None,
+        "column of the pictures that go with a prompt, for a vision-language model: one, a list of them, or none; "
+        "unset is image or images where the dataset has one, an empty text leaves pictures out",
+    )
     max_prompt_length: int = option(
         512, "prompts of more tokens are dropped when the data is loaded, and counted", above=0
     )

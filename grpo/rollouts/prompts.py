@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -15,9 +15,22 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.generation import AnsweringConfig
-from grpo.rollouts.chat_template import chat_messages, render_prompt, tokenize_prompt
+from grpo.rollouts.chat_template import (
+    PartMessage,
+    PictureCountError,
+    chat_messages,
+    place_pictures,
+    render_prompt,
+    text_of_messages,
+    tokenize_prompt,
+)
 from grpo.rollouts.dataset import decoded, load_rows
+from grpo.rollouts.pictures import PictureColumn, find_column
 from grpo.rollouts.records import Example
+from grpo.wire.picture_files import EncodedPicture, PictureError
+
+if TYPE_CHECKING:
+    from grpo.model.pictures import PictureProcessor
 
 log = logging.getLogger(__name__)
 
@@ -28,28 +41,49 @@ _GIVEN_TO_REWARDS = {
 
 
 def load_examples(
-    config: AnsweringConfig, split: str, tokenizer: PreTrainedTokenizerBase, limit: int = 0, progress: bool = True
+    config: AnsweringConfig,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int = 0,
+    progress: bool = True,
+    processor: PictureProcessor | None = None,
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0.
 
-    Rows without a prompt, without a gold answer or with too long a prompt are dropped and counted. Raises ConfigError
-    where the dataset cannot be loaded, lacks a column, has a value of another type, or keeps no example.
+    Rows without a prompt, without a gold answer, with too long a prompt or with pictures that cannot be used are
+    dropped and counted. Raises ConfigError where the dataset cannot be loaded, lacks a column, has a value of another
+    type, has pictures and there is no `processor` for them, or keeps no example.
     """
     log.info("reading split %s of %s", split, config.dataset_name)
     rows = load_rows(config, split)
     _check_columns(config, rows.column_names)
+    column = None
+    if (image_column := find_column(config, rows.column_names)) is not None:
+        column = PictureColumn(image_column, config.dataset_name)
+        rows = column.without_decoding(rows)
     if limit:
         rows = rows.select(range(min(limit, len(rows))))
     prompt_column, answer_column = config.dataset_prompt_column, config.dataset_answer_column
     no_prompt, no_gold = f"without a prompt in {prompt_column!r}", f"without a gold answer in {answer_column!r}"
     too_long = f"longer than max_prompt_length={config.max_prompt_length} tokens"
+    bad_picture, other_count = (
+        f"with a picture in {image_column!r} that cannot be used",
+        "with more or fewer places for pictures than pictures",
+    )
+    faults: dict[str, str] = {}
     examples, dropped, without_system, shortest = [], Counter(), 0, math.inf
     bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=None if progress else True, leave=False)
     for index, row in enumerate(decoded(config, split, bar)):
         if row[prompt_column] is None or row[prompt_column] == []:
             dropped[no_prompt] += 1
             continue
-        example = make_example(config, tokenizer, index, row)
+        try:
+            example = make_example(config, tokenizer, index, row, column, processor)
+        except (PictureError, PictureCountError) as error:
+            reason = bad_picture if isinstance(error, PictureError) else other_count
+            dropped[reason] += 1
+            faults.setdefault(reason, f" (the first is row {index} from 0: {error})")
+            continue
         if not example.gold:
             dropped[no_gold] += 1
         elif len(example.prompt_ids) > config.max_prompt_length:
@@ -60,7 +94,7 @@ def load_examples(
             first = example.messages[0]
             without_system += first["role"] == "system" and first["content"].strip() not in example.prompt
     for reason, count in dropped.items():
-        log.warning("%s: %d of %d rows dropped, %s", split, count, len(rows), reason)
+        log.warning("%s: %d of %d rows dropped, %s%s", split, count, len(rows), reason, faults.get(reason, ""))
     if without_system:
         log.warning(
             "%s: the model's chat template leaves the system message out of %d of %d prompts: put the instructions "
@@ -72,9 +106,16 @@ def load_examples(
     if examples:
         return examples
     if dropped[too_long]:
+        remedy = "raise it" if column is None else "raise it, or lower max_pixels"
         raise ConfigError(
             f"max_prompt_length={config.max_prompt_length}: none of the {dropped[too_long]} prompts of "
-            f"{config.dataset_name} ({split}) is that short, the shortest has {shortest} tokens: raise it"
+            f"{config.dataset_name} ({split}) is that short, the shortest has {shortest} tokens: {remedy}"
+        )
+    if faults:
+        reason = max(faults, key=dropped.get)
+        raise ConfigError(
+            f"dataset_image_column={image_column!r}: {dropped[reason]} of the {len(rows)} rows ({split}) are dropped, "
+            f"{reason}{faults[reason]}, and none is left: mend the dataset, or name another column"
         )
     raise ConfigError(
         f"dataset_name={config.dataset_name!r}: none of its {len(rows)} rows ({split}) has both a prompt in "
@@ -103,34 +144,56 @@ def check_reward_columns(config: AnsweringConfig, examples: Sequence[Example]) -
 
 
 def make_example(
-    config: AnsweringConfig, tokenizer: PreTrainedTokenizerBase, index: int, row: Mapping[str, Any]
+    config: AnsweringConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    index: int,
+    row: Mapping[str, Any],
+    column: PictureColumn | None = None,
+    processor: PictureProcessor | None = None,
 ) -> Example:
     """Make an Example of a dataset row. Its columns have the row's values, and the gold answer as `answer`, unless the
     dataset has another column of that name. An answer that is a list or dict stays one there.
 
-    Raises ConfigError, naming the row, where the prompt or the answer has a wrong type.
+    Raises ConfigError, naming the row, where a value has a wrong type, or the row has pictures and there is no
+    `processor`; PictureError or PictureCountError where its pictures cannot be used.
     """
     answer, prompt = row[config.dataset_answer_column], row[config.dataset_prompt_column]
+    place = f"row {index} (from 0)"
     if isinstance(answer, bytes):
         raise ConfigError(
-            f"dataset_answer_column={config.dataset_answer_column!r}: row {index} (from 0) has {str(answer)[:80]}: a "
+            f"dataset_answer_column={config.dataset_answer_column!r}: {place} has {str(answer)[:80]}: a "
             "gold answer is text, a number, a list or a dict: name a column of such"
         )
     if not _is_prompt(prompt):
         raise ConfigError(
-            f"dataset_prompt_column={config.dataset_prompt_column!r}: row {index} (from 0) has {str(prompt)[:80]}: a "
-            "prompt is text, or a list of messages whose role and content are text: mend it, or name another column"
+            f"dataset_prompt_column={config.dataset_prompt_column!r}: {place} has {str(prompt)[:80]}: a "
+            "prompt is text, or a list of messages whose role is text, and whose content is text or a list of parts, "
+            '{"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column'
         )
     # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
     given = {config.dataset_prompt_column} & _GIVEN_TO_REWARDS
     columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
     if config.dataset_answer_column == "answer" or "answer" not in row:
         columns["answer"] = answer if isinstance(answer, list | dict) else gold
-    place = f"row {index} (from 0)"
-    rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place)
-    messages = chat_messages(prompt, config.system_prompt)
-    conversation = prompt if isinstance(prompt, list) else None
-    return Example(index, rendered, tokenize_prompt(tokenizer, rendered), columns, messages, gold, conversation)
+    pictures: list[EncodedPicture] = []
+    if column is not None:
+        columns[column.name] = value = column.read(row[column.name], index)
+        pictures = value if isinstance(value, list) else [] if value is None else [value]
+    if pictures and processor is None:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: {place} of {config.dataset_name} has a picture in "
+            f"{column.name!r}, and this model takes text alone: use a vision-language model, or set "
+            "dataset_image_column to '' to leave pictures out"
+        )
+    count = None if column is None else len(pictures)
+    rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place, count)
+    prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
+    messages, conversation = chat_messages(prompt, config.system_prompt), prompt if isinstance(prompt, list) else None
+    if pictures:
+        messages = place_pictures(messages, count)
+        conversation = conversation and _fill(place_pictures(conversation, count), pictures)
+    messages = text_of_messages(messages)
+    return Example(index, rendered, prompt_ids, columns, messages, gold, conversation)
 
 
 def gold_answer(answer: Any) -> str:
@@ -205,13 +268,39 @@ def _check_columns(config: AnsweringConfig, names: list[str]) -> None:
     )
 
 
+def _fill(messages: list[PartMessage], pictures: Sequence[EncodedPicture]) -> list[PartMessage]:
+    """Return the messages with the pictures in their parts, as TRL's prepare_multimodal_messages does."""
+    rest = iter(pictures)
+    return [
+        message
+        | {
+            "content": [
+                part | {"image": next(rest)} if part["type"] == "image" else part for part in message["content"]
+            ]
+        }
+        for message in messages
+    ]
+
+
 def _is_prompt(prompt: Any) -> bool:
     """Tell whether it is a text, or a list of at least one message."""
     return isinstance(prompt, str) or (
         isinstance(prompt, list)
         and len(prompt) > 0
         and all(
-            isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+            isinstance(message, dict) and isinstance(message.get("role"), str) and _is_content(message.get("content"))
             for message in prompt
         )
     )
+
+
+def _is_content(content: Any) -> bool:
+    """Tell whether it is a text, or a list of parts: texts, and places for pictures of the dataset's column."""
+    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    fields = {name: value for name, value in part.items() if value is not None}  # rows have null for absent fields
+    return fields == {"type": "image"} or (fields.get("type") == "text" and isinstance(fields.get("text"), str))

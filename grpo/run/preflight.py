@@ -25,6 +25,7 @@ from grpo.run.collective import from_first, gather
 from grpo.run.push import open_repo
 from grpo.run.run_folder import find_run_folder, make_run_folder, nearest_existing, writable
 from grpo.wire.health import fingerprint
+from grpo.wire.pictures import pictures_of
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +165,9 @@ def describe_inputs(
     """Describe what must be the same on every rank: settings, data, versions, the program itself."""
     settings = {name: value for name, value in asdict(config).items() if name not in _PLACES}
     problems = {
-        f"the fingerprint of {what}": fingerprint(*([row.prompt, row.gold] for row in examples))
+        f"the fingerprint of {what}": fingerprint(
+            *([row.prompt, *map(fingerprint, pictures_of(row.prompt_ids)), row.gold] for row in examples)
+        )
         for what, examples in zip(("the prompts and answers", "the held-out ones"), data, strict=True)
     }
     files = {str(path.relative_to(REPOSITORY)): path for path in sorted(REPOSITORY.glob("grpo/**/*.py"))}

@@ -146,12 +146,18 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     progress = rank == 0
     if progress:
         warn_of_other_question(config)
-    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=progress)
+    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=progress, processor=processor)
     check_reward_columns(config, examples)
+    require(
+        config.sampler != "pool" or not any(pictures_of(example.prompt_ids) for example in examples),
+        "sampler",
+        config.sampler,
+        "a pool brings workers no pictures, and the dataset has some: use continuous",
+    )
     stream = PromptStream(examples, config.prompts_per_step, config.seed)
     held_out = []
     if config.eval_steps:
-        held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress=progress)
+        held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress, processor)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
     return Inputs(reward_funcs, ds_config, tokenizer, processor, examples, stream, held_out)
 

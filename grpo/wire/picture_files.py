@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 
 from PIL import ImageOps
 from PIL.Image import Image
@@ -65,6 +67,21 @@ def open_picture(data: bytes, max_pixels: int = MOST_PIXELS) -> Image:
     with _refused_damage():
         ImageOps.exif_transpose(picture, in_place=True)
         return picture.convert("RGB")
+
+
+@dataclass(frozen=True)
+class EncodedPicture:
+    """A picture of a dataset's column. Its deep copy is a PIL image: what reward functions are given are copies."""
+
+    file: bytes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Image:
+        """Return the picture in its file's own mode, turned as its camera was held, as `datasets` does; its pixels are
+        decoded when they are first used."""
+        picture = _read_header(self.file, MOST_PIXELS)
+        if "exif" in picture.info:
+            ImageOps.exif_transpose(picture, in_place=True)
+        return picture
 
 
 def _read_header(data: bytes, max_pixels: int) -> ImageFile:

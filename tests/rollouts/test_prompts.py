@@ -154,8 +154,8 @@ def test_a_dataset_of_which_no_row_is_left_is_refused(tmp_path, tokenizer):
         ({"question": [{"content": "Hi"}], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
         ({"question": [{"role": "user"}], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
         (
-            {"question": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "answer": "1"},
-            "dataset_prompt_column='question': row 1 .* a list of messages whose role and content are text",
+            {"question": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "answer": "1"},
+            "dataset_prompt_column='question': row 1 .* whose content is text or a list of parts",
         ),
     ],
 )
@@ -293,6 +293,11 @@ PARTS = (
 )
 
 
+def test_a_template_that_takes_content_in_parts_alone_is_given_parts(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", PARTS)
+    assert render_prompt(tokenizer, "Two and two?", "Be brief.") == "system:Be brief.user:Two and two?assistant:"
+
+
 @pytest.mark.parametrize(
     "template, reason",
     [
@@ -311,7 +316,7 @@ def test_whatever_a_template_raises_is_one_sentence(tmp_path, tokenizer, monkeyp
 
 
 def test_a_template_that_leaves_out_the_question_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", PARTS)
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}assistant:{% endfor %}")
     with pytest.raises(ConfigError, match="model_name_or_path=.* leaves out what the user says: use"):
         render_prompt(tokenizer, "Two and two?", "")
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content.upper() }}")
