@@ -35,6 +35,7 @@ def run(config: EvaluateConfig) -> None:
 
     from grpo.model.devices import refuse_shortage
     from grpo.model.load import check_lengths, load_model, load_settings, load_tokenizer
+    from grpo.model.pictures import Vision, load_processor
     from grpo.model.trial import make_batcher
     from grpo.rewards.compute import load_reward_funcs, start_rewards
     from grpo.rewards.functions import TrainerState
@@ -56,18 +57,20 @@ def run(config: EvaluateConfig) -> None:
     functions = load_reward_funcs(config.reward_funcs)
     check_verdicts(config, functions)
 
-    tokenizer = load_tokenizer(config)
-    check_lengths(config, load_settings(config))
-    examples = load_examples(config, _split(config), tokenizer, config.eval_samples, progress=rank == 0)
+    tokenizer, settings = load_tokenizer(config), load_settings(config)
+    processor = load_processor(config, settings, tokenizer)
+    check_lengths(config, settings)
+    examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor)
     check_reward_columns(config, examples)
     rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config)
     model = load_model(config, device)
     longest_packed = 0
     if config.sampler != "generate":
         with torch.no_grad():
-            longest_packed = make_batcher(model, tokenizer.pad_token_id).longest_packed
+            longest_packed = make_batcher(model, tokenizer.pad_token_id, processor).longest_packed
+    vision = Vision(processor, model) if processor is not None else None
     sampler = make_sampler(
-        model, tokenizer, config.max_completion_length, config.sequences_per_generate, longest_packed
+        model, tokenizer, config.max_completion_length, config.sequences_per_generate, longest_packed, vision
     )
 
     start = time.perf_counter()
