@@ -14,7 +14,8 @@ each completion:
     completion_ids   the completion's token ids
     answer           the gold answer: text of `dataset_answer_column`, of GSM8K's "solution #### answer" the part after
                      the last ####
-    NAME             each column of the dataset by its own name, with the dataset's values: a list stays a list
+    NAME             each column of the dataset by its own name, with the dataset's values: a list stays a list, and
+                     a picture is a PIL image
 
 If the dataset's prompts are lists of messages, `prompts` has these lists, and `completions` has lists of one message,
 [{"role": "assistant", "content": text}]; `prompt_texts` has what the model reads in both cases. If the dataset has a

@@ -10,7 +10,6 @@ from grpo.rewards.functions import (
     Batch,
     Logged,
     Misuse,
-    TrainerState,
     begin_call,
     check_returned,
     make_error,
@@ -22,34 +21,29 @@ log = logging.getLogger(__name__)
 
 
 def call_each_alone(compute_reward: Callable[[Batch, Logged], Awaitable[float | None]]) -> Callable:
-    """Return an async reward function that calls this one on each completion, as a batch of one, all at the same time.
+    """Return an async function for `begin_call` that calls this one on each completion, as a batch of one, all at the
+    same time.
 
     What the calls log is logged for the whole batch: a column is null where a call has none.
     """
 
-    async def rewards(
-        prompts: list,
-        completions: list,
-        trainer_state: TrainerState,
-        log_extra: Callable,
-        log_metric: Callable,
-        **columns: list,
-    ) -> list[float | None]:
-        batch, logs = Batch(prompts, completions, columns, trainer_state), [Logged() for _ in completions]
-        calls = [asyncio.ensure_future(compute_reward(batch.select(i), logged)) for i, logged in enumerate(logs)]
+    async def rewards(batch: Batch, logged: Logged) -> list[float | None]:
+        logs = [Logged() for _ in batch.completions]
+        calls = [asyncio.ensure_future(compute_reward(batch.select(i), alone)) for i, alone in enumerate(logs)]
         try:
             values = await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
-        for column in dict.fromkeys(column for logged in logs for column in logged.extra):
-            log_extra(column, [logged.extra.get(column, [None])[0] for logged in logs])
-        for logged in logs:
-            for name, logged_values in logged.metrics.items():
+        for column in dict.fromkeys(column for alone in logs for column in alone.extra):
+            logged.log_extra(column, [alone.extra.get(column, [None])[0] for alone in logs])
+        for alone in logs:
+            for name, logged_values in alone.metrics.items():
                 for value in logged_values:
-                    log_metric(name, value)
+                    logged.log_metric(name, value)
         return values
 
+    rewards.takes_batch = True
     return rewards
 
 

@@ -1,5 +1,6 @@
 """Datasets with pictures: every form of a picture, where they go in a prompt, and what is refused or dropped."""
 
+import copy
 import io
 import itertools
 import json
@@ -192,6 +193,11 @@ def test_chats_are_rendered_as_trl_renders_them(tmp_path, qwen):
         assert [[part["type"] for part in content] for content in given] == [
             [part["type"] for part in content] for content in theirs
         ]
+        given, theirs = (
+            [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+            for messages in (copy.deepcopy(example.conversation), prepared)
+        )
+        assert len(given) == len(pictures) and all(map(np.array_equal, given, theirs)), "as reward functions see them"
         assert all(isinstance(message["content"], str) for message in example.messages)
 
 

@@ -1,12 +1,15 @@
 """What reward functions are given of examples and rollouts: TRL's arguments, and TRL's own functions with them."""
 
+import io
 import logging
 import os
 import random
 
 import numpy as np
+import pictured
 import pytest
 import torch
+from PIL import ExifTags, Image
 
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import load_reward_funcs, start_functions
@@ -14,6 +17,7 @@ from grpo.rewards.functions import Logged, RewardError, TrainerState
 from grpo.rollouts.prompts import make_example
 from grpo.rollouts.records import Example, Rollout
 from grpo.trainer.scoring import score_rollouts, try_rewards
+from grpo.wire.picture_files import EncodedPicture
 from reward import correctness_reward, format_reward
 
 STATE = TrainerState(3, 60)
@@ -121,6 +125,49 @@ def test_functions_in_worker_processes_are_given_and_log_the_same(tmp_path):
             pool.close()
         both.append((rewards.tolist(), logged.extra, logged.metrics))
     assert both[0] == both[1] == ([[3.5, 3.5]], {"first": ["a", "c"]}, {"letters": [2.0, 1.0]})
+
+
+SEES = """
+from PIL import Image
+
+def sees(completions, images, photo, **kwargs):
+    assert all(isinstance(picture, Image.Image) for pictures in images for picture in pictures)
+    widths = [picture.width if picture else 0.5 for picture in photo]
+    return [pictures[0].getpixel((0, 0))[0] + width for pictures, width in zip(images, widths)]
+"""
+
+
+def test_functions_are_given_pil_images_in_the_shape_of_the_column(tmp_path):
+    """Opened at the call, in worker processes too, turned as they were held, in the mode of the file."""
+    files = [pictured.drawing(8, 6, 0), pictured.drawing(6, 8, 1, "JPEG")]
+    with Image.open(io.BytesIO(files[0])) as shown:
+        red, turned = shown.getpixel((0, 0))[0], io.BytesIO()
+        exif = shown.getexif()
+        exif[ExifTags.Base.Orientation] = 6
+        shown.convert("L").save(turned, "PNG", exif=exif)
+    pictures = [*map(EncodedPicture, files)]
+    examples = [
+        Example(0, "p", [1], {"images": pictures, "photo": EncodedPicture(turned.getvalue())}),
+        Example(1, "p", [1], {"images": pictures[:1], "photo": None}),
+    ]
+    path = tmp_path / "mine.py"
+    path.write_text(SEES)
+    for timeout in (None, 20.0):
+        config = TrainerConfig(reward_funcs=[f"{path}:sees"], reward_timeout=timeout)
+        functions, pool = start_functions(load_reward_funcs(config.reward_funcs), config, workers=1)
+        rewards = score_rollouts(functions, examples, [rollout("ab"), rollout("c")], STATE)
+        if pool:
+            pool.close()
+        assert rewards.tolist() == [[red + 6, red + 0.5]], timeout
+
+    given = []
+    score_rollouts(
+        {"spy": lambda **arguments: given.append(arguments) or [0.0, 0.0]}, examples, [rollout("")] * 2, STATE
+    )
+    (first, second), (photo, nothing) = given[0]["images"], given[0]["photo"]
+    assert [picture.format for picture in first] == ["PNG", "JPEG"] and second[0].size == (8, 6)
+    assert photo.mode == "L" and nothing is None
+    assert examples[0].columns["images"] == pictures, "as it was"
 
 
 TRIED = """
