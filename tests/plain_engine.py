@@ -28,7 +28,7 @@ class PlainEngine:
         self.copies: int | None = None
         """completions of a group, where they are not to be the run's"""
         self.go = threading.Event()
-        """cleared, it holds every draw"""
+        """cleared, it holds every draw until `close`"""
         self.go.set()
         self.prove = threading.Event()
         """cleared, it holds every probe"""
@@ -73,3 +73,4 @@ class PlainEngine:
 
     def close(self) -> None:
         self.calls.append("close")
+        self.go.set()

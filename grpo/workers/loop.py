@@ -54,7 +54,7 @@ class Worker:
         self._patience = Patience(self._client, config.pool_deadline, self.stop)
         self._folder = folder
         self._version: Version | None = None  # which the engine has
-        self._newest = ""  # SHA-256 of the newest weights, as far as the pool says with in_flight_weight_updates
+        self._newest: tuple[int, str] | None = None  # as the pool says with in_flight_weight_updates
         self._tally = Tally()
         self._lease_lock = threading.Lock()  # two requests at a time would each free what the other one has got
         self._leased_at, self._lease_seconds = 0.0, 30.0
@@ -85,14 +85,11 @@ class Worker:
             senders = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="send")
             while True:
                 leased = self._lease(self._wait_for_room(), POLL)
-                tasks = leased.tasks
-                # The number too: an update may leave all weights as they were.
-                known = self._version.version, self._version.sha256
-                is_other = (tasks or leased.sha256) and (leased.version, leased.sha256) != known
+                is_other = (leased.tasks or leased.sha256) and not self._has(leased.version, leased.sha256)
                 if is_other and not self._take(leased.version, leased.sha256):
-                    self._forget(tasks)
+                    self._forget(leased.tasks)
                     continue
-                for task in tasks:
+                for task in leased.tasks:
                     with self._changed:
                         self._drawing += 1
                     drawers.submit(self._draw, task, senders)
@@ -148,8 +145,8 @@ class Worker:
 
         Where there are newer weights, it may be none.
         """
-        capacity, known = self._engine.capacity, ("", self._version.sha256)
-        self._wait(lambda: self._engine_error or self._drawing < capacity or self._newest not in known)
+        capacity = self._engine.capacity
+        self._wait(lambda: self._engine_error or self._drawing < capacity or not self._has_newest())
         if self._engine_error:
             self._use(self._version)
         return capacity - self._drawing
@@ -172,6 +169,13 @@ class Worker:
             raise self._failure
 
     # Versions and the engine
+
+    def _has_newest(self) -> bool:
+        return self._newest is None or self._has(*self._newest)
+
+    def _has(self, number: int, sha256: str) -> bool:
+        """Tell whether the engine has this version. An update may leave all weights as they were."""
+        return (number, sha256) == (self._version.version, self._version.sha256)
 
     def _take(self, number: int, sha256: str) -> bool:
         """Give the engine a version's weights. Return False where the pool does not have them any more."""
@@ -243,7 +247,7 @@ class Worker:
             self._leased_at, self._lease_seconds = time.monotonic(), leased.seconds
         if self._run.in_flight_weight_updates and leased.sha256:
             with self._changed:
-                self._newest = leased.sha256
+                self._newest = leased.version, leased.sha256
                 self._changed.notify_all()
         if leased.run != self._run.run:
             raise WorkerFailed(f"{self._client.url} has another run now: start the worker again")

@@ -258,6 +258,20 @@ def test_new_weights_are_loaded_while_completions_are_drawn_and_nothing_is_sent_
         engine.go.set()
 
 
+def test_a_worker_that_is_full_takes_a_newer_version_of_equal_weights_too(pool, rolling, tmp_path):
+    engine = PlainEngine(loads_in_flight=True)
+    engine.go.clear()
+    rolling.publish(0)
+    tasks = rolling.put_tasks(0, range(1))
+    with working(pool, tmp_path / "worker", engine):
+        eventually(lambda: engine._drawing)
+        rolling.publish(1)  # a learning rate of 0: no update changes a weight
+        eventually(lambda: engine.calls == ["start", "load 1"])
+        engine.go.set()
+        (drawn,) = rolling.wait(tasks)
+    assert {number for row in drawn.versions for number in row} == {1}
+
+
 def test_groups_that_the_pool_refuses_end_the_worker_after_three(pool, trainer, tmp_path, caplog):
     engine = PlainEngine()
     engine.copies = 1
