@@ -221,8 +221,7 @@ class Worker:
             raise WorkerFailed(f"the engine failed {MOST_RESTARTS + 1} times in a row: {error}")
         self._restarts += 1
         log.warning("the engine failed: %s; starting it again", error)
-        self._engine.close()
-        self._wait(lambda: not self._drawing)
+        self._wait_until_idle()
         self._is_started, self._engine_error = False, None
         if self.stop.wait(RESTART_PAUSE):
             raise Stopped
