@@ -277,9 +277,11 @@ class Worker:
             if not self.stop.is_set() and self._engine_error is None:
                 drawn = self._proved(self._engine.draw(task))
         except EngineError as error:
-            self._engine_error = self._engine_error or error
+            with self._changed:
+                self._engine_error = self._engine_error or error
         except BaseException as error:
-            self._failure = error
+            with self._changed:
+                self._failure = self._failure or error
         if drawn is None:
             self._forget([task])
         else:
