@@ -1,0 +1,219 @@
+"""Prompts with pictures against plain transformers in float64, one unpadded sequence at a time, for five families."""
+
+import json
+import shutil
+from dataclasses import dataclass
+
+import pytest
+import torch
+from models import distance
+from picture_oracle import Plain
+from pictured import FAMILIES, drawing, save
+from ragged import named
+from transformers import AutoConfig
+
+from grpo.config.errors import ConfigError
+from grpo.config.server import ServerConfig
+from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.pictures import PictureProcessor, Vision, load_processor
+from grpo.model.trial import make_batcher
+from grpo.wire.pictures import PicturedPrompt, pictures_of
+
+WIDE, TALL = drawing(24, 16, seed=0), drawing(20, 36, seed=1, file_format="JPEG")
+OTHER = drawing(24, 16, seed=2)  # as large as WIDE, so that its prompt has the same ids
+EVERYTHING = 10**6
+
+
+@dataclass
+class Family:
+    folder: object
+    plain: Plain
+    tokenizer: object
+    model: torch.nn.Module
+    processor: PictureProcessor
+    batcher: Batcher
+
+    def prompt(self, *content: str | bytes) -> PicturedPrompt | list[int]:
+        """Expand a chat message of texts and pictures by the rules of the oracle."""
+        parts = [{"type": "image"} if isinstance(part, bytes) else {"type": "text", "text": part} for part in content]
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
+        )
+        pictures = [part for part in content if isinstance(part, bytes)]
+        ids = self.plain.prompt(text, pictures)
+        return PicturedPrompt(ids, pictures) if pictures else ids
+
+    def sequences(self) -> list[tuple]:
+        """Make (prompt, completion) pairs out of order: groups, an empty completion, drawn picture tokens."""
+        token = self.plain.picture_token
+        first, second = self.prompt("How many? ", WIDE), self.prompt("How many? ", OTHER)
+        assert [*first] == [*second]
+        several, text = self.prompt(TALL, " or ", WIDE, " then ", OTHER), self.prompt("How many are 2?")
+        return [
+            (first, [40, 41, 42, 43]),
+            (text, [50, 51, token, 52]),
+            (several, [60, 61]),
+            (second, [40, 41, 42, 43]),
+            (first, []),
+            (several, [token, token, 62, 63, 64, 65, 66]),
+            (text, [53]),
+            (first, [44, token, 45, 46, 47, 48]),
+            (second, [49]),
+            (self.prompt("Is this ", TALL, "?"), [70, 71, 72]),
+        ]
+
+    def plain_sequences(self) -> list[tuple]:
+        return [(prompt, pictures_of(prompt), completion) for prompt, completion in self.sequences()]
+
+
+def load(folder) -> Family:
+    config = ServerConfig(model_name_or_path=str(folder), dtype="float32")
+    tokenizer, model = load_tokenizer(config), load_model(config, torch.device("cpu"))
+    processor = load_processor(config, model.config, tokenizer)
+    batcher = make_batcher(model, tokenizer.pad_token_id, processor)
+    return Family(folder, Plain(folder), tokenizer, model, processor, batcher)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    return load(save(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+def padded(family: Family) -> Batcher:
+    return Batcher(family.tokenizer.pad_token_id, 0, Vision(family.processor, family.model))
+
+
+def in_micro_batches(family: Family, batcher: Batcher, budget: int):
+    """Yield the rows of each micro-batch with their log-probs."""
+    sequences = family.sequences()
+    for rows in batcher.cut(sequences, budget):
+        batch = batcher.make([sequences[row] for row in rows], "cpu")
+        logprobs, _ = token_logprobs(family.model, batch, 1.0)
+        yield rows, logprobs.split([len(sequences[row][1]) for row in rows])
+
+
+def test_a_prompt_is_what_the_familys_rules_make_of_it(family):
+    for content in [("How many? ", WIDE), (TALL, " or ", WIDE, " then ", OTHER), (WIDE, OTHER)]:
+        expected = family.prompt(*content)
+        pictures = list(expected.pictures)
+        parts = [{"type": "image"} if isinstance(p, bytes) else {"type": "text", "text": p} for p in content]
+        message = [{"role": "user", "content": parts}]
+        text = family.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        assert text.count(family.processor.placeholder) == len(pictures)
+        assert family.processor.encode(text, pictures, add_special_tokens=False) == expected
+        assert family.processor.count(pictures) == list(expected).count(family.processor.token_id)
+    assert family.processor.token_id == family.plain.picture_token
+
+
+def test_pixels_are_the_image_processors_own(family):
+    prompt = family.prompt(TALL, " or ", WIDE)
+    inputs, expected = family.processor.inputs(prompt), family.plain.pixels((TALL, WIDE))
+    for name, value in expected.items():
+        assert torch.equal(inputs[name], value)
+
+
+def test_qwen_and_llava_are_packed_and_gemma_padded(family):
+    """Tokens of one picture of Gemma's see each other in both directions."""
+    is_packed = family.batcher.make(family.sequences(), "cpu").tree is not None
+    assert is_packed == (family.plain.family != "gemma3")
+
+
+def test_a_groups_pictures_are_seen_once(family):
+    """In a packed batch; in a padded one every row has its own."""
+    prompt = family.prompt(TALL, " or ", WIDE)
+    of_prompt = family.processor.inputs(prompt)["pixel_values"]
+    batch = family.batcher.make([(prompt, [40 + number]) for number in range(3)], "cpu")
+    assert len(batch.pictures["pixel_values"]) == len(of_prompt) * (1 if batch.tree is not None else 3)
+
+
+def test_log_probs_are_those_of_float64(family):
+    expected = [family.plain.logprobs(*sequence).detach() for sequence in family.plain_sequences()]
+    for batcher in (family.batcher, padded(family)):
+        for budget in (1, 150, EVERYTHING):
+            with named("packed" if batcher is family.batcher else "padded", budget), torch.no_grad():
+                for rows, logprobs in in_micro_batches(family, batcher, budget):
+                    for row, of_row in zip(rows, logprobs, strict=True):
+                        torch.testing.assert_close(of_row.double(), expected[row], atol=1e-5, rtol=0)
+
+
+def test_a_picture_moves_log_probs(family):
+    """Else all the rest of this module would hold for models that do not look."""
+    sequences = family.plain_sequences()
+    moved = (family.plain.logprobs(*sequences[0]) - family.plain.logprobs(*sequences[3])).abs()
+    assert moved.max() > 0.1
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "activations recomputed"])
+def test_the_gradient_is_plain_pytorchs_for_any_cut(family, recomputes):
+    """Of every parameter, the vision tower's too. One micro-batch alone has no picture, another nothing else."""
+    count = sum(len(completion) for _, completion in family.sequences())
+    weights = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    exact = family.plain.gradient(family.plain_sequences(), weights)
+    assert all(exact[name].any() for name in exact if "visual" in name)  # Qwen's; of LLaVA's a layer is not read
+    of_row = weights.split([len(completion) for _, completion in family.sequences()])
+    if recomputes:
+        family = load(family.folder)
+        checkpoint_activations(family.model)
+    for budget in (1, 150, EVERYTHING):
+        family.model.zero_grad()
+        for rows, logprobs in in_micro_batches(family, family.batcher, budget):
+            sum((of_row[row] * part).sum() for row, part in zip(rows, logprobs, strict=True)).backward()
+        gradient = {
+            name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+            for name, weight in family.model.named_parameters()
+        }
+        with named("micro-batches of", budget):
+            assert gradient.keys() == exact.keys()
+            towers = {name: exact[name] for name in exact if "visual" in name or "vision" in name or "multi" in name}
+            assert max(distance(gradient, exact), distance(gradient, towers)) < 1e-4
+
+
+def test_processors_that_make_other_pixels_have_other_fingerprints(family, tmp_path):
+    """Whatever of preprocessor_config.json or processor_config.json makes other pixels or ids; nothing else does."""
+    path = family.folder / "preprocessor_config.json"
+    settings = json.loads(path.read_text())
+    changes = {
+        "qwen2_vl": [{"max_pixels": 2048}, {"min_pixels": 256}, {"image_mean": [0.5] * 3}],
+        "qwen3_vl": [{"size": {"shortest_edge": 64, "longest_edge": 2048}}],
+        "gemma3": [{"do_pan_and_scan": True}, {"resample": 3}],
+        "llava": [{"image_std": [0.5] * 3}, {"do_center_crop": False}],
+    }
+    for number, change in enumerate(changes.get(family.plain.family, [{"max_pixels": 2048}])):
+        folder = tmp_path / str(number)
+        shutil.copytree(family.folder, folder)
+        (folder / path.name).write_text(json.dumps(settings | change))
+        assert fingerprint_of(folder) != family.processor.fingerprint, change
+    shutil.copytree(family.folder, tmp_path / "same")
+    (tmp_path / "same" / path.name).write_text(json.dumps(dict(reversed(settings.items()))))
+    assert fingerprint_of(tmp_path / "same") == family.processor.fingerprint
+    if family.plain.family.startswith("qwen"):
+        assert fingerprint_of(family.folder, max_pixels=2048) != family.processor.fingerprint
+
+
+def fingerprint_of(folder, **limits) -> str:
+    config = ServerConfig(model_name_or_path=str(folder), dtype="float32", **limits)
+    return load_processor(config, AutoConfig.from_pretrained(folder), load_tokenizer(config)).fingerprint
+
+
+def test_a_saved_model_makes_the_same_pixels(family, tmp_path):
+    """Also where the limits that it was trained with are not those of the model that it came from."""
+    limits = {"max_pixels": 2048} if family.plain.family.startswith("qwen") else {}
+    config = ServerConfig(model_name_or_path=str(family.folder), dtype="float32", **limits)
+    processor = load_processor(config, family.model.config, load_tokenizer(config))
+    family.model.save_pretrained(tmp_path)
+    family.tokenizer.save_pretrained(tmp_path)
+    processor.save(tmp_path)
+    assert fingerprint_of(tmp_path) == processor.fingerprint
+
+
+@pytest.mark.parametrize("limit", ["min_pixels", "max_pixels"])
+def test_a_limit_that_nothing_would_follow_is_refused(family, model_folder, limit):
+    config = ServerConfig(model_name_or_path=str(model_folder), **{limit: 500})
+    with pytest.raises(ConfigError, match=f"^{limit}=500: .* takes no pictures: leave it out"):
+        load_processor(config, AutoConfig.from_pretrained(model_folder), load_tokenizer(config))
+    config = ServerConfig(model_name_or_path=str(family.folder), **{limit: 500})
+    if not family.plain.family.startswith("qwen"):
+        with pytest.raises(ConfigError, match=f"^{limit}=500: .* resizes every picture to one size: leave it out"):
+            load_processor(config, family.model.config, family.tokenizer)
