@@ -109,7 +109,7 @@ def test_a_prompt_is_what_the_familys_rules_make_of_it(family):
 
 def test_pixels_are_the_image_processors_own(family):
     prompt = family.prompt(TALL, " or ", WIDE)
-    inputs, expected = family.processor.inputs(prompt), family.plain.pixels((TALL, WIDE))
+    inputs, expected = family.processor.inputs(prompt.pictures), family.plain.pixels((TALL, WIDE))
     for name, value in expected.items():
         assert torch.equal(inputs[name], value)
 
@@ -123,7 +123,7 @@ def test_qwen_and_llava_are_packed_and_gemma_padded(family):
 def test_a_groups_pictures_are_seen_once(family):
     """In a packed batch; in a padded one every row has its own."""
     prompt = family.prompt(TALL, " or ", WIDE)
-    of_prompt = family.processor.inputs(prompt)["pixel_values"]
+    of_prompt = family.processor.inputs(prompt.pictures)["pixel_values"]
     batch = family.batcher.make([(prompt, [40 + number]) for number in range(3)], "cpu")
     assert len(batch.pictures["pixel_values"]) == len(of_prompt) * (1 if batch.tree is not None else 3)
 
