@@ -187,7 +187,7 @@ FAMILIES = {
             model_type="gemma3_text",
             head_dim=8,
             query_pre_attn_scalar=8,
-            sliding_window=24,
+            sliding_window=128,
             layer_types=["sliding_attention", "full_attention"],
         ),
         vision=dict(

@@ -40,6 +40,9 @@ class Tree:
 
     groups: list[tuple[int, list[int]]]
     """tokens of a prompt, and tokens of each completion that follows it (none of them 0)"""
+    blocks: list[np.ndarray | None] = field(default_factory=list)
+    """of each prompt the picture that a token is a piece of, int64 [tokens], -1 for text, or None where there is no
+    picture: its pieces see each other in both directions. Empty where every token sees only what comes before it"""
     _ends: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -69,6 +72,9 @@ class Tree:
             )
             self._ends[device] = tuple(tensor.to(device) for tensor in ends)
         return self._ends[device]
+
+    def sees_both_ways(self) -> bool:
+        return any(blocks is not None for blocks in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,7 @@ def _pack(
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     groups: list[tuple[int, list[int]]] = []
+    blocks: list[np.ndarray | None] = []
     pictures = _Pictures(vision)
     predicts: list[np.ndarray] = [np.empty(0, np.int64)] * len(sequences)
     start = 0
@@ -181,6 +188,7 @@ def _pack(
         ids.append(prompt)
         of_prompt = pictures.see(sequences[group[0]][0], start)
         positions.append(of_prompt)
+        blocks.append(pictures.blocks(sequences[group[0]][0]))
         last_of_prompt = start + len(prompt) - 1  # it predicts every first token
         start += len(prompt)
         groups.append((len(prompt), fed := []))
@@ -199,10 +207,10 @@ def _pack(
     return Batch(
         torch.from_numpy(row).unsqueeze(0).to(device),
         torch.from_numpy(_joined(positions)).unsqueeze(-2).to(device),
-        Tree(groups),
+        Tree(groups, blocks),
         torch.from_numpy(np.concatenate(predicts)).to(device),
         _targets(sequences, device),
-        *pictures.of_batch(row, device),
+        *pictures.of_batch(row, None, device),
     )
 
 
@@ -219,7 +227,7 @@ def _pad(
         predicts.append(np.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)) + row * width)
         of_prompt = pictures.see(prompt, row * width)
         positions.append(_joined([of_prompt, following(of_prompt, width - len(prompt))]))
-    of_pictures = pictures.of_batch(input_ids, device)
+    of_pictures = pictures.of_batch(input_ids.ravel(), input_ids.shape, device)
     position_ids = None
     if vision is not None and vision.has_positions and of_pictures[0]:
         position_ids = torch.from_numpy(np.stack([np.broadcast_to(row, (3, width)) for row in positions], 1)).to(device)
@@ -253,19 +261,27 @@ class _Pictures:
         self._places.append((start, start + len(prompt)))
         return np.arange(len(prompt)) if seen.positions is None else seen.positions
 
+    def blocks(self, prompt: Ids) -> np.ndarray | None:
+        """Return the picture of each of a prompt's tokens as Tree.blocks has them."""
+        if not isinstance(prompt, PicturedPrompt) or self._vision.types_name is None:
+            return None
+        pieces = np.asarray(prompt) == self._vision.token_id
+        begins = pieces & ~np.concatenate([[False], pieces[:-1]])
+        return np.where(pieces, begins.cumsum() - 1, -1)
+
     def of_batch(
-        self, ids: np.ndarray, device: torch.device | str
+        self, ids: np.ndarray, shape: tuple[int, int] | None, device: torch.device | str
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """Return `pictures` and `not_pieces` of a batch with these ids."""
+        """Return `pictures` and `not_pieces` of a batch with these flattened ids; `shape` is that of a padded batch."""
         if not self._inputs:
             return {}, None
         inputs = {name: torch.cat([of_prompt[name] for of_prompt in self._inputs]) for name in self._inputs[0]}
-        pieces = (ids == self._vision.token_id).ravel()
+        pieces = ids == self._vision.token_id
         outside = pieces.copy()
         for start, end in self._places:
             outside[start:end] = False
-        if (name := self._vision.types_name) is not None:
-            inputs[name] = torch.from_numpy((pieces & ~outside).reshape(ids.shape).astype(np.int64))
+        if shape is not None and (name := self._vision.types_name) is not None:
+            inputs[name] = torch.from_numpy((pieces & ~outside).reshape(shape).astype(np.int64))
         places = torch.from_numpy(outside.nonzero()[0]).to(device) if outside.any() else None
         return {name: value.to(device) for name, value in inputs.items()}, places
 

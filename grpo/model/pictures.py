@@ -231,11 +231,11 @@ class Vision:
             inputs[self._processor.types_name] = (input_ids == self.token_id).long()
         return {name: value.to(self._device) for name, value in inputs.items()}
 
-    def trial_prompt(self, ids: Sequence[int], seed: int) -> PicturedPrompt:
-        """Make a prompt of two pictures of different sizes, noise by `seed`, and these ids."""
-        pictures = [_noise(width, height, seed) for width, height in ((40, 56), (72, 36))]
+    def trial_prompt(self, count: int, ids: Sequence[int], seed: int) -> PicturedPrompt:
+        """Make a prompt of one or two pictures of different sizes, noise by `seed`, and these ids."""
+        pictures = [_noise(width, height, seed) for width, height in ((40, 56), (72, 36))[:count]]
         # Qwen takes two pictures without text between them for one.
-        text = f"{self._processor.placeholder}\n" * 2
+        text = f"{self._processor.placeholder}\n" * count
         before = self._processor.encode(text, pictures, add_special_tokens=False)
         return PicturedPrompt([*before, *ids], pictures)
 

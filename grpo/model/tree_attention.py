@@ -37,11 +37,12 @@ def segments(
     # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
     sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
     out: list[torch.Tensor] = []
-    for group, queries, keys, values in zip(
-        tree.groups, *(states.split(sizes, dim=2) for states in (query, key, value)), strict=True
+    all_blocks = tree.blocks or [None] * len(tree.groups)
+    for group, blocks, queries, keys, values in zip(
+        tree.groups, all_blocks, *(states.split(sizes, dim=2) for states in (query, key, value)), strict=True
     ):
         prompt, completions = group
-        if completions and queries.shape[2] <= ROWS:
+        if completions and blocks is None and queries.shape[2] <= ROWS:
             mask = _group_mask(prompt, tuple(completions), query.dtype, query.device)
             out.append(_attend(queries, keys, values, mask, scaling, softcap))
             continue
@@ -49,7 +50,12 @@ def segments(
         segment_queries, segment_keys, segment_values = (
             states.split(lengths, dim=2) for states in (queries, keys, values)
         )
-        out += _causal(segment_queries[0], segment_keys[0], segment_values[0], scaling, softcap)
+        of_prompt = segment_queries[0], segment_keys[0], segment_values[0]
+        if blocks is None:
+            out += _causal(*of_prompt, scaling, softcap)
+        else:
+            mask = _picture_mask(blocks.tobytes(), query.dtype, query.device)
+            out.append(_attend(*of_prompt, mask, scaling, softcap))
         for segment in range(1, len(lengths)):
             seen_keys = torch.cat([segment_keys[0], segment_keys[segment]], dim=2)
             seen_values = torch.cat([segment_values[0], segment_values[segment]], dim=2)
@@ -68,6 +74,8 @@ def varlen(
 
     if softcap is not None:
         raise NotImplementedError("varlen_attn has no softcap")
+    if tree.sees_both_ways():
+        raise NotImplementedError("varlen_attn has no mask for pictures whose pieces see each other")
     options: dict[str, bool] = {}
     if (repeat := query.shape[1] // key.shape[1]) > 1:
         if "enable_gqa" in signature(varlen_attn).parameters:
@@ -205,6 +213,19 @@ def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, d
     segment = numbers.repeat_interleave(lengths, output_size=prompt + sum(completions))
     seen = (segment == 0) | (segment == segment.unsqueeze(1))
     return _aligned(torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen.tril(), -torch.inf))
+
+
+@lru_cache(maxsize=64)  # one mask serves all layers
+@torch.inference_mode(False)  # as for _group_mask
+def _picture_mask(blocks: bytes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the mask of a prompt, [n, n]: causal, but that the pieces of a picture see each other.
+
+    `blocks` are those of Tree, as bytes.
+    """
+    block = torch.frombuffer(bytearray(blocks), dtype=torch.int64).to(device)
+    same = (block == block.unsqueeze(1)) & (block >= 0)
+    causal = torch.ones(same.shape, dtype=torch.bool, device=device).tril()
+    return _aligned(torch.zeros(same.shape, dtype=dtype, device=device).masked_fill_(~(same | causal), -torch.inf))
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:

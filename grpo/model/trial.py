@@ -109,7 +109,8 @@ def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompt
     """Make two groups of four sequences of at most 8 tokens: no window is so small. `prompts_at=5`: different prompts.
 
     Several completions follow others in their row, so that most log-probs show what a mask or a position does. A model
-    that takes pictures gets a third group, with two pictures of different sizes before its prompt.
+    that takes pictures gets a third group, with two pictures of different sizes before its prompt, or with one
+    where two do not fit its attention's window.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = [(7919 * place + 13) % vocabulary for place in range(43)]
@@ -123,8 +124,16 @@ def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompt
     ]
     if vision is None:
         return sequences
-    pictured = vision.trial_prompt(sequences[-1][0], seed=prompts_at)
-    return sequences + [(pictured, completion) for _, completion in sequences[:4]]
+    for pictures in (2, 1):
+        prompt = vision.trial_prompt(pictures, sequences[-1][0], seed=prompts_at)
+        pictured = [(prompt, completion) for _, completion in sequences[:4]]
+        if max(map(_length, pictured)) <= longest_packed(model)[0]:
+            break
+    return sequences + pictured
+
+
+def _length(sequence: tuple[Ids, Ids]) -> int:
+    return sum(map(len, sequence))
 
 
 def refused_distance(model: PreTrainedModel, effect: float) -> float:
@@ -187,6 +196,8 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PicturePr
     longest, reason = longest_packed(model)
     vision = Vision(processor, model) if processor is not None else None
     padded, name = check_padded(model, pad_token_id, vision), type(model).__name__
+    if longest and max(map(_length, trial_sequences(model, vision))) > longest:
+        longest, reason = 0, f"has an attention window of {longest} tokens, and a picture more"
     variants = variants_for(model) if longest else []
     for variant in variants:
         switch_on(model, variant)

@@ -114,10 +114,26 @@ def test_pixels_are_the_image_processors_own(family):
         assert torch.equal(inputs[name], value)
 
 
-def test_qwen_and_llava_are_packed_and_gemma_padded(family):
-    """Tokens of one picture of Gemma's see each other in both directions."""
-    is_packed = family.batcher.make(family.sequences(), "cpu").tree is not None
-    assert is_packed == (family.plain.family != "gemma3")
+def test_every_family_is_packed_also_where_the_pieces_of_a_picture_see_each_other(family):
+    batch = family.batcher.make(family.sequences(), "cpu")
+    assert batch.tree is not None and batch.tree.sees_both_ways() == (family.plain.family == "gemma3")
+
+
+def test_pictures_that_a_window_cuts_are_padded(tmp_path):
+    folder = save("gemma3", tmp_path / "gemma3")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["sliding_window"] = 24
+    (folder / "config.json").write_text(json.dumps(config))
+    narrow = load(folder)
+    assert narrow.batcher.longest_packed == 24
+    sequences = narrow.sequences()
+    assert max(len(prompt) + len(completion) for prompt, completion in sequences) > 24
+    expected = torch.cat([narrow.plain.logprobs(*sequence).detach() for sequence in narrow.plain_sequences()])
+    batch = narrow.batcher.make(sequences, "cpu")
+    assert batch.tree is None
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(narrow.model, batch, 1.0)
+    assert (logprobs - expected).abs().max() < 1e-5
 
 
 def test_a_groups_pictures_are_seen_once(family):

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from grpo.model.pictures import load_processor
 from models import distance
 from picture_oracle import Plain
 from pictured import drawing, save
@@ -17,6 +16,7 @@ from grpo.config.loss import LossSection
 from grpo.config.server import ServerConfig
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
+from grpo.model.pictures import load_processor
 from grpo.model.trial import make_batcher
 from grpo.wire.pictures import PicturedPrompt
 
