@@ -10,28 +10,40 @@ import http.client
 import json
 import os
 import random
+import re
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import requests
 import torch
-from conftest import running_server
+from conftest import Server, running_server
+from encoded import DRAWN, encoded, png_claiming
 from faulty_server import code_for, lower_limits
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from picture_oracle import Plain
+from pictured import drawing
+from pictured import save as save_pictured
 from safetensors.numpy import load, save
+from servers import open_client
 from transformers import AutoModelForCausalLM
+
+from grpo.wire.logprobs import LogprobsRequest, encode_request
+from grpo.wire.pictures import PicturedPrompt
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "5000"))
 WARM_UP = min(5000, EXAMPLES // 2)  # until then the heap meets its largest bodies
 GROWTH = 16 << 20  # bytes: a leak of 100 a request shows in 200,000
 MOST_SEQUENCES, MOST_TOKENS = 12, 400
 CODES = {400: {"malformed"}, 413: {"too_many_sequences", "too_many_tokens"}, 422: {"sequence_too_long"}}
+OF_PICTURES = {413: {"too_many_pictures"}, 422: {"too_many_pixels", "wrong_pictures"}}
 TENSORS = ["input_ids", "prompt_lengths", "completion_lengths"]
 
 QUIET = settings(
@@ -52,6 +64,16 @@ def fuzzed(model_folder, tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory):
+    """A server of a vision-language model, and the model by plain transformers."""
+    folder = save_pictured("qwen2_5_vl", tmp_path_factory.mktemp("pictured"))
+    limits = ["--max_queue_tokens", str(2 * MOST_TOKENS), "--max_length", "100"]
+    with running_server(folder, folder, *limits, code=code_for(lower_limits, 64 << 20, MOST_SEQUENCES)) as server:
+        server.wait_ready()
+        yield server, Plain(folder)
+
+
 # Valid requests
 
 
@@ -70,6 +92,26 @@ def valid(draw: random.Random) -> bytes:
     if draw.random() < 0.5:
         metadata["client"] = f"client {draw.randrange(1000)}"
     return save({name: np.array(values, np.int32) for name, values in arrays}, metadata)
+
+
+PICTURES = [encoded(DRAWN, kind) for kind in ("PNG", "JPEG")] + [drawing(24, 16, 1), drawing(16, 24, 2, "JPEG")]
+
+
+def valid_with_pictures(plain: Plain, draw: random.Random) -> bytes:
+    """One or two prompts with up to two pictures each, and up to four completions."""
+    rows, pictures = [], []
+    for _ in range(draw.randint(1, 2)):
+        files = tuple(draw.choice(PICTURES) for _ in range(draw.choice([0, 1, 1, 2])))
+        text = "<|vision_start|><|image_pad|><|vision_end|>" * len(files) + draw.choice("abc")
+        prompt = plain.prompt(text, files)
+        for _ in range(draw.randint(1, 4)):
+            rows.append((prompt, [draw.randrange(20, 60) for _ in range(draw.choice([0, 1, 2, 5]))]))
+            pictures.append(files)
+    arrays = (
+        np.concatenate([np.array(part, np.int32) for row in rows for part in row]),
+        *(np.array([len(row[part]) for row in rows], np.int32) for part in (0, 1)),
+    )
+    return encode_request(LogprobsRequest(*arrays, pictures=pictures if any(pictures) else ()))
 
 
 # Damage: (what draws, a valid body) -> another body
@@ -122,10 +164,10 @@ def header_length(draw, body):
 def numbers(draw, body):
     """Lengths and ids that do not fit, in a body that is well made."""
     tensors = load(body)
-    tensor = tensors[draw.choice(TENSORS)]
+    tensor = tensors[draw.choice(sorted(tensors))]
     wrong = [0, 1, -1, 2, 299, 471, 472, 10**6, 2**31 - 1, -(2**31), len(tensors["input_ids"])]
     for _ in range(draw.choice([1, 1, 2])):
-        tensor[draw.randrange(len(tensor))] = draw.choice(wrong)
+        tensor[draw.randrange(len(tensor))] = np.array(draw.choice(wrong)).astype(tensor.dtype)
     return save(tensors, {})
 
 
@@ -138,7 +180,7 @@ def sizes(draw, body):
 
 def tensors(draw, body):
     arrays = load(body)
-    name = draw.choice(TENSORS)
+    name = draw.choice(sorted(arrays))
     change = draw.randrange(5)
     if change == 0:
         del arrays[name]
@@ -185,7 +227,7 @@ DTYPES = ["I64", "F32", "F64", "BF16", "F16", "BOOL", "U8", "I8", "U32", "F8_E4M
 def header_fields(draw, body):
     header, data = apart(body)
     field = draw.choice(["dtype", "shape", "data_offsets"])
-    name, second = draw.sample(TENSORS, 2)
+    name, second = draw.sample(sorted(header.keys() - {"__metadata__"}), 2)
     if draw.random() < 0.2:
         header[name][field] = header[second][field]
     elif draw.random() < 0.2:
@@ -231,6 +273,27 @@ def header_text(draw, body):
     else:
         text = json.dumps(header).encode(draw.choice(["utf-16", "utf-32", "utf-16-le"]))
     return len(text).to_bytes(8, "little") + text + data
+
+
+def pictures(draw, body):
+    """Other pictures than the ids have tokens for, or none."""
+    tensors = load(body)
+    if "pictures" not in tensors:
+        return body
+    ends = np.cumsum(tensors["picture_lengths"])
+    files = [part.tobytes() for part in np.split(tensors["pictures"], ends[:-1])]
+    change, place = draw.randrange(4), draw.randrange(len(files))
+    if change == 0:
+        files[place] = draw.choice([*PICTURES, png_claiming(10**5, 10**5), png_claiming(8192, 8192), b"GIF89a"])
+    elif change == 1:
+        files[place] = files[place][: draw.randrange(1, len(files[place]))]
+    elif change == 2:
+        draw.shuffle(files)
+    else:
+        return save({name: tensors[name] for name in TENSORS})
+    tensors["pictures"] = np.frombuffer(b"".join(files), np.uint8)
+    tensors["picture_lengths"] = np.array([*map(len, files)], np.int32)
+    return save(tensors)
 
 
 def nothing(draw, body):
@@ -279,6 +342,63 @@ def exact(folder: Path, prompt: list[int], completions: list[list[int]]) -> np.n
     return np.concatenate(rows)
 
 
+def attack(
+    server: Server,
+    make: Callable[[random.Random], bytes],
+    examples: int,
+    codes: dict[int, set[str]],
+    fixed: bytes,
+    right: np.ndarray,
+    kinds: Sequence[Callable] = DAMAGE,
+) -> Counter:
+    """Send damaged requests; check each answer, that of `fixed` now and then, and the server's memory at the end."""
+    seen, resident = Counter(), {}
+
+    def ask(body: bytes) -> tuple[int, str, bytes]:
+        connection.request("POST", "/v1/logprobs", body)
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Content-Type"], answer.read()
+
+    def check_server() -> None:
+        status, _, body = ask(fixed)
+        assert status == 200 and server.process.poll() is None
+        np.testing.assert_allclose(load(body)["logprobs"], right, atol=1e-5)
+        resident[seen.total()] = resident_bytes(server.process.pid)
+
+    @settings(QUIET, max_examples=examples)
+    @given(SEEDS)
+    def example(seed):
+        draw = random.Random(seed)
+        damage = [draw.choice(kinds), draw.choice([nothing, nothing, nothing, *ON_BYTES])]
+        note(f"damage: {', '.join(harm.__name__ for harm in damage)}")
+        body = make(draw)
+        for harm in damage:
+            body = harm(draw, body) if body else b""
+        status, kind, answer = ask(body)
+        seen[status] += 1
+        if status == 200:
+            # What was asked is read by safetensors' own code, and what was answered too.
+            logprobs = load(answer)["logprobs"]
+            assert logprobs.shape == (load(body)["completion_lengths"].sum(),) and (logprobs < 1e-4).all()
+        else:
+            check_refusal(status, kind, answer, codes)
+            assert damage != [nothing, nothing]
+        if seen.total() % 1000 == 0:
+            check_server()
+
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        began = time.perf_counter()
+        example()
+        seconds = time.perf_counter() - began
+        check_server()
+    print(f"\n{seen.total()} examples, {seen.total() / seconds:.0f} a second: {dict(sorted(seen.items()))}")
+    print(f"MiB after n examples: { {count: size >> 20 for count, size in resident.items()} }")
+    if warm := [size for count, size in resident.items() if count >= WARM_UP]:
+        assert resident[max(resident)] - warm[0] < GROWTH
+    assert "Traceback" not in server.log.read_text()
+    return seen
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
 def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_folder, few):
@@ -291,52 +411,43 @@ def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_
         }
     )
     right = exact(model_folder, prompt, completions)
-    seen, resident, examples = Counter(), {}, len(few(range(EXAMPLES), 500))
-
-    def ask(body: bytes) -> tuple[int, str, bytes]:
-        connection.request("POST", "/v1/logprobs", body)
-        answer = connection.getresponse()
-        return answer.status, answer.headers["Content-Type"], answer.read()
-
-    def check_server() -> None:
-        status, _, body = ask(fixed)
-        assert status == 200 and fuzzed.process.poll() is None
-        np.testing.assert_allclose(load(body)["logprobs"], right, atol=1e-5)
-        resident[seen.total()] = resident_bytes(fuzzed.process.pid)
-
-    @settings(QUIET, max_examples=examples)
-    @given(SEEDS)
-    def example(seed):
-        draw = random.Random(seed)
-        damage = [draw.choice(DAMAGE), draw.choice([nothing, nothing, nothing, *ON_BYTES])]
-        note(f"damage: {', '.join(harm.__name__ for harm in damage)}")
-        body = valid(draw)
-        for harm in damage:
-            body = harm(draw, body) if body else b""
-        status, kind, answer = ask(body)
-        seen[status] += 1
-        if status == 200:
-            # What was asked is read by safetensors' own code, and what was answered too.
-            logprobs = load(answer)["logprobs"]
-            assert logprobs.shape == (load(body)["completion_lengths"].sum(),) and (logprobs < 1e-4).all()
-        else:
-            check_refusal(status, kind, answer, CODES)
-            assert damage != [nothing, nothing]
-        if seen.total() % 1000 == 0:
-            check_server()
-
-    with closing(http.client.HTTPConnection("127.0.0.1", fuzzed.port, timeout=60)) as connection:
-        began = time.perf_counter()
-        example()
-        seconds = time.perf_counter() - began
-        check_server()
-    print(f"\n{seen.total()} examples, {seen.total() / seconds:.0f} a second: {dict(sorted(seen.items()))}")
-    print(f"MiB after n examples: { {count: size >> 20 for count, size in resident.items()} }")
+    examples = len(few(range(EXAMPLES), 500))
+    seen = attack(fuzzed, valid, examples, CODES, fixed, right)
     reached = (200, 400, 413, 422) if examples == EXAMPLES else (200, 400)  # the others are rare in a part
     assert min(seen[status] for status in reached) >= examples / 1000, "the damage does not reach everything"
-    if warm := [size for count, size in resident.items() if count >= WARM_UP]:
-        assert resident[max(resident)] - warm[0] < GROWTH
-    assert "Traceback" not in fuzzed.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+def test_damaged_bodies_with_pictures_are_refused_or_answered(pictured, few):
+    server, plain = pictured
+    prompt = PicturedPrompt(plain.prompt("<|vision_start|><|image_pad|><|vision_end|>", PICTURES[:1]), PICTURES[:1])
+    rows = [[20, 21], [22]]
+    with torch.no_grad():
+        right = torch.cat([plain.logprobs([*prompt], prompt.pictures, row) for row in rows]).numpy()
+    fixed = encode_request(LogprobsRequest.of(prompt, rows, 1.0))
+    examples = len(few(range(EXAMPLES // 5), 300))
+    codes = {status: CODES[status] | OF_PICTURES.get(status, set()) for status in CODES}
+    kinds = [*DAMAGE, *[pictures] * len(DAMAGE)]
+    seen = attack(server, partial(valid_with_pictures, plain), examples, codes, fixed, right, kinds)
+    assert min(seen[200], seen[400], seen[422]) > 0, "the damage does not reach everything"
+
+
+@pytest.mark.slow
+def test_the_trainers_client_gets_log_probs_of_pictures_in_a_request_as_large_as_they_are(pictured):
+    server, plain = pictured
+    files = drawing(64, 64, 5), drawing(48, 24, 6, "JPEG")
+    prompt = PicturedPrompt(plain.prompt("<|vision_start|><|image_pad|><|vision_end|>x" * 2, files), files)
+    rows = [[20 + number, 21, 22] for number in range(4)]
+    with open_client(server.url, ref_request_timeout=30, ref_deadline=60) as client:
+        model = client.wait_ready()
+        answers = client.request_logprobs(prompt, rows, "group").result(60)
+    assert re.fullmatch("[0-9a-f]{16}", model.processor_fingerprint)
+    with torch.no_grad():
+        for row, answer in zip(rows, answers, strict=True):
+            np.testing.assert_allclose(answer, plain.logprobs([*prompt], files, row).numpy(), atol=1e-5)
+    body = encode_request(LogprobsRequest.of(prompt, rows, 1.0))
+    assert len(body) < sum(map(len, files)) + 4 * (len(prompt) + 3) * len(rows) + 1000
 
 
 HEADS = [
