@@ -43,7 +43,7 @@ def run(config: EvaluateConfig) -> None:
     from grpo.rollouts.trial import make_sampler
     from grpo.run.collective import gather, own_place
     from grpo.run.run_folder import check_unused, check_writable
-    from grpo.trainer.evaluation import check_verdicts, evaluate
+    from grpo.trainer.evaluation import check_verdicts, evaluate, with_pictures
     from grpo.trainer.rewarding import Rewarder
 
     rank, world_size, device = own_place()
@@ -83,7 +83,7 @@ def run(config: EvaluateConfig) -> None:
     if rank == 0:
         print(table(config, metrics))
     if folder is not None:
-        _write(folder, config, metrics, completions)
+        _write(folder, config, metrics, with_pictures(completions, examples))
 
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
@@ -129,13 +129,15 @@ def _split(config: EvaluateConfig) -> str:
 
 
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
-    """Make the folder and write config.yaml, metrics.json, and completions.jsonl in the order of the problems."""
+    """Make the folder and write config.yaml, metrics.json, completions.jsonl in the order of the problems, and the
+    pictures of the problems."""
     from grpo.run.json_lines import to_json
+    from grpo.run.recorded_pictures import keep_pictures
     from grpo.run.run_folder import new_folder
 
     new_folder("output", folder, config)
     with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
-        for completion in sorted(completions, key=itemgetter("problem", "sample")):
+        for completion in keep_pictures(folder, sorted(completions, key=itemgetter("problem", "sample"))):
             file.write(to_json(completion))
     (folder / "metrics.json").write_text(to_json(metrics, indent=2), encoding="utf-8")
 

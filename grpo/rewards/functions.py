@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from grpo.wire.rewards import Message
 
 SHOWN_CHARACTERS = 500
-RECORDED = {"step", "phase", "prompt", "completion", "answer", "reward", "advantage"}
+RECORDED = {"step", "phase", "prompt", "pictures", "completion", "answer", "reward", "advantage"}
 """what completions.jsonl has of each completion: no name for a column of log_extra"""
 
 

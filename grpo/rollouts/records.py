@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo.wire.pictures import PicturedPrompt, pictures_of
 from grpo.wire.rewards import Message
 
 
@@ -18,10 +19,11 @@ class Example:
     index: int
     """the row in the dataset as loaded"""
     prompt: str
-    """the text that was tokenised, chat template applied"""
-    prompt_ids: list[int]
+    """the text that was tokenised, chat template applied; a picture is one placeholder"""
+    prompt_ids: list[int] | PicturedPrompt
     columns: dict[str, Any]
-    """the dataset's columns, handed to the reward functions; the gold answer is `answer` unless another column is"""
+    """the dataset's columns, handed to the reward functions, pictures as EncodedPicture; the gold answer is `answer`
+    unless another column is"""
     messages: list[Message] = field(default_factory=list)
     """the chat that the prompt was made of, for reward models, which may have another chat template"""
     gold: str = ""
@@ -63,7 +65,7 @@ class Group:
 class Sample:
     """One completion with all that the loss needs."""
 
-    prompt_ids: list[int]
+    prompt_ids: list[int] | PicturedPrompt
     completion_ids: list[int]
     finished: bool
     """False where the completion was cut at max_completion_length"""
@@ -107,11 +109,13 @@ class StepBatch:
         )
 
     def to_lines(self, count: int | None = None) -> list[dict[str, Any]]:
-        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all."""
+        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all. Those of a
+        prompt with pictures have their bytes, for grpo/run/recorded_pictures.py."""
         copies = self.rewards.shape[1]
         return [
             {
                 "prompt": group.example.prompt,
+                **({"pictures": pictures} if (pictures := pictures_of(group.example.prompt_ids)) else {}),
                 "completion": rollout.text,
                 "answer": group.example.gold,
                 "reward": self.rewards[row, column].item(),

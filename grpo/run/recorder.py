@@ -12,6 +12,7 @@ from grpo.config.command_line import write_config
 from grpo.config.trainer import TrainerConfig
 from grpo.run.folder import SaveError
 from grpo.run.json_lines import read_record, some_of, to_json
+from grpo.run.recorded_pictures import keep_pictures
 from grpo.run.trackers import open_trackers
 
 log = logging.getLogger(__name__)
@@ -23,14 +24,14 @@ TABLE_STEPS = 50
 
 
 class Recorder:
-    """The files of a run: config.yaml, metrics.jsonl, completions.jsonl, bad_steps.jsonl where a step was skipped, and
-    what `report_to` names. Rank 0 has the only one."""
+    """The files of a run: config.yaml, metrics.jsonl, completions.jsonl, bad_steps.jsonl where a step was skipped,
+    pictures/ where prompts have some, and what `report_to` names. Rank 0 has the only one."""
 
     def __init__(self, config: TrainerConfig, folder: Path, after: int | None = None):
         """Open the files. `after`: the run goes on after this step (-1: it begins again), and what is recorded of later
         steps is cut off, to be recorded again; None appends to the files as they are."""
         write_config(config, folder / "config.yaml")  # a run that goes on may have other settings than it began with
-        self._bad_steps = folder / BAD_STEPS
+        self._folder, self._bad_steps = folder, folder / BAD_STEPS
         for name in ("metrics.jsonl", "completions.jsonl", BAD_STEPS) if after is not None else ():
             _cut_after(folder / name, after)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -53,17 +54,18 @@ class Recorder:
             tracker.metrics(step, values)
 
     def completions(self, step: int, phase: str, samples: list[dict[str, Any]]) -> None:
-        """Append samples; `phase` is "train" or "eval"."""
-        for sample in samples:
+        """Append samples; `phase` is "train" or "eval". The bytes of their pictures go into files beside the record."""
+        for sample in keep_pictures(self._folder, samples):
             self._completions.write(to_json({"step": step, "phase": phase, **sample}))
         if phase == "eval" or step % TABLE_STEPS == 1:
+            texts = [{name: value for name, value in sample.items() if name != "pictures"} for sample in samples]
             for tracker in self._trackers:
-                tracker.completions(step, phase, samples)
+                tracker.completions(step, phase, texts)
 
     def bad_step(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append the samples of a step that was skipped."""
         with open(self._bad_steps, "a", encoding="utf-8") as file:
-            file.writelines(to_json({"step": step, **sample}) for sample in samples)
+            file.writelines(to_json({"step": step, **sample}) for sample in keep_pictures(self._folder, samples))
 
     def close(self) -> None:
         self._metrics.close()

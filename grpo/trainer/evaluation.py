@@ -20,6 +20,7 @@ from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather
 from grpo.run.metrics import Stats
 from grpo.trainer.rewarding import Rewarder, full_rewards, reward_names, verdicts
+from grpo.wire.pictures import pictures_of
 
 EVALUATION_SEED = 1 << 63  # no seed of training's groups
 
@@ -86,6 +87,15 @@ def evaluate(
                 }
             )
     return _metrics(sum(gather(counts)), sum(gather(rewards)), rewarder, config.ks), completions
+
+
+def with_pictures(completions: Sequence[dict[str, Any]], examples: Sequence[Example]) -> list[dict[str, Any]]:
+    """Return completions of `evaluate` with the bytes of their prompts' pictures, which ranks do not exchange."""
+    pictures = {example.index: pictures_of(example.prompt_ids) for example in examples}
+    return [
+        completion | {"pictures": found} if (found := pictures[completion["problem"]]) else completion
+        for completion in completions
+    ]
 
 
 def check_verdicts(config: RewardedConfig, functions: Mapping[str, Callable | str]) -> None:

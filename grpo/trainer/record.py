@@ -14,7 +14,7 @@ from grpo.rewards.functions import TrainerState
 from grpo.rollouts.records import StepBatch
 from grpo.run.collective import gather
 from grpo.run.recorder import BAD_STEPS
-from grpo.trainer.evaluation import evaluate
+from grpo.trainer.evaluation import evaluate, with_pictures
 from grpo.trainer.numbers import StepResult
 from grpo.trainer.out_of_memory import EVALUATION, explain_shortage
 from grpo.trainer.setup import Run
@@ -57,7 +57,8 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
         )
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
-        run.recorder.completions(step, "eval", sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED])
+        recorded = sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED]
+        run.recorder.completions(step, "eval", with_pictures(recorded, run.held_out))
         log.info("step %d: %s", step, describe_evaluation(metrics))
     return metrics
 

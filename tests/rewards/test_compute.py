@@ -18,6 +18,7 @@ from grpo.rollouts.records import Example, Group, Rollout, StepBatch
 from grpo.run.exit import exit_code
 from grpo.run.json_lines import to_json
 from grpo.trainer.round import make_samples
+from grpo.wire.pictures import PicturedPrompt
 from reward import correctness_reward, format_reward
 
 # --- finding the functions
@@ -262,7 +263,8 @@ def test_the_later_of_two_functions_has_the_column_and_a_metric_is_of_both():
 
 
 def test_a_column_of_the_record_is_not_replaced():
-    group = Group(0, Example(0, "p", [1], {}, gold="4"), [Rollout([2], True, "a", [0.0], 0)])
+    prompt = PicturedPrompt([1], [b"a"])
+    group = Group(0, Example(0, "p", prompt, {}, gold="4"), [Rollout([2], True, "a", [0.0], 0)])
     batch = StepBatch([group], torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.ones(1), make_samples(group))
     (line,) = batch.to_lines()
     assert {"step", "phase", *line} == RECORDED
