@@ -25,7 +25,7 @@ let drawn = "";  // what is shown, as JSON
 
 // What is there. A problem is told by its number in the held-out split, and by its answer, should the split differ.
 const phaseOf = () => ($("phase").value === PROBLEM ? "eval" : $("phase").value);
-const keyOf = ({ prompt, answer, completions }) => JSON.stringify([completions[0].facts.problem ?? prompt, answer]);
+const keyOf = ({ prompt, answer, pictures, completions }) => JSON.stringify([completions[0].facts.problem ?? [prompt, pictures], answer]);
 const nameOf = (group) => {
   const { problem } = group.completions[0].facts;
   return known(problem) ? `problem ${problem}` : "";
@@ -48,7 +48,7 @@ function condition() {  // of a completion and its group; null where all are wan
     && (!words || [completion.text, prompt, answer].some((text) => words.test(text)));
 }
 
-// Articles: plain objects {title, prompts, answer, rows}. Rows have a name and the completions of each column.
+// Articles: plain objects {title, prompts, pictures, answer, rows}. Rows have a name and the completions of each column.
 function beside(group, step, phase, first = group?.completions) {
   const others = columns().slice(1).map((run) => groupAt(run, phase, step, keyOf(group))?.completions ?? []);
   return [first, ...others];
@@ -56,7 +56,7 @@ function beside(group, step, phase, first = group?.completions) {
 function promptsOf(groups) { return [...new Set(groups.filter(Boolean).map(({ prompt }) => prompt))]; }
 function articlesOfStep(block) {
   return block.groups.map((group) => ({
-    title: nameOf(group), key: block.phase === "eval" && keyOf(group), answer: group.answer,
+    title: nameOf(group), key: block.phase === "eval" && keyOf(group), pictures: group.pictures, answer: group.answer,
     prompts: promptsOf([group, ...columns().slice(1).map((run) => groupAt(run, block.phase, block.step, keyOf(group)))]),
     rows: [{ name: "", columns: beside(group, block.step, block.phase) }],
   }));
@@ -66,7 +66,7 @@ function articlesOfProblem(key) {
   const rows = steps.map((step) => ({ step, groups: columns().map((run) => groupAt(run, "eval", step, key)) }));
   const groups = rows.flatMap((row) => row.groups).filter(Boolean);
   return [{
-    title: nameOf(groups[0]), prompts: promptsOf(groups), answer: groups[0].answer,
+    title: nameOf(groups[0]), prompts: promptsOf(groups), pictures: groups[0].pictures, answer: groups[0].answer,
     rows: rows.map((row) => ({
       name: `step ${row.step.toLocaleString("en")}`, columns: row.groups.map((group) => group?.completions ?? []) })),
   }];
@@ -81,7 +81,7 @@ function articlesFound(wanted) {  // neighbours of one group that are found are 
     if (group === last) articles.at(-1).rows[0].columns[0].push(completion);
     else articles.push({
       title: [nameOf(group), `step ${step.toLocaleString("en")}`].filter(Boolean).join(", "), key: phase === "eval" && keyOf(group),
-      prompts: promptsOf([group]), answer: group.answer, rows: [{ name: "", columns: beside(group, step, phase, [completion]) }],
+      prompts: promptsOf([group]), pictures: group.pictures, answer: group.answer, rows: [{ name: "", columns: beside(group, step, phase, [completion]) }],
     });
     last = group;
   }
@@ -113,13 +113,18 @@ function completionNode({ text, facts }) {
       node("span", "", `${name} `, node("b", "", format(name, value))))),
     textNode("pre", text));
 }
-function articleNode({ title, key, prompts, answer, rows }) {
+function pictureNode(name) {
+  const src = columns().map((run) => data.pictures[run]?.[name]).find(Boolean);
+  return src ? Object.assign(node("img"), { src, alt: name, title: name }) : node("span", "soft", `${name} is not in this page`);
+}
+function articleNode({ title, key, prompts, pictures = [], answer, rows }) {
   const follow = node("button", "", "over the steps");
   follow.hidden = !key || $("phase").querySelector(`[value=${PROBLEM}]`) === null;
   follow.addEventListener("click", () => followProblem(key));
   const head = title || !follow.hidden ? [node("div", "head", node("h3", "", title), follow)] : [];
   return node("article", "group card", ...head,
     node("dl", "", ...prompts.flatMap((prompt) => [node("dt", "", "prompt"), node("dd", "", textNode("pre", prompt))]),
+      ...(pictures.length ? [node("dt", "", pictures.length > 1 ? "pictures" : "picture"), node("dd", "pictures", ...pictures.map(pictureNode))] : []),
       ...(answer ? [node("dt", "", "answer"), node("dd", "", textNode("pre", answer))] : [])),
     ...rows.flatMap((row) => [...(row.name ? [node("h3", "at", row.name)] : []),
       node("div", "columns", ...row.columns.map((completions, i) => node("div", "",

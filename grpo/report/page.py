@@ -17,6 +17,7 @@ from typing import Any
 from grpo.config.errors import require
 from grpo.config.report import ReportConfig
 from grpo.report.curves import COLOURS, OTHER, PANELS, REST, default_window, make_charts, make_phases
+from grpo.report.pictures import read_pictures
 from grpo.report.read import Run, read_completions, read_run
 
 PAGE, UNFINISHED = "report.html", "report.unfinished"
@@ -27,6 +28,8 @@ MARK = '<meta name="generator" content="grpo.report">'
 
 COMPLETIONS_BYTES = 6_000_000
 """room in a page for the completions of all its runs"""
+PICTURES_BYTES = 6_000_000
+"""room in a page for the pictures of their prompts"""
 
 
 def report(config: ReportConfig) -> Iterator[Path]:
@@ -76,6 +79,9 @@ def page_data(runs: Sequence[Run], smoothing: int) -> dict[str, Any]:
     """Return what the page shows. Reads the completions, and adds to the notes of the runs what is missing of them."""
     names, window = run_names([run.folder for run in runs]), smoothing or default_window(runs)
     completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
+    pictures = [
+        read_pictures(run, blocks, PICTURES_BYTES // len(runs)) for run, blocks in zip(runs, completions, strict=True)
+    ]
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "window": window,
@@ -90,6 +96,7 @@ def page_data(runs: Sequence[Run], smoothing: int) -> dict[str, Any]:
         ],
         "phases": [asdict(of_run) for of_run in make_phases(runs)],
         "completions": completions,
+        "pictures": pictures,
     }
 
 
@@ -150,13 +157,13 @@ def summarise(run: Run, name: str, window: int) -> dict[str, Any]:
 
 
 def make_page(data: dict[str, Any]) -> str:
-    """Put the data into the template, and a policy that allows its own script and style and nothing else.
+    """Put the data into the template, and a policy that allows its own script, style and pictures, and nothing else.
 
     Data with a `version` make a live page, which may also ask the server that it came from.
     """
     script = "\n".join(TEMPLATE.with_name(name).read_text(encoding="utf-8") for name in SCRIPTS)
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", script, 1)
-    policy = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:"
     policy += "; connect-src 'self'" if "version" in data else ""
     for tag in ("style", "script"):
         content = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]

@@ -7,6 +7,7 @@ What cannot be read is left out and named in `Run.notes`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +25,7 @@ LONGEST_FACT = 200
 """characters that are kept of a text that a reward function logged of a completion"""
 STEP_COMPLETIONS = 64
 """completions that are kept of one step"""
+_PICTURE = re.compile(r"\w+\.(png|jpg)")
 _NO_FACTS = {"step", "phase", "prompt", "completion", "answer"}
 _LARGEST = 1e300  # a larger number, which only a damaged file has, is left out: plots could not compute with it
 
@@ -95,7 +97,8 @@ def read_run(folder: Path, may_be_empty: bool = False) -> Run:
 def read_completions(run: Run, size: int) -> list[dict[str, Any]]:
     """Return the run's completions as `{step, phase, groups, left_out}` by step, in about `size` bytes of text.
 
-    A group is `{prompt, answer, completions}`; `left_out` counts the completions beyond STEP_COMPLETIONS. Where not all
+    A group is `{prompt, answer, completions}`, and has `pictures`, the names of their files, where its prompt has some;
+    `left_out` counts the completions beyond STEP_COMPLETIONS. Where not all
     fit, steps are left out evenly, in training and in evaluation alike, but never the first and the last. The file may
     be larger than the memory: it is read line by line, first to see what there is.
     """
@@ -115,7 +118,7 @@ def read_completions(run: Run, size: int) -> list[dict[str, Any]]:
     phases, kept = sorted({phase for _, phase in blocks}), []
     for phase in phases:
         recorded = sorted(key for key in blocks if key[1] == phase)
-        shown = _fitting({key: blocks[key].size for key in recorded}, size // len(phases))
+        shown = every_nth({key: blocks[key].size for key in recorded}, size // len(phases))
         if len(shown) < len(recorded):
             name = {"train": "training", "eval": "evaluation"}.get(phase, phase)
             run.notes.append(f"completions of {len(shown)} of {len(recorded)} {name} steps are shown, evenly chosen")
@@ -123,7 +126,7 @@ def read_completions(run: Run, size: int) -> list[dict[str, Any]]:
     return [_read_block(path, *key, blocks[key]) for key in sorted(kept)]
 
 
-def _fitting(sizes: dict[Any, int], room: int) -> list[Any]:
+def every_nth(sizes: dict[Any, int], room: int) -> list[Any]:
     """Return every n-th key and the last one, for the smallest n where their sizes fit; the first and last always."""
     keys = list(sizes)
     for stride in range(1, len(keys) + 1):
@@ -138,9 +141,11 @@ def _read_block(path: Path, step: int, phase: str, block: _Block) -> dict[str, A
     with open(path, "rb") as file:
         file.seek(block.offset)
         for record in islice(filter(None, map(read_record, file)), min(block.count, STEP_COMPLETIONS)):
-            texts = {name: _shorten(record.get(name)) for name in ("prompt", "answer")}
-            if not groups or {name: groups[-1][name] for name in texts} != texts:
-                groups.append({**texts, "completions": []})
+            problem = {name: _shorten(record.get(name)) for name in ("prompt", "answer")}
+            if names := _picture_names(record.get("pictures")):
+                problem["pictures"] = names
+            if not groups or {name: value for name, value in groups[-1].items() if name != "completions"} != problem:
+                groups.append({**problem, "completions": []})
             facts = {
                 name: value[:LONGEST_FACT] if isinstance(value, str) else value
                 for name, value in record.items()
@@ -148,6 +153,15 @@ def _read_block(path: Path, step: int, phase: str, block: _Block) -> dict[str, A
             }
             groups[-1]["completions"].append({"text": _shorten(record.get("completion")), "facts": facts})
     return {"step": step, "phase": phase, "groups": groups, "left_out": max(0, block.count - STEP_COMPLETIONS)}
+
+
+def _picture_names(value: Any) -> list[str]:
+    """Return the names of files in the folder of pictures, and no others."""
+    return (
+        [name for name in value if isinstance(name, str) and _PICTURE.fullmatch(name)]
+        if isinstance(value, list)
+        else []
+    )
 
 
 def _shorten(value: Any) -> str:

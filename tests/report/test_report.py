@@ -12,6 +12,7 @@ import pytest
 from browser import chromium, needs_browser
 from conftest import running_server
 from matplotlib.image import imread
+from pictured import drawing
 from recorded import completion, write
 from trainer_runs import options, plain_python
 
@@ -326,6 +327,7 @@ def test_completions_are_found_followed_and_compared(main, tmp_path):
             completion(
                 step, "eval", problem=problem, prompt=f"question {problem}", completion=f"{name} {problem} at {step}",
                 correct=problem == 3 or step == 20, finished=problem != 5, tokens=problem, reward=None,
+                **({"pictures": ["a.png", "gone.png"]} if problem == 8 else {}),
             )
             for step in (0, 10, 20) for problem in (3, 5, 8)
         ]  # fmt: skip
@@ -336,6 +338,8 @@ def test_completions_are_found_followed_and_compared(main, tmp_path):
         return sorted(answers + samples, key=lambda row: (row["step"], row["phase"]))
 
     runs = [write(tmp_path / name, metrics(20), recorded(name)) for name in ("a", "b")]
+    (runs[1] / "pictures").mkdir()
+    (runs[1] / "pictures/a.png").write_bytes(drawing(24, 16, 0))
     assert main(*runs, "--output", tmp_path / "report")[0] == 0
     with chromium(tmp_path) as browser:
         opened(browser, tmp_path / "report")
@@ -375,7 +379,9 @@ def test_completions_are_found_followed_and_compared(main, tmp_path):
         assert texts_of(browser, "h3.at") == ["step 0", "step 10", "step 20"]
         assert shown() == [f"{name} 5 at {step}" for step in (0, 10, 20) for name in "ab"]
         choose(browser, "step", "8")
-        assert shown()[0] == "a 8 at 0" and texts_of(browser, ".group dd") == ["question 8", "4"]
+        assert shown()[0] == "a 8 at 0"
+        assert texts_of(browser, ".group dd") == ["question 8", "gone.png is not in this page", "4"]
+        assert browser.js("[...document.images].map((image) => [image.complete, image.naturalWidth])") == [[True, 24]]
         assert browser.console() == []
 
 
