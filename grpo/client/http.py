@@ -60,7 +60,7 @@ def send_pieces(
         except (ValueError, KeyError, TypeError) as error:
             raise RequestFailure(f"sent a damaged answer ({response.text[:200]!r})") from error
         if data and now_received <= received:
-            raise RequestFailure(f"does not take in the weights: it had {received} bytes and now {now_received}")
+            raise RequestFailure(f"does not take in the file: it had {received} bytes and now {now_received}")
         received = now_received
         if data:
             yield
