@@ -24,7 +24,10 @@ class Patience:
     """The patience with a pool, of all threads together: the log says once that it is away, and that it is back."""
 
     def __init__(self, client: PoolClient, deadline: float, stop: threading.Event):
-        """`deadline`: seconds without an answer, or a part of one, after which a request is given up."""
+        """`deadline`: seconds without a useful answer, or a part of a file, after which a request is given up.
+
+        Of a file only its parts count: a pool with a full disk still says how much of it is there.
+        """
         self._client, self._deadline, self._stop = client, deadline, stop
         self._is_away, self._lock = False, threading.Lock()
 
@@ -33,18 +36,18 @@ class Patience:
 
         Raises ServersUnavailable after the deadline, FileFailure and ServerError at once, Stopped.
         """
-        failures, silent_since = 0, 0.0
+        failures, stuck_since = 0, 0.0
         while not self._stop.is_set():
             try:
                 answer = send()
             except FileFailure:
                 raise
             except RequestFailure as failure:
-                now, answered_at = time.monotonic(), self._client.answered_at
-                if failures and answered_at > silent_since:  # a part of a file came
-                    failures, silent_since = 0, answered_at
-                silent_since = silent_since or now
-                if now - silent_since > self._deadline:
+                now, moved_at = time.monotonic(), self._client.moved_at
+                if failures and moved_at > stuck_since:
+                    failures, stuck_since = 0, moved_at
+                stuck_since = stuck_since or now
+                if now - stuck_since > self._deadline:
                     raise ServersUnavailable(
                         f"no answer from {self._client.url} for {self._deadline:.0f} s (it {failure}): see its log; "
                         "pool_deadline sets how long to wait"

@@ -103,9 +103,9 @@ class PoolClient:
         self._vocab_size = LARGEST_ID  # until the run says
 
     @property
-    def answered_at(self) -> float:
-        """Return the time of the last answer, or part of one, that the present thread got; -inf before the first."""
-        return getattr(self._per_thread, "answered_at", -math.inf)
+    def moved_at(self) -> float:
+        """Return the time at which the present thread last moved a part of a file; -inf before the first."""
+        return getattr(self._per_thread, "moved_at", -math.inf)
 
     def run(self) -> RunInfo | None:
         """Return the pool's run; None while it has none.
@@ -189,7 +189,7 @@ class PoolClient:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             for _ in send_pieces(file, size, sha256, post):
-                pass
+                self._per_thread.moved_at = time.monotonic()
 
     def fetch_file(self, sha256: str, path: Path) -> None:
         """Write a file of the pool to `path`, from where an earlier call ended.
@@ -235,7 +235,7 @@ class PoolClient:
             for block in response.iter_content(_BLOCK):
                 file.write(block)
                 digest.update(block)
-                self._per_thread.answered_at = time.monotonic()
+                self._per_thread.moved_at = time.monotonic()
         except requests.RequestException as error:
             raise connection_failed(error) from error
         if file.tell() == before:
@@ -284,8 +284,6 @@ class PoolClient:
             raise connection_failed(error) from error
         status = response.status_code
         if status in (200, 206, 416):
-            if not stream:  # of a file only what came of it counts
-                self._per_thread.answered_at = time.monotonic()
             return response
         try:
             with response:
@@ -293,7 +291,6 @@ class PoolClient:
         except requests.RequestException as error:
             raise connection_failed(error) from error
         if status == 404 and code and code == missing:
-            self._per_thread.answered_at = time.monotonic()
             return response
         if status in _RETRIED or code == "no_run" or (status == 409 and code != "other_run"):
             raise RequestFailure(f"said {status}: {message}", read_retry_after(response))

@@ -34,7 +34,9 @@ class PoolSection(Section):
         "workers take each new policy as soon as it is there, in the middle of completions too: for long answers. A "
         "round is then drawn by policies that are at most max_policy_lag rounds old, and other ones in each run",
     )
-    pool_deadline: float = option(900.0, "seconds without any new group after which the run ends", above=0)
+    pool_deadline: float = option(
+        900.0, "seconds without any new group, or without an answer of the pool, after which the run ends", above=0
+    )
     replay: str | None = option(
         None, "file of an earlier run's pool, to train on what was drawn then, without pool and workers"
     )

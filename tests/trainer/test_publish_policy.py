@@ -304,6 +304,16 @@ def test_a_full_disk_ends_the_run(pool, model, tmp_path):
         publisher.wait()
 
 
+def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypatch):
+    """It goes on naming its versions, and how much of the file it has."""
+    monkeypatch.setattr("grpo.client.patience.seconds_to_next_try", lambda *_: 0.05)
+    pool.service.store._database.sql("PRAGMA max_page_count = 20")
+    publisher = publisher_of(pool, model, tmp_path, deadline=0.5)
+    publisher.publish(0)
+    with pytest.raises(ServersUnavailable, match=r"for 0 s \(it said 503: .* its disk may be full\): see"):
+        publisher.wait()
+
+
 def test_a_run_that_ends_gives_up_what_it_was_sending(model, tmp_path):
     publisher = PolicyPublisher(PoolClient("http://127.0.0.1:9"), model, make_batcher(model, 0), 100, tmp_path, 60.0)
     publisher.publish(0)
