@@ -24,12 +24,16 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from grpo.config.errors import ConfigError, end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # before the imports that take long
+
 from grpo.client.errors import RequestFailure, ServerError
 from grpo.client.http import check_certificates
 from grpo.client.pool import PoolClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
-from grpo.config.errors import ConfigError
 from grpo.config.worker import WorkerConfig
 from grpo.workers.engine import Engine, WorkerFailed
 from grpo.workers.folder import open_folder

@@ -27,11 +27,15 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from grpo.config.errors import ConfigError, end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # before the imports that take long
+
 import bottle
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
-from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body
 from grpo.server.http import HttpServer

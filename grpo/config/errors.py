@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -41,6 +42,20 @@ def say_once(message: str, details: str = "") -> None:
         time.sleep(5)
         line = f"\n{line}rank {os.environ.get('RANK')}: "  # rank 0's progress bar stands in the current line
     print(details + line + message, file=sys.stderr, flush=True)
+
+
+def end_at_ctrl_c() -> None:
+    """Let Ctrl-C end this process by a line, in the place of a traceback of what is being imported.
+
+    It is so until the program takes the signal itself.
+    """
+
+    def end(number: int, _) -> None:
+        say_once("interrupted before the start")
+        os._exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as under nohup
+        signal.signal(signal.SIGINT, end)
 
 
 def first_here() -> bool:

@@ -111,6 +111,28 @@ def test_a_wrong_token_is_said_before_an_engine_is_made(tmp_path):
     assert (process.returncode, log) == (1, says)
 
 
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("requests", "bottle"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.plain_start
+@pytest.mark.parametrize("program", ["generate.py", "ref_server.py"])
+def test_ctrl_c_during_the_first_imports_is_one_line(program):
+    process = start(program, script=("-c", INTERRUPTED))
+    _, log = process.communicate(timeout=30)
+    assert (process.returncode, log) == (130, f"{program}: error: interrupted before the start\n")
+
+
 @pytest.mark.slow
 @pytest.mark.plain_start
 def test_what_ends_it_is_one_line(tmp_path):
