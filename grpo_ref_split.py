@@ -18,12 +18,17 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
+from grpo.config.errors import ConfigError, end_at_ctrl_c, is_first_rank
+
+if __name__ == "__main__":
+    end_at_ctrl_c()  # before the imports that take long
+
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
-from grpo.config.errors import ConfigError, is_first_rank
 from grpo.config.trainer import TrainerConfig
 from grpo.run.signals import Launcher
 
@@ -144,6 +149,7 @@ def show_end(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # all is imported: exit_code tells of a Ctrl-C now
     code = 1
     try:
         code = exit_code(

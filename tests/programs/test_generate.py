@@ -116,7 +116,7 @@ import os, runpy, signal, sys
 
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
-        if name in ("requests", "bottle"):
+        if name in ("requests", "bottle", "yaml"):
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, CtrlC())
@@ -126,7 +126,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.plain_start
-@pytest.mark.parametrize("program", ["generate.py", "ref_server.py"])
+@pytest.mark.parametrize("program", ["generate.py", "ref_server.py", "grpo_ref_split.py"])
 def test_ctrl_c_during_the_first_imports_is_one_line(program):
     process = start(program, script=("-c", INTERRUPTED))
     _, log = process.communicate(timeout=30)
