@@ -77,6 +77,10 @@ def update(
     # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
     # completions in one, computes one token of weight 0 instead: every parameter must take part.
     filler = Sample([0], [0], True, ref_logprobs=np.zeros(1, np.float32))
+    # After a step, and at first, DeepSpeed 0.19 takes the next backward pass for its last. With an offloaded optimizer
+    # it then drops, with the next micro-batch, each gradient that it reduced while the pass went on: all but those in
+    # the last bucket.
+    engine.optimizer.set_gradient_accumulation_boundary(False)
     for indices in micro_batches + [[]] * (micro_batch_count - len(micro_batches)):
         rows = [samples[index] for index in indices]
         real = any(sample.completion_ids for sample in rows)
