@@ -60,6 +60,11 @@ class Plain:
 
     def logprobs(self, prompt: Sequence[int], pictures: Sequence[bytes], completion: Sequence[int]) -> torch.Tensor:
         """Return the log-prob of each token of a completion, float64 [len(completion)], with its graph."""
+        rows = torch.log_softmax(self.logits(prompt, pictures, completion), -1)
+        return rows.gather(1, torch.tensor([*completion], dtype=torch.int64)[:, None])[:, 0]
+
+    def logits(self, prompt: Sequence[int], pictures: Sequence[bytes], completion: Sequence[int]) -> torch.Tensor:
+        """Return the logits that each token of a completion is drawn from, float64 [len(completion), vocabulary]."""
         prompt_ids = torch.tensor([*prompt])
         completion_ids = torch.tensor([*completion], dtype=torch.int64)
         shown = torch.cat([prompt_ids, completion_ids.masked_fill(completion_ids == self.picture_token, DRAWN)])
@@ -73,8 +78,7 @@ class Plain:
         elif self.family != "llava":
             inputs["mm_token_type_ids"] = types[None]
         logits = self.model(input_ids=shown[None], use_cache=False, **inputs).logits[0]
-        rows = torch.log_softmax(logits[len(prompt_ids) - 1 : len(shown) - 1], -1)
-        return rows.gather(1, completion_ids[:, None])[:, 0]
+        return logits[len(prompt_ids) - 1 : len(shown) - 1]
 
     def gradient(self, sequences, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the gradient of the weighted sum of all log-probs by every parameter, zeros where one takes no part.

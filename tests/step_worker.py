@@ -3,11 +3,12 @@ same weights, with plain SGD, so that the change of the weights is the gradient.
 
     step_worker.py MODEL CASES OUT
 
-CASES is a JSON list of {"options": [...], "shares": [...], "order": [...], "old": bool, "sampled": bool, "small_steps":
-[...]}: the trainer's options; how many sequences each rank has, and of all sequences which stands where; whether they
-come with old and the sampler's log-probs; learning rates of updates on the same sequences before the one looked at. A
-case with "spoiled", a sequence and an advantage for it, begins with an update that must change nothing on any rank; so
-does one with "masked", of which every completion was cut.
+With a vision-language MODEL some prompts have pictures. CASES is a JSON list of {"options": [...], "shares": [...],
+"order": [...], "old": bool, "sampled": bool, "small_steps": [...]}: the trainer's options; how many sequences each rank
+has, and of all sequences which stands where; whether they come with old and the sampler's log-probs; learning rates of
+updates on the same sequences before the one looked at. A case with "spoiled", a sequence and an advantage for it,
+begins with an update that must change nothing on any rank; so does one with "masked", of which every completion was
+cut.
 """
 
 import json
@@ -23,23 +24,34 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
+from pictured import drawing
 
 from grpo.algorithm.advantages import group_advantages
 from grpo.config.command_line import parse_arguments
 from grpo.config.model import SharedConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.model.load import checkpoint_activations, load_model
+from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
+from grpo.model.pictures import PictureProcessor, load_processor
 from grpo.model.trial import make_batcher
 from grpo.rollouts.records import Sample
 from grpo.run.metrics import gather_stats
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import deepspeed, engine_config, join_ranks
 from grpo.trainer.step import update
+from grpo.wire.pictures import PicturedPrompt
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight
 PROMPTS, GENERATIONS = 12, 3
 EMPTY = (0, 17)
 UNFINISHED = (3, 4, 5, 8, 20, 29, 35)
+PICTURES = {1: [(16, 24)], 4: [(40, 8), (20, 20)], 5: [(8, 8)], 10: [(24, 16)]}
+"""sizes of the pictures of a prompt"""
+
+
+def pictured_text(place: int, placeholder: str) -> tuple[str, list[bytes]]:
+    """Return the text that a prompt with pictures begins with, and its pictures."""
+    pictures = [drawing(*size, seed=place) for size in PICTURES[place]]
+    return "".join(f"see {placeholder} " for _ in pictures), pictures
 
 
 def rewards() -> list[list[float]]:
@@ -50,10 +62,19 @@ def rewards() -> list[list[float]]:
     return groups
 
 
-def sequences() -> list[Sample]:
-    """Make ragged samples: among them empty and one-token completions, truncated ones, and some with the pad token."""
+def sequences(processor: PictureProcessor | None = None) -> list[Sample]:
+    """Make ragged samples: among them empty and one-token completions, truncated ones, and some with the pad token.
+
+    With a processor some prompts have pictures.
+    """
     draw = random.Random(5)
     prompts = [[draw.randint(5, 200) for _ in range(length)] for length in (1, 20, 7, 3, 12, 9, 2, 5, 30, 4, 8, 16)]
+    if processor is not None:
+        # Ids that are text in every family; completions may have a picture's id too.
+        prompts = [[id + 40 for id in prompt] for prompt in prompts]
+        for place in PICTURES:
+            before = processor.encode(*pictured_text(place, processor.placeholder), add_special_tokens=False)
+            prompts[place] = PicturedPrompt([*before, *prompts[place]], before.pictures)
     made = []
     for number in range(PROMPTS * GENERATIONS):
         length = 0 if number in EMPTY else {1: 1, 2: 30}.get(number, draw.randint(1, 16))
@@ -77,9 +98,9 @@ def sequences() -> list[Sample]:
     return made
 
 
-def own_share(case: dict, config: TrainerConfig, rank: int) -> list[Sample]:
+def own_share(case: dict, config: TrainerConfig, rank: int, processor: PictureProcessor | None = None) -> list[Sample]:
     advantages = group_advantages(torch.tensor(rewards(), dtype=torch.float64), config.scale_rewards)
-    samples = sequences()
+    samples = sequences(processor)
     for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
         sample.advantage = advantage
         sample.old_logprobs = sample.old_logprobs if case["old"] else None
@@ -124,10 +145,12 @@ def main(model, cases_file, out) -> None:
     cases = json.loads(Path(cases_file).read_text())
     configs = [read_config(case) for case in cases]
     rank, world_size, device, _ = join_ranks(configs[0])
-    policy = load_model(SharedConfig(model_name_or_path=model), device)
+    shared = SharedConfig(model_name_or_path=model)
+    policy = load_model(shared, device)
+    processor = load_processor(shared, policy.config, load_tokenizer(shared))
     if configs[0].gradient_checkpointing:
         checkpoint_activations(policy)
-    batcher = make_batcher(policy, 0)
+    batcher = make_batcher(policy, 0, processor)
     first = weights_of(policy)
     settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD([w for w in policy.parameters() if w.requires_grad], lr=LEARNING_RATE)
@@ -140,7 +163,7 @@ def main(model, cases_file, out) -> None:
                 if name in first:
                     weight.copy_(first[name])
         engine.optimizer.refresh_fp32_params()
-        samples = own_share(case, config, rank)
+        samples = own_share(case, config, rank, processor)
         if "spoiled" in case:
             check_skipped(engine, case, config, batcher, rank)
         if "masked" in case:

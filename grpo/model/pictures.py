@@ -27,6 +27,7 @@ from transformers.utils import cached_file
 from grpo.config.errors import ConfigError, require
 from grpo.config.model import SharedConfig
 from grpo.model.lora import base_of
+from grpo.model.vision_tower import vision_parameters
 from grpo.wire.health import fingerprint
 from grpo.wire.picture_files import PictureError, open_picture
 from grpo.wire.pictures import PicturedPrompt
@@ -196,6 +197,9 @@ class Vision:
         self.token_id = processor.token_id
         self.has_positions = self._get_positions is not None
         self.types_name = None if self.has_positions else processor.types_name
+        is_trained = any(parameter.requires_grad for parameter in vision_parameters(model))
+        self.filler = processor.encode(processor.placeholder, [_noise(8, 8, 0)], False) if is_trained else None
+        """a prompt of one small picture, where the vision tower is trained; else None"""
 
     def of(self, prompt: PicturedPrompt) -> Seen:
         """Prepare a prompt's pictures. Raises PictureError where one cannot be opened."""

@@ -18,11 +18,12 @@ from grpo.client.errors import ServerError, ServersLost
 from grpo.config.loss import LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.model.logprobs import router_logits, token_logprobs, with_router_logits
-from grpo.model.packing import Batcher
+from grpo.model.packing import Batch, Batcher
 from grpo.rollouts.records import Sample
 from grpo.run.collective import gather, raise_together
 from grpo.run.metrics import Stats, add_stats
 from grpo.run.phase_clock import PhaseClock
+from grpo.wire.pictures import pictures_of
 
 DRIFT = "drift/"
 """before a group's id: the distance of the sampler's log-probs from the policy's, of each of its tokens"""
@@ -85,7 +86,7 @@ def update(
         rows = [samples[index] for index in indices]
         real = any(sample.completion_ids for sample in rows)
         rows = rows if real else [filler]
-        batch = batcher.make([(sample.prompt_ids, sample.completion_ids) for sample in rows], device)
+        batch = _make(rows, batcher, device)
         lengths = torch.tensor([len(sample.completion_ids) for sample in rows], device=device)
         if chosen is None:
             logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
@@ -191,7 +192,7 @@ def policy_logprobs(
         rows = [samples[index] for index in indices]
         if not any(sample.completion_ids for sample in rows):
             continue
-        batch = batcher.make([(sample.prompt_ids, sample.completion_ids) for sample in rows], model.device)
+        batch = _make(rows, batcher, model.device)
         lengths = [len(sample.completion_ids) for sample in rows]
         computed = token_logprobs(model, batch, config.temperature, with_entropy)
         for result, values in zip((logprobs, entropies), computed, strict=True):
@@ -211,7 +212,7 @@ def _experts_chosen(
     for indices in micro_batches:
         rows = [samples[index] for index in indices]
         if any(sample.completion_ids for sample in rows):
-            batch = batcher.make([(sample.prompt_ids, sample.completion_ids) for sample in rows], model.device)
+            batch = _make(rows, batcher, model.device)
             total = total + experts_chosen(router_logits(model, batch), per_token)
     return sum(gather(total.cpu()))  # a rank without tokens adds a 0
 
@@ -219,6 +220,22 @@ def _experts_chosen(
 def _cut(samples: Sequence[Sample], config: TrainerConfig, batcher: Batcher) -> list[list[int]]:
     """Cut the samples into micro-batches: the indices of each."""
     return batcher.cut([(sample.prompt_ids, sample.completion_ids) for sample in samples], config.micro_batch_tokens)
+
+
+def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> Batch:
+    """Make a micro-batch; where the vision tower is trained and no prompt has a picture, with a small one beside them.
+
+    ZeRO-2 sums a backward pass's gradients over the ranks as they arrive, a bucket at a time. Another rank may have
+    pictures in this pass: with other gradients, or the same in another order, ranks would add up what does not belong
+    together, or wait for ever. Zeros added to the loss would bring all gradients, but not in the order of the vision
+    tower's own pass, so it runs: over a picture without a completion, whose gradient is 0. On one rank it is needed
+    too: for an offloaded parameter without a gradient DeepSpeed takes that of the step before.
+    """
+    sequences = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
+    filler = batcher.vision.filler if batcher.vision is not None else None
+    if filler is not None and not any(pictures_of(prompt) for prompt, _ in sequences):
+        sequences.append((filler, []))
+    return batcher.make(sequences, device)
 
 
 def _joined(parts: list[np.ndarray | None] | None, device: torch.device) -> torch.Tensor | None:

@@ -103,12 +103,12 @@ class Plain:
             chosen = logprobs[range(len(sample.completion_ids)), sample.completion_ids]
             self.rows.append((chosen, -(logprobs.exp() * logprobs).sum(-1)))
 
-    def step(self, settings: LossSection, old: list | None, sampled: bool):
-        """(gradients by parameter name, metrics) of the whole step."""
+    def step(self, settings: LossSection, old: list | None, sampled: bool, of=range(COUNT)):
+        """(gradients by parameter name, metrics) of the whole step, or of these of its samples."""
         advantages = [value for group in oracle.advantages(rewards(), settings.scale_rewards) for value in group]
         kept, rows = [], []
         for number, (sample, advantage, row) in enumerate(zip(sequences(), advantages, self.rows, strict=True)):
-            if settings.mask_truncated_completions and not sample.finished:
+            if number not in of or (settings.mask_truncated_completions and not sample.finished):
                 continue
             rows.append(row)
             kept.append(

@@ -1,0 +1,93 @@
+"""The gradient of a step of a vision-language model, its vision tower trained, frozen or under an adapter.
+
+Held against plain transformers in float64 (picture_oracle.py), one unpadded sequence at a time. Some prompts have
+pictures, one or two, of different sizes, and others have none. ZeRO-2's buckets are so small that each backward pass
+fills many of them: the sums are wrong as soon as two ranks fill them with other parameters or in another order.
+"""
+
+import json
+import random
+
+import picture_oracle
+import pictured
+import pytest
+import torch
+from models import distance
+from step_worker import GENERATIONS, PICTURES, pictured_text, sequences
+from test_step import BETA, COUNT, TEMPERATURE, Plain, norm, run
+
+from grpo.config.loss import LossSection
+
+PICTURED = [number for number in range(COUNT) if number // GENERATIONS in PICTURES]
+TEXT = [number for number in range(COUNT) if number not in PICTURED]
+RANDOM = random.Random(3).sample(range(COUNT), COUNT)
+# Orders of samples; of two ranks the second begins with the first sample after so many.
+CASES = {
+    "any cut": (RANDOM, 20, 60),
+    "pictures on one rank alone": (PICTURED + TEXT, len(PICTURED), 150),
+    "every sequence alone": (TEXT[5:] + PICTURED + TEXT[:5], 7, 1),
+    "all at once": (RANDOM[::-1], 4, 10**6),
+    "text alone": (TEXT, 9, 60),
+    "pictures again": (PICTURED, 4, 60),
+}
+
+
+class PlainPictures(Plain):
+    def __init__(self, folder):
+        oracle = picture_oracle.Plain(folder)
+        self.model, self.rows = oracle.model, []
+        for number, sample in enumerate(sequences()):
+            prompt, pictures = [id + 40 for id in sample.prompt_ids], []
+            if (place := number // GENERATIONS) in PICTURES:
+                text, pictures = pictured_text(place, oracle.tokenizer.convert_ids_to_tokens(oracle.picture_token))
+                prompt = oracle.prompt(text, pictures) + prompt
+            logits = oracle.logits(prompt, pictures, sample.completion_ids)
+            logprobs = torch.log_softmax(logits / TEMPERATURE, -1)
+            chosen = logprobs[range(len(sample.completion_ids)), sample.completion_ids]
+            self.rows.append((chosen, -(logprobs.exp() * logprobs).sum(-1)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return pictured.save("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return PlainPictures(folder)
+
+
+def check(results: list[dict], plain: PlainPictures, trained) -> None:
+    for (name, (order, *_)), result in zip(CASES.items(), results, strict=True):
+        gradients, metrics = plain.step(LossSection(beta=BETA), None, False, of=order)
+        gradients = {name: gradient for name, gradient in gradients.items() if trained(name)}
+        assert distance(result["gradient"], gradients) < 1e-5, name
+        assert result["norm"] == pytest.approx(norm(gradients), rel=1e-4), name
+        assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6), name
+        of_tower = norm({name: slope for name, slope in result["gradient"].items() if "visual" in name})
+        assert (of_tower > 0) == (trained("visual") and name != "text alone"), name
+
+
+def cases(ranks: int, tmp_path, offloaded: bool = False, **changes) -> list[dict]:
+    buckets = tmp_path / "buckets.json"
+    zero = {"stage": 2, "reduce_bucket_size": 3000} | ({"offload_optimizer": {"device": "cpu"}} if offloaded else {})
+    buckets.write_text(json.dumps({"zero_optimization": zero}))
+    made = []
+    for order, of_first, budget in CASES.values():
+        values = {"beta": BETA, "max_grad_norm": 0.0, "micro_batch_tokens": budget, "deepspeed": buckets, **changes}
+        shares = [len(order)] if ranks == 1 else [of_first, len(order) - of_first]
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        made.append(dict(options=words, order=order, shares=shares, old=False, sampled=False, small_steps=[]))
+    return made
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_of_the_whole_step(folder, plain, tmp_path):
+    check(run(2, folder, tmp_path, cases(2, tmp_path)), plain, trained=lambda name: True)
+
+
+@pytest.mark.slow
+def test_so_it_is_with_recomputation_and_an_offloaded_optimizer(folder, plain, tmp_path):
+    """DeepSpeed keeps the gradient of an offloaded parameter until it gets another."""
+    results = run(1, folder, tmp_path, cases(1, tmp_path, offloaded=True, gradient_checkpointing=True))
+    check(results, plain, trained=lambda name: True)
