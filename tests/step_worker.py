@@ -31,8 +31,10 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.model import SharedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
+from grpo.model.lora import train_adapter
 from grpo.model.pictures import PictureProcessor, load_processor
 from grpo.model.trial import make_batcher
+from grpo.model.vision_tower import freeze_vision_tower
 from grpo.rollouts.records import Sample
 from grpo.run.metrics import gather_stats
 from grpo.run.phase_clock import PhaseClock
@@ -148,6 +150,10 @@ def main(model, cases_file, out) -> None:
     shared = SharedConfig(model_name_or_path=model)
     policy = load_model(shared, device)
     processor = load_processor(shared, policy.config, load_tokenizer(shared))
+    if configs[0].use_peft:
+        train_adapter(policy, configs[0])
+    if configs[0].freeze_vision_tower:
+        freeze_vision_tower(policy)
     if configs[0].gradient_checkpointing:
         checkpoint_activations(policy)
     batcher = make_batcher(policy, 0, processor)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.fields import Section, option
-from grpo.config.model import AdapterSection, SharedConfig
+from grpo.config.model import AdapterSection, SharedConfig, VisionSection
 
 # Arguments of apply_chat_template itself, beside `tools` and `documents`, which it hands to the template.
 _NOT_THE_TEMPLATES = (
@@ -154,7 +154,7 @@ class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfi
 
 
 @dataclass
-class PolicyConfig(AdapterSection, AnswerSection, SharedConfig):
+class PolicyConfig(AdapterSection, VisionSection, AnswerSection, SharedConfig):
     """The settings of the model that is trained: its weights, its adapter, and how it answers."""
 
     def __post_init__(self) -> None:

@@ -45,6 +45,20 @@ class SharedConfig(Section):
 
 
 @dataclass
+class VisionSection(Section):
+    """The settings of a vision-language model's training."""
+
+    HEADING = "vision tower"
+
+    freeze_vision_tower: bool = option(
+        False,
+        "train the language model alone: the vision tower and what projects its output (Qwen's merger) stay as they "
+        "are, and an adapter has no layers in them",
+        off="train the vision tower too",
+    )
+
+
+@dataclass
 class AdapterSection(Section):
     """The settings of a LoRA adapter."""
 

@@ -11,6 +11,7 @@ import copy
 import importlib.util
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -26,6 +27,7 @@ from transformers.utils import find_adapter_config_file
 from grpo.config.errors import ConfigError, did_you_mean
 from grpo.config.generation import PolicyConfig
 from grpo.model.quantization import is_packed, is_quantized, unpacked
+from grpo.model.vision_tower import vision_modules
 from grpo.model.weights_file import named_weights
 
 if TYPE_CHECKING:
@@ -140,6 +142,8 @@ def _refused(name: str, reason: str) -> ConfigError:
 def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     """Give the model an adapter, drawn from the run's seed, or continue with the one it came with; freeze the rest.
 
+    With `freeze_vision_tower` a new one has no layers in the vision tower.
+
     Return whether it came with one. A new adapter changes no output yet: its second matrix is 0. Raises
     ConfigError where it fits no layer.
     """
@@ -154,10 +158,12 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     targets = config.lora_target_modules
     if targets != ["all-linear"]:
         _check_targets(model, targets or [])
+    tower = [rf"{re.escape(name)}\..*" for name in vision_modules(model)] if config.freeze_vision_tower else []
     settings = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
+        exclude_modules="|".join(tower) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         task_type="CAUSAL_LM",

@@ -84,6 +84,7 @@ class Checkpoints:
         a checkpoint is the best."""
         self._config, self._folder, self._tokenizer, self._reference = config, folder, tokenizer, reference
         self._rank, self._best_by, self._processor = rank, best_by, processor
+        self._is_partly_frozen = config.use_peft or config.freeze_vision_tower
         for unfinished in [*folder.glob("*.unfinished"), *folder.glob("*.old")] if rank == 0 else []:
             shutil.rmtree(unfinished)
         # Two prompts of one text may have different pictures.
@@ -133,10 +134,9 @@ class Checkpoints:
 
         def save_engine() -> None:
             try:
-                alone = trained_alone(engine.module) if self._config.use_peft else nullcontext()
-                with alone:
+                with trained_alone(engine.module) if self._is_partly_frozen else nullcontext():
                     engine.save_checkpoint(
-                        str(unfinished), tag=ENGINE, save_latest=False, exclude_frozen_parameters=self._config.use_peft
+                        str(unfinished), tag=ENGINE, save_latest=False, exclude_frozen_parameters=self._is_partly_frozen
                     )
             except Exception:
                 torch.distributed.barrier()  # save_checkpoint ends with one, in which the other ranks wait
@@ -205,7 +205,7 @@ class Checkpoints:
             if (then := saved["versions"].get(name)) != now:
                 log.warning("%s was %s when %s was saved, and is %s: numbers may differ", name, then, checkpoint, now)
         saved_ranks, ranks = saved["ranks"], self._run_info["ranks"]
-        load = partial(engine.load_checkpoint, load_module_strict=not self._config.use_peft)
+        load = partial(engine.load_checkpoint, load_module_strict=not self._is_partly_frozen)
         if saved_ranks == ranks:
             load(str(checkpoint), tag=ENGINE)
         elif self._config.optim == "adamw_8bit":

@@ -27,6 +27,7 @@ from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
 from grpo.model.memory import Memory, Terms
 from grpo.model.memory_report import change_lines, on_meta, trainer_lines
 from grpo.model.packing import Batcher
+from grpo.model.vision_tower import freeze_vision_tower
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import find_checkpoints
 from grpo.run.collective import own_place
@@ -72,6 +73,8 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
         put_adapter(model, config.model_name_or_path)
     if config.use_peft:
         train_adapter(model, config)
+    if config.freeze_vision_tower:
+        freeze_vision_tower(model)
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     return model

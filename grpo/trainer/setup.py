@@ -31,8 +31,9 @@ from grpo.model.load import (
 from grpo.model.logprobs import check_router
 from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.packing import Batcher
-from grpo.model.pictures import PictureProcessor, load_processor
+from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
+from grpo.model.vision_tower import freeze_vision_tower
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
 from grpo.rollouts.records import Example
@@ -136,6 +137,12 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     check_lengths(config, settings)
     check_adapter(config)
     require(
+        takes_pictures(settings) or not config.freeze_vision_tower,
+        "freeze_vision_tower",
+        config.freeze_vision_tower,
+        f"{config.model_name_or_path} has no vision tower: leave it out",
+    )
+    require(
         tokenizer.chat_template is not None or not config.save_system_prompt,
         "save_system_prompt",
         config.save_system_prompt,
@@ -203,11 +210,12 @@ def set_up(
     check_alike({"the model's fingerprint": policy_info.fingerprint})
     if client is not None:
         check_reference(config, policy_info, reference, any_version, inputs.has_pictures)
+    began_with_adapter = config.use_peft and train_adapter(model, config)
+    if config.freeze_vision_tower:
+        freeze_vision_tower(model)
     adapter_off = None
-    if config.use_peft:
-        began_with_adapter = train_adapter(model, config)
-        if config.beta > 0 and config.ref == "adapter_off":
-            adapter_off = AdapterOffReference(model, began_with_adapter)
+    if config.beta > 0 and config.ref == "adapter_off":
+        adapter_off = AdapterOffReference(model, began_with_adapter)
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id, inputs.processor)

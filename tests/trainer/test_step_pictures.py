@@ -57,15 +57,26 @@ def plain(folder):
     return PlainPictures(folder)
 
 
-def check(results: list[dict], plain: PlainPictures, trained) -> None:
+def check(results: list[dict], plain: PlainPictures, kind: str = "trained") -> None:
     for (name, (order, *_)), result in zip(CASES.items(), results, strict=True):
         gradients, metrics = plain.step(LossSection(beta=BETA), None, False, of=order)
-        gradients = {name: gradient for name, gradient in gradients.items() if trained(name)}
+        if kind == "frozen":
+            gradients = {weight: gradient for weight, gradient in gradients.items() if "visual" not in weight}
+        elif kind == "LoRA":
+            gradients = {weight: of_adapter(weight, result["before"], gradients) for weight in result["before"]}
         assert distance(result["gradient"], gradients) < 1e-5, name
         assert result["norm"] == pytest.approx(norm(gradients), rel=1e-4), name
         assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6), name
-        of_tower = norm({name: slope for name, slope in result["gradient"].items() if "visual" in name})
-        assert (of_tower > 0) == (trained("visual") and name != "text alone"), name
+        of_tower = norm({weight: slope for weight, slope in gradients.items() if "visual" in weight})
+        assert (of_tower > 0) == (kind != "frozen" and name != "text alone"), name
+
+
+def of_adapter(weight: str, adapter: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the gradient of a new adapter's matrix, whose B is 0: the layer's weight is W + alpha / r B A."""
+    layer, matrix = weight.split(".lora_")
+    if matrix.startswith("A"):
+        return torch.zeros_like(adapter[weight])
+    return 32 / 16 * gradients[f"{layer}.weight"] @ adapter[f"{layer}.lora_A.default.weight"].double().T
 
 
 def cases(ranks: int, tmp_path, offloaded: bool = False, **changes) -> list[dict]:
@@ -81,13 +92,22 @@ def cases(ranks: int, tmp_path, offloaded: bool = False, **changes) -> list[dict
     return made
 
 
+KINDS = {
+    "trained": {},
+    "frozen": {"freeze_vision_tower": True},
+    "LoRA": {"use_peft": True, "lora_target_modules": "all-linear"},
+}
+
+
 @pytest.mark.slow
-def test_the_gradient_is_that_of_the_whole_step(folder, plain, tmp_path):
-    check(run(2, folder, tmp_path, cases(2, tmp_path)), plain, trained=lambda name: True)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_that_of_the_whole_step(folder, plain, tmp_path, kind):
+    check(run(2, folder, tmp_path, cases(2, tmp_path, **KINDS[kind])), plain, kind)
 
 
 @pytest.mark.slow
 def test_so_it_is_with_recomputation_and_an_offloaded_optimizer(folder, plain, tmp_path):
     """DeepSpeed keeps the gradient of an offloaded parameter until it gets another."""
     results = run(1, folder, tmp_path, cases(1, tmp_path, offloaded=True, gradient_checkpointing=True))
-    check(results, plain, trained=lambda name: True)
+    check(results, plain)
