@@ -4,8 +4,8 @@ import base64
 import io
 
 import numpy as np
-from PIL import Image
 from pictured import drawing
+from PIL import Image
 from recorded import completion, write
 
 from grpo.report.pictures import LARGEST_FILE, LONGEST_SIDE, read_pictures
