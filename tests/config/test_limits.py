@@ -19,7 +19,7 @@ from grpo.config.generation import (
     RolloutSection,
 )
 from grpo.config.loss import LossSection
-from grpo.config.model import AdapterSection, SharedConfig
+from grpo.config.model import AdapterSection, SharedConfig, VisionSection
 from grpo.config.pool import PoolSection
 from grpo.config.records import RecordSection
 from grpo.config.report import ReportConfig
@@ -33,7 +33,7 @@ SECTIONS = (
     *(SharedConfig, DataSection, AnswerSection, GenerationSection, RolloutSection, EvaluateSection, ChatSection),
     *(RewardSection, LossSection, TrainingSection, AdapterSection, ConnectionSection, ReferenceSection, RecordSection),
     *(ServersSection, ServingSection, ReportConfig, WorkerConfig),
-    PoolSection,
+    *(PoolSection, VisionSection),
 )
 NUMBERS = [
     (section, field)
