@@ -5,7 +5,8 @@
 
 A line is a question. The model is asked as in training, as its grpo.yaml says where a run has saved it, and answers
 from the distribution that it was trained on: its temperature, nothing cut off, no penalties; --temperature 0 is greedy.
-The model sees the earlier lines too. /new begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends.
+The model sees the earlier lines too. /new begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends. /image PATH
+adds a picture to the next question, for a vision-language model.
 """
 
 from __future__ import annotations
@@ -15,51 +16,63 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError, say_once
 from grpo.config.generation import ChatConfig
 from grpo.model.answering import model_settings
 
-NEW = "/new"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo.model.pictures import PictureProcessor
+    from grpo.wire.pictures import PicturedPrompt
+
+NEW, IMAGE = "/new", "/image"
 
 
 def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
     from grpo.model.devices import refuse_shortage
-    from grpo.model.load import NO_LIMIT, eos_token_ids, length_limits, load_model, load_tokenizer
-    from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
+    from grpo.model.load import NO_LIMIT, eos_token_ids, length_limits, load_model, load_settings, load_tokenizer
+    from grpo.model.pictures import Vision, load_processor
     from grpo.rollouts.local import LocalSampler
     from grpo.rollouts.records import Example
     from grpo.run.collective import own_place
 
     _, _, device = own_place()
-    tokenizer, model = load_tokenizer(config), load_model(config, device)
+    tokenizer = load_tokenizer(config)
+    processor = load_processor(config, load_settings(config), tokenizer)
+    model = load_model(config, device)
+    vision = Vision(processor, model) if processor is not None else None
     # An answer is a batch by itself, so that the limits that exist for batches of several do not hold.
     longest = length_limits(model.config).get("max_position_embeddings", NO_LIMIT)
     ends = eos_token_ids(model, tokenizer)
     if interactive:
-        print(f"{config.model_name_or_path}: {NEW} begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends")
+        picture = f"{IMAGE} PATH adds a picture, " if processor is not None else ""
+        end = "Ctrl-C stops an answer, Ctrl-D ends"
+        print(f"{config.model_name_or_path}: {picture}{NEW} begins a new conversation, {end}")
 
-    messages: list[dict[str, str]] = []
+    conversation = Conversation(config, tokenizer, processor, longest)
     for turn, question in enumerate(questions(interactive)):
-        if question == NEW or not config.keep_history:
-            messages = []
         if question == NEW:
+            conversation.begin()
             continue
-        messages.append({"role": "user", "content": question})
-        prompt = render_prompt(tokenizer, messages, config.system_prompt, config.chat_template_kwargs)
-        prompt_ids = tokenize_prompt(tokenizer, prompt)
-        room = longest - len(prompt_ids)
-        if room < 1:
-            too_long = f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {longest}"
+        try:
+            if question.split()[0] == IMAGE:
+                conversation.add_picture(question.removeprefix(IMAGE).strip().strip("'\""))
+                continue
+            prompt, prompt_ids = conversation.ask(question)
+        except NotAsked as error:
             if not interactive:
-                raise ConfigError(f"{too_long}: ask less at a time, or use --no_keep_history")
-            print(f"({too_long}: {NEW} begins a new one)")
-            messages.pop()
+                raise ConfigError(str(error)) from error
+            print(f"({error})")
             continue
-        sampler = LocalSampler(model, tokenizer, ends, min(config.max_completion_length, room))
+        room = longest - len(prompt_ids)
+        sampler = LocalSampler(model, tokenizer, ends, min(config.max_completion_length, room), vision=vision)
         shortage = refuse_shortage("max_completion_length", config.max_completion_length, "use a smaller one")
         with shortage, stopped_by_ctrl_c(interactive) as stopped:
             printer, example = AnswerPrinter(tokenizer.decode, stopped), Example(turn, prompt, prompt_ids, {})
@@ -68,7 +81,77 @@ def talk(config: ChatConfig, interactive: bool) -> None:
         printer.finish()
         if interactive and not (rollout.finished or stopped):
             print(f"(cut off after {len(rollout.completion_ids)} tokens)")
-        messages.append({"role": "assistant", "content": rollout.text})
+        conversation.answered(rollout.text)
+
+
+class NotAsked(Exception):
+    """A line of the user that leads to no question. The text says why, and what to do."""
+
+
+class Conversation:
+    """The questions and answers so far, and the pictures that go with the next question."""
+
+    def __init__(
+        self,
+        config: ChatConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: PictureProcessor | None,
+        longest: int,
+    ):
+        """`longest`: tokens that the model takes, an answer's first one included."""
+        self._config, self._tokenizer, self._processor, self._longest = config, tokenizer, processor, longest
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget everything."""
+        self._messages: list[dict[str, Any]] = []
+        self._pictures: list[bytes] = []
+        self._next_pictures: list[bytes] = []
+
+    def add_picture(self, path: str) -> None:
+        """Add a picture to the next question. Raises NotAsked where it cannot be used."""
+        from grpo.rollouts.pictures import encode_picture
+
+        if self._processor is None:
+            raise NotAsked(f"the picture {path} is not taken: {self._config.model_name_or_path} takes text alone")
+        try:
+            picture = encode_picture(Path(path).expanduser().read_bytes())
+            self._processor.count([picture])  # decodes it, and lets the model's processor refuse it
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
+            raise NotAsked(
+                f"the picture {path} cannot be used ({getattr(error, 'strerror', None) or error})"
+            ) from error
+        self._next_pictures.append(picture)
+
+    def ask(self, question: str) -> tuple[str, list[int] | PicturedPrompt]:
+        """Return the prompt with the question, and its ids. Raises NotAsked where the model cannot be asked it."""
+        from grpo.rollouts.chat_template import PictureCountError, place_pictures, render_prompt, tokenize_prompt
+
+        if not self._config.keep_history:
+            self._messages, self._pictures = [], []
+        pictures = [*self._pictures, *self._next_pictures]
+        try:
+            # Without a picture to place, `<image>` is text.
+            new = place_pictures([{"role": "user", "content": question}], len(self._next_pictures) or None)
+            messages = [*self._messages, *new]
+            config = self._config
+            prompt = render_prompt(
+                self._tokenizer, messages, config.system_prompt, config.chat_template_kwargs, pictures=len(pictures)
+            )
+            prompt_ids = tokenize_prompt(self._tokenizer, prompt, self._processor, pictures)
+        except PictureCountError as error:
+            raise NotAsked(f"the question has other places than pictures ({error}): ask it again") from error
+        if len(prompt_ids) >= self._longest:
+            raise NotAsked(
+                f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {self._longest}: ask "
+                f"less at a time, begin a new one with {NEW}, or use --no_keep_history"
+            )
+        self._messages, self._pictures, self._next_pictures = messages, pictures, []
+        return prompt, prompt_ids
+
+    def answered(self, text: str) -> None:
+        """Add the answer to the last question."""
+        self._messages.append({"role": "assistant", "content": text})
 
 
 def questions(interactive: bool) -> Iterator[str]:

@@ -72,9 +72,7 @@ class PictureColumn:
                 f"dataset_image_column={self.name!r}: row {index} (from 0) has {str(value)[:80]}: a picture is a "
                 "file's bytes, or its path: name a column of such, or '' for none"
             )
-        data = value if isinstance(value, bytes) and value.startswith(_ENCODED) else _to_png(value)
-        check_picture(data)
-        return EncodedPicture(data)
+        return EncodedPicture(encode_picture(value))
 
     def _read_file(self, path: str, index: int) -> bytes:
         if "://" in path:
@@ -87,6 +85,16 @@ class PictureColumn:
         except (OSError, ValueError, RuntimeError) as error:  # ValueError: a null character; RuntimeError: ~nobody
             reason = getattr(error, "strerror", None) or str(error)
             raise PictureError(f"cannot be read ({path[-80:]}: {reason})") from error
+
+
+def encode_picture(picture: bytes | Image.Image) -> bytes:
+    """Return a picture, or a file's content, as the content of a PNG or JPEG file: as it is where it is one.
+
+    Raises PictureError where it cannot be read. A file whose end is damaged passes, as in `check_picture`.
+    """
+    data = picture if isinstance(picture, bytes) and picture.startswith(_ENCODED) else _to_png(picture)
+    check_picture(data)
+    return data
 
 
 def _undecoded(feature):

@@ -13,20 +13,24 @@ import subprocess
 import sys
 import time
 
+import pictured
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
 from grpo.chat import AnswerPrinter, stopped_by_ctrl_c, talk
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.generation import ChatConfig
+from grpo.model.load import load_settings, load_tokenizer
+from grpo.model.pictures import Vision, load_processor
 from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
+from grpo.wire.pictures import PicturedPrompt
 
 SYSTEM = "Answer in one word."
 
@@ -323,6 +327,63 @@ def test_an_answer_may_be_longer_than_a_batch_allows(tokenizer, tmp_path, monkey
     monkeypatch.setattr("sys.stdin", io.StringIO(question * 8 + "\n"))
     with pytest.raises(ConfigError, match="tokens, and the model takes at most 128: ask less at a time"):
         talk(config, interactive=False)
+
+
+def test_pictures_go_with_the_next_question_and_stay_in_the_conversation(tmp_path, monkeypatch, capsys):
+    folder = pictured.save("qwen2_5_vl", tmp_path / "model")
+    pictures = [pictured.drawing(32, 24, 0), pictured.drawing(24, 40, 1, "JPEG")]
+    for name, data in zip(("a.png", "b c.jpg", "bad.png"), [*pictures, pictures[0][:60]], strict=True):
+        (tmp_path / name).write_bytes(data)
+    config = parse_arguments(ChatConfig, "", ["--model", str(folder), "--system_prompt", "", *SHORT_AND_GREEDY])
+    lines = [
+        "/image nowhere.png", f"/image {tmp_path}/bad.png", f"/image {tmp_path}/a.png", "What is <image> or <image>?",
+        "What is it?", "Is <image> text?", f"/image '{tmp_path}/b c.jpg'", "Is <image> it?", "/new", "What is it?",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    talk(config, interactive=True)
+    banner, _, shown = capsys.readouterr().out.partition("\n> ")
+    assert "/image PATH adds a picture, /new begins" in banner
+
+    tokenizer, processor = load_tokenizer(config), load_processor(config, load_settings(config), load_tokenizer(config))
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    image = {"type": "image"}
+
+    def answer(*messages, pictures) -> str:
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = processor.encode(prompt, pictures, False) if pictures else tokenizer(prompt)["input_ids"]
+        ids = torch.tensor([[*ids]])
+        seen = Vision(processor, model).for_generate([PicturedPrompt(ids[0], pictures)], ids) if pictures else {}
+        drawn = model.generate(input_ids=ids, **seen, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
+        return tokenizer.decode(drawn, skip_special_tokens=True)
+
+    def asked(*parts) -> dict:
+        content = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
+        return {"role": "user", "content": content}
+
+    chat, expected = [], []
+    for question, count in (
+        (asked(image, "What is it?"), 1),
+        (asked("Is <image> text?"), 1),
+        (asked("Is ", image, " it?"), 2),
+    ):
+        expected.append(answer(*chat, question, pictures=pictures[:count]))
+        chat += [question, {"role": "assistant", "content": [{"type": "text", "text": expected[-1]}]}]
+    expected.append(answer(asked("What is it?"), pictures=[]))
+    cut = "\n(cut off after 24 tokens)\n"
+    for line in (
+        "(the picture nowhere.png cannot be used (No such file or directory))\n",
+        f"(the picture {tmp_path}/bad.png cannot be used (is damaged (",
+        "(the question has other places than pictures (places for pictures: 2, pictures: 1): ask it again)\n",
+        *(text + "\n" for text in expected),
+    ):
+        before, found, shown = shown.partition(line)
+        assert found and before.replace("> ", "").replace(cut.lstrip("\n"), "").count("\n") <= 1, (line, before, shown)
+
+
+def test_a_text_model_takes_no_picture(model_folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/image a.png\nWhat?\n"))
+    with pytest.raises(ConfigError, match="^the picture a.png is not taken: .* takes text alone"):
+        talk(parse_arguments(ChatConfig, "", ["--model", str(model_folder)]), interactive=False)
 
 
 def test_an_answer_too_long_for_the_memory_is_said_with_the_setting_to_lower(model_folder, monkeypatch):
