@@ -60,7 +60,9 @@ class StopSignals:
     A thread of its own reads them, as the main thread may be in a collective.
     """
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, event: threading.Event | None = None) -> None:
+        """`event` is set when a signal asks."""
+        self._event = event or threading.Event()
         self.asked = 0
         """number of the signal that asked to stop; 0 before there was one"""
         self._asked_at = 0.0
@@ -101,6 +103,7 @@ class StopSignals:
 
     def _ask(self, number: int, reason: str) -> None:
         self.asked, self._asked_at = number, time.monotonic()
+        self._event.set()
         if first_here():
             if self._launcher:
                 self._launcher_hold = _hold(self._launcher)

@@ -58,7 +58,7 @@ class PoolRun:
 
         Returns when the pool has the version that draws that round; what it had of an earlier start of the run that had
         other bits is gone then. Raises ServerError where the pool is away for too long, refuses the run, or lacks a
-        version that only it had; SaveError.
+        version that only it had; SaveError; Stopped.
         """
         draws_this_round = self._config.version_of_round(number) == version
         if not self._is_begun:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.client.errors import RequestFailure, ServerError, ServersLost
 from grpo.client.http import check_certificates
-from grpo.client.patience import Patience
+from grpo.client.patience import Patience, Stopped
 from grpo.client.pool import PoolClient
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.prompts import PromptStream
@@ -23,7 +23,6 @@ from grpo.rollouts.records import Example, Rollout
 from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import raise_together
 from grpo.run.folder import SaveError
-from grpo.run.signals import StopSignals
 from grpo.trainer.engine import Ranks
 from grpo.trainer.pool_run import PoolRun
 from grpo.trainer.pool_wait import GroupDeadline, describe_workers, logged_wait
@@ -75,8 +74,6 @@ class PoolSampler(Sampler):
         self._config, self._source, self._ask, self._run, self._stream = config, source, ask, run, stream
         self._tokenizer, self._eos, self._ranks = tokenizer, {*eos_token_ids}, ranks
         self._round = self._put = -1
-        self.stop: StopSignals | None = None
-        """the signals that end a wait"""
 
     def update_weights(self, version: int) -> None:
         """Begin the round that follows so many updates: publish this version.
@@ -91,6 +88,8 @@ class PoolSampler(Sampler):
                     self._run.publish(version, self._round)
             except (ServerError, SaveError) as error:
                 lost = error
+            except Stopped:
+                lost = self._stopped()
             raise_together(lost, ServersLost, self._ranks.device)
 
     def sample(
@@ -124,6 +123,8 @@ class PoolSampler(Sampler):
                             on_group(index, groups[index])
             except ServerError as error:
                 lost = error
+            except Stopped:
+                lost = self._stopped()
             raise_together(lost, ServersLost, self._ranks.device)
         return [groups[index] for index in range(len(examples))]
 
@@ -145,8 +146,6 @@ class PoolSampler(Sampler):
 
     def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[Drawn]:
         """Return those of the groups that have arrived, perhaps none. Raises ServersLost where none came for long."""
-        if self.stop is not None and self.stop.asked:
-            raise ServersLost(f"stopped by signal {self.stop.asked}, while round {self._round} waited for workers")
         wait = max(0.1, min(_LONG_POLL, deadline.seconds_left()))
         drawn = self._ask(lambda: self._source.take(keys, wait))
         if drawn:
@@ -157,6 +156,9 @@ class PoolSampler(Sampler):
                 f"{describe_workers(status, self._source.url)}"
             )
         return drawn
+
+    def _stopped(self) -> ServersLost:
+        return ServersLost(f"stopped by a signal, while round {self._round} waited for workers")
 
     def _rollouts(self, drawn: Drawn) -> list[Rollout]:
         return [

@@ -63,11 +63,9 @@ class PolicyPublisher:
         vocab_size: int,
         folder: Path,
         deadline: float,
+        stop: threading.Event,
     ):
-        """`folder` is the run's, `vocab_size` that of RunInfo.
-
-        `deadline`: seconds without any answer of the pool after which a publication fails.
-        """
+        """`folder` is the run's, `vocab_size` that of RunInfo. `deadline` and `stop` are those of Patience."""
         self._client, self._model, self._batcher = client, model, batcher
         self._probe = _probe_ids(vocab_size, longest_sequence(model.config))
         self._folder = folder / "policy"
@@ -78,8 +76,8 @@ class PolicyPublisher:
         self._thread = ThreadPoolExecutor(1, "publish the policy")
         self._publication: Future[None] | None = None
         self._version: int | None = None
-        self._stop = threading.Event()
-        self._patience = Patience(client, deadline, self._stop)
+        self._stop = stop
+        self._patience = Patience(client, deadline, stop)
 
     def write_base(self) -> tuple[Path, str] | None:
         """Write the weights that the policy's adapter is on; return the file and its SHA-256, None without adapter.
@@ -110,7 +108,7 @@ class PolicyPublisher:
     def wait(self) -> None:
         """Return when the pool has the version that was published last.
 
-        Raises ServerError where it does not take it or has not answered by the deadline, SaveError.
+        Raises ServerError where it does not take it or has not answered by the deadline, SaveError, Stopped.
         """
         if self._publication is not None:
             self._publication.result()

@@ -246,12 +246,14 @@ def set_up(
         best_by=best_metric(config, inputs.reward_funcs),
         processor=inputs.processor,
     )
-    round_sampler, pool_run = sampler, None
+    round_sampler, pool_run, stop_waiting = sampler, None, threading.Event()
     if config.sampler == "pool":
         source = pool or Replay(config.replay, checkpoints.identity())
-        ask = Patience(source, config.pool_deadline, threading.Event())
+        ask = Patience(source, config.pool_deadline, stop_waiting)
         if pool is not None and rank == 0:
-            policy = PolicyPublisher(pool, engine.module, batcher, policy_info.vocab_size, folder, config.pool_deadline)
+            policy = PolicyPublisher(
+                pool, engine.module, batcher, policy_info.vocab_size, folder, config.pool_deadline, stop_waiting
+            )
             pool_run = PoolRun(config, pool, ask, policy, engine.module, tokenizer, folder.name, checkpoints)
         eos = eos_token_ids(engine.module, tokenizer)
         round_sampler = PoolSampler(config, source, ask, pool_run, tokenizer, eos, inputs.stream, ranks)
@@ -266,9 +268,7 @@ def set_up(
     elif publisher:
         publisher.begin(reference)
     rounds.ask_again(progress.batches)
-    stop = StopSignals(launcher)
-    if isinstance(round_sampler, PoolSampler):
-        round_sampler.stop = stop
+    stop = StopSignals(launcher, stop_waiting)
     recorder, start = None, describe_start(progress.step, device)
     if rank == 0:
         recorder = Recorder(config, folder, after=progress.step if resumed else -1)
