@@ -25,6 +25,7 @@ from grpo.config.connection import ReferenceSection
 from grpo.config.errors import ConfigError
 from grpo.model.fingerprint import fingerprint_with
 from grpo.model.lora import merged
+from grpo.model.pictures import PictureProcessor
 from grpo.model.weights_file import WeightsFile, named_weights, write_weights
 from grpo.run.collective import from_first
 from grpo.run.folder import to_disk, whole_folder
@@ -52,9 +53,10 @@ class WeightPublisher:
         tokenizer: PreTrainedTokenizerBase,
         policy: ModelInfo,
         folder: Path | None,
+        processor: PictureProcessor | None = None,
     ):
         """`policy` describes `model`. `folder` is the run's, on rank 0; else None."""
-        self._client, self._model, self._tokenizer = client, model, tokenizer
+        self._client, self._model, self._tokenizer, self._processor = client, model, tokenizer, processor
         self._alpha, self._policy, self._folder = config.ref_mixup_alpha, policy, folder
         self.step = 0
         """the step after which the policy became part of the reference; 0 is what the servers began with"""
@@ -158,6 +160,8 @@ class WeightPublisher:
             settings.architectures = [type(model).__name__]
             settings.save_pretrained(unfinished)
             self._tokenizer.save_pretrained(unfinished)
+            if self._processor is not None:
+                self._processor.save(unfinished)
             if model.generation_config is not None:
                 model.generation_config.save_pretrained(unfinished)
         self._current = folder

@@ -229,7 +229,8 @@ def set_up(
     )
     publisher = None
     if config.ref_update_steps:
-        publisher = WeightPublisher(config, client, model, tokenizer, policy_info, folder if rank == 0 else None)
+        run_folder = folder if rank == 0 else None
+        publisher = WeightPublisher(config, client, model, tokenizer, policy_info, run_folder, inputs.processor)
     log.info("starting DeepSpeed on %d x %s", world_size, device)
     engine, schedule = start_engine(config, inputs.ds_config, model)
 

@@ -1,0 +1,108 @@
+"""A run of a vision-language model, server and trainer: it begins at a KL of 0, and killed it goes on bit for bit."""
+
+import json
+
+import pictured
+import pytest
+import torch
+from conftest import running_server
+from PIL import Image
+from trainer_runs import finish, options, timeless, training, weights, went_on
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
+from grpo.model.fingerprint import describe
+from grpo.model.load import load_model, load_reference, load_settings, load_tokenizer
+from grpo.model.pictures import load_processor
+from grpo.trainer.publish_weights import WeightPublisher
+
+SIZES = [(24, 16)], [], [(40, 40), (16, 24)], [(8, 56)], [], [(32, 32)], [(20, 36)], [(48, 16)]
+MAX_PIXELS = 1024
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory, letters):
+    """`words(run, server)`: the trainer's options. Some rows have no picture, and one has two."""
+    folder = tmp_path_factory.mktemp("pictured")
+    model, data = pictured.save("qwen2_5_vl", folder / "model"), folder / "data"
+    (data / "files").mkdir(parents=True)
+    for split, copies in (("train", 3), ("test", 1)):
+        rows = []
+        for number, sizes in enumerate(SIZES * copies):
+            files = [f"files/{copies}-{number}-{place}.png" for place in range(len(sizes))]
+            for place, (file, size) in enumerate(zip(files, sizes, strict=True)):
+                (data / file).write_bytes(pictured.drawing(*size, seed=10 * number + place))
+            question = "<image> or ".join(["Which?"] * len(sizes)) if sizes else "How many are two and two?"
+            question = "<image>" * len(sizes) + question.replace("<image>", "")
+            rows.append({"question": f"{number}: {question}", "answer": f"#### {number}", "images": files})
+        (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(run, server) -> list[str]:
+        changes = {
+            "max_steps": 4,
+            "save_steps": 1,
+            "eval_steps": 0,
+            "steps_per_generation": 2,
+            "num_iterations": 1,
+            "max_completion_length": 12,
+            "max_prompt_length": 200,
+            "beta": 0.1,
+            "ref_servers": server.url,
+            "ref_deadline": 120,
+            "report_to": "none",
+            "resume_from_checkpoint": "last",
+            "max_pixels": MAX_PIXELS,
+        }
+        return [*options(model, data, run, **changes), *letters]
+
+    make.model = model
+    return make
+
+
+@pytest.mark.slow
+def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(words, tmp_path):
+    runs = tmp_path / "undisturbed", tmp_path / "killed"
+    server = ["--deterministic", "true", "--max_pixels", str(MAX_PIXELS)]
+    with running_server(words.model, tmp_path, *server) as server:
+        server.wait_ready()
+        finish(1, words(runs[0], server))
+        moment = "grpo.trainer.step:update:after:4"
+        with training(1, words(runs[1], server), "tests/killed_at.py", moment, "0") as process:
+            process.communicate(timeout=120)
+        assert went_on(finish(1, words(runs[1], server))) == 3
+    rows = timeless(runs[0])
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert 0 <= rows[0]["kl"] < 1e-8 and rows[1]["kl"] > 1e-6
+    assert timeless(runs[1]) == rows
+    assert (runs[0] / "completions.jsonl").read_text() == (runs[1] / "completions.jsonl").read_text()
+    before, trained, resumed = (weights(folder) for folder in (words.model, runs[0] / "model", runs[1] / "model"))
+    assert all(torch.equal(weight, trained[name]) for name, weight in resumed.items())
+    matrices = {name for name in before if before[name].ndim > 1}
+    assert any("visual" in name for name in matrices)
+    assert all(not torch.equal(trained[name], before[name]) for name in matrices)
+    check_whole(runs[0] / "model")
+    check_whole(runs[1] / "checkpoint-4")
+
+
+def check_whole(folder) -> None:
+    """Hold a saved model to have all that transformers and we load, with the run's max_pixels."""
+    images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    patches = images([Image.new("RGB", (200, 200))])["pixel_values"]
+    assert MAX_PIXELS / 2 < len(patches) * pictured.PATCH**2 <= MAX_PIXELS
+    config = ServerConfig(model_name_or_path=str(folder), dtype="float32")
+    ours = load_reference(config, torch.device("cpu")).state_dict()
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    processor = load_processor(config, load_settings(config), load_tokenizer(config))
+    assert processor.count([pictured.drawing(200, 200, 0)]) == len(patches) / 4
+
+
+def test_a_saved_reference_has_the_processor_too(words, tmp_path):
+    """A server can be started with it."""
+    config = TrainerConfig(model_name_or_path=str(words.model), max_pixels=MAX_PIXELS)
+    model, tokenizer = load_model(config, torch.device("cpu")), load_tokenizer(config)
+    processor = load_processor(config, model.config, tokenizer)
+    described = describe(model, tokenizer, "p", processor)
+    WeightPublisher(config, None, model, tokenizer, described, tmp_path, processor).begin(described)
+    check_whole(tmp_path / "reference-0")
