@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from benchmarks.common import (
     VOCABULARY,
@@ -51,10 +52,13 @@ from grpo.config.loss import LossSection
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
+from grpo.model.pictures import PictureProcessor
 from grpo.model.trial import make_batcher
 
 PAD, EPSILON, BETA = 0, 0.2, 0.04
 GROUP, PROMPT, COMPLETION = 8, 200, (50, 400)
+ONE_BATCH = 10**9
+"""tokens: one micro-batch whatever the lengths, so that the tables show what a token costs, not what a budget allows"""
 TOLERANCE = 1e-5
 MIB = 2**20
 
@@ -97,12 +101,13 @@ def make_work(vocabulary: int, groups: int = 1, scale: int = 1, seed: int = 0) -
 class Ours:
     """The update of grpo_ref_split.py without ranks and optimizer."""
 
-    def __init__(self, layers: int, vocabulary: int, checkpointing: bool, budget: int = 16384):
-        self.model = random_model(qwen(layers, vocabulary))
-        self.batcher = make_batcher(self.model, PAD)
-        self.budget = budget
+    def __init__(
+        self, model: PreTrainedModel, checkpointing: bool, budget: int, processor: PictureProcessor | None = None
+    ):
+        self.model, self.budget = model, budget
+        self.batcher = make_batcher(model, PAD, processor)
         if checkpointing:
-            checkpoint_activations(self.model)
+            checkpoint_activations(model)
 
     def prepare(self, work: Work) -> Callable[[], float]:
         return lambda: self.update(work)
@@ -136,14 +141,14 @@ class Theirs:
     too. So it is reported beside the settings that a user has, and never instead of them.
     """
 
-    def __init__(self, layers: int, vocabulary: int, checkpointing: bool, rows: int = 8, compact: bool = False):
+    def __init__(self, model: PreTrainedModel, checkpointing: bool, rows: int = GROUP, compact: bool = False):
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
 
         from demo.model import build_tokenizer
 
         self.rows, self.compact = rows, compact
-        self.model = random_model(qwen(layers, vocabulary))
+        self.model = model
         with tempfile.TemporaryDirectory() as folder:
             self.trainer = GRPOTrainer(
                 self.model,
@@ -173,7 +178,21 @@ class Theirs:
         self.model.train()
 
     def prepare(self, work: Work) -> Callable[[], float]:
-        """Build the inputs as `_generate_and_score_completions` and `_prepare_inputs` do."""
+        inputs = self.inputs(work)
+
+        def update() -> float:
+            total = 0.0
+            with patch("trl.trainer.utils._use_triton", return_value=self.compact):
+                for micro_batch in inputs:
+                    loss = self.trainer.compute_loss(self.model, micro_batch)
+                    loss.backward()
+                    total += loss.item()
+            return total
+
+        return update
+
+    def inputs(self, work: Work) -> list[dict[str, torch.Tensor]]:
+        """Build micro-batches as `_generate_and_score_completions` and `_prepare_inputs` do."""
         from trl.trainer.utils import pad, split_tensor_dict
 
         prompts = [torch.tensor(prompt) for prompt, _ in work.sequences]
@@ -188,18 +207,7 @@ class Theirs:
             "num_items_in_batch": mask.sum(),
             "ref_per_token_logps": pad(work.references, padding_value=0.0, padding_side="right"),
         }
-        micro_batches = split_tensor_dict(inputs, GROUP // self.rows)
-
-        def update() -> float:
-            total = 0.0
-            with patch("trl.trainer.utils._use_triton", return_value=self.compact):
-                for micro_batch in micro_batches:
-                    loss = self.trainer.compute_loss(self.model, micro_batch)
-                    loss.backward()
-                    total += loss.item()
-            return total
-
-        return update
+        return split_tensor_dict(inputs, GROUP // self.rows)
 
 
 @dataclass(frozen=True)
@@ -216,10 +224,10 @@ class Setting:
     phase: str = "update"
 
     def build(self) -> Ours | Theirs:
+        model = random_model(qwen(self.layers, self.vocabulary))
         if self.side == "ours":
-            # One micro-batch whatever the lengths: the tables show what a token costs, not what the budget allows.
-            return Ours(self.layers, self.vocabulary, self.checkpointing, budget=10**9)
-        return Theirs(self.layers, self.vocabulary, self.checkpointing, self.rows, self.compact)
+            return Ours(model, self.checkpointing, ONE_BATCH)
+        return Theirs(model, self.checkpointing, self.rows, self.compact)
 
 
 def peak_here(setting: Setting) -> int:
@@ -406,7 +414,7 @@ def part_memory(layers: int, vocabulary: int) -> None:
 
 
 def part_growth(layers: int, vocabulary: int, repeats: int, budget: int, picture: Path) -> None:
-    ours = Ours(layers, vocabulary, checkpointing=True, budget=budget)
+    ours = Ours(random_model(qwen(layers, vocabulary)), True, budget)
     works = {groups: make_work(vocabulary, groups) for groups in (1, 2, 4, 8)}
     phases = {"update": ours.update, "scoring": ours.score}
     sides = {(name, groups): partial(phase, work) for name, phase in phases.items() for groups, work in works.items()}
