@@ -141,8 +141,14 @@ def tokenize_prompt(
     """
     # A chat template has written every special token already.
     add_special_tokens = tokenizer.chat_template is None
-    if processor is not None and (count := prompt.count(processor.placeholder)) != len(pictures):
-        raise PictureCountError(f"places for pictures ({processor.placeholder}): {count}, pictures: {len(pictures)}")
+    if processor is not None:
+        if (count := prompt.count(processor.placeholder)) != len(pictures):
+            raise PictureCountError(
+                f"places for pictures ({processor.placeholder}): {count}, pictures: {len(pictures)}"
+            )
+        piece = tokenizer.convert_ids_to_tokens(processor.token_id)
+        if piece != processor.placeholder and piece in prompt:
+            raise PictureCountError(f"places for pieces of pictures are in the text itself: {piece}")
     if pictures:
         try:
             return processor.encode(prompt, pictures, add_special_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -11,8 +12,11 @@ from PIL import Image, ImageOps
 
 from grpo.config.errors import ConfigError
 from grpo.config.generation import DataSection
+from grpo.wire.logprobs import MOST_PICTURES, MOST_PIXELS_IN_ALL
 from grpo.wire.picture_files import MOST_PIXELS, EncodedPicture, PictureError, check_picture
 
+MOST_BYTES = 60 << 20
+"""most bytes of a prompt's pictures: a reference server takes requests of 64 MiB"""
 DEFAULT_COLUMNS = "image", "images"
 _ENCODED = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 # What a PNG file can hold: any other mode is converted as it would be when the file is read.
@@ -95,6 +99,17 @@ def encode_picture(picture: bytes | Image.Image) -> bytes:
     data = picture if isinstance(picture, bytes) and picture.startswith(_ENCODED) else _to_png(picture)
     check_picture(data)
     return data
+
+
+def check_prompt(pictures: Sequence[bytes]) -> None:
+    """Raise PictureError where a reference server would refuse a request with all pictures of a prompt."""
+    count, size = len(pictures), sum(map(len, pictures))
+    pixels = sum(width * height for width, height in map(check_picture, pictures))
+    if count > MOST_PICTURES or pixels > MOST_PIXELS_IN_ALL or size > MOST_BYTES:
+        raise PictureError(
+            f"is among {count} with {pixels} pixels and {size} bytes: a prompt may have {MOST_PICTURES}, "
+            f"{MOST_PIXELS_IN_ALL} and {MOST_BYTES}"
+        )
 
 
 def _undecoded(feature):

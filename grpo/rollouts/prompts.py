@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -25,7 +28,7 @@ from grpo.rollouts.chat_template import (
     tokenize_prompt,
 )
 from grpo.rollouts.dataset import decoded, load_rows
-from grpo.rollouts.pictures import PictureColumn, find_column
+from grpo.rollouts.pictures import PictureColumn, check_prompt, find_column
 from grpo.rollouts.records import Example
 from grpo.wire.picture_files import EncodedPicture, PictureError
 
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from grpo.model.pictures import PictureProcessor
 
 log = logging.getLogger(__name__)
+
+_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
 
 # The arguments of a reward function beside the columns, in this program or in TRL.
 _GIVEN_TO_REWARDS = {
@@ -73,18 +78,26 @@ def load_examples(
     faults: dict[str, str] = {}
     examples, dropped, without_system, shortest = [], Counter(), 0, math.inf
     bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=None if progress else True, leave=False)
-    for index, row in enumerate(decoded(config, split, bar)):
+
+    def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | PictureError | PictureCountError | None:
+        index, row = numbered
         if row[prompt_column] is None or row[prompt_column] == []:
-            dropped[no_prompt] += 1
-            continue
+            return None
         try:
-            example = make_example(config, tokenizer, index, row, column, processor)
+            return make_example(config, tokenizer, index, row, column, processor)
         except (PictureError, PictureCountError) as error:
-            reason = bad_picture if isinstance(error, PictureError) else other_count
+            return error
+
+    numbered = enumerate(decoded(config, split, bar))
+    made = map(make, numbered) if column is None else _map_in_threads(make, numbered)
+    for index, example in enumerate(made):
+        if example is None:
+            dropped[no_prompt] += 1
+        elif isinstance(example, Exception):
+            reason = bad_picture if isinstance(example, PictureError) else other_count
             dropped[reason] += 1
-            faults.setdefault(reason, f" (the first is row {index} from 0: {error})")
-            continue
-        if not example.gold:
+            faults.setdefault(reason, f" (the first is row {index} from 0: {example})")
+        elif not example.gold:
             dropped[no_gold] += 1
         elif len(example.prompt_ids) > config.max_prompt_length:
             dropped[too_long] += 1
@@ -179,6 +192,7 @@ def make_example(
     if column is not None:
         columns[column.name] = value = column.read(row[column.name], index)
         pictures = value if isinstance(value, list) else [] if value is None else [value]
+        check_prompt([picture.file for picture in pictures])
     if pictures and processor is None:
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path!r}: {place} of {config.dataset_name} has a picture in "
@@ -251,6 +265,20 @@ class PromptStream:
         epoch, place = divmod(step, self._size // self._per_step)
         order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
         return order[place * self._per_step : (place + 1) * self._per_step]
+
+
+def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """Yield the function's results in the order of the items, computed by as many threads as this rank has cores.
+
+    Pillow and numpy leave the interpreter to others while they decode and resize.
+    """
+    threads = max(1, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    items, pool = iter(items), ThreadPoolExecutor(threads, thread_name_prefix="pictures")
+    try:
+        while some := [*islice(items, 8 * threads)]:
+            yield from pool.map(function, some)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _check_columns(config: AnsweringConfig, names: list[str]) -> None:

@@ -251,6 +251,22 @@ def test_rows_at_fault_are_dropped_and_counted_by_reason(tmp_path, qwen, caplog)
     assert dropped.format(1, "longer than max_prompt_length=150 tokens") in caplog.text
 
 
+def test_what_a_server_would_refuse_in_the_run_is_dropped_before_it(tmp_path, caplog):
+    gemma = Model("gemma3", tmp_path / "gemma")
+    path = write(tmp_path / "rows.parquet", [row([PNG]), row([], "<image_soft_token>"), row([PNG] * 257)])
+    (only,) = gemma.load(path)
+    assert only.index == 0
+    assert "(the first is row 1 from 0: places for pieces of pictures are in the text itself" in caplog.text
+    assert "(the first is row 2 from 0: is among 257 with" in caplog.text
+
+
+def test_examples_are_in_the_order_of_the_rows(tmp_path, qwen):
+    rows = [row([pictured.drawing(16 + place, 30, place)], f"{place}?") for place in range(40)]
+    examples = qwen.load(write(tmp_path / "rows.parquet", rows))
+    assert [example.index for example in examples] == [*range(40)]
+    assert [pictures_of(example.prompt_ids) for example in examples] == [(*picture["images"],) for picture in rows]
+
+
 def test_the_tokens_of_pictures_count_as_the_prompts(tmp_path, qwen):
     path = write(tmp_path / "rows.parquet", [row([PNG])])
     (only,) = qwen.load(path)
