@@ -31,6 +31,7 @@ from grpo.rollouts.dataset import decoded, load_rows
 from grpo.rollouts.pictures import PictureColumn, check_prompt, find_column
 from grpo.rollouts.records import Example
 from grpo.wire.picture_files import EncodedPicture, PictureError
+from grpo.wire.pictures import pictures_of
 
 if TYPE_CHECKING:
     from grpo.model.pictures import PictureProcessor
@@ -116,6 +117,9 @@ def load_examples(
             without_system,
             len(examples),
         )
+    if column is not None:
+        pictured = sum(bool(pictures_of(example.prompt_ids)) for example in examples)
+        log.info("%s: %d of %d prompts have pictures, by column %r", split, pictured, len(examples), column.name)
     if examples:
         return examples
     if dropped[too_long]:

@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import json
+import logging
 
 import datasets
 import numpy as np
@@ -258,6 +259,12 @@ def test_what_a_server_would_refuse_in_the_run_is_dropped_before_it(tmp_path, ca
     assert only.index == 0
     assert "(the first is row 1 from 0: places for pieces of pictures are in the text itself" in caplog.text
     assert "(the first is row 2 from 0: is among 257 with" in caplog.text
+
+
+def test_the_log_says_whether_pictures_were_found(tmp_path, qwen, caplog):
+    with caplog.at_level(logging.INFO):
+        qwen.load(write(tmp_path / "rows.parquet", [row([PNG]), row([]), row([PNG, JPEG])]))
+    assert "train: 2 of 3 prompts have pictures, by column 'images'" in caplog.text
 
 
 def test_examples_are_in_the_order_of_the_rows(tmp_path, qwen):
