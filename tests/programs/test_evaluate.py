@@ -4,6 +4,9 @@ import json
 import subprocess
 import sys
 
+import pictured
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
@@ -91,6 +94,23 @@ def test_a_table_a_folder_and_every_completion_with_its_verdict(main, capsys, mo
 
     config = parse_arguments(EvaluateConfig, "", ["--config", str(out / "config.yaml")])
     assert config == parse_arguments(EvaluateConfig, "", arguments)
+
+
+def test_problems_with_pictures_are_asked_with_them(main, tmp_path):
+    pictures = [pictured.drawing(32, 24, 0), pictured.drawing(24, 32, 1, "JPEG")]
+    rows = [{"question": "What is <image>?", "answer": "4", "images": [picture]} for picture in pictures]
+    rows.append({"question": "What is it?", "answer": "4", "images": []})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    model, answers = pictured.save("qwen2_5_vl", tmp_path / "model"), []
+    for sampler in ("continuous", "generate"):  # the second is transformers' own
+        out = tmp_path / sampler
+        assert main(*options(model, tmp_path / "rows.parquet", max_prompt_length=300, sampler=sampler, output=out)) == 0
+        completions = result(out)[1]
+        answers.append([completion["completion"] for completion in completions])
+        names = [name for completion in completions for name in completion.get("pictures", ["none"])]
+        assert [name[-4:] for name in names] == [".png", ".jpg", "none"]
+        assert [(out / "pictures" / name).read_bytes() for name in names[:2]] == pictures
+    assert answers[0] == answers[1] and answers[0][0] != answers[0][1]
 
 
 def test_rewards_of_ones_own_are_the_numbers(main, capsys, model_folder, data_folder, tmp_path):
