@@ -52,8 +52,13 @@ def make_engine(config: WorkerConfig) -> Engine:
         log_folder = Path(config.weights_folder or tempfile.gettempdir())
         log_file = log_folder / f"vllm-{os.getpid()}.log"
         return VllmEngine(vllm_command(), log_file, [*arguments, *shlex.split(config.vllm_args or "")])
-    from grpo.workers.transformers_engine import TransformersEngine
-
+    try:
+        from grpo.workers.transformers_engine import TransformersEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine='transformers': {sys.executable} has no {error.name}: install what docs/samplers.md names, or "
+            "start generate.py with the python of another environment"
+        ) from error
     return TransformersEngine(config)
 
 

@@ -105,6 +105,16 @@ def test_an_entry_leads_to_nothing_it_should_not_need(entry):
     assert not everything & ENTRIES[entry]
 
 
+def test_the_page_installs_what_a_worker_imports():
+    page = (REPOSITORY / "docs/samplers.md").read_text()
+    installed = {word.partition("=")[0] for word in re.search(r"/pip install (torch.*)", page)[1].split()}
+    files = {"generate.py"} | reached(REPOSITORY / "generate.py")
+    imported = set().union(*(outside(REPOSITORY / file) for file in files)) - sys.stdlib_module_names
+    # With transformers comes huggingface_hub; the others are for adapters, weights in 4 bits, and a card's name.
+    needed = imported - {"huggingface_hub", "peft", "bitsandbytes", "pynvml"}
+    assert {{"PyYAML": "yaml", "pillow": "PIL"}.get(name, name) for name in installed} == needed
+
+
 def test_the_server_does_not_know_the_trainers_settings():
     trainers = {f"grpo/config/{name}.py" for name in ("trainer", "training", "rewards", "records", "loss")}
     assert not reached(REPOSITORY / "ref_server.py") & trainers
