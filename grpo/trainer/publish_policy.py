@@ -153,7 +153,8 @@ class PolicyPublisher:
         whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
         record = Version(version, new.sha256, size, whole, base, delta_sha256, probe)
         self._patience(lambda: self._upload(record, path, delta))
-        level = logging.DEBUG if self._published else logging.INFO  # a line for every version would be one a step
+        # The first says what a whole file costs on its way, the second what a change does. More would be one a step.
+        level = logging.INFO if self._published < 2 else logging.DEBUG
         self._last, self._published = new, self._published + 1
         delta.unlink(missing_ok=True)
         if before is not None:
