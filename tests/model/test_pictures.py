@@ -186,6 +186,24 @@ def test_the_gradient_is_plain_pytorchs_for_any_cut(family, recomputes):
             assert max(distance(gradient, exact), distance(gradient, towers)) < 1e-4
 
 
+def test_gradients_come_in_the_same_order_with_pictures_and_beside_the_filler(family):
+    """ZeRO-2's ranks reduce them in that order, each rank's micro-batch with pictures or without."""
+    family = load(family.folder)
+    checkpoint_activations(family.model)
+    finished = []
+    for name, weight in family.model.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight, name=name: finished[-1].append(name))
+    pictured, text, *_ = family.sequences()
+    beside = (family.batcher.vision.filler, [])
+    for batcher in (family.batcher, padded(family)):
+        finished.clear()
+        for sequences in ([pictured], [text, beside], [pictured, text], [text, text, beside]):
+            finished.append([])
+            token_logprobs(family.model, batcher.make(sequences, "cpu"), 1.0)[0].sum().backward()
+        assert all(order == finished[0] for order in finished)
+        assert len(finished[0]) > len([*family.model.get_decoder().parameters()]) + 1  # the tower's too
+
+
 def test_processors_that_make_other_pixels_have_other_fingerprints(family, tmp_path):
     """Whatever of preprocessor_config.json or processor_config.json makes other pixels or ids; nothing else does."""
     path = family.folder / "preprocessor_config.json"
