@@ -158,7 +158,7 @@ class PoolSampler(Sampler):
         return drawn
 
     def _stopped(self) -> ServersLost:
-        return ServersLost(f"stopped by a signal, while round {self._round} waited for workers")
+        return ServersLost(f"stopped by signal while round {self._round} waited for workers")
 
     def _rollouts(self, drawn: Drawn) -> list[Rollout]:
         return [

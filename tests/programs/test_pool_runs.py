@@ -232,7 +232,7 @@ def test_a_signal_ends_a_wait_for_workers_also_where_the_pool_has_gone(words, tm
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT
-    assert "stopped by a signal, while round 0 waited for workers; nothing is lost" in output
+    assert "stopped by signal while round 0 waited for workers; nothing is lost" in output
 
 
 def end_one(kind: str, chance: random.Random, crew: list[Worker], process: subprocess.Popen) -> None:
