@@ -63,8 +63,8 @@ class PictureColumn:
         Raises PictureError for one that cannot be read, ConfigError for a value that is no picture.
         """
         if isinstance(value, list):
-            return [self._read(item, index) for item in value if item is not None]
-        return None if value is None else self._read(value, index)
+            return [self._read(item, index) for item in value if item]
+        return self._read(value, index) if value else None
 
     def _read(self, value: Any, index: int) -> EncodedPicture:
         if isinstance(value, dict) and {*value} <= {"bytes", "path"}:
@@ -82,7 +82,7 @@ class PictureColumn:
         if "://" in path:
             raise ConfigError(
                 f"dataset_image_column={self.name!r}: row {index} (from 0) has {path[:80]}: nothing is fetched from "
-                "the network: download the pictures, and give their paths"
+                "the network: download the pictures and give their paths, or set it to '' to leave pictures out"
             )
         try:
             return (self._folder / Path(path).expanduser()).read_bytes()

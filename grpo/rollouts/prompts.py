@@ -192,18 +192,18 @@ def make_example(
     columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
     if config.dataset_answer_column == "answer" or "answer" not in row:
         columns["answer"] = answer if isinstance(answer, list | dict) else gold
-    pictures: list[EncodedPicture] = []
-    if column is not None:
-        columns[column.name] = value = column.read(row[column.name], index)
-        pictures = value if isinstance(value, list) else [] if value is None else [value]
-        check_prompt([picture.file for picture in pictures])
-    if pictures and processor is None:
+    if column is not None and row[column.name] and processor is None:
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path!r}: {place} of {config.dataset_name} has a picture in "
             f"{column.name!r}, and this model takes text alone: use a vision-language model, or set "
             "dataset_image_column to '' to leave pictures out"
         )
-    count = None if column is None else len(pictures)
+    pictures: list[EncodedPicture] = []
+    if column is not None:
+        columns[column.name] = value = column.read(row[column.name], index)
+        pictures = value if isinstance(value, list) else [] if value is None else [value]
+        check_prompt([picture.file for picture in pictures])
+    count = None if column is None or processor is None else len(pictures)
     rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place, count)
     prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
     messages, conversation = chat_messages(prompt, config.system_prompt), prompt if isinstance(prompt, list) else None

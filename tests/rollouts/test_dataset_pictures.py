@@ -316,11 +316,15 @@ def test_what_no_row_survives_is_one_sentence(tmp_path, qwen, rows, options, mes
 
 def test_a_text_model_that_is_given_pictures_is_refused(tmp_path, qwen, tokenizer):
     path = write(tmp_path / "rows.parquet", [row([]), row([PNG])])
+    names = write(tmp_path / "names.jsonl", [row("", column="image"), row("no file", column="image")])
     message = r"model_name_or_path=.*row 1 \(from 0\) of .* has a picture in 'images', and this model takes text alone"
     with pytest.raises(ConfigError, match=message):
         load_examples(qwen.config(path), "train", tokenizer, progress=False)
-    left_out = qwen.config(path, "--dataset_image_column", "")
-    assert len(load_examples(left_out, "train", tokenizer, progress=False)) == 2
+    with pytest.raises(ConfigError, match=message.replace("images", "image")):
+        load_examples(qwen.config(names), "train", tokenizer, progress=False)
+    for name in (path, names):
+        left_out = qwen.config(name, "--dataset_image_column", "")
+        assert len(load_examples(left_out, "train", tokenizer, progress=False)) == 2
 
 
 def test_a_pool_is_refused_pictures_before_the_run(tmp_path, qwen):
