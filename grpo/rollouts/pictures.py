@@ -44,8 +44,13 @@ def find_column(config: DataSection, names: list[str]) -> str | None:
     raise ConfigError(f"dataset_image_column={name!r}: {reason}: name the one that has pictures, or '' for none")
 
 
+def decoded_columns(rows) -> list[str]:
+    """Return the columns of a `datasets.Dataset` that it would decode to images, which take much memory."""
+    return [name for name, feature in rows.features.items() if _undecoded(feature) != feature]
+
+
 class PictureColumn:
-    """A dataset's column of pictures."""
+    """A dataset's column of pictures: those of the prompts, or others that reward functions are given."""
 
     def __init__(self, name: str, dataset_name: str):
         self.name = name

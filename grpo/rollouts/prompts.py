@@ -28,7 +28,7 @@ from grpo.rollouts.chat_template import (
     tokenize_prompt,
 )
 from grpo.rollouts.dataset import decoded, load_rows
-from grpo.rollouts.pictures import PictureColumn, check_prompt, find_column
+from grpo.rollouts.pictures import PictureColumn, check_prompt, decoded_columns, find_column
 from grpo.rollouts.records import Example
 from grpo.wire.picture_files import EncodedPicture, PictureError
 from grpo.wire.pictures import pictures_of
@@ -63,17 +63,18 @@ def load_examples(
     log.info("reading split %s of %s", split, config.dataset_name)
     rows = load_rows(config, split)
     _check_columns(config, rows.column_names)
-    column = None
-    if (image_column := find_column(config, rows.column_names)) is not None:
-        column = PictureColumn(image_column, config.dataset_name)
-        rows = column.without_decoding(rows)
+    image_column = find_column(config, rows.column_names)
+    column = None if image_column is None else PictureColumn(image_column, config.dataset_name)
+    others = [PictureColumn(name, config.dataset_name) for name in decoded_columns(rows) if name != image_column]
+    for pictures in [column, *others] if column is not None else others:
+        rows = pictures.without_decoding(rows)
     if limit:
         rows = rows.select(range(min(limit, len(rows))))
     prompt_column, answer_column = config.dataset_prompt_column, config.dataset_answer_column
     no_prompt, no_gold = f"without a prompt in {prompt_column!r}", f"without a gold answer in {answer_column!r}"
     too_long = f"longer than max_prompt_length={config.max_prompt_length} tokens"
     bad_picture, other_count = (
-        f"with a picture in {image_column!r} that cannot be used",
+        "with a picture that cannot be used",
         "with more or fewer places for pictures than pictures",
     )
     faults: dict[str, str] = {}
@@ -85,6 +86,7 @@ def load_examples(
         if row[prompt_column] is None or row[prompt_column] == []:
             return None
         try:
+            row = {**row, **{other.name: other.read(row[other.name], index) for other in others}}
             return make_example(config, tokenizer, index, row, column, processor)
         except (PictureError, PictureCountError) as error:
             return error

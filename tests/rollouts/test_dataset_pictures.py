@@ -22,7 +22,7 @@ from grpo.model.pictures import load_processor
 from grpo.rollouts.pictures import PictureColumn
 from grpo.rollouts.prompts import load_examples, make_example
 from grpo.trainer.dry_run import dry_run
-from grpo.wire.picture_files import open_picture
+from grpo.wire.picture_files import EncodedPicture, open_picture
 from grpo.wire.pictures import PicturedPrompt, pictures_of
 
 PNG, JPEG = pictured.drawing(32, 24, 0), pictured.drawing(24, 40, 1, "JPEG")
@@ -245,7 +245,7 @@ def test_rows_at_fault_are_dropped_and_counted_by_reason(tmp_path, qwen, caplog)
     (only,) = qwen.load(write(tmp_path / "rows.parquet", rows), "--max_prompt_length", "150")
     assert only.index == 0
     dropped = "train: {} of 8 rows dropped, {}"
-    picture = "with a picture in 'images' that cannot be used (the first is row 1 from 0: is damaged"
+    picture = "with a picture that cannot be used (the first is row 1 from 0: is damaged"
     assert dropped.format(3, picture) in caplog.text
     count = "with more or fewer places for pictures than pictures (the first is row 4 from 0: places for pictures: 2"
     assert dropped.format(3, count) in caplog.text
@@ -259,6 +259,19 @@ def test_what_a_server_would_refuse_in_the_run_is_dropped_before_it(tmp_path, ca
     assert only.index == 0
     assert "(the first is row 1 from 0: places for pieces of pictures are in the text itself" in caplog.text
     assert "(the first is row 2 from 0: is among 257 with" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["mask", "images"])
+def test_pictures_that_are_no_part_of_the_prompt_stay_encoded_too(tmp_path, qwen, tokenizer, name):
+    feature = {"question": datasets.Value("string"), "answer": datasets.Value("string"), name: datasets.Image()}
+    rows = [row({"bytes": converted(PNG, "BMP"), "path": None}, "<image>?", name), row(None, "No?", name)]
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(rows, features=datasets.Features(feature)).to_parquet(path)
+    left_out = qwen.config(path, "--dataset_image_column", "")
+    first, second = load_examples(left_out, "train", tokenizer, progress=False)
+    assert "<image>?" in first.prompt and type(first.prompt_ids) is list
+    assert isinstance(first.columns[name], EncodedPicture) and second.columns[name] is None
+    assert np.array_equal(copy.deepcopy(first.columns[name]), open_picture(PNG))
 
 
 def test_the_log_says_whether_pictures_were_found(tmp_path, qwen, caplog):
