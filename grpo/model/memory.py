@@ -12,16 +12,19 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32, body_of, recompute
+from grpo.model.pictures import PictureProcessor, Vision
 from grpo.model.tree_attention import ROWS
+from grpo.wire.pictures import PicturedPrompt
 
 MIB, GIB = 2**20, 2**30
 SERVER_PROCESS = 400 * MIB  # measured on a CPU: Python, torch and the rest, but no model
@@ -30,6 +33,9 @@ CUDA_PROCESS = 900 * MIB  # assumed: CUDA's context, and the kernels, which are 
 MARGIN, CPU_MARGIN, CUDA_MARGIN = 0.1, 192 * MIB, 32 * MIB
 GROUP = 8  # completions of a prompt, in the server: flash attention wants the prompt's keys before each of them
 FORWARD = "forward pass"
+# Qwen's towers call an attention that is not named so once for each window: a second's work on device meta would take
+# minutes. What is alive is the same.
+_OF_TOWER = "grpo_counted_as_flash"
 
 Terms = dict[str, int]
 """bytes by what they are for"""
@@ -37,6 +43,34 @@ Terms = dict[str, int]
 
 def total(terms: Terms) -> int:
     return sum(terms.values())
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of a pass: those of a prompt, which is in it so many times."""
+
+    processor: PictureProcessor
+    prompt: PicturedPrompt
+    count: int
+
+    def inputs(self, model: PreTrainedModel, tokens: int) -> dict[str, torch.Tensor]:
+        """Return what the model is fed: integers as they are, which lengths are read from, and pixels on device meta.
+
+        Raises PictureError where a picture cannot be opened.
+        """
+        token_id = self.processor.token_id
+        ids = torch.full((1, tokens), int(token_id == 0))
+        ids[0, : self.count * len(self.prompt)] = torch.from_numpy(np.asarray(self.prompt, np.int64)).repeat(self.count)
+        inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).unsqueeze(0)}
+        for name, value in self.processor.inputs(self.prompt.pictures).items():
+            times = self.count, *[1] * (value.ndim - 1)
+            inputs[name] = (value.to("meta") if value.is_floating_point() else value).repeat(times)
+        vision = Vision(self.processor, model)
+        if vision.has_positions:
+            inputs["position_ids"] = inputs["position_ids"].expand(3, 1, tokens)
+        if vision.types_name is not None:
+            inputs[vision.types_name] = (ids == token_id).long()
+        return inputs
 
 
 @dataclass(frozen=True)
@@ -150,16 +184,19 @@ def activations(
     *,
     padded: bool = False,
     backward: bool = False,
+    pictures: Pictures | None = None,
 ) -> int:
     """Return the most bytes of a pass of `tokens` in sequences of at most `longest`, parameters' gradients not in.
 
     `copies`: how often a key of a packed batch is laid out (grpo/model/tree_attention.py), on average. `padded`: the
     batch is `generate`'s. `backward`: a backward pass follows, with recomputation where the model is set to it.
+    `pictures`: those of its prompts.
+
     Raises NotImplementedError where the model, which is on device meta, does not run without numbers.
     """
     kept, dropped = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
-    return _peak_of_pass(model, tokens, kept, dropped, head, backward)
+    return _peak_of_pass(model, tokens, kept, dropped, head, backward, pictures)
 
 
 def _beside_attention(
@@ -219,7 +256,8 @@ class LiveTensors(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        returned = function(*arguments, **(options or {}))
+        arguments, options = _on_one_device((arguments, options or {}))
+        returned = function(*arguments, **options)
         for leaf in tree_leaves(returned):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf.untyped_storage())
@@ -237,35 +275,70 @@ class LiveTensors(TorchDispatchMode):
         self.now -= size
 
 
-def _peak_of_pass(model: PreTrainedModel, tokens: int, kept: int, dropped: int, head: int, backward: bool) -> int:
+def _on_one_device(arguments):
+    """Return an operation's arguments, all on device meta where some are.
+
+    What lengths are read from has numbers, and is on the CPU: a picture's rows and columns, and what follows from them.
+    """
+    if not any(leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)):
+        return arguments
+
+    def move(leaf):
+        return leaf.to("meta") if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 else leaf
+
+    return tree_map(move, arguments)
+
+
+def _peak_of_pass(
+    model: PreTrainedModel,
+    tokens: int,
+    kept: int,
+    dropped: int,
+    head: int,
+    backward: bool,
+    pictures: Pictures | None,
+) -> int:
     """Run the model on device meta, and return the most bytes that are alive.
 
     `kept`, `dropped`: of each layer's attention; `head`: beside the last hidden states.
     """
 
-    def attention(module, query, key, value, mask, **options):
-        out = _Attention.apply(query, key, value, kept, dropped)
+    def attention(module, query, key, value, attention_mask, **options):
+        # The vision tower's, which is not causal, goes by a fused kernel.
+        beside = (kept, dropped) if getattr(module, "is_causal", True) else (0, 0)
+        out = _Attention.apply(query, key, value, *beside)
         return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
 
     implementation, embeddings = model.config._attn_implementation, model.get_input_embeddings().weight
-    AttentionInterface.register("grpo_counted", attention)
-    AttentionMaskInterface.register("grpo_counted", ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    for name in ("grpo_counted", _OF_TOWER):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
     model.set_attn_implementation("grpo_counted")
     if model.config._attn_implementation != "grpo_counted":
         raise NotImplementedError(f"{type(model).__name__} does not let its attention be counted")
+    for part in (getattr(model.config, name) for name in model.config.sub_configs if pictures is not None):
+        if part is not None and part is not model.config.get_text_config():
+            part._attn_implementation = _OF_TOWER
     trained = [parameter for parameter in model.parameters() if backward and parameter.requires_grad]
     hooks = [weight.register_post_accumulate_grad_hook(_drop_gradient) for weight in trained]
     live = LiveTensors(model)
+    fed = pictures.inputs(model, tokens) if pictures is not None else {}
     try:
         recompute(model, wanted=backward)
-        with live, torch.set_grad_enabled(backward), torch.device("meta"):
-            states = torch.empty(1, tokens, embeddings.shape[1], dtype=embeddings.dtype)
+        with live, torch.set_grad_enabled(backward):
+            states = torch.empty(1, tokens, embeddings.shape[1], dtype=embeddings.dtype, device="meta")
             states.requires_grad_(backward and embeddings.requires_grad)
             # A mask in four dimensions is handed on as it is, see grpo/model/logprobs.py.
-            mask, positions = torch.empty(1, 1, 1, 1, dtype=torch.bool), torch.empty(1, tokens, dtype=torch.int64)
-            inputs = {"inputs_embeds": states, "position_ids": positions, "attention_mask": mask}
-            out = body_of(model)(**inputs, use_cache=False).last_hidden_state
-            torch.empty(head, dtype=torch.uint8)
+            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="meta")
+            if pictures is None:
+                positions = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+                inputs = {"inputs_embeds": states, "position_ids": positions}
+            else:
+                inputs = {name: value.clone() for name, value in fed.items()}
+                embedded = model.get_input_embeddings().register_forward_hook(lambda *_: states)
+                hooks.append(embedded)
+            out = body_of(model)(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
+            torch.empty(head, dtype=torch.uint8, device="meta")
             if backward:
                 out.backward(torch.empty_like(out))
     # A model's code may fail in any way where it meets tensors without numbers or a mask that it does not know.

@@ -10,6 +10,7 @@ import logging
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -27,7 +28,8 @@ from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
 from grpo.model.memory import Memory, Terms
 from grpo.model.memory_report import change_lines, on_meta, trainer_lines
 from grpo.model.packing import Batcher
-from grpo.model.vision_tower import freeze_vision_tower
+from grpo.model.pictures import PictureProcessor
+from grpo.model.vision_tower import freeze_vision_tower, vision_parameters
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import find_checkpoints
 from grpo.run.collective import own_place
@@ -38,6 +40,7 @@ from grpo.trainer.memory import RankWork, rank_memory
 from grpo.trainer.pool_wait import describe_workers
 from grpo.trainer.setup import Inputs, read_inputs
 from grpo.wire.health import ModelInfo
+from grpo.wire.pictures import PicturedPrompt, pictures_of
 
 
 def dry_run(config: TrainerConfig) -> None:
@@ -46,6 +49,7 @@ def dry_run(config: TrainerConfig) -> None:
     if rank != 0:
         return
     logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # or it would log every adapter that is counted
+    logging.getLogger("grpo.model.vision_tower").setLevel(logging.WARNING)
     find_run_folder(config)
     if config.push_to_hub:
         check_login()
@@ -57,7 +61,8 @@ def dry_run(config: TrainerConfig) -> None:
         check_router(model, config.router_aux_loss_coef)
 
     longest = max(len(example.prompt_ids) for example in inputs.examples)
-    work = RankWork(config, ranks, longest, len(inputs.held_out))
+    pictured = _most_pictured(inputs)
+    work = RankWork(config, ranks, longest, len(inputs.held_out), inputs.processor, pictured)
     found = _describe_inputs(config, inputs, model, policy_info)
     if checkpoint:
         found.append(f"  goes on    from {checkpoint}")
@@ -89,6 +94,7 @@ def _describe_inputs(
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     lengths = [len(example.prompt_ids) for example in inputs.examples]
+    with_pictures = sum(bool(pictures_of(example.prompt_ids)) for example in inputs.examples)
     lines = [
         "Dry run: no weights were loaded, nothing was started or written.",
         f"  model      {policy_info.name}: {count:,} parameters, {trained:,} of them trained",
@@ -98,6 +104,11 @@ def _describe_inputs(
         f"{max(lengths)} tokens (mean {sum(lengths) / len(lengths):.0f}), {len(inputs.held_out):,} held out",
         f"  rewards    {', '.join(weighted)}",
     ]
+    if inputs.processor is not None:
+        most = _most_pictured(inputs)
+        of_most = f", of {_pieces(most, inputs.processor)} tokens at most" if most is not None else ""
+        lines.insert(4, f"  pictures   in {with_pictures:,} of these prompts{of_most}")
+        lines.insert(2, f"  vision     {_describe_tower(config, model)}")
     if config.beta == 0:
         lines.append("  reference  none: beta is 0")
     elif config.ref == "adapter_off":
@@ -112,6 +123,24 @@ def _describe_inputs(
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             lines.append(f"  rewards    {reward} {_describe_server(Connection(config, 'reward'), reward)}")
     return lines
+
+
+def _describe_tower(config: TrainerConfig, model: PreTrainedModel) -> str:
+    tower = vision_parameters(model)
+    count = sum(weight.numel() for weight in tower)
+    trained = sum(weight.numel() for weight in tower if weight.requires_grad)
+    why = " (freeze_vision_tower)" if config.freeze_vision_tower else ""
+    return f"{count:,} of these parameters are the vision tower's, {trained:,} of them trained{why}"
+
+
+def _most_pictured(inputs: Inputs) -> PicturedPrompt | None:
+    """Return the prompt with the most tokens of pictures, None where there are no pictures."""
+    prompts = [example.prompt_ids for example in inputs.examples if pictures_of(example.prompt_ids)]
+    return max(prompts, key=lambda prompt: _pieces(prompt, inputs.processor), default=None)
+
+
+def _pieces(prompt: PicturedPrompt, processor: PictureProcessor) -> int:
+    return int((np.asarray(prompt) == processor.token_id).sum())
 
 
 def _describe_server(
@@ -207,9 +236,10 @@ def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> lis
 
 def _changes(work: RankWork, offloaded: bool) -> list[tuple[dict[str, object], int]]:
     """Return changes of one setting that may lower a rank's memory, each with the number of ranks."""
+    freezes = [{"freeze_vision_tower": True}] if work.processor is not None else []
     halved = "micro_batch_tokens", "sequences_per_generate", "max_completion_length"
     changes = [{name: getattr(work.config, name) // 2} for name in halved]
-    changes += [{"gradient_checkpointing": True}, {"dtype": "bfloat16"}, {"optim": "adamw_8bit"}]
+    changes += [{"gradient_checkpointing": True}, {"dtype": "bfloat16"}, {"optim": "adamw_8bit"}, *freezes]
     if not offloaded:
         changes.append({"deepspeed": "configs/ds_offload.json"})
     changes += [{"use_peft": True}, {"quantization": "4bit"}]

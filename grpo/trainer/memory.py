@@ -17,6 +17,7 @@ from grpo.model.memory import (
     CUDA_PROCESS,
     MIB,
     Memory,
+    Pictures,
     Terms,
     activations,
     attention_widths,
@@ -24,10 +25,12 @@ from grpo.model.memory import (
     total,
     weights,
 )
+from grpo.model.pictures import KEPT_BYTES, PictureProcessor
 from grpo.model.shared_cache import GROW
 from grpo.model.trial import longest_packed
 from grpo.rollouts.continuous import PREFILL_TOKENS, slots
 from grpo.trainer.optimizer import in_8_bits
+from grpo.wire.pictures import PicturedPrompt
 
 TRAINER_PROCESS = 550 * MIB  # measured on a CPU: Python, torch and the rest, but no model
 NCCL_BUFFERS = 2 * 256 * MIB  # assumed: for two groups of ranks, the run's and ZeRO's
@@ -43,6 +46,9 @@ class RankWork:
     longest_prompt: int
     held_out: int
     """examples to evaluate on"""
+    processor: PictureProcessor | None = None
+    pictured: PicturedPrompt | None = None
+    """the prompt with the most tokens of pictures; None where none has pictures"""
 
     @property
     def prompts(self) -> int:
@@ -73,6 +79,24 @@ class RankWork:
         """Return the tokens of a micro-batch. A sequence that is longer than the budget goes alone."""
         return min(max(self.config.micro_batch_tokens, self.sequence), self.prompts * self.group)
 
+    def pictures(self, prompts: int) -> Pictures | None:
+        """Return the pictures of so many prompts."""
+        return Pictures(self.processor, self.pictured, prompts) if self.pictured is not None else None
+
+    @property
+    def pictured_prompts(self) -> int:
+        """Return how many prompts with pictures, each with a token of each completion, a micro-batch has at most."""
+        least = len(self.pictured or ()) + self.config.num_generations
+        return min(self.prompts, max(1, self.tokens // least))
+
+    @property
+    def kept_pixels(self) -> int:
+        """Return the bytes of pixels that are kept in the machine's memory, of a round's pictures at most."""
+        if self.pictured is None:
+            return 0
+        of_prompt = sum(value.nbytes for value in self.processor.inputs(self.pictured.pictures).values())
+        return min(KEPT_BYTES, of_prompt * self.prompts * self.config.steps_per_generation)
+
     @property
     def copies(self) -> float:
         """Return how often a key is laid out: a prompt's before each of its completions too."""
@@ -100,14 +124,22 @@ def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_
 
     head = model.get_output_embeddings().weight
     of_tokens = {
-        "activations": activations(model, work.tokens, work.sequence, device_type, work.copies, backward=True),
+        "activations": activations(
+            model,
+            work.tokens,
+            work.sequence,
+            device_type,
+            work.copies,
+            backward=True,
+            pictures=work.pictures(work.pictured_prompts),
+        ),
         "head's gradient": item * head.numel() if head.requires_grad else 0,  # until the embeddings' is there, if tied
         **beside_products(model, config.quantization, work.tokens),
     }
     begin, end, step = _gradients(model, work, ds_config, cuda)
     if eight_bit and not cuda:
         step["bitsandbytes' moments in fp32"] = 20 * share  # on a CPU alone
-    outside = {"CUDA": CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS}
+    outside = {"CUDA": CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS, "pixels": work.kept_pixels}
     if cuda and work.ranks > 1:
         outside["NCCL's buffers"] = NCCL_BUFFERS
     return Memory(
@@ -199,7 +231,8 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
     at_once, block = -(-rows // copies), (CUDA_BLOCK if device_type == "cuda" else CPU_BLOCK)[1]
     cache = 2 * keys * item  # for one token in one layer
     prompts = text.num_hidden_layers * cache * slots(groups, rows, copies) * prompt
-    tokens = max(1, min(at_once, PREFILL_TOKENS // prompt)) * prompt
+    together = max(1, min(at_once, PREFILL_TOKENS // prompt))
+    tokens = together * prompt
     own = cache * rows * completion
     step = {
         # Of the prompts, of the rows, of both, and their softmax, in fp32.
@@ -212,7 +245,7 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
     recorded = {"recorded steps": total(step)} if device_type == "cuda" else {}
     first = {
         "KV cache": prompts,
-        "prompts": activations(model, tokens, prompt, device_type),
+        "prompts": activations(model, tokens, prompt, device_type, pictures=work.pictures(together)),
         **beside_products(model, config.quantization, tokens),
     }
     if rows < groups * copies:  # prompts that follow the first ones find the rows there
@@ -229,7 +262,11 @@ def _generate(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms
     cache = 2 * layers * keys * work.rows * item  # for one token of every sequence
     tokens = work.rows * prompt  # each completion's prompt by itself
     products = beside_products(model, work.config.quantization, tokens)
-    first = {"KV cache": cache * prompt, "prompts": activations(model, tokens, prompt, device_type, padded=True)}
+    pictures = work.pictures(work.rows)
+    first = {
+        "KV cache": cache * prompt,
+        "prompts": activations(model, tokens, prompt, device_type, padded=True, pictures=pictures),
+    }
     # A layer's keys are made anew to take a token in; transformers before 5.23 repeats them for all heads.
     again = (2 * queries if queries > keys else keys) * work.rows * work.sequence * item
     last = {"KV cache": cache * work.sequence + again, "next token's logits": 24 * work.rows * vocabulary}  # 6 in fp32

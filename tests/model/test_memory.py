@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pictured
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
@@ -23,12 +24,15 @@ from benchmarks.common import fresh, qwen, random_model
 from benchmarks.memory import Case, card_row, gemma2, on_meta, predict
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
-from grpo.model.load import checkpoint_activations, load_reference
+from grpo.model import memory_report
+from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
 from grpo.model.logprobs import token_logprobs
-from grpo.model.memory import MIB, LiveTensors, activations, weights
+from grpo.model.memory import MIB, LiveTensors, Pictures, activations, weights
 from grpo.model.memory_report import CARDS, fit, server_report
+from grpo.model.pictures import load_processor
 from grpo.model.quantization import layout
 from grpo.model.trial import make_batcher
+from grpo.model.vision_tower import freeze_vision_tower
 
 CPU = torch.device("cpu")
 SMALL = dict(
@@ -151,6 +155,40 @@ def test_the_activations_are_those_of_a_real_pass(name, dtype):
                 logprobs.sum().backward()
         counted = activations(model, batch.input_ids.numel(), prompt + completion, "cpu", copies, backward=backward)
         assert 0.9 * live.most < counted < 1.15 * live.most, (backward, recomputes, counted / live.most)
+
+
+@pytest.mark.slow
+def test_a_vision_tower_adds_what_it_adds_to_a_real_pass(tmp_path):
+    """Trained it keeps its activations for the backward pass; frozen nothing but the pixels and their tokens."""
+    config = ServerConfig(model_name_or_path=str(pictured.save("qwen2_5_vl", tmp_path)), dtype="float32")
+    added = {}
+    for frozen in (False, True):
+        real, model = load_model(config, CPU), memory_report.on_meta(config, torch.float32)
+        processor = load_processor(config, real.config, load_tokenizer(config))
+        for each in (real, model) if frozen else ():
+            freeze_vision_tower(each)
+        for weight in filter(lambda weight: weight.requires_grad, real.parameters()):
+            weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+        text = f"{processor.placeholder} or {processor.placeholder}?"
+        prompts = [
+            processor.encode(text, [pictured.drawing(64, 64, seed), pictured.drawing(48, 64, seed)], False)
+            for seed in range(2)
+        ]
+        without = [[40 + place] * len(prompts[0]) for place in range(2)]
+        batcher, measured = make_batcher(real, 0, processor), []
+        for of_batch in (prompts, without):
+            batch = batcher.make([(prompt, [90] * 20) for prompt in of_batch for _ in range(4)], "cpu")
+            with LiveTensors(real) as live:
+                token_logprobs(real, batch, 1.0)[0].sum().backward()
+            measured.append(live.most)
+        longest, tokens = len(prompts[0]) + 20, batch.input_ids.numel()
+        counted = [
+            activations(model, tokens, longest, "cpu", 2.0, backward=True, pictures=pictures)
+            for pictures in (Pictures(processor, prompts[0], 2), None)
+        ]
+        added[frozen] = measured[0] - measured[1], counted[0] - counted[1]
+    assert 0.9 * added[False][0] < added[False][1] < 1.1 * added[False][0], added
+    assert added[True][0] < added[False][0] / 8 and added[True][1] < added[False][1] / 8, added
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

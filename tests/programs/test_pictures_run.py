@@ -1,6 +1,7 @@
 """A run of a vision-language model, server and trainer: it begins at a KL of 0, and killed it goes on bit for bit."""
 
 import json
+from types import SimpleNamespace
 
 import pictured
 import pytest
@@ -10,11 +11,13 @@ from PIL import Image
 from trainer_runs import finish, options, timeless, training, weights, went_on
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+from grpo.config.command_line import parse_arguments
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import load_model, load_reference, load_settings, load_tokenizer
 from grpo.model.pictures import load_processor
+from grpo.trainer.dry_run import dry_run
 from grpo.trainer.publish_weights import WeightPublisher
 
 SIZES = [(24, 16)], [], [(40, 40), (16, 24)], [(8, 56)], [], [(32, 32)], [(20, 36)], [(48, 16)]
@@ -96,6 +99,18 @@ def check_whole(folder) -> None:
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
     processor = load_processor(config, load_settings(config), load_tokenizer(config))
     assert processor.count([pictured.drawing(200, 200, 0)]) == len(patches) / 4
+
+
+def test_the_dry_run_counts_pictures_and_the_tower(words, tmp_path, capsys):
+    server = SimpleNamespace(url="http://127.0.0.1:1")
+    dry_run(parse_arguments(TrainerConfig, "", words(tmp_path / "run", server)))
+    printed = capsys.readouterr().out
+    print(printed)
+    tower = sum(weight.numel() for name, weight in weights(words.model).items() if "visual" in name)
+    assert f"  vision     {tower:,} of these parameters are the vision tower's, {tower:,} of them trained\n" in printed
+    # The most are in the prompt with pictures of 16 x 24 pixels, 3 x 2 tokens, and of 40 x 40, made smaller: 4 x 4.
+    assert "  pictures   in 18 of these prompts, of 22 tokens at most\n" in printed
+    assert "  freeze_vision_tower True  " in printed and "no estimate" not in printed
 
 
 def test_a_saved_reference_has_the_processor_too(words, tmp_path):
