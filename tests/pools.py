@@ -58,11 +58,11 @@ class Trainer:
         files = [path for path in model_folder.iterdir() if path.suffix != ".safetensors"]
         packed = save({path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in files})
         sha256 = hashlib.sha256(packed).hexdigest()
-        client.send_file(packed, sha256)
         ends = eos_token_ids(self.model, self.tokenizer)
         of_model = {"vocab_size": self.model.config.vocab_size, "eos_token_ids": ends, "model_files": sha256}
         self.run = replace(RUN, **of_model | changes)
         client.put_run(self.run)
+        client.send_file(packed, sha256)
 
     def learn(self, seed: int) -> None:
         """Change some of the weights a little."""

@@ -76,6 +76,8 @@ class Worker:
         try:
             self._run = self._poll(self._client.run, "has no run yet: waiting for a trainer")
             log.info("%s: run %s", self._client.url, self._run.name)
+            # The trainer sends the run first, then what all versions share, which may take minutes, then a version.
+            self._poll(self._client.versions, "has no weights yet: waiting for the trainer")
             self._model = ModelFolder(self._folder, self._client, self._patience)
             self._model.bring_model(self._run)
             threading.Thread(target=self._keep_leases, name="leases", daemon=True).start()
@@ -120,7 +122,7 @@ class Worker:
 
     def _first_version(self) -> tuple[int, str]:
         """Return number and SHA-256 of the version that is drawn with now, or of the newest one."""
-        versions = self._poll(self._client.versions, "has no weights yet: waiting for the trainer")
+        versions = self._patience(self._client.versions)
         # An older version than the newest may be drawn with. Who begins with the newest fetches two whole files.
         leased = self._lease(room=1, wait=0.0)
         if leased.tasks:

@@ -329,12 +329,19 @@ def test_a_pool_with_another_run_ends_the_worker(trainer, pool, model_folder, tm
     assert str(ended[0]) == f"{pool.url} has another run now: start the worker again"
 
 
+class SlowLine(PoolClient):
+    def send_file(self, source, sha256):
+        time.sleep(1)
+        super().send_file(source, sha256)
+
+
 def test_without_a_run_or_weights_it_waits_and_says_so(pool, model_folder, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (tmp_path / "trainer").mkdir()
     with working(pool, tmp_path / "worker", PlainEngine()):
         eventually(lambda: f"{pool.url} has no run yet: waiting for a trainer" in caplog.text)
-        trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
+        # The pool has the run before the model's files, and an adapter's base.
+        trainer = Trainer(SlowLine(pool.url), model_folder, tmp_path / "trainer")
         eventually(lambda: f"{pool.url} has no weights yet: waiting for the trainer" in caplog.text)
         trainer.publish(0)
         trainer.wait(trainer.put_tasks(0, range(2)))
