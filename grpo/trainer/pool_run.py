@@ -62,7 +62,7 @@ class PoolRun:
         """
         draws_this_round = self._config.version_of_round(number) == version
         if not self._is_begun:
-            self._begin()
+            self._begin(version, number)
             if not (draws_this_round or self._run.in_flight_weight_updates):  # else this version can draw it too
                 self._check_version(number)
             self._is_begun = True
@@ -73,8 +73,12 @@ class PoolRun:
         if draws_this_round:
             self._publisher.wait()
 
-    def report_drift(self, drifts: list[tuple[int, float, int]]) -> None:
-        """Tell the pool how far workers' log-probs are from the policy's: StepResult.drifts."""
+    def end_step(self, drifts: list[tuple[int, float, int]]) -> None:
+        """Tell the pool how far workers' log-probs are from the policy's: StepResult.drifts.
+
+        Returns when the last version is in the run's folder: a checkpoint of this step may need it.
+        """
+        self._publisher.wait_written()
         try:
             for start in range(0, len(drifts), MOST_TASKS):
                 self._pool.report_drift(drifts[start : start + MOST_TASKS])
@@ -84,8 +88,11 @@ class PoolRun:
     def close(self) -> None:
         self._publisher.close()
 
-    def _begin(self) -> None:
-        """Tell the pool the run, and send what all its versions share. Raises what `publish` raises."""
+    def _begin(self, version: int, number: int) -> None:
+        """Tell the pool the run, and send what all its versions share, and what an earlier start left to be sent.
+
+        Raises what `publish` raises.
+        """
         base = self._publisher.write_base()
         if base is not None:
             self._run = replace(self._run, base_weights=base[1])
@@ -95,6 +102,7 @@ class PoolRun:
         if base is not None:
             self._ask(lambda: self._pool.send_file(*base))
             base[0].unlink()
+        self._publisher.send_left(self._config.version_of_round(number), version)
 
     def _release(self) -> None:
         """Let the pool drop what no start of the run will need."""

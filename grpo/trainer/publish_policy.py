@@ -4,19 +4,23 @@ The weights, of an adapter its own alone, are copied to the host's memory, and t
 changes them. Everything else happens in a thread beside the update: the file is written into the run's folder, compared
 with the version before, and sent. A file of the whole weights goes with every eighth version, and wherever the delta is
 not less than half of it: a worker that joins needs seven deltas at most.
+
+The file stays until the pool has the version after it. With a lag the pool needs a version that a run which goes on
+cannot make any more: `send_left` sends it where the run ended, or was killed, before the pool had it.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import random
 import shutil
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,15 +47,6 @@ _WHOLE_EVERY = 8  # versions
 _PROBE = (8, 56)  # tokens of the prompt and of the completion
 
 
-@dataclass(frozen=True)
-class _File:
-    """A version's weights in the run's folder."""
-
-    version: int
-    path: Path
-    sha256: str
-
-
 class PolicyPublisher:
     """The versions of the policy that a pool gets. Rank 0 alone has one."""
 
@@ -69,11 +64,11 @@ class PolicyPublisher:
         self._client, self._model, self._batcher = client, model, batcher
         self._probe = _probe_ids(vocab_size, longest_sequence(model.config))
         self._folder = folder / "policy"
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
         self._copies: dict[str, torch.Tensor] = {}
-        self._last: _File | None = None
+        self._last: Version | None = None
         self._published = 0
         self._thread = ThreadPoolExecutor(1, "publish the policy")
+        self._written: Future[Version] | None = None
         self._publication: Future[None] | None = None
         self._version: int | None = None
         self._stop = stop
@@ -92,6 +87,18 @@ class PolicyPublisher:
         except OSError as error:
             raise _not_saved(path, error) from error
 
+    def send_left(self, first: int, end: int) -> None:
+        """Send what the pool lacks of the versions from `first` to before `end` that an earlier start of the run left.
+
+        Nothing of that start is in the folder then. Raises what `wait` raises.
+        """
+        for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
+            left = Version.of_fields(json.loads(path.read_bytes()))
+            may_lack = first <= left.version < end and self._path(left.version).exists()
+            if may_lack and self._patience(lambda left=left: self._upload(left)):
+                log.info("the pool has version %d, which was not sent when the run ended", left.version)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def publish(self, version: int) -> None:
         """Publish the policy as it is now, after `version` updates. Returns when it is copied: it may change then.
 
@@ -103,7 +110,8 @@ class PolicyPublisher:
             return
         weights, probe = self._copy_weights(), self._score_probe()
         self._version = version
-        self._publication = self._thread.submit(self._send, version, weights, probe)
+        self._written = self._thread.submit(self._write_version, version, weights, probe)
+        self._publication = self._thread.submit(self._send, self._written)
 
     def wait(self) -> None:
         """Return when the pool has the version that was published last.
@@ -113,11 +121,16 @@ class PolicyPublisher:
         if self._publication is not None:
             self._publication.result()
 
+    def wait_written(self) -> None:
+        """Return when the version that was published last is in the run's folder, or could not be written."""
+        if self._written is not None:
+            wait([self._written])
+
     def close(self) -> None:
-        """End. A publication that is not over is given up; else the files go, which a resumed run writes again."""
+        """End. A publication that is not over is given up, and its file stays for `send_left`."""
         self._stop.set()
         self._thread.shutdown(wait=False)
-        if self._publication is None or self._publication.done():
+        if self._publication is not None and self._publication.done() and not self._publication.exception():
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
@@ -138,30 +151,49 @@ class PolicyPublisher:
         # Short numbers: every worker reads the probes of all versions, each time.
         return Probe(prompt, completion, [round(logprob, 6) for logprob in logprobs.tolist()])
 
-    def _send(self, version: int, weights: dict[str, torch.Tensor], probe: Probe) -> None:
-        began, before = time.monotonic(), self._last
-        path, delta = self._folder / f"{version}.safetensors", self._folder / f"{version}.delta"
+    def _write_version(self, number: int, weights: dict[str, torch.Tensor], probe: Probe) -> Version:
+        """Write a version's weights, and all that `send_left` has to know of them. Raises SaveError."""
+        path = self._path(number)
         try:
-            new = _File(version, path, self._write(path, weights))
-            size, delta_bytes = path.stat().st_size, None
+            sha256 = self._write(path, weights)
+            version = Version(number, sha256, path.stat().st_size, whole=True, base=None, delta=None, probe=probe)
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_bytes(version.to_json())
+            os.replace(unfinished, path.with_suffix(".json"))
+        except OSError as error:
+            raise _not_saved(path, error) from error
+        return version
+
+    def _send(self, written: Future[Version]) -> None:
+        began, new, before = time.monotonic(), written.result(), self._last
+        path, delta, delta_bytes = self._path(new.version), self._delta_path(new.version), None
+        try:
             if before is not None:
-                delta_bytes = make_delta(before.path, path, delta, before.sha256, new.sha256, limit=size // 2)
+                old = self._path(before.version)
+                delta_bytes = make_delta(old, path, delta, before.sha256, new.sha256, limit=new.size // 2)
             delta_sha256 = sha256_of(delta) if delta_bytes else None
         except OSError as error:
             raise _not_saved(path, error) from error
         base = before.version if delta_bytes else None
         whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
-        record = Version(version, new.sha256, size, whole, base, delta_sha256, probe)
-        self._patience(lambda: self._upload(record, path, delta))
+        sent_as = replace(new, whole=whole, base=base, delta=delta_sha256)
+        self._patience(lambda: self._upload(sent_as))
         # The first says what a whole file costs on its way, the second what a change does. More would be one a step.
         level = logging.INFO if self._published < 2 else logging.DEBUG
         self._last, self._published = new, self._published + 1
         delta.unlink(missing_ok=True)
         if before is not None:
-            before.path.unlink(missing_ok=True)
-        sent = [f"1/{size / delta_bytes:.0f} of it as what changed"] if delta_bytes else []
-        sent += [f"all of its {size:,} bytes"] if whole else []
-        log.log(level, "the pool has version %d: %s; %.1f s", version, " and ".join(sent), time.monotonic() - began)
+            self._path(before.version).with_suffix(".json").unlink(missing_ok=True)
+            self._path(before.version).unlink(missing_ok=True)
+        sent = [f"1/{new.size / delta_bytes:.0f} of it as what changed"] if delta_bytes else []
+        sent += [f"all of its {new.size:,} bytes"] if whole else []
+        log.log(level, "the pool has version %d: %s; %.1f s", new.version, " and ".join(sent), time.monotonic() - began)
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"{version}.safetensors"
+
+    def _delta_path(self, version: int) -> Path:
+        return self._folder / f"{version}.delta"
 
     def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
         """Write the weights' file whole or not at all; return its SHA-256."""
@@ -174,20 +206,24 @@ class PolicyPublisher:
             unfinished.unlink(missing_ok=True)
         return sha256
 
-    def _upload(self, version: Version, whole: Path, delta: Path) -> None:
-        """Send a version. What the pool has got stays there when a request fails, and all is sent again."""
+    def _upload(self, version: Version) -> bool:
+        """Send a version. What the pool has got stays there when a request fails, and all is sent again.
+
+        Return False where the pool has it already.
+        """
         known = {other.version: other.sha256 for other in self._client.versions()}
         # A run that goes on from a checkpoint makes versions that it has published before, to the last bit.
         if known.get(version.version) == version.sha256:
-            return
+            return False
         # A pool that was started with an older copy of its file has not got the version before.
         if version.base is not None and known.get(version.base) != self._last.sha256:
             version = replace(version, whole=True, base=None, delta=None)
         if version.delta is not None:
-            self._client.send_file(delta, version.delta)
+            self._client.send_file(self._delta_path(version.version), version.delta)
         if version.whole:
-            self._client.send_file(whole, version.sha256)
+            self._client.send_file(self._path(version.version), version.sha256)
         self._client.put_version(version)
+        return True
 
 
 def _not_saved(path: Path, error: OSError) -> SaveError:

@@ -95,7 +95,7 @@ def record_step(
     metrics = result.metrics
     run.recorder.metrics(step, metrics)
     if run.pool_run is not None:
-        run.pool_run.report_drift(result.drifts)
+        run.pool_run.end_step(result.drifts)
     samples = batch.to_lines(1)
     run.recorder.completions(step, "train", samples)
     numbers = _short(metrics, evaluated)

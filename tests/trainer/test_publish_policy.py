@@ -130,7 +130,7 @@ def test_a_version_is_the_policy_when_it_was_published(pool, model, tmp_path):
     assert [version.base for version in versions] == [None, *range(9)]
     for version, weights in zip(versions, expected, strict=True):
         assert equal(pool.fetch(version, tmp_path), weights)
-    assert [path.name for path in (tmp_path / "policy").iterdir()] == ["9.safetensors"]
+    assert {path.name for path in (tmp_path / "policy").iterdir()} == {"9.json", "9.safetensors"}
     publisher.close()
     assert not (tmp_path / "policy").exists()
 
@@ -325,5 +325,34 @@ def test_a_run_that_ends_gives_up_what_it_was_sending(model, tmp_path):
     publisher.close()
     with pytest.raises(Stopped):
         publisher.wait()
-    make().close()
+    publisher.wait_written()
+    assert {path.name for path in (tmp_path / "policy").iterdir()} == {"0.json", "0.safetensors"}
+
+
+@pytest.mark.parametrize("sent", [0, 1])
+def test_a_run_that_goes_on_sends_what_it_was_ended_before_it_had_sent(pool, model, tmp_path, sent):
+    """With a lag of 1 the pool needs version 1 for the round that follows the run's second update."""
+    publisher, weights, probes = publisher_of(pool, model, tmp_path), [], []
+    for version in (0, 1):
+        if version > sent:
+            publisher._client = PoolClient("http://127.0.0.1:9")
+        publisher.publish(version)
+        publisher.wait_written()
+        weights.append(saved(model))
+        probes.append(publisher._score_probe())
+        if version <= sent:
+            publisher.wait()
+        train(model)
+    publisher._stop.set()  # as for a killed run, nothing is tidied up
+    assert len(pool.client.versions()) == sent + 1
+    again = publisher_of(pool, model, tmp_path)
+    again.send_left(first=1, end=2)
+    versions = pool.client.versions()
+    assert [version.version for version in versions] == [0, 1]
+    assert equal(pool.fetch(versions[1], tmp_path), weights[1])
+    assert versions[1].probe == probes[1]
+    again.publish(2)
+    again.wait()
+    assert [path.name for path in (tmp_path / "policy").iterdir() if path.suffix != ".json"] == ["2.safetensors"]
+    again.close()
     assert not (tmp_path / "policy").exists()
