@@ -7,8 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, REPOSITORY
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import vision
 from benchmarks.arithmetic import each_alone, padded, prompt_once
 from benchmarks.common import groups, ratios, skewed
 from benchmarks.options import OPTIONS
@@ -34,6 +38,15 @@ def test_the_counted_rows_are_those_that_are_fed():
     assert each_alone(work).rows == sum(len(prompt) + len(rest) - 1 for prompt, rest in sequences)
     widths = [len(prompt) + max(map(len, completions)) for prompt, completions in work]
     assert padded(work).rows == padded(work).head_rows == 4 * sum(widths)
+
+
+def test_the_counted_multiply_adds_of_a_vision_tower_are_those_that_are_computed(tmp_path):
+    """8 x 8 tokens: whole windows."""
+    model, processor = vision.build(vision.make_folder(tmp_path))
+    pixels = processor.inputs([vision.diagram(64)])
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.get_image_features(**pixels)
+    assert counter.get_total_flops() == 2 * vision.of_tower(model.config, 64)
 
 
 def test_skewed_lengths_are_mostly_short_and_keep_their_ends():
