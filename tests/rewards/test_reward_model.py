@@ -40,7 +40,8 @@ from grpo.model.reward_model import sequence_scores
 from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.functions import RewardError
 from grpo.rewards.local_model import RewardModel
-from grpo.rollouts.prompts import make_example, render_prompt
+from grpo.rollouts.chat_template import render_prompt
+from grpo.rollouts.examples import make_example
 from grpo.server.model_service import ModelService
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, encode_request

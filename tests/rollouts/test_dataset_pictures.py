@@ -19,8 +19,9 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import load_processor
+from grpo.rollouts.examples import make_example
 from grpo.rollouts.pictures import PictureColumn
-from grpo.rollouts.prompts import load_examples, make_example
+from grpo.rollouts.prompts import load_examples
 from grpo.trainer.dry_run import dry_run
 from grpo.wire.picture_files import EncodedPicture, open_picture
 from grpo.wire.pictures import PicturedPrompt, pictures_of

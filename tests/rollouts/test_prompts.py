@@ -10,7 +10,8 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.chat_template import render_prompt
-from grpo.rollouts.prompts import PromptStream, check_reward_columns, gold_answer, load_examples
+from grpo.rollouts.examples import gold_answer
+from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
 from grpo.trainer.dry_run import dry_run
 
 ROWS = [

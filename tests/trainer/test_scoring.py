@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import load_reward_funcs, start_functions
 from grpo.rewards.functions import Logged, RewardError, TrainerState
-from grpo.rollouts.prompts import make_example
+from grpo.rollouts.examples import make_example
 from grpo.rollouts.records import Example, Rollout
 from grpo.trainer.scoring import score_rollouts, try_rewards
 from grpo.wire.picture_files import EncodedPicture
