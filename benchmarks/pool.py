@@ -33,7 +33,8 @@ from grpo.client.errors import RequestFailure
 from grpo.client.pool import PoolClient
 from grpo.config.ports import free_port
 from grpo.pool.store import Store
-from grpo.wire.rollouts import Drawn, Lease, Probe, RunInfo, Task, Version, encode_drawn
+from grpo.wire.rollout_tensors import encode_drawn
+from grpo.wire.rollouts import Drawn, Lease, Probe, RunInfo, Task, Version
 
 COPIES, TOKENS = 8, 700
 DRAWN = Drawn(0, 0, [[5] * TOKENS] * COPIES, [[-0.5] * TOKENS] * COPIES, [[0] * TOKENS] * COPIES)

@@ -33,6 +33,7 @@ from grpo.client.http import (
     send_pieces,
 )
 from grpo.wire.errors import ProtocolError
+from grpo.wire.json_fields import LARGEST_ID
 from grpo.wire.paths import (
     CONTENT_TYPE,
     DRIFT_PATH,
@@ -46,18 +47,8 @@ from grpo.wire.paths import (
     TASKS_PATH,
     VERSIONS_PATH,
 )
-from grpo.wire.rollouts import (
-    LARGEST_ID,
-    Drawn,
-    Lease,
-    RunInfo,
-    Task,
-    Version,
-    decode_drawn,
-    decode_tasks,
-    encode_drawn,
-    encode_tasks,
-)
+from grpo.wire.rollout_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.rollouts import Drawn, Lease, RunInfo, Task, Version
 from grpo.wire.tensors import read_tensors
 
 # A slow or cut body, too many requests, a proxy without its server, a server not ready or with a full disk.

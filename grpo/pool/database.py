@@ -27,7 +27,7 @@ CREATE TABLE tasks (
     group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, version INTEGER NOT NULL,
     worker TEXT, tokens INTEGER,  -- who drew it, and how many tokens; NULL like `drawn`
     prompt_ids BLOB NOT NULL,  -- int32
-    drawn BLOB,  -- the completions as grpo.wire.rollouts.encode_drawn writes them; NULL while there are none
+    drawn BLOB,  -- the completions as grpo.wire.rollout_tensors.encode_drawn writes them; NULL while there are none
     PRIMARY KEY (group_id, attempt)
 );
 CREATE INDEX open_tasks ON tasks (version, group_id, attempt) WHERE drawn IS NULL;

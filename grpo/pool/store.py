@@ -20,7 +20,8 @@ from grpo.config.errors import ConfigError
 from grpo.pool.database import Database, damaged, open_read_only, unusable
 from grpo.pool.files import Files
 from grpo.wire.errors import ProtocolError, malformed
-from grpo.wire.rollouts import Drawn, RunInfo, Task, Version, decode_drawn, encode_drawn
+from grpo.wire.rollout_tensors import decode_drawn, encode_drawn
+from grpo.wire.rollouts import Drawn, RunInfo, Task, Version
 
 log = logging.getLogger(__name__)
 

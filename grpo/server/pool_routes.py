@@ -12,6 +12,7 @@ from grpo.server.app import App, check_content_type, make_answer, make_json, not
 from grpo.server.channel import BODY_BYTES
 from grpo.server.pool_service import PoolService
 from grpo.wire.errors import ProtocolError, malformed
+from grpo.wire.json_fields import LARGEST_ID, check_amount, read_json
 from grpo.wire.paths import (
     CONTENT_TYPE,
     DRIFT_PATH,
@@ -24,7 +25,7 @@ from grpo.wire.paths import (
     TASKS_PATH,
     VERSIONS_PATH,
 )
-from grpo.wire.rollouts import LARGEST_ID, Lease, RunInfo, Version, check_amount, drifts_of, keys_of, read_json
+from grpo.wire.rollouts import Lease, RunInfo, Version, drifts_of, keys_of
 from grpo.wire.weights import Piece
 
 _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON takes many times its size in memory

@@ -17,17 +17,8 @@ from grpo.server.pool_monitor import PoolMonitor
 from grpo.server.service import Service
 from grpo.wire.errors import ProtocolError, check_name
 from grpo.wire.health import ModelInfo
-from grpo.wire.rollouts import (
-    Lease,
-    RunInfo,
-    Task,
-    Version,
-    check_drawn,
-    decode_drawn,
-    decode_tasks,
-    encode_drawn,
-    encode_tasks,
-)
+from grpo.wire.rollout_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.rollouts import Lease, RunInfo, Task, Version, check_drawn
 
 log = logging.getLogger("ref_server")
 

@@ -1,28 +1,34 @@
-"""The bytes of a pool of rollouts: tasks go to workers, completions come back. docs/protocol.md describes the requests.
+"""What trainer, pool and workers send each other: a run, its tasks and versions, and what is drawn.
 
 A task is a group: a prompt whose completions one worker draws. A version of the policy is named by the number of
-updates that it has had.
+updates that it has had. docs/protocol.md describes the requests; tasks and completions go as tensors
+(grpo/wire/rollout_tensors.py), everything else as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save
-
-from grpo.wire.errors import ProtocolError, check_name, check_number, malformed
-from grpo.wire.tensors import float32, int32, read_tensors
+from grpo.wire.errors import ProtocolError, check_number, malformed
+from grpo.wire.json_fields import (
+    check_amount,
+    check_hex,
+    check_int,
+    check_text,
+    is_number,
+    read_fields,
+    read_ints,
+    read_json,
+    shown,
+)
 
 MOST_TASKS = 4096
 """most tasks or groups of one request"""
-LARGEST_ID = 2**31 - 1
 ADAPTER = "adapter"
 """folder, in that of a model, with an adapter_config.json"""
 
@@ -61,19 +67,19 @@ class RunInfo:
     @classmethod
     def of_json(cls, body: bytes) -> RunInfo:
         """Read a body. Raises ProtocolError, 400."""
-        info = _of_fields(cls, read_json(body))
-        _check_text("name", info.name)
-        _check_hex("run", info.run, 16)
-        _check_hex("model_files", info.model_files, 64)
+        info = read_fields(cls, read_json(body))
+        check_text("name", info.name)
+        check_hex("run", info.run, 16)
+        check_hex("model_files", info.model_files, 64)
         if info.base_weights is not None:
-            _check_hex("base_weights", info.base_weights, 64)
+            check_hex("base_weights", info.base_weights, 64)
         for name in ("vocab_size", "num_generations", "max_completion_length", "seed", "groups_per_round"):
-            _check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
-        for token in _ints("eos_token_ids", info.eos_token_ids):
+            check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
+        for token in read_ints("eos_token_ids", info.eos_token_ids):
             if token >= info.vocab_size:
                 raise malformed(f"eos_token_ids has {token}: the vocabulary is 0 to {info.vocab_size - 1}")
-        if not (_is_number(info.temperature) and info.temperature > 0):
-            raise malformed(f"temperature {_shown(info.temperature)}: send a number above 0")
+        if not (is_number(info.temperature) and info.temperature > 0):
+            raise malformed(f"temperature {shown(info.temperature)}: send a number above 0")
         if not isinstance(info.in_flight_weight_updates, bool):
             raise malformed("in_flight_weight_updates: send true or false")
         return info
@@ -96,35 +102,6 @@ class Task:
         return self.group, self.attempt
 
 
-def encode_tasks(tasks: Sequence[Task], metadata: dict[str, str] | None = None) -> bytes:
-    """Return the body of POST tasks, and of a lease's answer."""
-    columns = {name: np.asarray([getattr(task, name[:-1]) for task in tasks], np.int32) for name in _TASK_COLUMNS}
-    return save(
-        columns
-        | {
-            "prompt_lengths": np.asarray([len(task.prompt_ids) for task in tasks], np.int32),
-            "prompt_ids": _joined([task.prompt_ids for task in tasks], np.int32),
-        },
-        metadata,
-    )
-
-
-def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
-    """Read tasks. Raises ProtocolError: 400 for what is malformed, 413 for too many."""
-    tensors, _ = read_tensors(body)
-    columns = [int32(tensors, name) for name in (*_TASK_COLUMNS, "prompt_lengths")]
-    ids = int32(tensors, "prompt_ids")
-    _check_names(tensors, {*_TASK_COLUMNS, "prompt_lengths", "prompt_ids"})
-    check_number("tasks", len(columns[0]), MOST_TASKS)
-    _check_lengths("tasks", columns)
-    _check_ids(ids, vocab_size)
-    prompts = _cut(ids, columns[-1], least=1)
-    if any(len(column) and column.min() < 0 for column in columns):
-        raise malformed("a group, attempt or version is below 0")
-    rows = zip(*(column.tolist() for column in columns[:-1]), prompts, strict=True)
-    return [Task(group, attempt, version, prompt.tolist()) for group, attempt, version, prompt in rows]
-
-
 @dataclass(frozen=True)
 class Drawn:
     """The completions of a group."""
@@ -141,50 +118,6 @@ class Drawn:
     @property
     def key(self) -> tuple[int, int]:
         return self.group, self.attempt
-
-
-def encode_drawn(groups: Sequence[Drawn]) -> bytes:
-    """Return the body of POST results, and of the answer of POST groups."""
-    each = [completion for group in groups for completion in group.completions]
-    return save(
-        {
-            "groups": np.asarray([group.group for group in groups], np.int32),
-            "attempts": np.asarray([group.attempt for group in groups], np.int32),
-            "copies": np.asarray([len(group.completions) for group in groups], np.int32),
-            "completion_lengths": np.asarray([len(completion) for completion in each], np.int32),
-            "completion_ids": _joined(each, np.int32),
-            "logprobs": _joined([values for group in groups for values in group.logprobs], np.float32),
-            "versions": _joined([values for group in groups for values in group.versions], np.int32),
-        }
-    )
-
-
-def decode_drawn(body: bytes) -> list[Drawn]:
-    """Read groups. Raises ProtocolError: 400 for what is malformed, 413 for too many."""
-    tensors, _ = read_tensors(body)
-    groups, attempts, copies = (int32(tensors, name) for name in ("groups", "attempts", "copies"))
-    lengths = int32(tensors, "completion_lengths")
-    ids, logprobs, versions = (
-        int32(tensors, "completion_ids"),
-        float32(tensors, "logprobs"),
-        int32(tensors, "versions"),
-    )
-    _check_names(
-        tensors, {"groups", "attempts", "copies", "completion_lengths", "completion_ids", "logprobs", "versions"}
-    )
-    check_number("groups", len(groups), MOST_TASKS)
-    _check_lengths("groups", [groups, attempts, copies])
-    _check_lengths("tokens", [ids, logprobs, versions])
-    if any(len(column) and column.min() < 0 for column in (groups, attempts, copies)):
-        raise malformed("a group, attempt or number of copies is below 0")
-    each = [_cut(values, lengths, least=1) for values in (ids, logprobs, versions)]
-    if copies.sum(dtype=np.int64) != len(lengths):
-        raise malformed(f"copies add up to {copies.sum(dtype=np.int64)}, and there are {len(lengths)} completions")
-    rows, ends = [[part.tolist() for part in parts] for parts in each], np.cumsum(copies).tolist()
-    return [
-        Drawn(group, attempt, *(parts[end - count : end] for parts in rows))
-        for group, attempt, count, end in zip(groups.tolist(), attempts.tolist(), copies.tolist(), ends, strict=True)
-    ]
 
 
 def check_drawn(drawn: Drawn, run: RunInfo, task: Task, known: Container[int] = ()) -> None:
@@ -252,20 +185,20 @@ class Version:
     @classmethod
     def of_fields(cls, found: dict[str, Any]) -> Version:
         """Read a JSON object. Raises ProtocolError, 400."""
-        version = _of_fields(cls, found)
-        _check_int("version", version.version, least=0)
-        _check_int("size", version.size, least=1, most=2**63 - 1)
-        _check_hex("sha256", version.sha256, 64)
+        version = read_fields(cls, found)
+        check_int("version", version.version, least=0)
+        check_int("size", version.size, least=1, most=2**63 - 1)
+        check_hex("sha256", version.sha256, 64)
         if not isinstance(version.whole, bool):
             raise malformed("whole: send true or false")
         if version.base is not None:
-            _check_int("base", version.base, least=0)
-            _check_hex("delta", version.delta, 64)
+            check_int("base", version.base, least=0)
+            check_hex("delta", version.delta, 64)
         if (version.base is None) != (version.delta is None) or not (version.whole or version.delta):
             raise malformed("a version needs the whole file, or a base with its delta, or both")
-        probe = _of_fields(Probe, version.probe)
-        ids = [_ints(name, getattr(probe, name)) for name in ("prompt_ids", "completion_ids")]
-        numbers = isinstance(probe.logprobs, list) and all(map(_is_number, probe.logprobs))
+        probe = read_fields(Probe, version.probe)
+        ids = [read_ints(name, getattr(probe, name)) for name in ("prompt_ids", "completion_ids")]
+        numbers = isinstance(probe.logprobs, list) and all(map(is_number, probe.logprobs))
         if not numbers or len(probe.logprobs) != len(ids[1]):
             raise malformed("probe: send one finite log-prob for each of completion_ids")
         return cls(**{field.name: getattr(version, field.name) for field in fields(cls)} | {"probe": probe})
@@ -297,28 +230,17 @@ class Lease:
     @classmethod
     def of_json(cls, body: bytes) -> Lease:
         """Read a body. Raises ProtocolError, 400."""
-        lease = _of_fields(cls, read_json(body))
+        lease = read_fields(cls, read_json(body))
         for name in ("worker", "card", "message"):
-            _check_text(name, getattr(lease, name))
+            check_text(name, getattr(lease, name))
         if not lease.worker:
             raise malformed("worker is empty: send the worker's name")
-        _check_int("room", lease.room, least=0, most=MOST_TASKS)
-        _check_int("version", lease.version, least=-1)
+        check_int("room", lease.room, least=0, most=MOST_TASKS)
+        check_int("version", lease.version, least=-1)
         keys_of("holds", lease.holds)
         for name in ("wait", "tokens_per_second"):
             check_amount(name, getattr(lease, name))
         return lease
-
-
-def read_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. Raises ProtocolError, 400."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise malformed(f"the body is not JSON ({type(error).__name__})") from error
-    if not isinstance(found, dict):
-        raise malformed("the body is not a JSON object")
-    return found
 
 
 def keys_of(name: str, found: object) -> list[tuple[int, int]]:
@@ -326,13 +248,7 @@ def keys_of(name: str, found: object) -> list[tuple[int, int]]:
     if not isinstance(found, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
         raise malformed(f"{name}: send a list of [group, attempt]")
     check_number("tasks", len(found), MOST_TASKS)
-    return [(_check_int("group", group, least=0), _check_int("attempt", attempt, least=0)) for group, attempt in found]
-
-
-def check_amount(name: str, value: object) -> None:
-    """Raise ProtocolError, 400, for what is no number from 0 to a billion."""
-    if not (_is_number(value) and 0 <= value < 1e9):
-        raise malformed(f"{name} {_shown(value)}: send a number of at least 0")
+    return [(check_int("group", group, least=0), check_int("attempt", attempt, least=0)) for group, attempt in found]
 
 
 def drifts_of(found: object) -> dict[int, tuple[float, int]]:
@@ -345,86 +261,13 @@ def drifts_of(found: object) -> dict[int, tuple[float, int]]:
         raise malformed("groups: send a list of [group, drift, tokens]")
     check_number("groups", len(found), MOST_TASKS)
     for group, drift, tokens in found:
-        _check_int("group", group, least=0)
-        _check_int("tokens", tokens, least=1)
+        check_int("group", group, least=0)
+        check_int("tokens", tokens, least=1)
         check_amount("drift", drift)
     return {group: (float(drift), tokens) for group, drift, tokens in found}
-
-
-_TASK_COLUMNS = ("groups", "attempts", "versions")
-
-
-def _of_fields(cls, found: object):
-    known = {field.name for field in fields(cls)}
-    if not isinstance(found, dict) or (unknown := found.keys() - known):
-        raise malformed(f"unknown field {min(unknown)!r}" if isinstance(found, dict) else f"{cls.__name__}: no object")
-    try:
-        return cls(**found)
-    except TypeError as error:
-        raise malformed(f"a field is missing: {error}") from error
 
 
 def _spans(versions: Sequence[int]) -> str:
     """Return the versions of a completion's tokens as text, each span of equal ones once, of many the first."""
     numbers = [version for version, _ in groupby(versions)]
     return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _shown(value: object) -> str:
-    # The text of nested lists may be as long as the body, and so deep that making it fails.
-    return repr(str(value)[:80]) if isinstance(value, str | int | float | None) else f"({type(value).__name__})"
-
-
-def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise malformed(f"{name}: send a text")
-    check_name(name, value)
-
-
-def _check_int(name: str, value: object, least: int, most: int = LARGEST_ID) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise malformed(f"{name} {_shown(value)}: send an integer from {least} to {most}")
-    return value
-
-
-def _check_hex(name: str, value: object, digits: int) -> None:
-    if not isinstance(value, str) or len(value) != digits or set(value) - set("0123456789abcdef"):
-        raise malformed(f"{name} {_shown(value)}: send {digits} hex digits")
-
-
-def _ints(name: str, found: object) -> list[int]:
-    if not isinstance(found, list) or not found or len(found) > LARGEST_ID:
-        raise malformed(f"{name}: send a list of token ids")
-    return [_check_int(name, token, least=0) for token in found]
-
-
-def _check_names(tensors: dict[str, np.ndarray], known: set[str]) -> None:
-    if unknown := tensors.keys() - known:
-        raise malformed(f"unknown tensor {min(unknown)!r}")
-
-
-def _check_lengths(kind: str, columns: Sequence[np.ndarray]) -> None:
-    if len({len(column) for column in columns}) > 1:
-        raise malformed(f"the tensors of {kind} have different lengths")
-
-
-def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
-
-
-def _cut(values: np.ndarray, lengths: np.ndarray, least: int) -> list[np.ndarray]:
-    if len(lengths) and lengths.min() < least:
-        raise malformed(f"a length is {lengths.min()}: send at least {least}")
-    if lengths.sum(dtype=np.int64) != len(values):
-        raise malformed(f"the lengths add up to {lengths.sum(dtype=np.int64)}, and there are {len(values)} tokens")
-    return np.split(values, np.cumsum(lengths[:-1], dtype=np.int64)) if len(lengths) else []
-
-
-def _joined(rows: Iterable[Sequence[float]], dtype: type) -> np.ndarray:
-    arrays = [np.asarray(row, dtype) for row in rows]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)

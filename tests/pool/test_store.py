@@ -19,7 +19,8 @@ from grpo.pool import files as files_module
 from grpo.pool.database import PIECE_BYTES
 from grpo.pool.store import Recording, Store
 from grpo.wire.errors import ProtocolError
-from grpo.wire.rollouts import Task, Version, decode_drawn
+from grpo.wire.rollout_tensors import decode_drawn
+from grpo.wire.rollouts import Task, Version
 from grpo.wire.weights import Piece
 
 

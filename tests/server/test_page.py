@@ -18,7 +18,8 @@ from safetensors.numpy import save
 from stored import PROBE, RUN, drawn, sha, weights
 
 from grpo.wire.logprobs import LogprobsRequest, encode_request
-from grpo.wire.rollouts import Lease, Task, Version, encode_drawn, encode_tasks
+from grpo.wire.rollout_tensors import encode_drawn, encode_tasks
+from grpo.wire.rollouts import Lease, Task, Version
 
 pytestmark = [pytest.mark.rare, needs_browser]
 HOSTILE = '<img src=x onerror="document.title=window.pwned=1"><script>window.pwned=1</script>'

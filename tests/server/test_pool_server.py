@@ -30,7 +30,8 @@ from grpo.pool import leases as leases_module
 from grpo.pool.database import PIECE_BYTES
 from grpo.pool.store import Recording
 from grpo.server.pool_service import PoolService
-from grpo.wire.rollouts import Drawn, Lease, Task, Version, decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.rollout_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.rollouts import Drawn, Lease, Task, Version
 from grpo.wire.tensors import read_tensors
 from ref_server import make_app
 

@@ -26,7 +26,8 @@ from test_fuzz import ON_BYTES, QUIET, SEEDS, check_refusal, nothing
 
 from grpo.config.server import ServerConfig
 from grpo.server.pool_service import PoolService
-from grpo.wire.rollouts import Lease, Task, Version, encode_drawn, encode_tasks
+from grpo.wire.rollout_tensors import encode_drawn, encode_tasks
+from grpo.wire.rollouts import Lease, Task, Version
 from ref_server import make_app
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20000"))

@@ -9,19 +9,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from grpo.wire.errors import ProtocolError
-from grpo.wire.rollouts import (
-    Drawn,
-    Lease,
-    Probe,
-    RunInfo,
-    Task,
-    Version,
-    check_drawn,
-    decode_drawn,
-    decode_tasks,
-    encode_drawn,
-    encode_tasks,
-)
+from grpo.wire.rollout_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.rollouts import Drawn, Lease, Probe, RunInfo, Task, Version, check_drawn
 
 RUN = RunInfo(
     run="0123456789abcdef",

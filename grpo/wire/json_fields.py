@@ -1,0 +1,82 @@
+"""The fields of JSON bodies, each checked by its kind.
+
+What does not fit is refused with ProtocolError, 400: the field's name, what came, and what to send.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from typing import Any
+
+from grpo.wire.errors import check_name, malformed
+
+LARGEST_ID = 2**31 - 1
+"""what an int32 holds: ids of tokens, groups and versions go as such"""
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise malformed(f"the body is not JSON ({type(error).__name__})") from error
+    if not isinstance(found, dict):
+        raise malformed("the body is not a JSON object")
+    return found
+
+
+def read_fields(cls, found: object):
+    """Make a dataclass of a JSON object that has its fields, and no others; their values are unchecked."""
+    known = {field.name for field in fields(cls)}
+    if not isinstance(found, dict) or (unknown := found.keys() - known):
+        raise malformed(f"unknown field {min(unknown)!r}" if isinstance(found, dict) else f"{cls.__name__}: no object")
+    try:
+        return cls(**found)
+    except TypeError as error:
+        raise malformed(f"a field is missing: {error}") from error
+
+
+def check_text(name: str, value: object) -> None:
+    """Refuse what is no text, or longer than a name."""
+    if not isinstance(value, str):
+        raise malformed(f"{name}: send a text")
+    check_name(name, value)
+
+
+def check_int(name: str, value: object, least: int, most: int = LARGEST_ID) -> int:
+    """Return the value; refuse what is no integer from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise malformed(f"{name} {shown(value)}: send an integer from {least} to {most}")
+    return value
+
+
+def check_amount(name: str, value: object) -> None:
+    """Refuse what is no number from 0 to a billion."""
+    if not (is_number(value) and 0 <= value < 1e9):
+        raise malformed(f"{name} {shown(value)}: send a number of at least 0")
+
+
+def check_hex(name: str, value: object, digits: int) -> None:
+    """Refuse what is not so many hex digits in lower case."""
+    if not isinstance(value, str) or len(value) != digits or set(value) - set("0123456789abcdef"):
+        raise malformed(f"{name} {shown(value)}: send {digits} hex digits")
+
+
+def read_ints(name: str, found: object) -> list[int]:
+    """Return a list of token ids, at least one."""
+    if not isinstance(found, list) or not found or len(found) > LARGEST_ID:
+        raise malformed(f"{name}: send a list of token ids")
+    return [check_int(name, token, least=0) for token in found]
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a finite number."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def shown(value: object) -> str:
+    """Return a value as a message has it, shortened."""
+    # The text of nested lists may be as long as the body, and so deep that making it fails.
+    return repr(str(value)[:80]) if isinstance(value, str | int | float | None) else f"({type(value).__name__})"
