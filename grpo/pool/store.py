@@ -1,26 +1,23 @@
 """What a pool keeps of a run: its tasks and their results, the versions of the policy and their files.
 
 Whatever a method stores is on the disk when it returns, all of it or nothing. The file can be read while a pool runs on
-it, and after (`Recording`).
+it, and after (grpo/pool/recording.py).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import sqlite3
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from grpo.config.errors import ConfigError
-from grpo.pool.database import Database, damaged, open_read_only, unusable
+from grpo.pool.database import Database, damaged
 from grpo.pool.files import Files
 from grpo.wire.errors import ProtocolError, malformed
-from grpo.wire.rollout_tensors import decode_drawn, encode_drawn
+from grpo.wire.rollout_tensors import encode_drawn
 from grpo.wire.rollouts import Drawn, RunInfo, Task, Version
 
 log = logging.getLogger(__name__)
@@ -195,7 +192,7 @@ class Store:
             f"AND version {is_here} FROM versions) ORDER BY version, group_id, attempt LIMIT ?",
             limit,
         )
-        return [_task(row) for row in rows]
+        return [read_task(row) for row in rows]
 
     def find_task(self, key: tuple[int, int]) -> tuple[Task, bool] | None:
         """Return a task and whether it has a result; None where it is not here."""
@@ -204,7 +201,7 @@ class Store:
             "WHERE group_id = ? AND attempt = ?",
             *key,
         )
-        return None if row is None else (_task(row[:4]), bool(row[4]))
+        return None if row is None else (read_task(row[:4]), bool(row[4]))
 
     def add_results(self, drawn_tasks: Sequence[tuple[Task, Drawn]], worker: str) -> list[bool]:
         """Keep the completions of tasks; return of each whether it is kept: the first of a task and its version is."""
@@ -231,7 +228,7 @@ class Store:
         found, size = [], 0
         with self._database.lock:
             for key in keys:
-                if (drawn := _read_result(self._database.row, key)) is None:
+                if (drawn := read_result(self._database.row, key)) is None:
                     continue
                 size += len(drawn)
                 if found and size > most_bytes:
@@ -279,53 +276,14 @@ class Store:
         return self._database.row(f"SELECT count(*) FROM tasks WHERE drawn IS NULL{condition}", *values)[0]
 
 
-class Recording:
-    """The run and the results of a pool's file, read only. A pool may be running on it.
-
-    All methods may be called from any thread, and raise ConfigError where the file is damaged.
-    """
-
-    def __init__(self, path: str):
-        """Open the file. Raises ConfigError where it is no pool's."""
-        self._setting = f"replay={path!r}"
-        self._connection = open_read_only(path, self._setting)
-        self._lock = threading.Lock()
-        found = self._row("SELECT info FROM run")
-        if found is None:
-            raise unusable(
-                self._setting, "no trainer has used it", "name the pool_file of a pool that has served a run"
-            )
-        self.run = RunInfo.of_json(found[0])
-
-    def result(self, key: tuple[int, int]) -> Drawn | None:
-        """Return the completions of a task (group, attempt), None where there are none."""
-        body = _read_result(self._row, key)
-        return None if body is None else decode_drawn(body)[0]
-
-    def task(self, key: tuple[int, int]) -> Task | None:
-        """Return a task, None where it is not here."""
-        row = self._row(
-            "SELECT group_id, attempt, version, prompt_ids FROM tasks WHERE group_id = ? AND attempt = ?", *key
-        )
-        return None if row is None else _task(row)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _row(self, statement: str, *values: Any) -> tuple | None:
-        try:
-            with self._lock:
-                return self._connection.execute(statement, values).fetchone()
-        except sqlite3.Error as error:
-            raise damaged(self._setting, error) from error
-
-
-def _read_result(row, key: tuple[int, int]) -> bytes | None:
+def read_result(row: Callable[..., tuple | None], key: tuple[int, int]) -> bytes | None:
+    """Return a task's completions as the file has them, None where there are none; `row` gives a statement's first."""
     found = row("SELECT drawn FROM tasks WHERE group_id = ? AND attempt = ?", *key)
     return found[0] if found else None
 
 
-def _task(row: tuple) -> Task:
+def read_task(row: tuple) -> Task:
+    """Make a task of group_id, attempt, version and prompt_ids."""
     return Task(*row[:3], np.frombuffer(row[3], "<i4").tolist())
 
 

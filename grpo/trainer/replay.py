@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo.client.errors import ServersLost
 from grpo.config.errors import ConfigError
-from grpo.pool.store import Recording
+from grpo.pool.recording import Recording
 from grpo.wire.rollouts import Drawn, Task
 
 

@@ -17,7 +17,8 @@ from stored import FOLDER, PROBE, RUN, damage, drawn, put_file, put_version, sha
 from grpo.config.errors import ConfigError
 from grpo.pool import files as files_module
 from grpo.pool.database import PIECE_BYTES
-from grpo.pool.store import Recording, Store
+from grpo.pool.recording import Recording
+from grpo.pool.store import Store
 from grpo.wire.errors import ProtocolError
 from grpo.wire.rollout_tensors import decode_drawn
 from grpo.wire.rollouts import Task, Version

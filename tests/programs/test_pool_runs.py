@@ -18,7 +18,7 @@ from trainer_runs import finish, one_line, options, plain_python, run_ranks, sta
 from transformers import AutoModelForCausalLM
 
 from grpo.client.pool import PoolClient
-from grpo.pool.store import Recording
+from grpo.pool.recording import Recording
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.server import ServerConfig
 from grpo.pool import leases as leases_module
 from grpo.pool.database import PIECE_BYTES
-from grpo.pool.store import Recording
+from grpo.pool.recording import Recording
 from grpo.server.pool_service import PoolService
 from grpo.wire.rollout_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.rollouts import Drawn, Lease, Task, Version
