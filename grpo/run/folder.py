@@ -71,7 +71,8 @@ def write_model(
     if processor is not None:
         processor.save(folder)
     write_answering(config, folder)
-    write_card(folder, config, model, tokenizer.chat_template is not None, step, name)
+    has_template, takes_pictures = tokenizer.chat_template is not None, processor is not None
+    write_card(folder, config, model, has_template, step, name, takes_pictures)
 
 
 @contextmanager

@@ -29,7 +29,13 @@ _VLLM_RANK = 16
 
 
 def write_card(
-    folder: Path, config: TrainerConfig, model: PreTrainedModel, has_template: bool, step: int, name: str = "MODEL"
+    folder: Path,
+    config: TrainerConfig,
+    model: PreTrainedModel,
+    has_template: bool,
+    step: int,
+    name: str = "MODEL",
+    takes_pictures: bool = False,
 ) -> None:
     """Write the card of `model` as it was saved to `folder`, which is in the run's folder, after `step`.
 
@@ -43,15 +49,22 @@ def write_card(
         **({"base_model": base} if _is_on_hub(base) else {}),
         **({"datasets": [data]} if _is_on_hub(data) else {}),
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if takes_pictures else "text-generation",
         "tags": ["grpo", "generated_from_trainer", *(["lora"] if adapter else [])],
     }
     settings = {setting: getattr(config, setting) for setting in _SETTINGS}
     if adapter:
         settings |= {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "quantization": config.quantization}
+    if takes_pictures:
+        of_pictures = {name: getattr(config, name) for name in ("min_pixels", "max_pixels", "freeze_vision_tower")}
+        settings |= {name: value for name, value in of_pictures.items() if value}
     # With save_system_prompt the chat template has it.
     system = "" if config.save_system_prompt else config.system_prompt
     messages = [{"role": "system", "content": system}] if system else []
+    question: str | list[dict[str, str]] = "..."
+    if takes_pictures:
+        messages = [message | {"content": [{"type": "text", "text": system}]} for message in messages]
+        question = [{"type": "image", "path": "picture.png"}, {"type": "text", "text": "..."}]
     options = [f"max_new_tokens={config.max_completion_length}", "do_sample=False"]
     if config.chat_template_kwargs:
         options.append(f"tokenizer_encode_kwargs={config.chat_template_kwargs!r}")
@@ -70,8 +83,10 @@ def write_card(
         columns=columns,
         results=results,
         chat=has_template,
+        pictures=takes_pictures,
+        max_new_tokens=config.max_completion_length,
         system=system,
-        messages=[*messages, {"role": "user", "content": "..."}],
+        messages=[*messages, {"role": "user", "content": question}],
         text=f"{system}\n\n...\n\n" if system else "...\n\n",
         options=options,
         max_rank=f" --max-lora-rank {adapter.r}" if adapter and adapter.r > _VLLM_RANK else "",

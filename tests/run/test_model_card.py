@@ -6,11 +6,15 @@ import io
 import json
 import re
 
+import pictured
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from grpo.config.trainer import TrainerConfig
+from grpo.model.load import load_model, load_tokenizer
 from grpo.model.lora import train_adapter
+from grpo.model.pictures import load_processor
 from grpo.run.folder import save_model
 
 SYSTEM = 'Think "hard",\nthen <answer>42</answer>.'
@@ -81,6 +85,29 @@ def test_its_example_asks_as_in_training(model, tokenizer, tmp_path, kind):
     prompt = names["prompt"]
     seen = prompt if kind == "text" else names["ask"].tokenizer.apply_chat_template(prompt, tokenize=False)
     assert SYSTEM in seen
+
+
+def test_the_example_of_a_model_with_pictures_asks_with_one(tmp_path, monkeypatch):
+    """LLaVA: its processor needs no torchvision."""
+    config = TrainerConfig(
+        model_name_or_path=str(pictured.save("llava", tmp_path / "start")),
+        system_prompt=SYSTEM,
+        max_completion_length=4,
+        freeze_vision_tower=True,
+    )
+    model, tokenizer = load_model(config, torch.device("cpu")), load_tokenizer(config)
+    processor = load_processor(config, model.config, tokenizer)
+    save_model(model, tokenizer, tmp_path / "model", config, 7, processor)
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    assert card.data.pipeline_tag == "image-text-to-text" and "FROM ." not in card.text
+    assert "| freeze_vision_tower | True |" in card.text and "max_pixels" not in card.text
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "picture.png").write_bytes(pictured.drawing(24, 24, 0))
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(example(card).replace('"MODEL"', repr(str(tmp_path / "model"))), names)
+    assert printed.getvalue().strip()
+    assert SYSTEM in names["ask"].processor.apply_chat_template(names["prompt"], tokenize=False)
 
 
 def test_the_card_of_an_adapter(model, tokenizer, tmp_path):
