@@ -89,9 +89,10 @@ class PictureProcessor:
     def __init__(self, processor, files: Sequence[str] = (), limits: dict[str, int] | None = None):
         """`files`: those that it was loaded from; `limits`: the settings that it was given beside theirs."""
         self._processor, self._files, self._limits = processor, files, limits or {}
-        self._calling = threading.Lock()  # a tokenizer that two threads use at a time fails ("Already borrowed")
         self.placeholder: str = processor.image_token
         """stands for a picture in a text that `encode` takes"""
+        # The first call also switches off what tokenizer.json says of padding and truncation: a tokenizer that changes
+        # while another thread uses it fails ("Already borrowed").
         probe = self._call(processor.image_token, [Image.new("RGB", (64, 64))])
         types = next((name for name in _PER_TOKEN[2:] if name in probe), None)
         ids = np.asarray(probe["input_ids"][0])
@@ -169,11 +170,10 @@ class PictureProcessor:
             (folder / Path(file).name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def _call(self, text: str, images: list, **options) -> dict[str, Any]:
-        with self._calling:
-            try:
-                return self._processor(text=[text], images=images, **options)
-            except ValueError as error:
-                raise PictureError(f"is refused by the model's processor ({error})") from error
+        try:
+            return self._processor(text=[text], images=images, **options)
+        except ValueError as error:
+            raise PictureError(f"is refused by the model's processor ({error})") from error
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -251,3 +252,15 @@ def test_a_limit_that_nothing_would_follow_is_refused(family, model_folder, limi
     if not family.plain.family.startswith("qwen"):
         with pytest.raises(ConfigError, match=f"^{limit}=500: .* resizes every picture to one size: leave it out"):
             load_processor(config, family.model.config, family.tokenizer)
+
+
+def test_threads_share_a_processor(family):
+    pictures = [drawing(16 + 8 * (number % 4), 24, seed=number) for number in range(16)]
+    texts = [f"{family.processor.placeholder} number {number}" for number in range(len(pictures))]
+
+    def encode(number: int) -> PicturedPrompt:
+        return family.processor.encode(texts[number], [pictures[number]], add_special_tokens=number % 2 == 0)
+
+    expected = [encode(number) for number in range(len(texts))]
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(encode, [*range(len(texts))] * 4)] == expected * 4
