@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 import torch
 from torch import nn
@@ -113,7 +113,9 @@ def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompt
     where two do not fit its attention's window.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = [(7919 * place + 13) % vocabulary for place in range(43)]
+    ids = ((7919 * place + 13) % vocabulary for place in count())
+    # A text that has the id of a picture's piece would be taken for more of the picture.
+    ids = [*islice((value for value in ids if vision is None or value != vision.token_id), 43)]
     prompts, completions = iter(ids[prompts_at:]), iter(ids[10:])
     groups = {3: (5, 3, 5, 5), 2: (4, 4, 4, 3)}
     sequences = [

@@ -19,7 +19,7 @@ from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, Vision, load_processor
-from grpo.model.trial import make_batcher
+from grpo.model.trial import make_batcher, trial_sequences
 from grpo.wire.pictures import PicturedPrompt, pictures_of
 
 WIDE, TALL = drawing(24, 16, seed=0), drawing(20, 36, seed=1, file_format="JPEG")
@@ -118,6 +118,14 @@ def test_pixels_are_the_image_processors_own(family):
 def test_every_family_is_packed_also_where_the_pieces_of_a_picture_see_each_other(family):
     batch = family.batcher.make(family.sequences(), "cpu")
     assert batch.tree is not None and batch.tree.sees_both_ways() == (family.plain.family == "gemma3")
+
+
+def test_no_text_of_the_trial_has_the_id_of_a_pictures_piece(family, monkeypatch):
+    """In a small vocabulary an arbitrary id may be it."""
+    (text, _), *_ = trial_sequences(family.model)
+    monkeypatch.setattr(family.batcher.vision, "token_id", text[1])
+    sequences = trial_sequences(family.model, family.batcher.vision)
+    assert sequences[0][0] != text and not any(text[1] in prompt or text[1] in rest for prompt, rest in sequences)
 
 
 def test_pictures_that_a_window_cuts_are_padded(tmp_path):
