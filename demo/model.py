@@ -9,14 +9,21 @@ thinking pays everywhere.
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.utils import PushToHubMixin
 
 from demo.task import Problem, blurt, problems, steps, untagged
 
@@ -37,10 +44,24 @@ VOCABULARY = 512
 MAX_NEW_TOKENS = 40
 BATCH = 32
 WARMUP_UPDATES = 20
+# What a model is fed beside the ids of some problems, which are padded: int64 [problems, longest].
+InputsOf = Callable[[list, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of at most `VOCABULARY` tokens, which can encode any text; every digit is a token."""
+    """Train a tokenizer on problems with their answers."""
+    corpus = (
+        "\n".join(["user", p.question, "assistant", *TAG.split(steps(p) + blurt(p)), untagged(p)])
+        for p in islice(problems(random.Random(seed)), 2000)
+    )
+    return train_tokenizer(corpus, [START], CHAT_TEMPLATE)
+
+
+def train_tokenizer(corpus: Iterator[str], special_tokens: list[str], chat_template: str) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of at most `VOCABULARY` tokens, which can encode any text; every digit is a token.
+
+    `special_tokens` are those beside padding and end.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -52,13 +73,9 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(TAGS),
-        special_tokens=[PAD, START, END],
+        special_tokens=[PAD, *special_tokens, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )
-    corpus = (
-        "\n".join(["user", p.question, "assistant", *TAG.split(steps(p) + blurt(p)), untagged(p)])
-        for p in islice(problems(random.Random(seed)), 2000)
     )
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
@@ -66,8 +83,8 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=special_tokens,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=512,
     )
@@ -106,8 +123,15 @@ def answer_of(completion: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
+def no_inputs(examples: list[Problem], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what a model of text is fed beside the ids."""
+    return {}
+
+
 @torch.no_grad()
-def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: list[Problem]) -> float:
+def greedy_accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: list[Problem], inputs_of: InputsOf = no_inputs
+) -> float:
     """Return the share of the problems whose greedy completion has the right answer."""
     texts = [prompt_text(tokenizer, problem.question) for problem in examples]
     inputs = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
@@ -116,6 +140,7 @@ def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast,
         attention_mask=inputs["attention_mask"],
         do_sample=False,
         max_new_tokens=MAX_NEW_TOKENS,
+        **inputs_of(examples, inputs["input_ids"]),
     )
     completions = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     right = [answer_of(text) == problem.answer for text, problem in zip(completions, examples, strict=True)]
@@ -123,7 +148,10 @@ def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 
 def demonstration_loss(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, demonstrations: list[tuple[Problem, str]]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrations: list[tuple[Problem, str]],
+    inputs_of: InputsOf = no_inputs,
 ) -> torch.Tensor:
     """Return the mean cross-entropy of the completions' tokens, the end token among them."""
     prompts = tokenizer([prompt_text(tokenizer, problem.question) for problem, _ in demonstrations])["input_ids"]
@@ -135,7 +163,8 @@ def demonstration_loss(
         end = len(prompt) + len(completion)
         ids[row, :end] = torch.tensor(prompt + completion)
         labels[row, len(prompt) : end] = ids[row, len(prompt) : end]
-    return model(input_ids=ids, labels=labels, use_cache=False).loss
+    inputs = inputs_of([problem for problem, _ in demonstrations], ids)
+    return model(input_ids=ids, labels=labels, use_cache=False, **inputs).loss
 
 
 def reasoned(rng: random.Random) -> Iterator[tuple[Problem, str]]:
@@ -158,9 +187,10 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 
 def train(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     demonstrations: Iterator[tuple[Problem, str]],
+    inputs_of: InputsOf = no_inputs,
     *,
     name: str,
     updates: int,
@@ -174,7 +204,7 @@ def train(
     )
     with tqdm(total=updates, desc=name, unit="update") as bar:
         for _ in range(updates):
-            loss = demonstration_loss(model, tokenizer, list(islice(demonstrations, BATCH)))
+            loss = demonstration_loss(model, tokenizer, list(islice(demonstrations, BATCH)), inputs_of)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -182,7 +212,7 @@ def train(
             schedule.step()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
-        bar.set_postfix(accuracy=f"{greedy_accuracy(model, tokenizer, check_on):.0%}")
+        bar.set_postfix(accuracy=f"{greedy_accuracy(model, tokenizer, check_on, inputs_of):.0%}")
 
 
 def build(folder: Path, seed: int) -> None:
@@ -190,8 +220,7 @@ def build(folder: Path, seed: int) -> None:
 
     Uses no held-out problem. Takes about 30 s of one CPU core.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists; remove it to build the model again")
+    refuse_to_overwrite(folder)
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer = build_tokenizer(seed)
@@ -215,9 +244,19 @@ def build(folder: Path, seed: int) -> None:
         learning_rate=2e-3,
         check_on=check_on,
     )
+    save(folder, model, tokenizer)
+
+
+def refuse_to_overwrite(folder: Path) -> None:
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; remove it to build the model again")
+
+
+def save(folder: Path, *parts: PushToHubMixin) -> None:
+    """Write model, tokenizer and what else belongs to them to `folder`, which is whole or not there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    for part in parts:
+        part.save_pretrained(partial)
     partial.rename(folder)
