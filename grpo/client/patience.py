@@ -29,7 +29,8 @@ class Patience:
         Of a file only its parts count: a pool with a full disk still says how much of it is there.
         """
         self._client, self._deadline, self._stop = client, deadline, stop
-        self._is_away, self._lock = False, threading.Lock()
+        self._refused: set[int] = set()  # the threads whose requests wait for the pool
+        self._lock = threading.Lock()
 
     def __call__(self, send: Callable[[], _Value]) -> _Value:
         """Return what `send` returns once it raises no RequestFailure.
@@ -53,19 +54,23 @@ class Patience:
                         "pool_deadline sets how long to wait"
                     ) from failure
                 if failures:  # not the first: the pool may just have closed a connection that was idle
-                    self._note(True, failure)
+                    self._note_failure(failure)
                 self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
                 failures += 1
             else:
-                self._note(False)
+                self._note_answer()
                 return answer
         raise Stopped
 
-    def _note(self, is_away: bool, failure: RequestFailure | None = None) -> None:
+    def _note_failure(self, failure: RequestFailure) -> None:
         with self._lock:
-            if is_away and not self._is_away:
-                message = "%s %s; asking again for %.0f s"
-                log.warning(message, self._client.url, failure, self._deadline)
-            elif self._is_away and not is_away:
+            if not self._refused:
+                log.warning("%s %s; asking again for %.0f s", self._client.url, failure, self._deadline)
+            self._refused.add(threading.get_ident())
+
+    def _note_answer(self) -> None:
+        # Others may still wait: a pool with a full disk renews leases, and takes no completions.
+        with self._lock:
+            if self._refused == {threading.get_ident()}:
                 log.info("%s answers again", self._client.url)
-            self._is_away = is_away
+            self._refused.discard(threading.get_ident())

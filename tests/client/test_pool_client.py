@@ -2,6 +2,7 @@
 
 import ssl
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from proxy import Proxy
 
 from grpo.client.errors import RequestFailure, ResultRefused, ServerError
 from grpo.client.http import check_certificates
+from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
 from grpo.wire.rollouts import Drawn, Probe, Task, Version
 
@@ -99,6 +101,29 @@ def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
         PoolClient(url).run()
     with pytest.raises(RequestFailure, match=r"cannot be reached \(Connection refused\)"):
         PoolClient(url).run()
+
+
+def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeypatch, caplog):
+    """As with a full disk: it renews leases, and takes no completions."""
+    monkeypatch.setattr("grpo.client.patience.seconds_to_next_try", lambda *_: 0.01)
+    caplog.set_level("INFO")
+    patience, has_room = Patience(PoolClient("http://pool"), 20, threading.Event()), threading.Event()
+
+    def send_results():
+        if not has_room.is_set():
+            raise RequestFailure("said 503: its disk may be full")
+
+    sender = threading.Thread(target=patience, args=[send_results])
+    sender.start()
+    while not caplog.messages:
+        patience(lambda: None)
+    for _ in range(50):
+        patience(lambda: None)
+        time.sleep(0.002)
+    has_room.set()
+    sender.join()
+    away = "http://pool said 503: its disk may be full; asking again for 20 s"
+    assert caplog.messages == [away, "http://pool answers again"]
 
 
 def test_what_the_pool_refuses_is_sorted_by_what_helps(pool):
