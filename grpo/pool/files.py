@@ -70,8 +70,8 @@ class Files:
 
     def size(self, sha256: str) -> int | None:
         """Return the bytes of a file, None where it is not here or not complete."""
-        found = self._database.row("SELECT size FROM files WHERE sha256 = ? AND received = size", sha256)
-        return found[0] if found else None
+        row = self._database.row("SELECT size FROM files WHERE sha256 = ? AND received = size", sha256)
+        return row[0] if row else None
 
     def read(self, sha256: str, start: int, end: int) -> bytes:
         """Return the bytes of a complete file from `start` on to before `end`; empty where it was dropped."""

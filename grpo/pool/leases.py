@@ -30,7 +30,7 @@ class Worker:
     """What the pool knows of a worker. Times are time.monotonic()."""
 
     name: str
-    said: Lease
+    lease: Lease
     """its last request"""
     seen: float
     holds: set[Key] = field(default_factory=set)
@@ -57,15 +57,15 @@ class Leases:
         self._workers: dict[str, Worker] = {}
         self._void: set[tuple[str, Key]] = set()
 
-    def seen(self, said: Lease) -> Worker:
+    def seen(self, lease: Lease) -> Worker:
         """Note a worker's request: it holds what it names, and nothing else any more.
 
         What it has from before a restart of this process, or from before it was silent, is its own again where nobody
         else has it.
         """
         with self.changed:
-            worker = self._worker(said.worker, said)
-            named = {(group, attempt) for group, attempt in said.holds}
+            worker = self._worker(lease.worker, lease)
+            named = {(group, attempt) for group, attempt in lease.holds}
             self._void = {(name, key) for name, key in self._void if name != worker.name or key in named}
             others = self.held() - worker.holds
             before, worker.holds = worker.holds, {key for key in named - others if (worker.name, key) not in self._void}
@@ -172,16 +172,16 @@ class Leases:
         """Return how many workers draw, or would if they were given tasks; the named one is among them."""
         with self.changed:
             live = (worker for worker in self._workers.values() if state(worker) in ("drawing", "waiting"))
-            return len({name, *(worker.name for worker in live if worker.holds or worker.said.room)})
+            return len({name, *(worker.name for worker in live if worker.holds or worker.lease.room)})
 
-    def _worker(self, name: str, said: Lease | None) -> Worker:
+    def _worker(self, name: str, lease: Lease | None) -> Worker:
         now = time.monotonic()
         worker = self._workers.get(name)
         if worker is None:
             while len(self._workers) >= _MOST_WORKERS:
                 del self._workers[min(self._workers.values(), key=lambda worker: worker.seen).name]
-            worker = self._workers[name] = Worker(name, said or Lease(name, 0, [], 0.0), now)
-        worker.seen, worker.said = now, said or worker.said
+            worker = self._workers[name] = Worker(name, lease or Lease(name, 0, [], 0.0), now)
+        worker.seen, worker.lease = now, lease or worker.lease
         return worker
 
 

@@ -23,12 +23,12 @@ class Recording:
         self._setting = f"replay={path!r}"
         self._connection = open_read_only(path, self._setting)
         self._lock = threading.Lock()
-        found = self._row("SELECT info FROM run")
-        if found is None:
+        row = self._row("SELECT info FROM run")
+        if row is None:
             raise unusable(
                 self._setting, "no trainer has used it", "name the pool_file of a pool that has served a run"
             )
-        self.run = RunInfo.of_json(found[0])
+        self.run = RunInfo.of_json(row[0])
 
     def result(self, key: tuple[int, int]) -> Drawn | None:
         """Return the completions of a task (group, attempt), None where there are none."""

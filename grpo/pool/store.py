@@ -34,8 +34,8 @@ class Store:
         self._database = Database(path, on_damage)
         self.files = Files(self._database)
         try:
-            found = self._database.row("SELECT info FROM run")
-            self._run = RunInfo.of_json(found[0]) if found else None
+            row = self._database.row("SELECT info FROM run")
+            self._run = RunInfo.of_json(row[0]) if row else None
             drawn = self._database.row("SELECT count(*), coalesce(sum(drawn IS NOT NULL), 0) FROM tasks")
         except ProtocolError as error:
             self._database.close()
@@ -79,8 +79,8 @@ class Store:
         and the later ones are deleted, with what they drew. Raises ProtocolError, 409, where a file is not here.
         """
         with self._database.transaction():
-            found = self._database.row("SELECT info FROM versions WHERE version = ?", version.version)
-            known = _version(found[0]) if found else None
+            row = self._database.row("SELECT info FROM versions WHERE version = ?", version.version)
+            known = _version(row[0]) if row else None
             is_other = known is not None and known.sha256 != version.sha256
             if known is not None and not is_other and (known.whole or not version.whole):
                 return []
@@ -155,23 +155,23 @@ class Store:
         with self._database.transaction():
             for task in tasks:
                 prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
-                found = self._database.row(
+                row = self._database.row(
                     "SELECT version, prompt_ids FROM tasks WHERE group_id = ? AND attempt = ?", *task.key
                 )
-                if found is None:
+                if row is None:
                     self._database.sql(
                         "INSERT INTO tasks (group_id, attempt, version, prompt_ids) VALUES (?, ?, ?, ?)",
                         *task.key,
                         task.version,
                         prompt,
                     )
-                elif found[1] != prompt:
+                elif row[1] != prompt:
                     message = (
                         f"group {task.group} has another prompt in the pool file: its run had other data: start the "
                         "pool with another --pool_file"
                     )
                     raise ProtocolError(409, "other_run", message)
-                elif found[0] != task.version:
+                elif row[0] != task.version:
                     self._database.sql(
                         "UPDATE tasks SET version = ?, worker = NULL, tokens = NULL, drawn = NULL "
                         "WHERE group_id = ? AND attempt = ?",
@@ -225,28 +225,28 @@ class Store:
 
         The first is returned whatever its size; then as many as stay below `most_bytes` together.
         """
-        found, size = [], 0
+        results, size = [], 0
         with self._database.lock:
             for key in keys:
                 if (drawn := read_result(self._database.row, key)) is None:
                     continue
                 size += len(drawn)
-                if found and size > most_bytes:
+                if results and size > most_bytes:
                     break
-                found.append(drawn)
-        return found
+                results.append(drawn)
+        return results
 
     def workers_of(self, groups: Iterable[int]) -> dict[int, str]:
         """Return the worker that drew the last attempt of each of these groups."""
         with self._database.lock:
-            found = {
+            rows = {
                 group: self._database.row(
                     "SELECT worker FROM tasks WHERE group_id = ? AND drawn IS NOT NULL ORDER BY attempt DESC LIMIT 1",
                     group,
                 )
                 for group in groups
             }
-        return {group: row[0] for group, row in found.items() if row}
+        return {group: row[0] for group, row in rows.items() if row}
 
     # What the page shows
 
@@ -276,10 +276,13 @@ class Store:
         return self._database.row(f"SELECT count(*) FROM tasks WHERE drawn IS NULL{condition}", *values)[0]
 
 
-def read_result(row: Callable[..., tuple | None], key: tuple[int, int]) -> bytes | None:
-    """Return a task's completions as the file has them, None where there are none; `row` gives a statement's first."""
-    found = row("SELECT drawn FROM tasks WHERE group_id = ? AND attempt = ?", *key)
-    return found[0] if found else None
+def read_result(first_row: Callable[..., tuple | None], key: tuple[int, int]) -> bytes | None:
+    """Return a task's completions as the file has them, None where there are none.
+
+    `first_row` is given a statement and its values.
+    """
+    row = first_row("SELECT drawn FROM tasks WHERE group_id = ? AND attempt = ?", *key)
+    return row[0] if row else None
 
 
 def read_task(row: tuple) -> Task:

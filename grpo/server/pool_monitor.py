@@ -113,14 +113,14 @@ class PoolMonitor:
 
 
 def _describe(worker: Worker, now: float) -> dict:
-    said = worker.said
+    lease = worker.lease
     return {
         "name": worker.name,
-        "card": said.card,
-        "version": said.version,
-        "tokens_per_second": said.tokens_per_second,
+        "card": lease.card,
+        "version": lease.version,
+        "tokens_per_second": lease.tokens_per_second,
         "state": state(worker),
-        "message": said.message,
+        "message": lease.message,
         "leases": len(worker.holds),
         "last_seen": now - worker.seen,
         "last_upload": None if worker.uploaded is None else now - worker.uploaded,

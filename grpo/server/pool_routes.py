@@ -96,8 +96,8 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     def groups():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
         with service.thread_of(service.work_threads):
-            asked = read_post_json()
-            keys, wait = keys_of("groups", asked.get("groups")), asked.get("wait", 0)
+            request = read_post_json()
+            keys, wait = keys_of("groups", request.get("groups")), request.get("wait", 0)
             check_amount("wait", wait)
         body = service.groups(keys, wait, is_gone)
         service.numbers.sent(len(body))
@@ -120,9 +120,9 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     def lease():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
         with service.thread_of(service.work_threads):
-            said = Lease.of_json(read_post(_JSON_BYTES))
-        note(client=said.worker)
-        return make_answer(service.lease(said, is_gone), 200, CONTENT_TYPE)
+            lease = Lease.of_json(read_post(_JSON_BYTES))
+        note(client=lease.worker)
+        return make_answer(service.lease(lease, is_gone), 200, CONTENT_TYPE)
 
     @app.post(RESULTS_PATH)
     def add_results():

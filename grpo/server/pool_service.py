@@ -23,13 +23,12 @@ from grpo.wire.rollouts import Lease, RunInfo, Task, Version, check_drawn
 log = logging.getLogger("ref_server")
 
 _MOST_WORK = 24  # requests that are read and stored at once
-_MOST_WAITING = (
-    THREADS - 8 - _MOST_WORK
-)  # requests that wait for tasks or results; the other threads keep /health quick
+# Requests that wait for tasks or results; the other threads keep /health quick.
+_MOST_WAITING = THREADS - 8 - _MOST_WORK
 LONGEST_WAIT = 30.0  # seconds
 _CHECK_SECONDS = 0.5  # how often a thread that waits checks whether its client is still connected
 
-_Found = TypeVar("_Found")
+_Item = TypeVar("_Item")
 
 
 class PoolService(Service):
@@ -79,16 +78,16 @@ class PoolService(Service):
                 self.leases.void(self.store.put_tasks(tasks))
         return len(tasks)
 
-    def lease(self, said: Lease, is_gone: Callable[[], bool]) -> bytes:
+    def lease(self, lease: Lease, is_gone: Callable[[], bool]) -> bytes:
         """Return the tasks that a worker is to draw, as bytes; wait for one where there is none.
 
         Raises ProtocolError: 403 for a worker that is set apart, 404 without a run, 503.
         """
         run = self.store.run()
-        self._check_welcome(self.leases.seen(said))
+        self._check_welcome(self.leases.seen(lease))
         tasks: list[Task] = []
-        if said.room:
-            tasks = self._wait(lambda: self._take(said), said.wait, is_gone, said.worker)
+        if lease.room:
+            tasks = self._wait(lambda: self._take(lease), lease.wait, is_gone, lease.worker)
         metadata = {"lease_seconds": f"{LEASE_SECONDS:g}", "run": run.run}
         if (version := self._version_for(tasks, run)) is not None:
             # Not the number alone: a run that went back to a checkpoint may make a version of the same number anew.
@@ -97,8 +96,8 @@ class PoolService(Service):
 
     def groups(self, keys: list[Key], seconds: float, is_gone: Callable[[], bool]) -> bytes:
         """Return the results of these tasks that are there, as bytes; wait for one where there is none."""
-        found = self._wait(lambda: self.store.results(keys, PIECE_BYTES), seconds, is_gone)
-        return encode_drawn([decode_drawn(body)[0] for body in found])
+        results = self._wait(lambda: self.store.results(keys, PIECE_BYTES), seconds, is_gone)
+        return encode_drawn([decode_drawn(body)[0] for body in results])
 
     def add_results(self, body: bytes, worker: str) -> list[str]:
         """Keep completions; return of each whether it was accepted.
@@ -168,43 +167,43 @@ class PoolService(Service):
         versions = {version.version: version for version in self.store.versions()}
         return versions.get(max(versions, default=-1) if run.in_flight_weight_updates else tasks[0].version)
 
-    def _take(self, said: Lease) -> list[Task]:
+    def _take(self, lease: Lease) -> list[Task]:
         """Lease to a worker the first tasks that are free, all to be drawn by one version, and no more than its share.
 
         A worker that draws many groups at a time would leave nothing to those that ask a moment later.
         """
         with self.leases.changed:
             held = self.leases.held()
-            free = [task for task in self.store.open_tasks(said.room + len(held)) if task.key not in held]
+            free = [task for task in self.store.open_tasks(lease.room + len(held)) if task.key not in held]
             takes_newest = self.store.run().in_flight_weight_updates
-            tasks = [task for task in free if takes_newest or task.version == free[0].version][: said.room]
-            if tasks and said.room > 1:
+            tasks = [task for task in free if takes_newest or task.version == free[0].version][: lease.room]
+            if tasks and lease.room > 1:
                 count = self.store.count_open(None if takes_newest else tasks[0].version)
-                share = -(-count // self.leases.drawers(said.worker))
-                tasks = tasks[: max(0, share - len(said.holds))]
-            self.leases.grant(said.worker, [task.key for task in tasks])
+                share = -(-count // self.leases.drawers(lease.worker))
+                tasks = tasks[: max(0, share - len(lease.holds))]
+            self.leases.grant(lease.worker, [task.key for task in tasks])
             self.numbers.leased(len(tasks))
             return tasks
 
     def _wait(
-        self, find: Callable[[], list[_Found]], seconds: float, is_gone: Callable[[], bool], worker: str = ""
-    ) -> list[_Found]:
+        self, find: Callable[[], list[_Item]], seconds: float, is_gone: Callable[[], bool], worker: str = ""
+    ) -> list[_Item]:
         """Return what `find` finds as soon as it finds something; empty after `seconds`.
 
         Raises ProtocolError: 499 where the client has gone, 503 where too many wait or the server is ending.
         """
-        if (found := find()) or seconds == 0:
-            return found
+        if (items := find()) or seconds == 0:
+            return items
         end = time.monotonic() + min(seconds, LONGEST_WAIT)
         with self.thread_of(self._waiting_threads):
-            while not found and (left := end - time.monotonic()) > 0:
+            while not items and (left := end - time.monotonic()) > 0:
                 with self.leases.changed:
                     self.leases.changed.wait(min(left, _CHECK_SECONDS))
                 self.check_ready()
                 self.check_connected(is_gone)
                 self.leases.renew(worker)
-                found = find()
-        return found
+                items = find()
+        return items
 
     def _check_welcome(self, worker: Worker) -> None:
         if worker.is_apart:

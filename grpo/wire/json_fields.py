@@ -19,21 +19,22 @@ LARGEST_ID = 2**31 - 1
 def read_json(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body."""
     try:
-        found = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise malformed(f"the body is not JSON ({type(error).__name__})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise malformed("the body is not a JSON object")
-    return found
+    return content
 
 
-def read_fields(cls, found: object):
+def read_fields(cls, content: object):
     """Make a dataclass of a JSON object that has its fields, and no others; their values are unchecked."""
-    known = {field.name for field in fields(cls)}
-    if not isinstance(found, dict) or (unknown := found.keys() - known):
-        raise malformed(f"unknown field {min(unknown)!r}" if isinstance(found, dict) else f"{cls.__name__}: no object")
+    if not isinstance(content, dict):
+        raise malformed(f"{cls.__name__}: no object")
+    if unknown := content.keys() - {field.name for field in fields(cls)}:
+        raise malformed(f"unknown field {min(unknown)!r}")
     try:
-        return cls(**found)
+        return cls(**content)
     except TypeError as error:
         raise malformed(f"a field is missing: {error}") from error
 
@@ -64,11 +65,11 @@ def check_hex(name: str, value: object, digits: int) -> None:
         raise malformed(f"{name} {shown(value)}: send {digits} hex digits")
 
 
-def read_ints(name: str, found: object) -> list[int]:
+def read_ints(name: str, value: object) -> list[int]:
     """Return a list of token ids, at least one."""
-    if not isinstance(found, list) or not found or len(found) > LARGEST_ID:
+    if not isinstance(value, list) or not value or len(value) > LARGEST_ID:
         raise malformed(f"{name}: send a list of token ids")
-    return [check_int(name, token, least=0) for token in found]
+    return [check_int(name, token, least=0) for token in value]
 
 
 def is_number(value: object) -> bool:

@@ -183,9 +183,9 @@ class Version:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def of_fields(cls, found: dict[str, Any]) -> Version:
+    def of_fields(cls, content: dict[str, Any]) -> Version:
         """Read a JSON object. Raises ProtocolError, 400."""
-        version = read_fields(cls, found)
+        version = read_fields(cls, content)
         check_int("version", version.version, least=0)
         check_int("size", version.size, least=1, most=2**63 - 1)
         check_hex("sha256", version.sha256, 64)
@@ -243,28 +243,28 @@ class Lease:
         return lease
 
 
-def keys_of(name: str, found: object) -> list[tuple[int, int]]:
+def keys_of(name: str, value: object) -> list[tuple[int, int]]:
     """Return the (group, attempt) pairs of a JSON list. Raises ProtocolError, 400, or 413 for too many."""
-    if not isinstance(found, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise malformed(f"{name}: send a list of [group, attempt]")
-    check_number("tasks", len(found), MOST_TASKS)
-    return [(check_int("group", group, least=0), check_int("attempt", attempt, least=0)) for group, attempt in found]
+    check_number("tasks", len(value), MOST_TASKS)
+    return [(check_int("group", group, least=0), check_int("attempt", attempt, least=0)) for group, attempt in value]
 
 
-def drifts_of(found: object) -> dict[int, tuple[float, int]]:
+def drifts_of(value: object) -> dict[int, tuple[float, int]]:
     """Return what a JSON list of [group, drift, tokens] says of each group.
 
     Drift is the mean distance of the trainer's log-probs from the sampler's, in nats a token. Raises ProtocolError,
     400, or 413 for too many.
     """
-    if not isinstance(found, list) or not all(isinstance(row, list) and len(row) == 3 for row in found):
+    if not isinstance(value, list) or not all(isinstance(row, list) and len(row) == 3 for row in value):
         raise malformed("groups: send a list of [group, drift, tokens]")
-    check_number("groups", len(found), MOST_TASKS)
-    for group, drift, tokens in found:
+    check_number("groups", len(value), MOST_TASKS)
+    for group, drift, tokens in value:
         check_int("group", group, least=0)
         check_int("tokens", tokens, least=1)
         check_amount("drift", drift)
-    return {group: (float(drift), tokens) for group, drift, tokens in found}
+    return {group: (float(drift), tokens) for group, drift, tokens in value}
 
 
 def _spans(versions: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from grpo.workers.tally import SUMMARY_SECONDS, Tally
 from grpo.workers.weights import ModelFolder, dtype_of
 
 log = logging.getLogger(__name__)
-_Found = TypeVar("_Found")
+_Value = TypeVar("_Value")
 
 MOST_RESTARTS = 3
 """starts of the engine after failures, without a group in between"""
@@ -131,16 +131,16 @@ class Worker:
             return leased.version, leased.sha256
         return versions[-1].version, versions[-1].sha256
 
-    def _poll(self, find: Callable[[], _Found | None], reason: str) -> _Found:
+    def _poll(self, find: Callable[[], _Value | None], reason: str) -> _Value:
         """Ask the pool until it has something; log once why that takes time."""
         is_logged = False
-        while not (found := self._patience(find)):
+        while not (value := self._patience(find)):
             if not is_logged:
                 log.info("%s %s", self._client.url, reason)
                 is_logged = True
             if self.stop.wait(POLL):
                 raise Stopped
-        return found
+        return value
 
     def _wait_for_room(self) -> int:
         """Return how many tasks may be leased; start the engine again where it has failed.

@@ -38,8 +38,8 @@ class VllmClient:
         except requests.RequestException as error:
             raise EngineError(self._describe(f"{path}: {type(error).__name__}")) from error
         if answer.status_code != 200:
-            said = " ".join(answer.text.split())[:300]
-            raise EngineError(self._describe(f"{path}: vLLM answered {answer.status_code}: {said}"))
+            text = " ".join(answer.text.split())[:300]
+            raise EngineError(self._describe(f"{path}: vLLM answered {answer.status_code}: {text}"))
         return answer.content
 
     def count_tokens(self) -> float | None:
