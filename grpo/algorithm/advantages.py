@@ -1,7 +1,8 @@
-"""Advantages: the reward of a completion compared with those of its prompt. Pure functions of tensors, without ranks.
+"""Advantages: the reward of a completion compared with others. Pure functions of tensors, without ranks.
 
-Group-relative advantages: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2. Rewards are float64,
-[functions, groups, num_generations] or [groups, num_generations]; NaN: no function applies.
+Those of `advantage_estimator` grpo are here: group-relative, Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300,
+section 4.1.2; the others' formulas are in estimators.py. Rewards are float64, [functions, groups, num_generations] or
+[groups, num_generations]; NaN: no function applies.
 """
 
 from __future__ import annotations
@@ -11,25 +12,47 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo.algorithm.estimators import Outcomes, has_signal, std
+from grpo.algorithm.user_estimator import find_estimator
 from grpo.config.loss import LossSection
 
 
 def advantages(
-    by_function: torch.Tensor, weights: torch.Tensor, settings: LossSection, penalty: torch.Tensor | float = 0.0
+    by_function: torch.Tensor,
+    weights: torch.Tensor,
+    settings: LossSection,
+    penalty: torch.Tensor | float = 0.0,
+    lengths: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the advantage of each completion, float64 [groups, num_generations].
 
     by_function: float64 [functions, groups, num_generations] of all ranks; penalty: [groups, num_generations], taken
-    off the sum.
+    off the sum; lengths: int64 [groups, num_generations], tokens of each completion, which grpo does not need; greedy:
+    [functions, groups], rewards of the greedy completions, needed by remax alone.
     """
-    return AGGREGATIONS[settings.multi_objective_aggregation].advantages(by_function, weights, settings, penalty)
+    if settings.advantage_estimator == "grpo":
+        return AGGREGATIONS[settings.multi_objective_aggregation].advantages(by_function, weights, settings, penalty)
+    estimator, rewards = find_estimator(settings.advantage_estimator), total_rewards(by_function, weights) - penalty
+    outcomes = Outcomes(rewards, lengths, None if greedy is None else total_rewards(greedy, weights))
+    compared = estimator.advantages(outcomes, settings)
+    if estimator.signal is not None:
+        compared = torch.where(estimator.signal(outcomes, settings.reward_tolerance).unsqueeze(1), compared, 0.0)
+        compared = compared.nan_to_num(nan=0.0)  # where a greedy completion has no reward
+    return compared.masked_fill(rewards.isnan(), 0.0)
 
 
-def groups_with_signal(by_function: torch.Tensor, weights: torch.Tensor, settings: LossSection) -> torch.Tensor:
+def groups_with_signal(
+    by_function: torch.Tensor, weights: torch.Tensor, settings: LossSection, greedy: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return bool [groups]: whether these rewards ([functions, groups, num_generations]) tell good completions from
-    bad."""
-    compared = AGGREGATIONS[settings.multi_objective_aggregation].compared(by_function, weights)
-    return _any_signal(compared, settings.reward_tolerance)
+    bad. Only for estimators that judge this of each group by itself (settings.groups_have_signal)."""
+    if settings.advantage_estimator == "grpo":
+        compared = AGGREGATIONS[settings.multi_objective_aggregation].compared(by_function, weights)
+        return _any_signal(compared, settings.reward_tolerance)
+    baseline = None if greedy is None else total_rewards(greedy, weights)
+    outcomes = Outcomes(total_rewards(by_function, weights), greedy=baseline)
+    return find_estimator(settings.advantage_estimator).signal(outcomes, settings.reward_tolerance)
 
 
 def total_rewards(by_function: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -58,7 +81,7 @@ def normalize_then_sum(
     signal = _any_signal(by_function, settings.reward_tolerance)
     normalised = torch.stack([group_advantages(rewards, "group", settings.reward_tolerance) for rewards in by_function])
     total = torch.einsum("f,fgn->gn", weights, normalised).masked_fill(no_reward, torch.nan)
-    scaled = (total - total.nanmean()) / (_std(total.flatten()) + 1e-4)
+    scaled = (total - total.nanmean()) / (std(total.flatten()) + 1e-4)
     return torch.where(signal.unsqueeze(1), scaled, 0.0).nan_to_num(nan=0.0)
 
 
@@ -86,17 +109,17 @@ def group_advantages(rewards: torch.Tensor, scale_rewards: str = "group", tolera
     completion of a group without signal, whose rewards differ by no more than `tolerance`: exactly 0.
     """
     centred = (rewards - rewards.nanmean(dim=1, keepdim=True)) / SCALES[scale_rewards](rewards)
-    return torch.where(_has_signal(rewards, tolerance).unsqueeze(1), centred, 0.0).nan_to_num(nan=0.0)
+    return torch.where(has_signal(rewards, tolerance).unsqueeze(1), centred, 0.0).nan_to_num(nan=0.0)
 
 
 def scale_of_group(rewards: torch.Tensor) -> torch.Tensor:
     """Return each group's std (ddof 1) + 1e-4, [groups, 1]: DeepSeekMath, section 4.1.2."""
-    return _std(rewards).unsqueeze(1) + 1e-4
+    return std(rewards).unsqueeze(1) + 1e-4
 
 
 def scale_of_batch(rewards: torch.Tensor) -> torch.Tensor:
     """Return the std (ddof 1) of all rewards + 1e-4, a scalar."""
-    return _std(rewards.flatten()) + 1e-4
+    return std(rewards.flatten()) + 1e-4
 
 
 def no_scale(rewards: torch.Tensor) -> float:
@@ -121,19 +144,5 @@ def soft_overlong_punishment(lengths: torch.Tensor, max_completion_length: int, 
     return -(beyond / soft_punish_cache).clamp(0.0, 1.0)
 
 
-def _has_signal(rewards: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return bool [groups]: whether a group's rewards ([groups, num_generations], NaN left out) differ by more."""
-    highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
-    lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
-    return highest - lowest > tolerance
-
-
 def _any_signal(by_function: torch.Tensor, tolerance: float) -> torch.Tensor:
-    return torch.stack([_has_signal(rewards, tolerance) for rewards in by_function]).any(dim=0)
-
-
-def _std(rewards: torch.Tensor) -> torch.Tensor:
-    """Return the std over the last dimension, ddof 1, NaN left out; 0 where fewer than two are left."""
-    count = (~rewards.isnan()).sum(dim=-1)
-    squares = (rewards - rewards.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1)
-    return (squares / (count - 1).clamp(min=1)).sqrt()
+    return torch.stack([has_signal(rewards, tolerance) for rewards in by_function]).any(dim=0)

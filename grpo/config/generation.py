@@ -134,7 +134,10 @@ class RolloutSection(Section):
     HEADING = "rollouts"
 
     num_generations: int = option(
-        8, "completions per prompt, the group whose rewards are compared", at_least=2, common=True
+        8,
+        "completions per prompt, the group whose rewards are compared; 1 where advantage_estimator needs no group",
+        at_least=1,
+        common=True,
     )
     max_resample: int = option(
         0,

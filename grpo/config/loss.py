@@ -10,6 +10,8 @@ from grpo.config.fields import Section, option
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """the built-in ones: grpo/algorithm/loss_types.py"""
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo", "passk")
+"""the built-in ones: grpo/algorithm/advantages.py and estimators.py"""
 
 
 @dataclass
@@ -39,8 +41,18 @@ class LossSection(Section):
     delta: float | None = option(
         None, "bound of the ratio where the advantage is negative (dual clip), a number above 1 + epsilon_high"
     )
+    advantage_estimator: str = option(
+        "grpo",
+        "how rewards become advantages: grpo, rloo, reinforce++, reinforce++_baseline, remax, opo, passk, or a "
+        "function of your own as path/to/file.py:function. grpo takes the group's mean off and divides as "
+        "scale_rewards says; rloo takes the mean of the others off, opo a mean weighed by length, remax the reward of "
+        "a greedy completion; reinforce++ whitens over the round, with _baseline after the group's mean is off; passk "
+        "has the lead of a group's best",
+    )
     scale_rewards: Literal["group", "batch", "none"] = option(
-        "group", "advantages are divided by the std of their group, of the whole batch, or not"
+        "group",
+        "advantages are divided by the std of their group, of the whole batch, or not: with advantage_estimator grpo, "
+        "and with passk, which takes group and none; the others have their own formulas",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize", "several rewards are added and then compared within the group, or the reverse (GDPO)"
@@ -116,6 +128,12 @@ class LossSection(Section):
             return self.epsilon_high
         return 5.0 if self.loss_type == "cispo" else self.epsilon
 
+    @property
+    def groups_have_signal(self) -> bool:
+        """Tell whether a group's own rewards say if it teaches something. Not so with reinforce++, which compares with
+        the whole round, and with a function of the user's, which may."""
+        return self.advantage_estimator != "reinforce++" and ":" not in self.advantage_estimator
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
@@ -124,6 +142,7 @@ class LossSection(Section):
             self.loss_type,
             f"use {', '.join(LOSS_TYPES)}, or a function of your own as path/to/file.py:function",
         )
+        self._check_estimator()
         require(
             self.delta is None or self.delta > 1 + self.upper_clip,
             "delta",
@@ -182,4 +201,32 @@ class LossSection(Section):
             "use_bias_correction_kl",
             True,
             "it corrects the KL term of the loss, and with kl_in_reward there is none: use one of the two",
+        )
+
+    def _check_estimator(self) -> None:
+        estimator = self.advantage_estimator
+        require(
+            estimator in ADVANTAGE_ESTIMATORS or ":" in estimator,
+            "advantage_estimator",
+            estimator,
+            f"use {', '.join(ADVANTAGE_ESTIMATORS)}, or a function of your own as path/to/file.py:function",
+        )
+        require(
+            estimator == "grpo" or self.scale_rewards != "batch",
+            "scale_rewards",
+            self.scale_rewards,
+            f"advantage_estimator {estimator} does not divide by the std of the batch's rewards: leave this out"
+            + (", or use reinforce++" if "reinforce" not in estimator else ""),
+        )
+        require(
+            estimator == "grpo" or self.multi_objective_aggregation == "sum_then_normalize",
+            "multi_objective_aggregation",
+            self.multi_objective_aggregation,
+            f"advantage_estimator {estimator} compares sums of rewards: use sum_then_normalize, or grpo",
+        )
+        require(
+            self.groups_have_signal or self.reward_tolerance == 0,
+            "reward_tolerance",
+            self.reward_tolerance,
+            f"with advantage_estimator {estimator} equal rewards of a group may teach something: use 0",
         )

@@ -58,6 +58,7 @@ class TrainerConfig(
             self.ref,
             "there is no adapter without use_peft: add it, or leave this out",
         )
+        self._check_estimator_rounds()
         self._check_reference_updates()
         require(
             self.port != 0 or self.beta == 0 or self.ref == "adapter_off",
@@ -69,6 +70,30 @@ class TrainerConfig(
     def version_of_round(self, number: int) -> int:
         """Return the updates that the policy has had that draws round `number`, both from 0."""
         return max(0, number - self.max_policy_lag) * self.updates_per_round
+
+    def _check_estimator_rounds(self) -> None:
+        estimator = self.advantage_estimator
+        needs_group = estimator not in ("reinforce++", "remax") and ":" not in estimator
+        require(
+            self.num_generations > 1 or not needs_group,
+            "num_generations",
+            self.num_generations,
+            f"advantage_estimator {estimator} compares the completions of a prompt with each other: use 2 or more, or "
+            "reinforce++ or remax, which need no group",
+        )
+        require(
+            self.groups_have_signal or self.max_resample == 0,
+            "max_resample",
+            self.max_resample,
+            f"with advantage_estimator {estimator} equal rewards of a group may teach something, so none is replaced: "
+            "use 0",
+        )
+        require(
+            estimator != "remax" or self.sampler != "pool",
+            "advantage_estimator",
+            estimator,
+            "workers of a pool draw no greedy completion to compare with: use sampler continuous or generate, or rloo",
+        )
 
     def _check_reference_updates(self) -> None:
         require(

@@ -172,8 +172,9 @@ def describe_inputs(
     }
     files = {str(path.relative_to(REPOSITORY)): path for path in sorted(REPOSITORY.glob("grpo/**/*.py"))}
     files["grpo_ref_split.py"] = REPOSITORY / "grpo_ref_split.py"
-    if ":" in config.loss_type:
-        files[f"the file of {config.loss_type}"] = Path(config.loss_type.rpartition(":")[0])
+    for name in (config.loss_type, config.advantage_estimator):
+        if ":" in name:
+            files[f"the file of {name}"] = Path(name.rpartition(":")[0])
     for name, reward in rewards.items():
         file = getattr(sys.modules.get(reward.__module__), "__file__", None) if callable(reward) else None
         if file:

@@ -119,12 +119,13 @@ def record_step(
         where = "see 'Steps have no reward' in docs/troubleshooting.md"
         log.warning("step %d has no reward: %s returned None for every completion: %s", step, names, where)
     if run.progress.flat_steps == FLAT_STEPS:
+        estimator, reason = run.config.advantage_estimator, "all completions of each prompt earned the same reward"
+        if estimator != "grpo":
+            reason = f"every completion had an advantage of 0 by {estimator}"
         log.warning(
-            "in steps %d to %d all completions of each prompt earned the same reward (mean %.3g), so they taught "
-            "nothing: see 'The reward is flat' in docs/troubleshooting.md",
-            step - FLAT_STEPS + 1,
-            step,
-            metrics["reward"],
+            "in steps %d to %d %s (mean %.3g), so they taught nothing: see 'The reward is flat' in "
+            "docs/troubleshooting.md",
+            *(step - FLAT_STEPS + 1, step, reason, metrics["reward"]),
         )
 
 

@@ -73,7 +73,8 @@ class Rounds:
             groups = self._draw(examples, ids, attempt=0)
         with clock("reward"):
             by_function = self._reward(groups)
-        replaced = self._replace(groups, by_function, steps[0], clock)
+        greedy = self._reward_greedy(groups, clock)
+        replaced = self._replace(groups, by_function, greedy, steps[0], clock)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
@@ -89,14 +90,27 @@ class Rounds:
                     sample.ref_logprobs = logprobs
 
         penalty = self._kl_penalty(samples, beta, clock).view(len(groups), -1)
+        lengths = torch.tensor([len(sample.completion_ids) for sample in samples]).view(len(groups), -1)
         # Some ways to compare look at the rewards of all ranks.
-        all_rewards, all_penalties = zip(*gather((by_function, penalty)), strict=True)
-        compared = advantages(torch.cat(all_rewards, dim=1), self._weights, config, torch.cat(all_penalties))
+        all_rewards, all_penalties, all_lengths, all_greedy = zip(
+            *gather((by_function, penalty, lengths, greedy)), strict=True
+        )
+        compared = advantages(
+            torch.cat(all_rewards, dim=1),
+            self._weights,
+            config,
+            torch.cat(all_penalties),
+            torch.cat(all_lengths),
+            torch.cat(all_greedy, dim=1),
+        )
         share_of_rank = compared[self._rank * len(groups) : (self._rank + 1) * len(groups)]
         for sample, advantage in zip(samples, share_of_rank.flatten().tolist(), strict=True):
             sample.advantage = advantage
 
-        signal = groups_with_signal(by_function, self._weights, config)
+        if config.groups_have_signal:
+            signal = groups_with_signal(by_function, self._weights, config, greedy)
+        else:
+            signal = share_of_rank.ne(0).any(dim=1)
         whole = StepBatch(groups, by_function, total_rewards(by_function, self._weights), signal, samples)
         return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
 
@@ -145,12 +159,25 @@ class Rounds:
                 group.extra[:] = [next(rows) for _ in group.rollouts]
         return by_function.view(len(by_function), len(groups), -1)
 
-    def _replace(self, groups: list[Group], by_function: torch.Tensor, first_step: int, clock: PhaseClock) -> int:
-        """Replace groups without signal by groups of other prompts, in `groups` and `by_function`, up to max_resample
-        times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
+    def _reward_greedy(self, groups: list[Group], clock: PhaseClock) -> torch.Tensor:
+        """Compute the rewards of greedy completions of the groups' prompts, which are not trained on: float64
+        [functions, groups]. With another advantage_estimator than remax nothing is drawn and all are 0."""
+        if self._config.advantage_estimator != "remax":
+            return torch.zeros(len(self.reward_names), len(groups), dtype=torch.float64)
+        examples = [group.example for group in groups]
+        with clock("generate"):
+            rollouts = self._sampler.greedy(examples)
+        with clock("reward"):
+            return self._rewarder.compute(examples, rollouts, self._state)
+
+    def _replace(
+        self, groups: list[Group], by_function: torch.Tensor, greedy: torch.Tensor, first_step: int, clock: PhaseClock
+    ) -> int:
+        """Replace groups without signal by groups of other prompts, in `groups`, `by_function` and `greedy`, up to
+        max_resample times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
         config, replaced = self._config, 0
         for attempt in range(1, config.max_resample + 1):
-            rows = (~groups_with_signal(by_function, self._weights, config)).nonzero().flatten().tolist()
+            rows = (~groups_with_signal(by_function, self._weights, config, greedy)).nonzero().flatten().tolist()
             on_all_ranks = sum(gather(len(rows)))
             if on_all_ranks == 0:
                 break
@@ -167,6 +194,7 @@ class Rounds:
                 continue
             with clock("reward"):
                 by_function[:, rows] = self._reward(new_groups)
+            greedy[:, rows] = self._reward_greedy(new_groups, clock)
             for row, group in zip(rows, new_groups, strict=True):
                 groups[row] = group
         return replaced

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from grpo.algorithm.loss import try_loss
+from grpo.algorithm.user_estimator import try_estimator
 from grpo.client.patience import Patience
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.errors import require
@@ -131,6 +132,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         check_verdicts(config, reward_funcs)
         best_metric(config, reward_funcs)
     try_loss(config)
+    try_estimator(config.advantage_estimator, config.num_generations)
     ds_config = engine_config(config, world_size, device)
     tokenizer, settings = load_tokenizer(config), load_settings(config)
     processor = load_processor(config, settings, tokenizer)

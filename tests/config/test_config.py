@@ -91,6 +91,31 @@ IMPOSSIBLE = [
     (["--ref_mixup_alpha", "1.1"], "ref_mixup_alpha=1.1: ", "1 at most"),
     (["--report_to", "comet"], "report_to='comet': ", "tensorboard, wandb, trackio, swanlab, mlflow or none"),
     (["--loss_type", "ppo"], "loss_type='ppo': ", "path/to/file.py:function"),
+    (["--advantage_estimator", "gae"], "advantage_estimator='gae': ", "path/to/file.py:function"),
+    (["--num_generations", "1"], "num_generations=1: ", "grpo compares the completions of a prompt"),
+    (["--num_generations", "0"], "num_generations=0: ", "1 or more"),
+    (["--num_generations", "1", "--advantage_estimator", "passk"], "num_generations=1: ", "use 2 or more, or reinf"),
+    (["--scale_rewards", "batch", "--advantage_estimator", "opo"], "scale_rewards='batch': ", "or use reinforce++"),
+    (
+        ["--multi_objective_aggregation", "normalize_then_sum", "--advantage_estimator", "rloo"],
+        "multi_objective_aggregation='normalize_then_sum': ",
+        "use sum_then_normalize, or grpo",
+    ),
+    (
+        ["--reward_tolerance", "0.1", "--advantage_estimator", "reinforce++"],
+        "reward_tolerance=0.1: ",
+        "equal rewards of a group may teach something: use 0",
+    ),
+    (
+        ["--max_resample", "2", "--advantage_estimator", "mine.py:compare"],
+        "max_resample=2: ",
+        "so none is replaced: use 0",
+    ),
+    (
+        ["--advantage_estimator", "remax", "--sampler", "pool", "--pool", "http://a:1"],
+        "advantage_estimator='remax': ",
+        "use sampler continuous or generate",
+    ),
     (["--delta", "1.1"], "delta=1.1: ", "above 1.2"),
     (["--delta", "4", "--loss_type", "cispo"], "delta=4.0: ", "above 6"),
     (["--delta", "9", "--loss_type", "sapo"], "delta=9.0: ", "sapo has no clip"),
@@ -390,6 +415,11 @@ def test_every_recipe_is_read_by_both_programs(path):
     served = parse_arguments(ServerConfig, "", ["--config", str(path)])
     assert served.model_name_or_path == config.model_name_or_path and served.port == config.port
     engine_config(config, 1, torch.device("cpu"))
+
+
+def test_a_single_completion_is_enough_where_an_estimator_needs_no_group():
+    for name in ("reinforce++", "remax", "mine.py:compare"):
+        assert trainer("--num_generations", "1", "--advantage_estimator", name).num_generations == 1
 
 
 def test_the_launcher_leaves_to_the_trainer_what_depends_on_its_ranks():

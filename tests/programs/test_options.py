@@ -7,6 +7,7 @@ import zlib
 import pytest
 import torch
 from trainer_runs import lines, options, plain_python, run_ranks, timeless
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.algorithm.advantages import group_advantages
 
@@ -151,6 +152,52 @@ def test_a_step_whose_completions_are_all_cut_does_nothing(run, settings, tmp_pa
     shutil.rmtree(tmp_path / "run/model")  # with it the run would be done
     ended = plain_python(*settings(**changes, resume_from_checkpoint="last"))
     assert ended.returncode == 0 and "step 2 does nothing: all 8 completions are cut" in ended.stdout, ended.stdout
+    assert timeless(tmp_path / "run") == straight
+
+
+def test_what_is_whitened_over_the_round_is_the_same_on_two_ranks(run, settings, tmp_path):
+    """One completion a prompt: nothing but the other prompts to compare it with."""
+    changes = {"advantage_estimator": "reinforce++", "num_generations": 1, "prompts_per_step": 8, "max_steps": 2}
+    rows = run("one", **changes)
+    ended = run_ranks(2, "grpo_ref_split.py", *settings("two", **changes))
+    assert ended.returncode == 0, ended.stdout
+    for row, cut in zip(rows, lines(tmp_path / "two/metrics.jsonl"), strict=True):
+        assert row["frac_reward_zero_std"] == cut["frac_reward_zero_std"] == 0 < row["grad_norm"]
+        assert cut["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
+        assert cut["reward"] == pytest.approx(row["reward"])
+    whole, cut = (by_step(tmp_path / name) for name in ("one", "two"))
+    for step in (1, 2):
+        assert (
+            [sample["advantage"] for sample in cut[step]]
+            == [pytest.approx(sample["advantage"], abs=1e-9) for sample in whole[step]]
+            != [0.0]
+        )
+
+
+def test_a_greedy_completion_is_the_baseline_and_a_run_goes_on_bit_for_bit(run, settings, model_folder, tmp_path):
+    changes = {
+        "advantage_estimator": "remax",
+        "num_generations": 3,
+        "steps_per_generation": 2,
+        "max_steps": 4,
+        "save_steps": 1,
+        "save_total_limit": 0,
+    }
+    rows = run(**changes)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    samples = by_step(tmp_path / "run")[1]
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    prompt = tokenizer(samples[0]["prompt"], add_special_tokens=False, return_tensors="pt")
+    policy = AutoModelForCausalLM.from_pretrained(model_folder)  # as the round began
+    ids = policy.generate(**prompt, do_sample=False, max_new_tokens=24)[0, prompt["input_ids"].shape[1] :]
+    greedy = len(tokenizer.decode(ids, skip_special_tokens=True)) / 100
+    assert [s["reward"] - s["advantage"] for s in samples] == pytest.approx([greedy] * 3) and greedy > 0
+    straight = timeless(tmp_path / "run")
+    for step in (2, 3, 4):
+        shutil.rmtree(tmp_path / f"run/checkpoint-{step}")
+    shutil.rmtree(tmp_path / "run/model")
+    ended = plain_python(*settings(**changes, resume_from_checkpoint="last"))
+    assert ended.returncode == 0 and "goes on after step 1" in ended.stdout, ended.stdout
     assert timeless(tmp_path / "run") == straight
 
 

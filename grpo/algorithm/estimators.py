@@ -1,0 +1,162 @@
+"""The values of `advantage_estimator` beside grpo: a formula for each, with its paper. Pure functions of tensors,
+without ranks.
+
+A formula is computed from the outcomes of a round's completions on all ranks, and returns float64 [groups,
+num_generations]. NaN, a completion to which no reward function applies, is in no mean; its advantage is made 0 in
+grpo/algorithm/advantages.py, as are those of a group without signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from grpo.config.loss import LossSection
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What the completions of a round came to, of all ranks."""
+
+    rewards: torch.Tensor
+    """float64 [groups, num_generations], the weighted sum over the functions, less the KL with kl_in_reward; NaN where
+    no function applies"""
+    lengths: torch.Tensor | None = None
+    """int64 [groups, num_generations], tokens of each completion; None where only signal is asked for"""
+    greedy: torch.Tensor | None = None
+    """float64 [groups], the reward of each prompt's greedy completion; None but with remax"""
+
+
+def rloo(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
+    """Return reward - mean of the group's other rewards.
+
+    Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, the RLOO estimator. With n rewards that is n / (n - 1)
+    times (reward - group mean).
+    """
+    rewards = outcomes.rewards
+    count = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    return (rewards - rewards.nanmean(dim=1, keepdim=True)) * count / (count - 1).clamp(min=1)
+
+
+def reinforce_plus_plus(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
+    """Return the rewards whitened over the tokens of the round.
+
+    Hu et al. 2025, "REINFORCE++", arXiv:2501.03262, equations 8 to 10, without discount. The KL of equation 8 is that
+    of a token and all after it. With kl_in_reward it is the whole completion's: the KL before a token does not depend
+    on that token, so it is a baseline, and the expected gradient is the same.
+    """
+    if not has_signal(outcomes.rewards.view(1, -1), 0.0):
+        return torch.zeros_like(outcomes.rewards)  # exactly: no rounding dust
+    return _whiten(outcomes.rewards, outcomes.lengths)
+
+
+def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
+    """Return reward - group mean, whitened over the tokens of the round; a group without signal counts as zeros.
+
+    Hu et al. 2025, "REINFORCE++", arXiv:2501.03262, REINFORCE++ with baseline.
+    """
+    rewards = outcomes.rewards
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    signal = has_signal(rewards, settings.reward_tolerance)
+    return _whiten(torch.where(signal.unsqueeze(1), centred, centred * 0.0), outcomes.lengths)
+
+
+def remax(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
+    """Return reward - reward of the policy's greedy completion of the prompt.
+
+    Li et al. 2023, "ReMax", arXiv:2310.10505, algorithm 1. With kl_in_reward the greedy completion's reward is without
+    KL.
+    """
+    return outcomes.rewards - outcomes.greedy.unsqueeze(1)
+
+
+def opo(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
+    """Return reward - mean of the group's rewards, each weighed by its completion's tokens.
+
+    Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585: the baseline of least variance where
+    the squared norm of a completion's gradient grows with its length.
+    """
+    rewards = outcomes.rewards
+    tokens = outcomes.lengths.masked_fill(rewards.isnan(), 0)
+    # Completions without a token have no gradient, whatever their advantage.
+    baseline = (tokens * rewards.nan_to_num(nan=0.0)).sum(dim=1) / tokens.sum(dim=1).clamp(min=1)
+    return rewards - baseline.unsqueeze(1)
+
+
+def passk(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
+    """Return best reward - second best for the best completion of a group, 0 for the others; with scale_rewards group
+    divided by the group's std + 1e-4.
+
+    Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning",
+    arXiv:2503.19595: the maximum over the group, less the maximum without the completion.
+    """
+    rewards = outcomes.rewards
+    gap = _lead(rewards)
+    if settings.scale_rewards == "group":
+        gap = gap / (std(rewards) + 1e-4)
+    best = rewards.nan_to_num(nan=-torch.inf).argmax(dim=1, keepdim=True)
+    return torch.zeros_like(rewards).scatter(1, best, gap.unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A way to make advantages from rewards."""
+
+    advantages: Callable[[Outcomes, LossSection], torch.Tensor]
+    signal: Callable[[Outcomes, float], torch.Tensor] | None
+    """(outcomes, tolerance) -> bool [groups]: whether a group's rewards tell good completions from bad; None where
+    that depends on the whole round"""
+
+
+def _spread_signal(outcomes: Outcomes, tolerance: float) -> torch.Tensor:
+    return has_signal(outcomes.rewards, tolerance)
+
+
+def _greedy_signal(outcomes: Outcomes, tolerance: float) -> torch.Tensor:
+    return ((outcomes.rewards - outcomes.greedy.unsqueeze(1)).abs() > tolerance).any(dim=1)
+
+
+def _lead_signal(outcomes: Outcomes, tolerance: float) -> torch.Tensor:
+    return _lead(outcomes.rewards) > tolerance
+
+
+ESTIMATORS = {
+    "rloo": Estimator(rloo, _spread_signal),
+    "reinforce++": Estimator(reinforce_plus_plus, None),
+    "reinforce++_baseline": Estimator(reinforce_plus_plus_baseline, _spread_signal),
+    "remax": Estimator(remax, _greedy_signal),
+    "opo": Estimator(opo, _spread_signal),
+    "passk": Estimator(passk, _lead_signal),
+}
+
+
+def has_signal(rewards: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Return bool [groups]: whether a group's rewards ([groups, num_generations], NaN left out) differ by more."""
+    highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
+    lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
+    return highest - lowest > tolerance
+
+
+def std(rewards: torch.Tensor) -> torch.Tensor:
+    """Return the std over the last dimension, ddof 1, NaN left out; 0 where fewer than two are left."""
+    count = (~rewards.isnan()).sum(dim=-1)
+    squares = (rewards - rewards.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def _lead(rewards: torch.Tensor) -> torch.Tensor:
+    """Return how far a group's best reward is above its second best, [groups]; 0 where fewer than two are known."""
+    best, second = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1).values.unbind(dim=1)
+    return torch.where(second.isneginf(), 0.0, best - second)
+
+
+def _whiten(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return (value - mean) / sqrt(variance + 1e-8), mean and variance (ddof 1) over all tokens: a completion's value
+    counts once for each of its tokens. All [groups, num_generations]."""
+    tokens = lengths.masked_fill(values.isnan(), 0)
+    count = tokens.sum()
+    mean = (tokens * values.nan_to_num(nan=0.0)).sum() / count.clamp(min=1)
+    squares = (tokens * (values - mean).square().nan_to_num(nan=0.0)).sum()
+    return (values - mean) / (squares / (count - 1).clamp(min=1) + 1e-8).sqrt()
