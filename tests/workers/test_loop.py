@@ -302,6 +302,7 @@ def test_a_pool_that_goes_and_comes_back_costs_time_only(model_folder, tmp_path,
             time.sleep(0.5)
             with running_pool(tmp_path, port=pool.port):
                 trainer.wait(tasks)
+                eventually(lambda: "answers again" in caplog.text)  # once every thread of the worker has its answer
                 assert not ended
                 said = [record.getMessage() for record in caplog.records if record.name == "grpo.client.patience"]
     assert len(said) == 2 and "asking again" in said[0] and said[1] == f"{pool.url} answers again"
