@@ -72,7 +72,9 @@ class AdapterSection(Section):
     lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", above=0)
     lora_alpha: int = option(32, "the product of the adapter's two matrices is scaled by lora_alpha / lora_r", above=0)
     lora_target_modules: list[str] | None = option(
-        None, "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model"
+        None,
+        "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model, and "
+        "all-linear where it has none, as for models with a vision tower",
     )
     use_rslora: bool = option(False, "scale that product by lora_alpha / sqrt(lora_r) instead (rsLoRA)")
     use_dora: bool = option(False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction")

@@ -154,8 +154,11 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
         log.info("going on with %s: %s, r %d, alpha %g", name, kind, rank, alpha)
         return True
     from peft import LoraConfig
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOSEN
 
     targets = config.lora_target_modules
+    if targets is None and model.config.model_type not in CHOSEN:
+        targets = ["all-linear"]  # of no vision-language model peft knows which layers to take
     if targets != ["all-linear"]:
         _check_targets(model, targets or [])
     tower = [rf"{re.escape(name)}\..*" for name in vision_modules(model)] if config.freeze_vision_tower else []
