@@ -33,6 +33,13 @@ OPTIONS = {
     "num_iterations 2, epsilon_high 0.28, delta 4": "--num_iterations 2 --epsilon_high 0.28 --delta 4",
     "steps_per_generation 4": "--steps_per_generation 4",
     "scale_rewards batch": "--scale_rewards batch",
+    "advantage_estimator rloo": "--advantage_estimator rloo",
+    "advantage_estimator reinforce++_baseline": "--advantage_estimator reinforce++_baseline",
+    "advantage_estimator reinforce++, 128 prompts, 1 completion": "--advantage_estimator reinforce++ "
+    "--num_generations 1 --prompts_per_step 128",
+    "advantage_estimator remax": "--advantage_estimator remax",
+    "advantage_estimator opo": "--advantage_estimator opo",
+    "advantage_estimator passk": "--advantage_estimator passk",
     "normalize_then_sum": "--multi_objective_aggregation normalize_then_sum",
     "kl_estimator k1": "--kl_estimator k1",
     "kl_estimator k2": "--kl_estimator k2",
