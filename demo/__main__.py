@@ -2,7 +2,8 @@
 
     python -m demo               everything; exit code 0 only if the model learned
     python -m demo --pool        the same, but three workers draw while the trainer learns; one is killed
-    python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names
+    python -m demo --vision      the same with pictures: a tiny model that can count shapes learns to look
+    python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names, or demo_vision.yaml
 
 It runs what a user would run, on two CPU cores: `python -m grpo.launch`, which starts the server and two trainer
 processes. The model and the data are kept for the next time; the training starts anew.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,15 +22,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo.config.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "configs/demo_cpu.yaml"
-BEFORE, AFTER = (0.10, 0.40), 0.90  # the held-out accuracy that the demo promises
 KILLED_AFTER = 20  # steps, with --pool
-WIDTH = 58  # characters of a column of completions
+SHOWN, WIDTH = 4, 58  # printed problems; characters of a column of completions
+PICTURE = re.compile(r"<\|vision_start\|>.*<\|vision_end\|>")
 
 # One thread each for two trainer ranks and the server, on the CPU even where the machine has a GPU.
 ENVIRONMENT = os.environ | {
@@ -39,6 +42,21 @@ ENVIRONMENT = os.environ | {
 }
 
 
+@dataclass(frozen=True)
+class Demo:
+    """A demo: where it is, and the held-out accuracy that it promises."""
+
+    folder: str
+    config: str
+    habit: str
+    before: tuple[float, float]
+    after: float
+
+
+TEXT = Demo("runs/demo", CONFIG, "can think but seldom does", (0.10, 0.40), 0.90)
+VISION = Demo("runs/demo-vision", "configs/demo_vision.yaml", "can look but mostly guesses", (0.20, 0.50), 0.85)
+
+
 class DemoError(RuntimeError):
     """A demo that did not do what it promises."""
 
@@ -47,16 +65,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the training (default: 0)")
     parser.add_argument("--folder", type=Path, help="folder of model, data and run (default: runs/demo/seedN)")
-    parser.add_argument("--pool", action="store_true", help="let three workers draw, and kill one on the way")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--vision", action="store_true", help="let a model count shapes in pictures")
+    kinds.add_argument("--pool", action="store_true", help="let three workers draw, and kill one on the way")
     parser.add_argument("--prepare", action="store_true", help="build model and data only")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` blocks end the child processes
     sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the programs
-    folder = arguments.folder.absolute() if arguments.folder else Path(f"runs/demo/seed{arguments.seed}")
+    demo = VISION if arguments.vision else TEXT
+    folder = arguments.folder.absolute() if arguments.folder else Path(f"{demo.folder}/seed{arguments.seed}")
     os.chdir(REPOSITORY)
     start = time.monotonic()
     try:
-        prepare(folder, arguments.seed)
+        prepare(folder, arguments.seed, demo)
         built = time.monotonic()
         if arguments.prepare:
             print(f"model and data are in {folder}")
@@ -64,8 +85,8 @@ def main() -> int:
         if arguments.pool:
             train_with_workers(folder, arguments.seed)
         else:
-            train(folder, arguments.seed)
-        report(folder, built - start, time.monotonic() - built)
+            train(folder, arguments.seed, demo=demo)
+        report(demo, folder, built - start, time.monotonic() - built)
     except DemoError as error:
         print(f"demo: error: {error}", file=sys.stderr)
         return 1
@@ -75,26 +96,32 @@ def main() -> int:
     return 0
 
 
-def prepare(folder: Path, seed: int) -> None:
-    from demo.model import build
-    from demo.task import write_dataset
+def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
+    if demo is VISION:
+        from demo.pictures import write_dataset
+        from demo.vision import build
+    else:
+        from demo.model import build
+        from demo.task import write_dataset
 
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "model").exists():
         print(f"using the model that is in {folder / 'model'}")
     else:
-        print("building a tiny model that can think but seldom does")
+        print(f"building a tiny model that {demo.habit}")
         build(folder / "model", seed)
     write_dataset(folder / "data", seed)
 
 
-def train(folder: Path, seed: int, *options: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+def train(
+    folder: Path, seed: int, *options: str, meanwhile: Callable[[], None] = lambda: None, demo: Demo = TEXT
+) -> None:
     """Run `python -m grpo.launch`, with more options of it, to its end; call `meanwhile` a few times a second.
 
     Raises DemoError where it fails.
     """
     shutil.rmtree(folder / "run", ignore_errors=True)
-    words = ["--nproc_per_node", "2", "--config", CONFIG, "--seed", seed, "--port", free_port()]
+    words = ["--nproc_per_node", "2", "--config", demo.config, "--seed", seed, "--port", free_port()]
     words += ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
     words += ["--output_dir", folder / "run", *options]
     run = subprocess.Popen([sys.executable, "-m", "grpo.launch", *map(str, words)], env=ENVIRONMENT)
@@ -149,31 +176,46 @@ def count_steps(folder: Path) -> int:
     return path.read_bytes().count(b"\n") - 1 if path.exists() else 0  # the first line is the evaluation before
 
 
-def report(folder: Path, building: float, training: float) -> None:
+def report(demo: Demo, folder: Path, building: float, training: float) -> None:
     """Print completions and times. Raises DemoError where the promise was not kept."""
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     before, after = rows[0], rows[-1]
-    print_completions(folder, after["step"])
+    pairs = pair_completions(folder, after["step"])
+    print_completions(pairs[:SHOWN])
     print(
         f"\nSeconds: {building:.0f} for model and data, {training:.0f} for GRPO with server, start-up and evaluation."
     )
     print(f"learning curves: {folder / 'run/curves.png'}")
+    if demo is VISION:
+        from demo.gallery import draw_gallery
 
-    low, high = BEFORE
-    if not (low <= before["eval_accuracy"] <= high and after["eval_accuracy"] >= AFTER):
+        draw_gallery(
+            folder / "run/pictures.png", folder / "run/pictures", [(question_of(old), old, new) for old, new in pairs]
+        )
+        print(f"pictures with answers before and after: {folder / 'run/pictures.png'}")
+
+    low, high = demo.before
+    if not (low <= before["eval_accuracy"] <= high and after["eval_accuracy"] >= demo.after):
         raise DemoError(
             f"held-out accuracy went from {before['eval_accuracy']:.3f} to {after['eval_accuracy']:.3f}: it should "
-            f"begin between {low} and {high} and reach {AFTER}"
+            f"begin between {low} and {high} and reach {demo.after}"
         )
 
 
-def print_completions(folder: Path, last_step: int) -> None:
+def pair_completions(folder: Path, last_step: int) -> list[tuple[dict, dict]]:
+    """Return what the record has of each held-out problem before the first step and after the last."""
     lines = (folder / "run/completions.jsonl").read_text().splitlines()
     samples = [sample for sample in map(json.loads, lines) if sample["phase"] == "eval"]
-    by_step = {step: [sample for sample in samples if sample["step"] == step] for step in (0, last_step)}
-    for old, new in list(zip(by_step[0], by_step[last_step], strict=True))[:4]:
-        question = old["prompt"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
-        print(f"\n{question}  (answer: {old['answer']})")
+    return list(zip(*([s for s in samples if s["step"] == step] for step in (0, last_step)), strict=True))
+
+
+def question_of(sample: dict) -> str:
+    return PICTURE.sub("", sample["prompt"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0])
+
+
+def print_completions(pairs: list[tuple[dict, dict]]) -> None:
+    for old, new in pairs:
+        print(f"\n{question_of(old)}  (answer: {old['answer']})")
         columns = [textwrap.wrap(sample["completion"], WIDTH) or [""] for sample in (old, new)]
         heads = [f"{name}: {'right' if s['correct'] else 'wrong'}" for name, s in (("before", old), ("after", new))]
         print(f"  {heads[0]:<{WIDTH}}  {heads[1]}")

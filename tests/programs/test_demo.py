@@ -13,7 +13,7 @@ import time
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 
-from demo.__main__ import AFTER, BEFORE
+from demo.__main__ import TEXT
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +51,8 @@ def built(tmp_path_factory):
 
 def check(folder, output) -> None:
     rows = lines(folder)
-    assert BEFORE[0] <= rows[0]["eval_accuracy"] <= BEFORE[1]
-    assert rows[-1]["eval_accuracy"] >= AFTER and rows[-1]["eval_n"] == 256
+    assert TEXT.before[0] <= rows[0]["eval_accuracy"] <= TEXT.before[1]
+    assert rows[-1]["eval_accuracy"] >= TEXT.after and rows[-1]["eval_n"] == 256
     assert rows[1]["kl"] < 1e-8
     assert f"{rows[-1]['eval_accuracy']:.3f} ±" in output and output.count("before: ") == 4
     assert (folder / "run/curves.png").stat().st_size > 10_000 and str(folder / "run/curves.png") in output
