@@ -112,7 +112,9 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
             )
         files = [path]
     else:
-        files = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
+        named = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
+        # A folder of pictures beside the rows may have train-1.png.
+        files = [file for file in named if file.suffix in _FILE_TYPES] or named
     if not files or len({file.suffix for file in files}) > 1 or files[0].suffix not in _FILE_TYPES:
         names = ", ".join(file.name for file in files) or "none"
         raise ConfigError(

@@ -127,6 +127,14 @@ def test_every_form_of_a_picture_is_read_as_the_datasets_own_bytes(tmp_path, qwe
     assert np.array_equal(open_picture(*pictures_of(only.prompt_ids)), open_picture(PNG))
 
 
+def test_pictures_whose_names_begin_as_the_split_are_no_rows(tmp_path, qwen):
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown/train-1.png").write_bytes(PNG)
+    write(tmp_path / "train.jsonl", [row("shown/train-1.png", column="image")])
+    (only,) = qwen.load(tmp_path)
+    assert pictures_of(only.prompt_ids) == (PNG,)
+
+
 @pytest.mark.parametrize("kind", ["WEBP", "BMP", "GIF", "TIFF"])
 def test_other_formats_become_png_without_loss(tmp_path, qwen, kind):
     options = {"lossless": True} if kind == "WEBP" else {}
