@@ -116,7 +116,7 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 def build(folder: Path, seed: int) -> None:
     """Build the model and write it with tokenizer and processor to `folder`, which must not exist.
 
-    Uses no held-out arrangement. Takes about 50 s of one CPU core.
+    Uses no held-out arrangement. Takes about 80 s of one CPU core.
     """
     refuse_to_overwrite(folder)
     torch.manual_seed(seed)
@@ -131,7 +131,7 @@ def build(folder: Path, seed: int) -> None:
 
     check_on = list(islice(problems(rng), 256))
     for name, demonstrations, updates, learning_rate in [
-        ("learning to look", looking(rng), 400, 8e-3),
+        ("learning to look", looking(rng), 600, 8e-3),
         ("picking up bad habits", habitual(rng), 150, 2e-3),
     ]:
         train(

@@ -32,7 +32,7 @@ from grpo.config.model import SharedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter
-from grpo.model.pictures import PictureProcessor, load_processor
+from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
 from grpo.model.vision_tower import freeze_vision_tower
 from grpo.rollouts.records import Sample
@@ -149,7 +149,9 @@ def main(model, cases_file, out) -> None:
     rank, world_size, device, _ = join_ranks(configs[0])
     shared = SharedConfig(model_name_or_path=model)
     policy = load_model(shared, device)
-    processor = load_processor(shared, policy.config, load_tokenizer(shared))
+    processor = None
+    if takes_pictures(policy.config):  # the models of text have no tokenizer
+        processor = load_processor(shared, policy.config, load_tokenizer(shared))
     if configs[0].use_peft:
         train_adapter(policy, configs[0])
     if configs[0].freeze_vision_tower:

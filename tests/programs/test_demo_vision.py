@@ -115,13 +115,13 @@ def built(tmp_path_factory):
     return folder, run(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_demo_learns_to_look_with_the_shipped_seed(built):
     check(*built)
 
 
-@pytest.mark.slow
-def test_without_pictures_only_the_tags_are_learnt(built, tmp_path, monkeypatch):
+@pytest.mark.rare
+def test_with_blank_pictures_it_stays_at_chance(built, tmp_path, monkeypatch):
     """The same model and problems with blank pictures, for a third of the steps: in those it learns with pictures."""
     for split in ("train", "test"):
         rows = datasets.load_dataset("parquet", data_files=str(built[0] / f"data/{split}.parquet"), split="train")
@@ -136,7 +136,6 @@ def test_without_pictures_only_the_tags_are_learnt(built, tmp_path, monkeypatch)
     assert last["step"] == same_step["step"] == 20
     chance = 1 / (MOST + 1)
     assert last["eval_accuracy"] < chance + 0.1 < same_step["eval_accuracy"] - 0.2
-    assert last["eval_format"] > 0.9
 
 
 @pytest.mark.rare
