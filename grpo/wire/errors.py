@@ -33,6 +33,8 @@ def check_number(kind: str, number: int, limit: int) -> None:
 
 
 def check_name(name: str, text: str) -> None:
-    """Raise ProtocolError where a request_id or client is too long."""
+    """Raise ProtocolError where a name is too long, or can be shown nowhere: JSON may have half a surrogate pair."""
     if len(text) > _LONGEST_NAME:
         raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise malformed(f"{name} {text!a} has half of a surrogate pair: send whole characters")

@@ -130,6 +130,7 @@ def test_a_run_that_was_written_before_a_field_was_added_is_read():
         (Lease.of_json, {"worker": "a", "room": 1, "holds": [[1]], "wait": 1}, r"list of \[group, attempt\]"),
         (Lease.of_json, {"worker": "a", "room": 1, "holds": [], "wait": float("inf")}, "wait"),
         (Lease.of_json, {"worker": "a" * 129, "room": 1, "holds": [], "wait": 1}, "129 characters"),
+        (Lease.of_json, {"worker": "\ud800", "room": 1, "holds": [], "wait": 1}, "half of a surrogate pair"),
     ],
 )
 def test_damaged_json_is_refused(read, found, says):
