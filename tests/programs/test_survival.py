@@ -173,6 +173,7 @@ def test_a_network_that_delays_cuts_and_swallows_changes_nothing(words, steady, 
         assert run.count_logged("out of rotation") >= 10
 
 
+@pytest.mark.rare  # 20 s of waiting; the other tests here stop and kill servers too
 def test_a_server_stopped_for_longer_than_the_timeout_changes_nothing(words, steady, undisturbed, tmp_path):
     with training(words, tmp_path / "run", steady.url, max_steps=FEWER, ref_request_timeout=2) as run:
         for step in (4, 9):
