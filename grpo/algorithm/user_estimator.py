@@ -9,7 +9,7 @@ import torch
 from grpo.algorithm.estimators import ESTIMATORS, Estimator, Outcomes
 from grpo.config.errors import ConfigError
 from grpo.config.loss import LossSection
-from grpo.config.user_files import load_file
+from grpo.config.user_files import load_function
 
 
 @functools.cache  # reward functions may change the directory that a path begins in
@@ -20,16 +20,7 @@ def find_estimator(name: str) -> Estimator:
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    path, _, function_name = name.rpartition(":")
-    try:
-        module = load_file("advantage_estimator", name, path)
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's file may raise anything
-        raise ConfigError(f"advantage_estimator={name!r}: {path} cannot be imported ({error!r}): correct it") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"advantage_estimator={name!r}: {path} has no such function: define it there")
+    function = load_function("advantage_estimator", name)
 
     def checked(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
         rewards = outcomes.rewards

@@ -11,7 +11,7 @@ import torch
 from grpo.algorithm.loss_types import LOSSES, LossFunction, LossInputs, LossTerms
 from grpo.config.errors import ConfigError
 from grpo.config.loss import LossSection
-from grpo.config.user_files import load_file
+from grpo.config.user_files import load_function
 
 
 @functools.cache  # reward functions may change the directory that a path begins in
@@ -22,16 +22,7 @@ def find_loss(loss_type: str) -> LossFunction:
     """
     if loss_type in LOSSES:
         return LOSSES[loss_type]
-    path, _, name = loss_type.rpartition(":")
-    try:
-        module = load_file("loss_type", loss_type, path)
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's file may raise anything
-        raise ConfigError(f"loss_type={loss_type!r}: {path} cannot be imported ({error!r}): correct it") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"loss_type={loss_type!r}: {path} has no such function: define it there")
+    function = load_function("loss_type", loss_type)
 
     def checked(inputs: LossInputs, settings: LossSection) -> LossTerms:
         terms = function(inputs, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -31,3 +32,21 @@ def load_file(field: str, name: str, path: str) -> ModuleType:
         sys.modules[module_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module_name])
     return sys.modules[module_name]
+
+
+def load_function(field: str, name: str) -> Callable:
+    """Return the function that `name`, path/to/file.py:function in the setting `field`, stands for.
+
+    Raises ConfigError where there is no such file or function, or the file cannot be imported.
+    """
+    path, _, function_name = name.rpartition(":")
+    try:
+        module = load_file(field, name, path)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's file may raise anything
+        raise ConfigError(f"{field}={name!r}: {path} cannot be imported ({error!r}): correct it") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{field}={name!r}: {path} has no such function: define it there")
+    return function
