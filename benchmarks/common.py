@@ -148,3 +148,20 @@ def machine() -> str:
         "unknown processor",
     )
     return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+
+
+BESIDE_TRL = ["TRL, s", "ours, s", "ratio, pair by pair", "TRL, MiB", "ours, MiB", "ratio"]
+"""the head of what `beside_trl` returns, after its first column"""
+
+
+def beside_trl(title: str, times: dict[str, list[float]], peaks: dict[str, int]) -> list[str]:
+    """Return a row of a table: the seconds of pairs, and the bytes of peaks, by side, trl and ours."""
+    return [
+        title,
+        spread(times["trl"]),
+        spread(times["ours"]),
+        spread(ratios(times["trl"], times["ours"])),
+        f"{peaks['trl'] / 2**20:,.0f}",
+        f"{peaks['ours'] / 2**20:,.0f}",
+        f"{peaks['trl'] / peaks['ours']:.2f}",
+    ]

@@ -32,7 +32,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.common import (
+    BESIDE_TRL,
     VOCABULARY,
+    beside_trl,
     forget_peak,
     fresh,
     in_turn,
@@ -327,20 +329,9 @@ def part_update(layers: int, vocabulary: int, repeats: int) -> None:
         del ours, theirs
         print(f"{name}: {times}", file=sys.stderr)
         peaks = {side: peak(one) for side, one in (("ours", own), ("trl", setting))}
-        rows.append(
-            [
-                name,
-                spread(times["trl"]),
-                spread(times["ours"]),
-                spread(ratios(times["trl"], times["ours"])),
-                f"{peaks['trl'] / MIB:,.0f}",
-                f"{peaks['ours'] / MIB:,.0f}",
-                f"{peaks['trl'] / peaks['ours']:.2f}",
-            ]
-        )
+        rows.append(beside_trl(name, times, peaks))
     print(f"\n### Update phase: {layers} layers, {describe(work, vocabulary)}, {repeats} pairs\n")
-    head = ["settings", "TRL, s", "ours, s", "ratio, pair by pair", "TRL, MiB", "ours, MiB", "ratio"]
-    print(table(head, rows))
+    print(table(["settings", *BESIDE_TRL], rows))
     print("\nMiB: peak above weights and gradients, each side in a process of its own. On a GPU TRL's head runs on")
     print("completions only; on a CPU it runs over prompts and padding too, without a setting: the last rows patch it.")
 

@@ -36,8 +36,18 @@ from transformers import (
 
 from benchmarks import logprobs
 from benchmarks.arithmetic import each_alone, prompt_once
-from benchmarks.common import forget_peak, fresh, in_turn, machine, peak_above, ratios, seconds, spread, table
-from benchmarks.logprobs import GROUP, MIB, ONE_BATCH, Ours, Theirs, check_sides
+from benchmarks.common import (
+    BESIDE_TRL,
+    beside_trl,
+    forget_peak,
+    fresh,
+    in_turn,
+    machine,
+    peak_above,
+    seconds,
+    table,
+)
+from benchmarks.logprobs import GROUP, ONE_BATCH, Ours, Theirs, check_sides
 from demo.model import build_tokenizer
 from grpo.config.model import SharedConfig
 from grpo.model.load import load_tokenizer
@@ -298,20 +308,9 @@ def part_pairs(tokens: int, completion: int, repeats: int) -> None:
             del ours, theirs, phases
             print(f"{title}: {times}", file=sys.stderr)
             peaks = {side: peak(one) for side, one in (("ours", own), ("trl", setting))}
-            rows.append(
-                [
-                    title,
-                    spread(times["trl"]),
-                    spread(times["ours"]),
-                    spread(ratios(times["trl"], times["ours"])),
-                    f"{peaks['trl'] / MIB:,.0f}",
-                    f"{peaks['ours'] / MIB:,.0f}",
-                    f"{peaks['trl'] / peaks['ours']:.2f}",
-                ]
-            )
+            rows.append(beside_trl(title, times, peaks))
         print(f"\n### Beside TRL: {tokens:,} tokens a picture, {GROUP} completions of {completion}, {repeats} pairs\n")
-        head = ["phase", "TRL, s", "ours, s", "ratio, pair by pair", "TRL, MiB", "ours, MiB", "ratio"]
-        print(table(head, rows))
+        print(table(["phase", *BESIDE_TRL], rows))
         print("\nMiB: peak above weights and gradients, pixels in it, each side in a process of its own.")
         part_bytes(work, folder)
 
