@@ -77,11 +77,10 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
 
 
 def _find_on_hub(model: str) -> Path | None:
-    from transformers.utils import cached_file
+    from grpo.model.hub import find_file
 
-    missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
     try:
-        path = cached_file(model, ANSWERING, **missing_is_none)
+        path = find_file(model, ANSWERING)
     except OSError:  # there is no such model: loading it fails next, with the reason
         return None
     return path and Path(path)

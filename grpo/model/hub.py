@@ -8,6 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session, httpx
+from transformers.utils import cached_file
 
 from grpo.config.errors import ConfigError
 
@@ -39,6 +40,15 @@ def can_ask_hub(field: str, name: str) -> bool:
     if is_file or is_path:
         raise ConfigError(f"{field}={name!r}: there is no such file or folder: correct the path, or give a hub id")
     return _is_hub_reachable()
+
+
+def find_file(name: str, *files: str) -> str | None:
+    """Return the path of the first of these files that a model, a folder or hub id, has; None where it has none.
+
+    Raises OSError where the hub knows no such model.
+    """
+    missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    return next((path for file in files if (path := cached_file(name, file, **missing_is_none))), None)
 
 
 @cache

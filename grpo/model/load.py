@@ -14,7 +14,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from grpo.config.errors import ConfigError
@@ -22,7 +21,7 @@ from grpo.config.generation import AnsweringConfig
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.devices import refuse_shortage
-from grpo.model.hub import check_model_name
+from grpo.model.hub import check_model_name, find_file
 from grpo.model.logprobs import Head
 from grpo.model.lora import QUANTIZERS, base_of, load_adapter, require_packages
 from grpo.model.pictures import takes_pictures
@@ -216,7 +215,7 @@ def load_auto(auto_class, shared: SharedConfig, **options):
     check_model_name("model_name_or_path", name)
     try:
         source = base_of(name) or name
-        if source != name and auto_class is AutoTokenizer and _has_tokenizer(name):
+        if source != name and auto_class is AutoTokenizer and find_file(name, "tokenizer_config.json"):
             source = name
         return auto_class.from_pretrained(source, trust_remote_code=shared.trust_remote_code, **options)
     except ConfigError:
@@ -227,8 +226,3 @@ def load_auto(auto_class, shared: SharedConfig, **options):
             f"model_name_or_path={name!r}: cannot be loaded ({reason}): give a local folder, or a hub "
             "id that this machine can reach"
         ) from error
-
-
-def _has_tokenizer(name: str) -> bool:
-    missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
-    return cached_file(name, "tokenizer_config.json", **missing_is_none) is not None

@@ -22,10 +22,10 @@ from PIL import Image
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-from transformers.utils import cached_file
 
 from grpo.config.errors import ConfigError, require
 from grpo.config.model import SharedConfig
+from grpo.model.hub import find_file
 from grpo.model.lora import base_of
 from grpo.model.vision_tower import vision_parameters
 from grpo.wire.health import fingerprint
@@ -58,7 +58,7 @@ def load_processor(
     """
     name = base_of(config.model_name_or_path) or config.model_name_or_path
     limits = {limit: value for limit in ("min_pixels", "max_pixels") if (value := getattr(config, limit)) is not None}
-    if not takes_pictures(settings) or _find(name, "preprocessor_config.json", "processor_config.json") is None:
+    if not takes_pictures(settings) or find_file(name, "preprocessor_config.json", "processor_config.json") is None:
         for limit, value in limits.items():
             require(False, limit, value, f"{config.model_name_or_path} takes no pictures: leave it out")
         return None
@@ -80,7 +80,7 @@ def load_processor(
             f"loaded ({reason}): install what it asks for, or use another model"
         ) from error
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
-    return PictureProcessor(processor, [path for file in _FILES if (path := _find(name, file))], limits)
+    return PictureProcessor(processor, [path for file in _FILES if (path := find_file(name, file))], limits)
 
 
 class PictureProcessor:
@@ -173,7 +173,8 @@ class PictureProcessor:
         try:
             return self._processor(text=[text], images=images, **options)
         except ValueError as error:
-            raise PictureError(f"is refused by the model's processor ({error})") from error
+            reason = " ".join(str(error).split())[:200]  # such as Qwen's, where a picture is 200 times as wide as high
+            raise PictureError(f"is refused by the model's processor ({reason})") from error
 
 
 @dataclass(frozen=True)
@@ -257,12 +258,6 @@ def _without_video(base: type, images, tokenizer: PreTrainedTokenizerBase) -> ty
 
     Processor.__name__ = base.__name__
     return Processor
-
-
-def _find(name: str, *files: str) -> str | None:
-    """Return the path of the first of these files that a model has."""
-    missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
-    return next((path for file in files if (path := cached_file(name, file, **missing_is_none))), None)
 
 
 def _noise(width: int, height: int, seed: int) -> bytes:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, require
-from grpo.wire.picture_files import PictureError
 from grpo.wire.pictures import PicturedPrompt
 from grpo.wire.rewards import Message
 
@@ -150,12 +149,7 @@ def tokenize_prompt(
         if piece != processor.placeholder and piece in prompt:
             raise PictureCountError(f"places for pieces of pictures are in the text itself: {piece}")
     if pictures:
-        try:
-            return processor.encode(prompt, pictures, add_special_tokens)
-        except PictureError:
-            raise
-        except ValueError as error:  # such as Qwen's, where a picture is 200 times as wide as high
-            raise PictureError(f"is refused by the model's processor ({' '.join(str(error).split())[:200]})") from error
+        return processor.encode(prompt, pictures, add_special_tokens)
     return tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
 
 
