@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -90,9 +91,9 @@ def train_tokenizer(corpus: Iterator[str], special_tokens: list[str], chat_templ
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Make a model with random fp32 weights. At the usual initializer_range, 0.02, one so small learns far slower."""
-    config = Qwen2Config(
+def language_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Return the settings of a tiny Qwen2. At the usual initializer_range, 0.02, one so small learns far slower."""
+    return dict(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
@@ -101,12 +102,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         num_key_value_heads=4,
         max_position_embeddings=512,
         initializer_range=0.06,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
     )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """Make a model with random fp32 weights."""
+    config = Qwen2Config(**language_settings(tokenizer), tie_word_embeddings=True, dtype="float32")
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from demo.model import START, TAG, refuse_to_overwrite, save, train, train_tokenizer
+from demo.model import START, TAG, language_settings, refuse_to_overwrite, save, train, train_tokenizer
 from demo.pictures import CELL, SIDE, Problem, guess, look, problems, untagged
 
 MERGED = 2  # patches of a token's side
@@ -54,19 +54,8 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
     """Make a model with random fp32 weights."""
     piece, video, begin, end = tokenizer.convert_tokens_to_ids([PIECE, VIDEO, BEGIN, END])
-    text = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        initializer_range=0.06,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]},
+    text = language_settings(tokenizer) | dict(
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
     )
     vision = dict(
         depth=1,
