@@ -14,11 +14,11 @@ from grpo.config.errors import ConfigError
 from grpo.config.generation import DataSection
 from grpo.wire.logprobs import MOST_PICTURES, MOST_PIXELS_IN_ALL
 from grpo.wire.picture_files import MOST_PIXELS, EncodedPicture, PictureError, check_picture
+from grpo.wire.pictures import SIGNATURES
 
 MOST_BYTES = 60 << 20
 """most bytes of a prompt's pictures: a reference server takes requests of 64 MiB"""
 DEFAULT_COLUMNS = "image", "images"
-_ENCODED = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 # What a PNG file can hold: any other mode is converted as it would be when the file is read.
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 
@@ -101,7 +101,8 @@ def encode_picture(picture: bytes | Image.Image) -> bytes:
 
     Raises PictureError where it cannot be read. A file whose end is damaged passes, as in `check_picture`.
     """
-    data = picture if isinstance(picture, bytes) and picture.startswith(_ENCODED) else _to_png(picture)
+    is_encoded = isinstance(picture, bytes) and picture.startswith(tuple(SIGNATURES.values()))
+    data = picture if is_encoded else _to_png(picture)
     check_picture(data)
     return data
 

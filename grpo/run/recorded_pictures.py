@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grpo.wire.pictures import SIGNATURES
+
 FOLDER = "pictures"
 
 
@@ -23,7 +25,7 @@ def keep_pictures(folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[
 
 
 def _keep(folder: Path, picture: bytes) -> str:
-    kind = "png" if picture.startswith(b"\x89PNG") else "jpg"
+    kind = next(kind for kind, first in SIGNATURES.items() if picture.startswith(first))
     name = f"{hashlib.sha256(picture).hexdigest()[:16]}.{kind}"
     if not (folder / name).exists():
         folder.mkdir(exist_ok=True)

@@ -14,6 +14,8 @@ from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
+from grpo.wire.pictures import SIGNATURES
+
 MOST_PIXELS = 1 << 26
 """most pixels of a picture: a square of 8,192; decoded it takes 200 MB, whatever its file has"""
 
@@ -25,7 +27,7 @@ _MOST_SCANS = 200
 
 # By the first bytes, and not by Image.open, whose readers of other formats would see a stranger's bytes too. A JPEG
 # with several pictures (MPO, of many cameras) is read as its first.
-_READERS = {b"\x89PNG\r\n\x1a\n": PngImageFile, b"\xff\xd8\xff": JpegImageFile}
+_READERS = {SIGNATURES["png"]: PngImageFile, SIGNATURES["jpg"]: JpegImageFile}
 
 
 class PictureError(ValueError):

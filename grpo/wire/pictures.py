@@ -8,6 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpg": b"\xff\xd8\xff"}
+"""the first bytes of the kinds of files that pictures are sent as, by suffix"""
+
 
 class PicturedPrompt(Sequence[int]):
     """Token ids, to be used as a list of them, with the pictures in their order in the prompt.
