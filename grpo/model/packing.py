@@ -184,11 +184,12 @@ def _pack(
     predicts: list[np.ndarray] = [np.empty(0, np.int64)] * len(sequences)
     start = 0
     for group in by_prompt:
-        prompt = np.asarray(sequences[group[0]][0], np.int64)
+        first, _ = sequences[group[0]]
+        prompt = np.asarray(first, np.int64)
         ids.append(prompt)
-        of_prompt = pictures.see(sequences[group[0]][0], start)
+        of_prompt = pictures.see(first, start)
         positions.append(of_prompt)
-        blocks.append(pictures.blocks(sequences[group[0]][0]))
+        blocks.append(pictures.blocks(first))
         last_of_prompt = start + len(prompt) - 1  # it predicts every first token
         start += len(prompt)
         groups.append((len(prompt), fed := []))
@@ -220,16 +221,18 @@ def _pad(
     width = max(len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences)
     input_ids = np.full((len(sequences), width), pad_token_id, np.int64)
     predicts, positions, pictures = [], [], _Pictures(vision)
+    has_positions = vision is not None and vision.has_positions
     for row, (prompt, completion) in enumerate(sequences):
         fed = len(prompt) + max(0, len(completion) - 1)
         input_ids[row, : len(prompt)] = prompt
         input_ids[row, len(prompt) : fed] = completion[:-1]
         predicts.append(np.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)) + row * width)
         of_prompt = pictures.see(prompt, row * width)
-        positions.append(_joined([of_prompt, following(of_prompt, width - len(prompt))]))
+        if has_positions:
+            positions.append(_joined([of_prompt, following(of_prompt, width - len(prompt))]))
     of_pictures = pictures.of_batch(input_ids.ravel(), input_ids.shape, device)
     position_ids = None
-    if vision is not None and vision.has_positions and of_pictures[0]:
+    if has_positions and of_pictures[0]:
         position_ids = torch.from_numpy(np.stack([np.broadcast_to(row, (3, width)) for row in positions], 1)).to(device)
     return Batch(
         torch.from_numpy(input_ids).to(device),
