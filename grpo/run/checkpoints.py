@@ -44,6 +44,7 @@ from grpo.run.folder import SaveError, put_in_place, to_disk, write_model
 from grpo.run.progress import SHARED, Progress, random_states, set_random_states
 from grpo.run.rearrange import put_steps, share_anew, to_universal
 from grpo.wire.health import fingerprint
+from grpo.wire.pictures import key_of, pictures_of
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,10 @@ class Checkpoints:
         for unfinished in [*folder.glob("*.unfinished"), *folder.glob("*.old")] if rank == 0 else []:
             shutil.rmtree(unfinished)
         # Two prompts of one text may have different pictures.
-        prompts = [getattr(example.prompt_ids, "digest", b"").hex() or example.prompt for example in examples]
+        prompts = [
+            key_of(example.prompt_ids).hex() if pictures_of(example.prompt_ids) else example.prompt
+            for example in examples
+        ]
         in_few_bits = config.quantization != "none" or config.optim == "adamw_8bit"
         self._run_info = {
             "ranks": world_size,

@@ -63,7 +63,7 @@ def dry_run(config: TrainerConfig) -> None:
     longest = max(len(example.prompt_ids) for example in inputs.examples)
     pictured = _most_pictured(inputs)
     work = RankWork(config, ranks, longest, len(inputs.held_out), inputs.processor, pictured)
-    found = _describe_inputs(config, inputs, model, policy_info)
+    found = _describe_inputs(config, inputs, model, policy_info, pictured)
     if checkpoint:
         found.append(f"  goes on    from {checkpoint}")
     step = _describe_step(work, inputs.examples)
@@ -86,29 +86,33 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _describe_inputs(
-    config: TrainerConfig, inputs: Inputs, model: PreTrainedModel, policy_info: ModelInfo
+    config: TrainerConfig,
+    inputs: Inputs,
+    model: PreTrainedModel,
+    policy_info: ModelInfo,
+    pictured: PicturedPrompt | None,
 ) -> list[str]:
-    """Return what a run would train on, with what rewards, and what the servers answer."""
+    """Return what a run would train on, with what rewards, and what the servers answer.
+
+    `pictured` is the prompt with the most tokens of pictures.
+    """
     rewards = inputs.reward_funcs
     weighted = [f"{name} x {weight:g}" for name, weight in zip(rewards, config.reward_weights, strict=True)]
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     lengths = [len(example.prompt_ids) for example in inputs.examples]
-    with_pictures = sum(bool(pictures_of(example.prompt_ids)) for example in inputs.examples)
+    takes_pictures = inputs.processor is not None
     lines = [
         "Dry run: no weights were loaded, nothing was started or written.",
         f"  model      {policy_info.name}: {count:,} parameters, {trained:,} of them trained",
+        *([f"  vision     {_describe_tower(config, model)}"] if takes_pictures else []),
         f"  tokenizer  {policy_info.vocab_size:,} tokens in the model's vocabulary, {policy_info.max_length:,} in its "
         "longest sequence",
         f"  dataset    {config.dataset_name}: {len(inputs.examples):,} prompts to train on, of {min(lengths)} to "
         f"{max(lengths)} tokens (mean {sum(lengths) / len(lengths):.0f}), {len(inputs.held_out):,} held out",
+        *([f"  pictures   {_describe_pictures(inputs, pictured)}"] if takes_pictures else []),
         f"  rewards    {', '.join(weighted)}",
     ]
-    if inputs.processor is not None:
-        most = _most_pictured(inputs)
-        of_most = f", of {_pieces(most, inputs.processor)} tokens at most" if most is not None else ""
-        lines.insert(4, f"  pictures   in {with_pictures:,} of these prompts{of_most}")
-        lines.insert(2, f"  vision     {_describe_tower(config, model)}")
     if config.beta == 0:
         lines.append("  reference  none: beta is 0")
     elif config.ref == "adapter_off":
@@ -131,6 +135,12 @@ def _describe_tower(config: TrainerConfig, model: PreTrainedModel) -> str:
     trained = sum(weight.numel() for weight in tower if weight.requires_grad)
     why = " (freeze_vision_tower)" if config.freeze_vision_tower else ""
     return f"{count:,} of these parameters are the vision tower's, {trained:,} of them trained{why}"
+
+
+def _describe_pictures(inputs: Inputs, pictured: PicturedPrompt | None) -> str:
+    count = sum(bool(pictures_of(example.prompt_ids)) for example in inputs.examples)
+    of_most = f", of {_pieces(pictured, inputs.processor)} tokens at most" if pictured is not None else ""
+    return f"in {count:,} of these prompts{of_most}"
 
 
 def _most_pictured(inputs: Inputs) -> PicturedPrompt | None:
