@@ -177,7 +177,8 @@ def _add_option(
         details.append(listed)
     elif get_origin(kind) is list:
         word = _KINDS[get_args(kind)[0]]
-        options |= {"type": partial(_read, get_args(kind)[0]), "nargs": "+", "metavar": f"{word} [{word} ...]"}
+        options |= {"type": partial(_read, get_args(kind)[0]), "metavar": f"{word} [{word} ...]"}
+        options["nargs"] = "*" if field.metadata["may_be_empty"] else "+"
     else:
         options |= {"type": partial(_read, kind), "metavar": _KINDS[kind]}
     if default not in (None, False, []):

@@ -41,13 +41,16 @@ class Limits:
         )
 
 
-def option(default: Any, help: str, common: bool = False, off: str = "", **limits: float) -> Any:
+def option(
+    default: Any, help: str, common: bool = False, off: str = "", may_be_empty: bool = False, **limits: float
+) -> Any:
     """Return a field with its default, its line of `--help`, and the Limits of its number.
 
     `common` settings are in the short `--help`. `off` is what `--no_...` does, of a switch that is on by default. The
-    limits of a list are those of each number in it.
+    limits of a list are those of each number in it; it has one element at least, unless it `may_be_empty`.
     """
-    metadata = {"help": help, "common": common, "off": off, "limits": Limits(**limits) if limits else None}
+    metadata = {"help": help, "common": common, "off": off, "may_be_empty": may_be_empty}
+    metadata["limits"] = Limits(**limits) if limits else None
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

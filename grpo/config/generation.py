@@ -9,6 +9,7 @@ from typing import ClassVar
 from grpo.config.errors import ConfigError, require
 from grpo.config.fields import Section, option
 from grpo.config.model import AdapterSection, SharedConfig, VisionSection
+from grpo.config.turns import TurnsSection
 
 # Arguments of apply_chat_template itself, beside `tools` and `documents`, which it hands to the template.
 _NOT_THE_TEMPLATES = (
@@ -147,7 +148,7 @@ class RolloutSection(Section):
 
 
 @dataclass
-class AnsweringConfig(GenerationSection, AnswerSection, DataSection, SharedConfig):
+class AnsweringConfig(GenerationSection, TurnsSection, AnswerSection, DataSection, SharedConfig):
     """The settings by which a dataset's problems are answered, in training and after it."""
 
     @property
@@ -191,7 +192,7 @@ class ChatSection(Section):
 
 
 @dataclass
-class ChatConfig(ChatSection, AnswerSection, SharedConfig):
+class ChatConfig(ChatSection, TurnsSection, AnswerSection, SharedConfig):
     """Every setting of `python -m grpo.chat`."""
 
     SHORT: ClassVar = {"model": "model_name_or_path"}

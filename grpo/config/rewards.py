@@ -19,11 +19,15 @@ class RewardSection(Section):
     reward_funcs: list[str] = option(
         ["correctness_reward", "format_reward"],
         "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
-        "servers with --task reward",
+        "servers with --task reward; it may be empty where an environment gives rewards",
         common=True,
+        may_be_empty=True,
     )
     reward_weights: list[float] | None = option(
-        None, "weight of each reward function, in their order; unset is 1 for each", common=True
+        None,
+        "weight of each reward function, in their order; unset is 1 for each, as that of an environment's reward is",
+        common=True,
+        may_be_empty=True,
     )
     soft_punish_cache: int = option(
         0,
@@ -59,6 +63,12 @@ class RewardedConfig(RewardSection, AnsweringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            bool(self.reward_funcs) or self.environment is not None,
+            "reward_funcs",
+            self.reward_funcs,
+            "name a reward function at least, unless an environment gives rewards",
+        )
         require(
             self.soft_punish_cache <= self.max_completion_length,
             "soft_punish_cache",

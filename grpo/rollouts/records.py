@@ -33,20 +33,43 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """How a completion of several segments ended. Plain data, as all records."""
+
+    finished: bool
+    """False where it was cut: at max_completion_length, or after as many turns as the settings allow"""
+    messages: list[dict[str, Any]]
+    """the completion as chat messages, as a chat template takes them: of the assistant, perhaps with `tool_calls`, of
+    role `tool`, and of the user where an environment answers in its own words"""
+    tool_calls: int = 0
+    tool_failures: int = 0
+    """those of the calls that failed: malformed, of no such tool, with other arguments, raised, too slow"""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """what the environment gives, by the name that it is logged under"""
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
 
     completion_ids: list[int]
-    """the tokens that the sampler drew, its eos included"""
+    """the tokens that the sampler drew, its eos included, and between them those of answers"""
     finished: bool
-    """True where the sampler drew an eos; False where it was cut at max_completion_length"""
+    """True where the sampler drew an eos; False where it was cut at max_completion_length; with answers what the
+    outcome says"""
     text: str
-    """the completion without special tokens"""
+    """what was drawn without special tokens; segments are joined by line ends"""
     sampling_logprobs: list[float]
-    """the log-prob of each id in the distribution that it was drawn from; NaN where the sampler does not know it"""
+    """the log-prob of each id in the distribution that it was drawn from; NaN where the sampler does not know it, and
+    at the tokens of answers"""
     policy_version: int
     """the number of updates that the policy had had when it drew the first of these tokens; with
     in_flight_weight_updates it may have drawn the later ones after more"""
+    drawn: list[bool] | None = None
+    """True for each id that the sampler drew, False for those that a tool or an environment answered; None: it drew
+    all. The update trains on what was drawn"""
+    outcome: Outcome | None = None
+    """how a completion with tools or an environment ended; None without them"""
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,14 @@ from grpo.config.rewards import RewardSection
 from grpo.config.server import ServerConfig, ServingSection
 from grpo.config.trainer import TrainerConfig
 from grpo.config.training import TrainingSection
+from grpo.config.turns import TurnsSection
 from grpo.config.worker import WorkerConfig
 
 SECTIONS = (
     *(SharedConfig, DataSection, AnswerSection, GenerationSection, RolloutSection, EvaluateSection, ChatSection),
     *(RewardSection, LossSection, TrainingSection, AdapterSection, ConnectionSection, ReferenceSection, RecordSection),
     *(ServersSection, ServingSection, ReportConfig, WorkerConfig),
-    *(PoolSection, VisionSection),
+    *(PoolSection, VisionSection, TurnsSection),
 )
 NUMBERS = [
     (section, field)

@@ -1,0 +1,61 @@
+"""Settings of what answers the policy between its turns: tools and environments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo.config.errors import require
+from grpo.config.fields import Section, option
+from grpo.config.user_files import check_file
+
+
+@dataclass
+class TurnsSection(Section):
+    """The settings of tools and environments."""
+
+    HEADING = "tools and environments"
+
+    tools: list[str] = option(
+        [],
+        "functions that the model may call, each with type hints and a docstring: path/to/file.py:function",
+        may_be_empty=True,
+    )
+    environment: str | None = option(
+        None,
+        "class that answers the model, one instance for each completion: path/to/file.py:Class, with reset and methods "
+        "that the model calls as tools, or with reset and step",
+    )
+    max_tool_calling_iterations: int | None = option(
+        None, "most turns of a completion whose calls are answered; unset is as many as there is room for", above=0
+    )
+    max_turns: int | None = option(
+        None, "most turns of the model in a completion; unset is as many as there is room for", above=0
+    )
+    max_tool_response_length: int = option(
+        2048, "characters of an answer, of a tool or an environment, beyond which it is cut", above=0
+    )
+    tool_timeout: float | None = option(
+        None,
+        "seconds that a call of a tool or environment may take: they run in other processes, and are killed if they "
+        "hang; unset runs them in the trainer",
+        above=0,
+    )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = option(
+        "auto",
+        "how the model writes calls, where its tokenizer has no response template; auto looks into the chat template",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.tools:
+            check_file("tools", name, name.rpartition(":")[0])
+        if self.environment is not None:
+            check_file("environment", self.environment, self.environment.rpartition(":")[0])
+        for name in ("max_tool_calling_iterations", "max_turns", "tool_timeout"):
+            value = getattr(self, name)
+            require(self.has_turns or value is None, name, value, "nothing answers: add tools or environment")
+
+    @property
+    def has_turns(self) -> bool:
+        return bool(self.tools) or self.environment is not None
