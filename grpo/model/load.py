@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -10,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -133,7 +135,20 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every id that ends a completion: the tokenizer's eos and those of the model's generation config."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
+    return _end_ids(model.generation_config, tokenizer)
+
+
+def load_end_ids(config: SharedConfig, settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what `eos_token_ids` will of the model, before it is loaded: `settings` is its configuration."""
+    name = config.model_name_or_path
+    path = find_file(base_of(name) or name, "generation_config.json")
+    if path is None:
+        return _end_ids(GenerationConfig.from_model_config(settings), tokenizer)
+    return _end_ids(GenerationConfig.from_pretrained(Path(path).parent), tokenizer)
+
+
+def _end_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    configured = settings.eos_token_id if settings else None
     ids = configured if isinstance(configured, list) else [configured]
     return sorted({tokenizer.eos_token_id, *ids} - {None})
 

@@ -68,18 +68,21 @@ def render_prompt(
     template_kwargs: dict[str, Any] | None = None,
     place: str = "the conversation",
     pictures: int | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Render a prompt (text, or chat messages) to the text the model continues; plain text without a chat template.
 
     A last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
-    The template can read `template_kwargs`. `place` tells in an error where the prompt is. The model's placeholder
-    stands for each of `pictures`, which are placed as `place_pictures` does.
+    The template can read `template_kwargs`, and writes what it says of `tools`, JSON schemas. `place` tells in an error
+    where the prompt is. The model's placeholder stands for each of `pictures`, which are placed as `place_pictures`
+    does.
 
     A prompt without pictures is rendered as text, which is how a model without pictures is asked; in parts only where
     the template does not take text. Raises ConfigError where the template does not take the prompt, PictureCountError.
     """
     messages = chat_messages(prompt, system_prompt)
     in_parts = place_pictures(messages, pictures)
+    given = (template_kwargs or {}) | ({"tools": tools} if tools else {})
     forms = [in_parts] if pictures else [text_of_messages(messages), in_parts]
     continued = messages[-1]["role"] == "assistant"
     if tokenizer.chat_template is None:
@@ -99,7 +102,7 @@ def render_prompt(
             tokenize=False,
             add_generation_prompt=not continued,
             continue_final_message=continued,
-            **(template_kwargs or {}),
+            **given,
         )
 
     errors: list[Exception] = []
@@ -125,6 +128,15 @@ def render_prompt(
     raise ConfigError(
         f"{model}: its chat template refuses {place} ({reason}): change the messages, or use another model"
     ) from errors[0]
+
+
+def add_observation(prompt: str | list[PartMessage], observation: str) -> str | list[PartMessage]:
+    """Return a prompt whose last message goes on with what an environment says, as TRL puts it together."""
+    if isinstance(prompt, str):
+        return prompt + observation
+    content = prompt[-1]["content"]
+    added = content + observation if isinstance(content, str) else [*content, {"type": "text", "text": observation}]
+    return [*prompt[:-1], prompt[-1] | {"content": added}]
 
 
 def tokenize_prompt(

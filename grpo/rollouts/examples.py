@@ -12,6 +12,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.generation import AnsweringConfig
 from grpo.rollouts.chat_template import (
     PartMessage,
+    add_observation,
     chat_messages,
     place_pictures,
     render_prompt,
@@ -20,6 +21,7 @@ from grpo.rollouts.chat_template import (
 )
 from grpo.rollouts.pictures import PictureColumn, check_prompt
 from grpo.rollouts.records import Example
+from grpo.rollouts.turns import Turns
 from grpo.wire.picture_files import EncodedPicture
 
 if TYPE_CHECKING:
@@ -38,12 +40,15 @@ def make_example(
     row: Mapping[str, Any],
     column: PictureColumn | None = None,
     processor: PictureProcessor | None = None,
+    turns: Turns | None = None,
 ) -> Example:
     """Make an Example of a dataset row. Its columns have the row's values, and the gold answer as `answer`, unless the
-    dataset has another column of that name. An answer that is a list or dict stays one there.
+    dataset has another column of that name. An answer that is a list or dict stays one there. `turns` adds tools and
+    what an environment says to the prompt.
 
     Raises ConfigError, naming the row, where a value has a wrong type, or the row has pictures and there is no
-    `processor`; PictureError or PictureCountError where its pictures cannot be used.
+    `processor`; PictureError or PictureCountError where its pictures cannot be used; RewardError where an environment
+    fails.
     """
     answer, prompt = row[config.dataset_answer_column], row[config.dataset_prompt_column]
     place = f"row {index} (from 0)"
@@ -75,7 +80,10 @@ def make_example(
         pictures = value if isinstance(value, list) else [] if value is None else [value]
         check_prompt([picture.file for picture in pictures])
     count = None if column is None or processor is None else len(pictures)
-    rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place, count)
+    if turns is not None and (observation := turns.observe(columns)):
+        prompt = add_observation(prompt, observation)
+    tools = None if turns is None else turns.tools
+    rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place, count, tools)
     prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
     messages, conversation = chat_messages(prompt, config.system_prompt), prompt if isinstance(prompt, list) else None
     if pictures:

@@ -22,6 +22,7 @@ from grpo.rollouts.dataset import decoded, load_rows
 from grpo.rollouts.examples import GIVEN_TO_REWARDS, make_example
 from grpo.rollouts.pictures import PictureColumn, decoded_columns, find_column
 from grpo.rollouts.records import Example
+from grpo.rollouts.turns import Turns
 from grpo.wire.picture_files import PictureError
 from grpo.wire.pictures import pictures_of
 
@@ -40,12 +41,14 @@ def load_examples(
     limit: int = 0,
     progress: bool = True,
     processor: PictureProcessor | None = None,
+    turns: Turns | None = None,
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0.
 
     Rows without a prompt, without a gold answer, with too long a prompt or with pictures that cannot be used are
     dropped and counted. Raises ConfigError where the dataset cannot be loaded, lacks a column, has a value of another
-    type, has pictures and there is no `processor` for them, or keeps no example.
+    type, has pictures and there is no `processor` for them, or keeps no example; RewardError where the environment of
+    `turns` fails.
     """
     log.info("reading split %s of %s", split, config.dataset_name)
     rows = load_rows(config, split)
@@ -72,12 +75,13 @@ def load_examples(
             return None
         try:
             row = {**row, **{other.name: other.read(row[other.name], index) for other in others}}
-            return make_example(config, tokenizer, index, row, column, processor)
+            return make_example(config, tokenizer, index, row, column, processor, turns)
         except (PictureError, PictureCountError) as error:
             return error
 
     numbered = enumerate(decoded(config, split, bar))
-    made = map(make, numbered) if column is None else _map_in_threads(make, numbered)
+    waits = column is not None or config.tool_timeout is not None  # for Pillow, or an environment in another process
+    made = _map_in_threads(make, numbered) if waits else map(make, numbered)
     for index, example in enumerate(made):
         if example is None:
             dropped[no_prompt] += 1
@@ -194,10 +198,11 @@ class PromptStream:
 def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """Yield the function's results in the order of the items, computed by as many threads as this rank has cores.
 
-    Pillow and numpy leave the interpreter to others while they decode and resize.
+    Pillow and numpy leave the interpreter to others while they decode and resize, and so does a call that waits for
+    another process.
     """
     threads = max(1, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
-    items, pool = iter(items), ThreadPoolExecutor(threads, thread_name_prefix="pictures")
+    items, pool = iter(items), ThreadPoolExecutor(threads, thread_name_prefix="examples")
     try:
         while batch := [*islice(items, 8 * threads)]:
             yield from pool.map(function, batch)

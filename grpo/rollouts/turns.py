@@ -7,7 +7,7 @@ the completion, and the policy draws on after them. Token ids stay the truth: no
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from grpo.rollouts.records import Example, Outcome
 
@@ -34,6 +34,16 @@ class Dialogue(Protocol):
 
 class Turns(Protocol):
     """What answers the policy, in all completions of a run."""
+
+    tools: list[dict[str, Any]] | None
+    """the JSON schemas of what the policy may call, for its chat template; None where there is nothing to call"""
+
+    def observe(self, columns: dict[str, Any]) -> str:
+        """Return what the environment says of a row before the first turn, which ends its prompt; "" for nothing.
+
+        From any thread. Raises RewardError where the environment fails.
+        """
+        ...
 
     def begin(self, example: Example) -> Dialogue:
         """Begin a completion of this example. The sampler closes it."""

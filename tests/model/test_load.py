@@ -16,7 +16,15 @@ from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model import hub
 from grpo.model.fingerprint import describe
-from grpo.model.load import eos_token_ids, load_model, load_reference, load_tokenizer, resolve_dtype
+from grpo.model.load import (
+    eos_token_ids,
+    load_end_ids,
+    load_model,
+    load_reference,
+    load_settings,
+    load_tokenizer,
+    resolve_dtype,
+)
 from grpo.model.logprobs import token_logprobs
 from grpo.model.trial import make_batcher
 
@@ -131,6 +139,20 @@ def test_every_id_that_ends_is_known(model_folder):
     assert eos_token_ids(model, tokenizer) == sorted({tokenizer.eos_token_id, 7})
     model.generation_config.eos_token_id = None
     assert eos_token_ids(model, tokenizer) == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("ends", [7, [7, 8], None])
+@pytest.mark.parametrize("has_file", [True, False])
+def test_the_ids_that_end_a_completion_are_known_before_the_model_is_loaded(model_folder, tmp_path, ends, has_file):
+    model, tokenizer = load(model_folder)
+    model.generation_config.eos_token_id = model.config.eos_token_id = ends
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    if not has_file:
+        (tmp_path / "generation_config.json").unlink()
+    model, tokenizer = load(tmp_path)
+    config = SharedConfig(model_name_or_path=str(tmp_path))
+    assert load_end_ids(config, load_settings(config), tokenizer) == eos_token_ids(model, tokenizer)
 
 
 def test_fingerprints_follow_weights_and_tokenizer_not_names_and_dtypes(tmp_path, model_folder):

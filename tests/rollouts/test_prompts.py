@@ -1,6 +1,7 @@
 """Loading from every kind of place, gold answers, prompts, and the order of training."""
 
 import json
+from typing import ClassVar
 
 import pyarrow
 import pyarrow.parquet
@@ -286,6 +287,40 @@ def test_a_template_without_system_messages_is_explained(tokenizer, monkeypatch)
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(ConfigError, match=r"system_prompt='Be brief.*no system role.*set system_prompt to ''"):
         render_prompt(tokenizer, "Hi", "Be brief.")
+
+
+class Bank:
+    """What an environment and its tools are to a prompt (grpo/rollouts/turns.py)."""
+
+    tools: ClassVar = [{"type": "function", "function": {"name": "balance", "description": "Return a balance."}}]
+
+    def observe(self, columns):
+        return f" You have {columns['level']} coins." if columns["level"] > 1 else ""
+
+
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}|{% endfor %}assistant:"
+)
+
+
+def test_a_prompt_has_the_tools_and_what_the_environment_says_of_its_row(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(tokenizer, "chat_template", WITH_TOOLS)
+    first, second = load_examples(config(write(tmp_path / "rows.jsonl")), "train", tokenizer, turns=Bank())
+    assert first.prompt == "[balance]user:One and one?|assistant:"
+    assert second.prompt == "[balance]user:Two and two? You have 2 coins.|assistant:"
+    assert second.messages == [{"role": "user", "content": "Two and two? You have 2 coins."}]
+    assert second.prompt_ids == tokenizer(second.prompt)["input_ids"]
+
+
+def test_an_environment_ends_the_last_message_of_a_chat(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(tokenizer, "chat_template", WITH_TOOLS)
+    chat = [{"role": "system", "content": "Pay."}, {"role": "user", "content": "How much?"}]
+    rows = write(tmp_path / "rows.jsonl", [{"question": chat, "answer": "2", "level": 2}])
+    (example,) = load_examples(config(rows), "train", tokenizer, turns=Bank())
+    assert example.prompt == "[balance]system:Pay.|user:How much? You have 2 coins.|assistant:"
+    assert example.conversation[-1]["content"] == "How much? You have 2 coins."
+    assert chat[-1]["content"] == "How much?"
 
 
 PARTS = (
