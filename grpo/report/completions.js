@@ -45,7 +45,7 @@ function condition() {  // of a completion and its group; null where all are wan
   const judge = VERDICTS.find(([value]) => value === verdict)[3];
   return (completion, { prompt, answer }) => judge(completion)
     && (low === "" || completion.facts.reward >= +low) && (high === "" || completion.facts.reward <= +high)
-    && (!words || [completion.text, prompt, answer].some((text) => words.test(text)));
+    && (!words || [completion.text, prompt, answer, ...(completion.segments ?? []).map(({ text }) => text)].some((text) => words.test(text)));
 }
 
 // Articles: plain objects {title, prompts, pictures, answer, rows}. Rows have a name and the completions of each column.
@@ -104,14 +104,19 @@ function textNode(tag, text) {
   if (text.length > 1200) made.tabIndex = 0;
   return made;
 }
-function completionNode({ text, facts }) {
+function segmentNode({ role, text }) {
+  const drawn = role.startsWith("assistant");
+  return node("div", `segment ${drawn ? "drawn" : "answered"}`,
+    node("p", "role", drawn ? "model" : `${role}, not trained on`), textNode("pre", text));
+}
+function completionNode({ text, facts, segments }) {
   const verdict = facts.advantage ?? (facts.correct === undefined ? 0 : facts.correct ? 1 : -1);
   const format = (name, value) => typeof value === "boolean" ? (value ? "yes" : "no") : typeof value === "string" ? value
     : (name === "advantage" && value > 0 ? "+" : "") + short(value);
   return node("div", `completion ${verdict > 0 ? "good" : verdict < 0 ? "bad" : ""}`,
     node("p", "facts", ...Object.entries(facts).filter(([name, value]) => !(HEADS.has(name) && known(value))).map(([name, value]) =>
       node("span", "", `${name} `, node("b", "", format(name, value))))),
-    textNode("pre", text));
+    ...(segments?.map(segmentNode) ?? [textNode("pre", text)]));
 }
 function pictureNode(name) {
   const src = columns().map((run) => data.pictures[run]?.[name]).find(Boolean);

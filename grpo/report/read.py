@@ -26,7 +26,9 @@ LONGEST_FACT = 200
 STEP_COMPLETIONS = 64
 """completions that are kept of one step"""
 _PICTURE = re.compile(r"\w+\.(png|jpg)")
-_NO_FACTS = {"step", "phase", "prompt", "completion", "answer"}
+MOST_SEGMENTS = 200
+"""segments that are kept of a completion with tools or an environment"""
+_NO_FACTS = {"step", "phase", "prompt", "completion", "messages", "answer"}
 _LARGEST = 1e300  # a larger number, which only a damaged file has, is left out: plots could not compute with it
 
 
@@ -98,9 +100,10 @@ def read_completions(run: Run, size: int) -> list[dict[str, Any]]:
     """Return the run's completions as `{step, phase, groups, left_out}` by step, in about `size` bytes of text.
 
     A group is `{prompt, answer, completions}`, and has `pictures`, the names of their files, where its prompt has some;
-    `left_out` counts the completions beyond STEP_COMPLETIONS. Where not all
-    fit, steps are left out evenly, in training and in evaluation alike, but never the first and the last. The file may
-    be larger than the memory: it is read line by line, first to see what there is.
+    `left_out` counts the completions beyond STEP_COMPLETIONS. A completion is `{text, facts}`, and has `segments` where
+    tools or an environment answered: `{role, text}` each. Where not all fit, steps are left out evenly, in training and
+    in evaluation alike, but never the first and the last. The file may be larger than the memory: it is read line by
+    line, first to see what there is.
     """
     path = run.folder / "completions.jsonl"
     if not path.is_file():
@@ -151,8 +154,28 @@ def _read_block(path: Path, step: int, phase: str, block: _Block) -> dict[str, A
                 for name, value in record.items()
                 if name not in _NO_FACTS and (isinstance(value, bool | str) or _is_number(value))
             }
-            groups[-1]["completions"].append({"text": _shorten(record.get("completion")), "facts": facts})
+            completion = {"text": _shorten(record.get("completion")), "facts": facts}
+            if segments := _segments(record.get("messages")):
+                completion["segments"] = segments
+            groups[-1]["completions"].append(completion)
     return {"step": step, "phase": phase, "groups": groups, "left_out": max(0, block.count - STEP_COMPLETIONS)}
+
+
+def _segments(messages: Any) -> list[dict[str, str]]:
+    """Return who wrote what in a completion of several messages. A call is shown as name(arguments)."""
+    segments = []
+    for message in messages[:MOST_SEGMENTS] if isinstance(messages, list) else []:
+        if not isinstance(message, dict):
+            continue
+        texts = [_shorten(message.get("content"))]
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                texts.append(f"{_shorten(function.get('name'))}({_shorten(function.get('arguments'))})")
+        role = " ".join(str(message[name]) for name in ("role", "name") if isinstance(message.get(name), str))
+        segments.append({"role": role[:LONGEST_FACT], "text": "\n".join(filter(None, texts))})
+    return segments
 
 
 def _picture_names(value: Any) -> list[str]:

@@ -110,6 +110,27 @@ def test_completions_are_grouped_by_prompt_and_keep_their_facts(tmp_path):
     assert group["completions"][0]["text"] == '{"not": "text"}'
 
 
+def test_a_conversation_keeps_who_wrote_what(tmp_path):
+    call = {"type": "function", "function": {"name": "price", "arguments": {"item": "pen"}}}
+    messages = [
+        {"role": "assistant", "content": "I ask.", "tool_calls": [call, "damaged", {"function": 3}]},
+        {"role": "tool", "name": "price", "content": "7"},
+        "damaged",
+        {"role": "assistant", "content": "It is 7." + "x" * LONGEST_TEXT},
+    ]
+    rows = [completion(1, messages=messages), completion(1, messages="damaged")]
+    ((first, second),) = (
+        group["completions"]
+        for block in read_completions(read_run(write(tmp_path, [{"step": 1, "reward": 1}], rows)), 10**6)
+        for group in block["groups"]
+    )
+    assert [segment["role"] for segment in first["segments"]] == ["assistant", "tool price", "assistant"]
+    texts = [segment["text"] for segment in first["segments"]]
+    assert texts[:2] == ['I ask.\nprice({"item": "pen"})', "7"]
+    assert texts[2].startswith("It is 7.x") and "8 characters are left out" in texts[2]
+    assert "segments" not in second and "messages" not in {**first["facts"], **second["facts"]}
+
+
 def test_a_long_text_keeps_its_beginning_and_its_end(tmp_path):
     text = "".join(random.Random(0).choices("abcdefgh \n", k=3 * LONGEST_TEXT))
     run = read_run(write(tmp_path, [{"step": 1, "reward": 1}], [completion(1, completion=text)]))

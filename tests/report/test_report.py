@@ -387,6 +387,28 @@ def test_completions_are_found_followed_and_compared(main, tmp_path):
 
 @pytest.mark.rare
 @needs_browser
+def test_a_conversation_is_shown_as_such_and_what_is_not_trained_on_told_apart(main, tmp_path):
+    call = {"type": "function", "function": {"name": "price", "arguments": {"item": "pen"}}}
+    messages = [
+        {"role": "assistant", "content": "I ask.", "tool_calls": [call]},
+        {"role": "tool", "name": "price", "content": "seven <b>coins</b>"},
+        {"role": "assistant", "content": "It is 7."},
+    ]
+    rows = [completion(1, completion="I ask.\nIt is 7.", messages=messages), completion(1)]
+    assert main(write(tmp_path / "a", metrics(1), rows), "--output", tmp_path / "report")[0] == 0
+    with chromium(tmp_path) as browser:
+        opened(browser, tmp_path / "report")
+        assert texts_of(browser, ".segment.drawn pre") == ['I ask.\nprice({"item": "pen"})', "It is 7."]
+        assert texts_of(browser, ".segment.answered pre") == ["seven <b>coins</b>"]
+        assert texts_of(browser, ".role") == ["model", "tool price, not trained on", "model"]
+        assert texts_of(browser, ".completion > pre") == ["4"]
+        choose(browser, "words", "coins")
+        assert browser.text("#which") == "1 found in 1 steps"
+        assert browser.console() == []
+
+
+@pytest.mark.rare
+@needs_browser
 def test_what_models_wrote_is_shown_and_never_run(main, tmp_path):
     completions = [
         completion(step, prompt=HOSTILE[0], answer=HOSTILE[1], completion=text, advantage=-0.5)
