@@ -16,18 +16,23 @@ from grpo.config.command_line import to_yaml
 from grpo.config.errors import ConfigError, is_first_rank, program_name
 from grpo.config.generation import AnswerSection, DataSection
 from grpo.config.rewards import RewardSection
+from grpo.config.turns import TurnsSection
 
 ANSWERING = "grpo.yaml"
 """the file in a model's folder, with the settings of SECTIONS by which it was trained"""
-SECTIONS = AnswerSection, DataSection, RewardSection
+SECTIONS = AnswerSection, DataSection, RewardSection, TurnsSection
 
+CODE = "tools", "environment"
+"""settings that a model's file cannot make: it must not choose code that a program runs"""
+_TURNS = {field.name for field in fields(TurnsSection)}
 _HEADER = "# How this model was trained to answer: grpo.evaluate and grpo.chat ask as this file says.\n"
 _SHOWN = 48  # characters of a value
 
 
 def write_answering(config: Any, folder: Path) -> None:
     """Write grpo.yaml into a model's folder. Raises OSError."""
-    settings = {field.name: getattr(config, field.name) for section in SECTIONS for field in fields(section)}
+    names = [field.name for section in SECTIONS for field in fields(section)]
+    settings = {name: getattr(config, name) for name in names if config.has_turns or name not in _TURNS}
     (folder / ANSWERING).write_text(_HEADER + to_yaml(settings), encoding="utf-8")
 
 
@@ -62,6 +67,15 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
     path, settings = read_answering(model)
     if "reward_funcs" in given:  # weights are for the functions that they were written with
         settings.pop("reward_weights", None)
+    used = [word for name in CODE if (value := settings.pop(name, None)) for word in _option(name, value)]
+    if given.isdisjoint(CODE):
+        settings = {name: value for name, value in settings.items() if name not in _TURNS}
+        if used and known.issuperset(CODE) and is_first_rank():
+            print(
+                f"{program_name()}: the model was trained with {' '.join(used)}, and is asked without: code is yours "
+                "to name, so add it where you want it",
+                file=sys.stderr,
+            )
     settings = {name: value for name, value in settings.items() if name in known - given}
     for name in settings.get("reward_funcs", ()):
         # A model that was downloaded must not choose code that this program runs, or where completions are sent.
@@ -74,6 +88,11 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
         shown = ", ".join(f"{name}={_shorten(value)}" for name, value in settings.items())
         print(f"{program_name()}: asked as in training, by {path}: {shown}", file=sys.stderr)
     return settings
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """Return the words of a command line that set it."""
+    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
 
 
 def _find_on_hub(model: str) -> Path | None:

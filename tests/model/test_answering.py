@@ -106,6 +106,19 @@ def test_a_model_of_the_hub_brings_its_file_too(tmp_path, monkeypatch):
     assert read_answering("my/other") == ("", {})
 
 
+def test_a_models_file_names_no_tools_but_tells_of_them(model, tokenizer, tmp_path, capsys):
+    (tool := tmp_path / "bank.py").write_text("def balance() -> int: ...")
+    config = TrainerConfig(tools=[f"{tool}:balance"], max_turns=3, max_tool_response_length=90)
+    save_model(model, tokenizer, tmp_path / "model", config)
+    for config_class in (EvaluateConfig, ChatConfig):
+        asked = parsed(config_class, "--model", tmp_path / "model")
+        assert (asked.tools, asked.max_turns) == ([], None)
+        assert f"trained with --tools {tool}:balance, and is asked without" in capsys.readouterr().err
+        asked = parsed(config_class, "--model", tmp_path / "model", "--tools", f"{tool}:balance")
+        assert (asked.tools, asked.max_turns, asked.max_tool_response_length) == ([f"{tool}:balance"], 3, 90)
+        assert "asked without" not in capsys.readouterr().err
+
+
 def test_a_trainer_that_asks_something_else_says_so(saved, caplog):
     warn_of_other_question(TrainerConfig(model_name_or_path=str(saved), **TRAINED))
     assert not caplog.messages
