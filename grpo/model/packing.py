@@ -13,6 +13,12 @@ one row for each sequence, padded on the right, where no token of a causal model
 
 The last token of a completion is predicted and predicts nothing, so it is not fed. What belongs to a completion is
 known from lengths alone, never from `id != pad`: pad may be the eos, and the first eos is trained like any other token.
+
+Of a completion with answers, of a tool or an environment, only the tokens that the policy drew are predicted. Answers
+are fed like everything else. With [True, False, True] of the first completion above:
+
+    packed    predicts     1 3 1 4 5       padded    predicts  1 3 5 6 8
+              targets      1 3 4 5 6                 targets   1 3 4 5 6
 """
 
 from __future__ import annotations
@@ -79,7 +85,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences with T completion tokens in all, laid out for one forward pass."""
+    """Sequences with T completion tokens to predict in all, laid out for one forward pass."""
 
     input_ids: torch.Tensor
     """int64 [1, N] packed, [B, L] padded"""
@@ -91,7 +97,7 @@ class Batch:
     predicts: torch.Tensor
     """int64 [T], positions in the flattened input_ids whose hidden states predict the completion tokens"""
     targets: torch.Tensor
-    """int64 [T], the completion tokens: sequence after sequence, in the order given"""
+    """int64 [T], these completion tokens: sequence after sequence, in the order given"""
     pictures: dict[str, torch.Tensor] = field(default_factory=dict)
     """what the model is fed beside the ids, by name; empty where no prompt has a picture"""
     not_pieces: torch.Tensor | None = None
@@ -120,20 +126,29 @@ class Batcher:
         padded = [index for index, length in enumerate(lengths) if length > self.longest_packed]
         return _cut_packed(sequences, packed, budget) + _cut_padded(lengths, padded, budget)
 
-    def make(self, sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> Batch:
+    def make(
+        self,
+        sequences: Sequence[tuple[Ids, Ids]],
+        device: torch.device | str,
+        predicted: Sequence[np.ndarray | None] | None = None,
+    ) -> Batch:
         """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty.
 
-        Raises PictureError where a prompt's picture cannot be opened.
+        `predicted` has for each sequence, bool [len(completion)], which of the completion's tokens are predicted; None,
+        for one or for all of them, is every token. Raises PictureError where a prompt's picture cannot be opened.
         """
         longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
+        predicted = predicted or [None] * len(sequences)
         if longest <= self.longest_packed:
-            return _pack(sequences, by_prompt(sequences, range(len(sequences))), self.vision, device)
-        return _pad(sequences, self.pad_token_id, self.vision, device)
+            groups = by_prompt(sequences, range(len(sequences)))
+            return _pack(sequences, predicted, groups, self.vision, device)
+        return _pad(sequences, predicted, self.pad_token_id, self.vision, device)
 
 
 def pack_prompts(prompts: Sequence[Ids], vision: Vision | None, device: torch.device | str) -> Batch:
     """Make a packed batch of prompts alone, in their order, equal ones too."""
-    return _pack([(prompt, []) for prompt in prompts], [[index] for index in range(len(prompts))], vision, device)
+    groups = [[index] for index in range(len(prompts))]
+    return _pack([(prompt, []) for prompt in prompts], [None] * len(prompts), groups, vision, device)
 
 
 def by_prompt(sequences: Sequence[tuple[Ids, Ids]], indices: Sequence[int]) -> list[list[int]]:
@@ -174,7 +189,11 @@ def _cut_padded(lengths: list[int], indices: list[int], budget: int) -> list[lis
 
 
 def _pack(
-    sequences: Sequence[tuple[Ids, Ids]], by_prompt: list[list[int]], vision: Vision | None, device: torch.device | str
+    sequences: Sequence[tuple[Ids, Ids]],
+    predicted: Sequence[np.ndarray | None],
+    by_prompt: list[list[int]],
+    vision: Vision | None,
+    device: torch.device | str,
 ) -> Batch:
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -198,7 +217,8 @@ def _pack(
             if len(completion) == 0:
                 continue
             count = len(completion) - 1
-            predicts[index] = np.concatenate([[last_of_prompt], np.arange(start, start + count)])
+            places = np.concatenate([[last_of_prompt], np.arange(start, start + count)])
+            predicts[index] = _select(places, predicted[index])
             if count:
                 ids.append(completion[:-1])
                 positions.append(following(of_prompt, count))
@@ -210,13 +230,17 @@ def _pack(
         torch.from_numpy(_joined(positions)).unsqueeze(-2).to(device),
         Tree(groups, blocks),
         torch.from_numpy(np.concatenate(predicts)).to(device),
-        _targets(sequences, device),
+        _targets(sequences, predicted, device),
         *pictures.of_batch(row, None, device),
     )
 
 
 def _pad(
-    sequences: Sequence[tuple[Ids, Ids]], pad_token_id: int, vision: Vision | None, device: torch.device | str
+    sequences: Sequence[tuple[Ids, Ids]],
+    predicted: Sequence[np.ndarray | None],
+    pad_token_id: int,
+    vision: Vision | None,
+    device: torch.device | str,
 ) -> Batch:
     width = max(len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences)
     input_ids = np.full((len(sequences), width), pad_token_id, np.int64)
@@ -226,7 +250,8 @@ def _pad(
         fed = len(prompt) + max(0, len(completion) - 1)
         input_ids[row, : len(prompt)] = prompt
         input_ids[row, len(prompt) : fed] = completion[:-1]
-        predicts.append(np.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)) + row * width)
+        places = np.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)) + row * width
+        predicts.append(_select(places, predicted[row]))
         of_prompt = pictures.see(prompt, row * width)
         if has_positions:
             positions.append(_joined([of_prompt, following(of_prompt, width - len(prompt))]))
@@ -239,7 +264,7 @@ def _pad(
         position_ids,
         None,
         torch.from_numpy(np.concatenate(predicts)).to(device),
-        _targets(sequences, device),
+        _targets(sequences, predicted, device),
         *of_pictures,
     )
 
@@ -304,7 +329,15 @@ def _joined(positions: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.broadcast_to(part, (3, part.shape[-1])) for part in positions], axis=1)
 
 
-def _targets(sequences: Sequence[tuple[Ids, Ids]], device: torch.device | str) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(completion, np.int64) for _, completion in sequences])).to(
-        device
-    )
+def _targets(
+    sequences: Sequence[tuple[Ids, Ids]], predicted: Sequence[np.ndarray | None], device: torch.device | str
+) -> torch.Tensor:
+    targets = [
+        _select(np.asarray(completion, np.int64), marks)
+        for (_, completion), marks in zip(sequences, predicted, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(targets)).to(device)
+
+
+def _select(values: np.ndarray, marks: np.ndarray | None) -> np.ndarray:
+    return values if marks is None else values[marks]

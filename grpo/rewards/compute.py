@@ -134,24 +134,22 @@ def compute_rewards(
     prompts: list[str] | list[list[Message]],
     completions: list[str] | list[list[Message]],
     columns: dict[str, list],
-    messages: Sequence[list[Message]] = (),
+    conversations: Sequence[list[Message]] = (),
     state: TrainerState | None = None,
     logged: Logged | None = None,
 ) -> np.ndarray:
     """Call each function once on the whole batch, with `columns` as keyword arguments: the dataset's, and others that
     have a value for each completion.
 
-    Reward models are given `messages`, each prompt's chat, with the completion as the assistant's next message. Async
-    functions, reward models on servers and functions in worker processes all run at the same time, while the others run
-    one after the other. `logged` takes up what they log, in their order.
+    Reward models are given `conversations`, each prompt's chat with the completion. Async functions, reward models on
+    servers and functions in worker processes all run at the same time, while the others run one after the other.
+    `logged` takes up what they log, in their order.
 
     Returns float64 [len(functions), len(completions)], NaN where a function returned None: it does not apply there.
     Raises RewardError, with the function's name and the user's part of the stack, where a function raises, or returns
     the wrong number of rewards or a reward that is not a finite number.
     """
     batch = Batch(prompts, completions, columns, state or TrainerState())
-    texts = [*map(text_of, completions)]
-    conversations = [_append_completion(chat, text) for chat, text in zip(messages, texts, strict=bool(messages))]
     logs = {name: Logged() for name in functions}
     awaitable = {name: function for name, function in functions.items() if not _is_blocking(function)}
     pending = _run_in_loop(_await_all(awaitable, batch, conversations, logs)) if awaitable else None
@@ -176,18 +174,11 @@ def compute_rewards(
             raise make_error(name, error) from error
         for i, reward in enumerate(returned[name]):
             if not is_reward(reward):
-                raise invalid_reward(name, repr(reward), texts[i])
+                raise invalid_reward(name, repr(reward), text_of(completions[i]))
             values[i] = np.nan if reward is None else reward
     for of_function in logs.values() if logged is not None else ():
         logged.add(of_function)
     return rewards
-
-
-def _append_completion(messages: list[Message], completion: str) -> list[Message]:
-    """Return the chat with the completion: as the assistant's next message, or as the rest of its last one."""
-    if messages and messages[-1]["role"] == "assistant":
-        return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + completion}]
-    return [*messages, {"role": "assistant", "content": completion}]
 
 
 def _find_reward(name: str) -> tuple[str, Callable | str]:
@@ -231,7 +222,7 @@ def _count_workers() -> int:
 async def _await_all(
     functions: dict[str, Callable | RewardScorer],
     batch: Batch,
-    conversations: list[list[Message]],
+    conversations: Sequence[list[Message]],
     logs: dict[str, Logged],
 ) -> list[list | BaseException]:
     """Run all functions at the same time; return what each returns or raises."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from grpo.wire.rewards import Message
 
 SHOWN_CHARACTERS = 500
-RECORDED = {"step", "phase", "prompt", "pictures", "completion", "answer", "reward", "advantage"}
+RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
 """what completions.jsonl has of each completion: no name for a column of log_extra"""
 
 
@@ -214,8 +214,10 @@ def quote_completion(completion: str, characters: int = SHOWN_CHARACTERS) -> str
 
 
 def text_of(completion: str | list[Message]) -> str:
-    """Return the completion as text, of a chat the content of its message."""
-    return completion if isinstance(completion, str) else completion[0]["content"]
+    """Return the completion as text: of messages what the assistant says in them, joined by line ends."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(message["content"] for message in completion if message["role"] == "assistant")
 
 
 def _list_reward_functions(module: ModuleType) -> list[str]:

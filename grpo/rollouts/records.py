@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Outcome:
     """False where it was cut: at max_completion_length, or after as many turns as the settings allow"""
     messages: list[dict[str, Any]]
     """the completion as chat messages, as a chat template takes them: of the assistant, perhaps with `tool_calls`, of
-    role `tool`, and of the user where an environment answers in its own words"""
+    role `tool`, and of the user where an environment answers in its own words. Each has a `content`, perhaps ''"""
     tool_calls: int = 0
     tool_failures: int = 0
     """those of the calls that failed: malformed, of no such tool, with other arguments, raised, too slow"""
@@ -71,6 +72,18 @@ class Rollout:
     outcome: Outcome | None = None
     """how a completion with tools or an environment ended; None without them"""
 
+    @property
+    def drawn_tokens(self) -> int:
+        """the number of tokens that the sampler drew: the completion's length in losses and metrics"""
+        return len(self.completion_ids) if self.drawn is None else sum(self.drawn)
+
+    @property
+    def turns(self) -> int:
+        """the number of segments that the sampler drew, with an answer between each two"""
+        if self.drawn is None:
+            return 1
+        return sum(now and not before for before, now in pairwise([False, *self.drawn]))
+
 
 @dataclass(frozen=True)
 class Group:
@@ -86,7 +99,8 @@ class Group:
 
 @dataclass
 class Sample:
-    """One completion with all that the loss needs."""
+    """One completion with all that the loss needs. Its log-probs are those of the T tokens that the policy drew, which
+    the update trains on: all but the tokens of answers."""
 
     prompt_ids: list[int] | PicturedPrompt
     completion_ids: list[int]
@@ -94,16 +108,27 @@ class Sample:
     """False where the completion was cut at max_completion_length"""
     advantage: float = 0.0
     ref_logprobs: np.ndarray | None = None
-    """the reference's float32 [len(completion_ids)]; None until it has answered, or where the loss has no KL term"""
+    """the reference's float32 [T]; None until it has answered, or where the loss has no KL term"""
     sampling_logprobs: np.ndarray | None = None
-    """float32 [len(completion_ids)], NaN where unknown"""
+    """float32 [T], NaN where unknown"""
     old_logprobs: np.ndarray | None = None
-    """float32 [len(completion_ids)] of the policy as the round of the sample began, which is newer than the policy that
-    drew it where max_policy_lag is above 0; None means that the policy has not been updated since the round began"""
+    """float32 [T] of the policy as the round of the sample began, which is newer than the policy that drew it where
+    max_policy_lag is above 0; None means that the policy has not been updated since the round began"""
     group_id: int = -1
     """the id of its group; -1 where it has none"""
     place: int = -1
     """its place among the group's completions, from 0"""
+    drawn: np.ndarray | None = None
+    """bool [len(completion_ids)], True for what the policy drew, False for the tokens of answers; None: it drew all"""
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of tokens that the policy drew"""
+        return len(self.completion_ids) if self.drawn is None else int(self.drawn.sum())
+
+    def of_drawn(self, values: np.ndarray) -> np.ndarray:
+        """Return those of [len(completion_ids)] values that belong to tokens that the policy drew: [T]."""
+        return values if self.drawn is None else values[self.drawn]
 
 
 @dataclass(frozen=True)
@@ -133,13 +158,15 @@ class StepBatch:
 
     def to_lines(self, count: int | None = None) -> list[dict[str, Any]]:
         """Return a line for completions.jsonl for each completion of the first `count` groups, or of all. Those of a
-        prompt with pictures have their bytes, for grpo/run/recorded_pictures.py."""
+        prompt with pictures have their bytes, for grpo/run/recorded_pictures.py; those with tools or an environment
+        their messages."""
         copies = self.rewards.shape[1]
         return [
             {
                 "prompt": group.example.prompt,
                 **({"pictures": pictures} if (pictures := pictures_of(group.example.prompt_ids)) else {}),
                 "completion": rollout.text,
+                **({"messages": rollout.outcome.messages} if rollout.outcome is not None else {}),
                 "answer": group.example.gold,
                 "reward": self.rewards[row, column].item(),
                 "advantage": self.samples[row * copies + column].advantage,

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
 from grpo.algorithm.kl import adapt_beta
 from grpo.rewards.functions import RewardError
-from grpo.rollouts.records import StepBatch
+from grpo.rollouts.records import Rollout, StepBatch
 from grpo.run.metrics import Stats, add_stats, gather_stats, step_metrics
 from grpo.run.phase_clock import PhaseClock
+from grpo.trainer.rewarding import PUNISHMENT
 from grpo.trainer.setup import Run
 from grpo.trainer.step import DRIFT
 
 _LOGGED = "log_metric:"
 """before the name of a metric that reward functions log, among a step's numbers"""
+_FAILURES = "tool_failures"
+"""the calls of tools that failed, among a step's numbers"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class StepResult:
     applied: bool
     """False if the loss or gradient was not finite: DeepSpeed left the weights as they were"""
     rewarded: bool
-    """False if each reward function returned None for every completion"""
+    """False if no completion has a reward: each function returned None for all of them"""
     signal: int
     """number of the signal that a rank received; 0 for none"""
     drifts: list[tuple[int, float, int]]
@@ -64,7 +69,7 @@ def step_result(
     """
     config, progress = run.config, run.progress
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    lengths = [rollout.drawn_tokens for rollout in rollouts]
     by_name = dict(zip(run.rounds.reward_names, batch.by_function, strict=True))
     add_stats(
         stats,
@@ -78,11 +83,9 @@ def step_result(
             "completions/mean_length": lengths,
             "completions/min_length:min": lengths,
             "completions/max_length:max": lengths,
-            "completions/mean_terminated_length": [
-                len(rollout.completion_ids) for rollout in rollouts if rollout.finished
-            ],
+            "completions/mean_terminated_length": [rollout.drawn_tokens for rollout in rollouts if rollout.finished],
             "completions/clipped_ratio": [not rollout.finished for rollout in rollouts],
-            "tokens:none": [len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples],
+            "tokens:none": [len(sample.prompt_ids) + sample.tokens for sample in batch.samples],
             "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
             **clock.seconds,
             # The fullest card is the one that fails.
@@ -90,6 +93,7 @@ def step_result(
             "step_time": clock.total(),
             "signal:none": [run.stop.asked],
             **{f"{_LOGGED}{name}:none": values for name, values in run.rounds.logged.items()},
+            **_stats_of_turns(rollouts),
         },
     )
     run.rounds.logged.clear()
@@ -100,7 +104,7 @@ def step_result(
     masked = "loss" not in everyone
     progress.masked_steps += masked
     is_applied = masked or run.engine.was_step_applied()
-    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.reward_names or run.rounds.reward_names)
+    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.rounds.reward_names if name != PUNISHMENT)
     flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
     progress.flat_steps = progress.flat_steps + 1 if flat else 0
     progress.bad_steps = [] if is_applied and rewarded and not masked else [*progress.bad_steps, step]
@@ -119,6 +123,9 @@ def step_result(
         metrics["resampled_groups"] = progress.resampled
     if config.mask_truncated_completions:
         metrics["masked_steps"] = progress.masked_steps
+    if _FAILURES in everyone:
+        calls = everyone["tools/call_frequency"].total
+        metrics["tools/failure_frequency"] = everyone[_FAILURES].total / max(calls, 1)
     completions = everyone["completions/mean_length"].count
     if config.kl_target is not None and "kl" in everyone:
         metrics["beta"] = applied.beta
@@ -144,3 +151,16 @@ def step_result(
         if name.startswith(DRIFT) and math.isfinite(numbers.mean)
     ]
     return StepResult(metrics, completions, masked, is_applied, rewarded, int(everyone["signal"].high), drifts)
+
+
+def _stats_of_turns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the numbers of completions with tools or an environment, by name; empty where they had none."""
+    outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
+    if not outcomes:
+        return {}
+    return {
+        "tools/call_frequency": [outcome.tool_calls for outcome in outcomes],
+        f"{_FAILURES}:none": [outcome.tool_failures for outcome in outcomes],
+        "tools/mean_length": [len(rollout.completion_ids) - rollout.drawn_tokens for rollout in rollouts],
+        "completions/mean_turns": [rollout.turns for rollout in rollouts],
+    }

@@ -1,13 +1,16 @@
-"""A run's rewards, in training and in evaluation: what its functions give, their weights, and which are verdicts."""
+"""A run's rewards, in training and in evaluation: what its functions and its environment give, their weights, and
+which are verdicts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from grpo.algorithm.advantages import soft_overlong_punishment
+from grpo.config.errors import ConfigError
 from grpo.config.rewards import RewardedConfig
 from grpo.rewards.compute import RewardScorer
 from grpo.rewards.functions import Logged, TrainerState
@@ -18,20 +21,26 @@ PUNISHMENT = "soft_overlong_punishment"
 
 
 class Rewarder:
-    """A run's reward functions with their weights."""
+    """A run's rewards with their weights: those of its functions, then its environment's, then the punishment."""
 
     def __init__(
         self,
         loaded: Mapping[str, Callable | str],
         started: dict[str, Callable | RewardScorer],
         config: RewardedConfig,
+        of_environment: Mapping[str, Any] | None = None,
     ):
-        """`loaded` are the functions as load_reward_funcs returns them, `started` the same as start_rewards does."""
-        self._started, self._config = started, config
-        self.names, weights = reward_names(loaded, config), [*config.reward_weights]
+        """`loaded` are the functions as load_reward_funcs returns them, `started` the same as start_rewards does, and
+        `of_environment` the environment's class by the name of each reward that it gives, None without one.
+
+        Raises ConfigError as join_rewards.
+        """
+        self._started, self._config, self._of_environment = started, config, [*(of_environment or {})]
+        rewards, weights = join_rewards(loaded, of_environment or {}), [*config.reward_weights]
+        self.names = reward_names(rewards, config)
         self.weights = torch.tensor(weights + [1.0] * (len(self.names) - len(weights)), dtype=torch.float64)
-        self.verdicts = verdicts(loaded)
-        self.full_rewards = full_rewards(loaded)
+        self.verdicts = verdicts(rewards)
+        self.full_rewards = full_rewards(rewards)
 
     def compute(
         self,
@@ -40,18 +49,26 @@ class Rewarder:
         state: TrainerState,
         logged: Logged | None = None,
     ) -> torch.Tensor:
-        """Compute the rewards of rollouts: float64 [functions, rollouts], NaN where one does not apply.
+        """Compute the rewards of rollouts: float64 [names, rollouts], NaN where one does not apply.
 
-        `examples` has the prompt of each rollout; `logged` takes up what the functions log. Raises RewardError,
-        ServerError.
+        `examples` has the prompt of each rollout; `logged` takes up what the functions log. The punishment for length
+        counts the tokens of answers too: max_completion_length, which the completion comes close to, does. Raises
+        RewardError, ServerError.
         """
         config = self._config
         by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged))
+        if self._of_environment:
+            by_function = torch.cat([by_function, self._given_by_environment(rollouts)])
         if config.soft_punish_cache:
             lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
             punishment = soft_overlong_punishment(lengths, config.max_completion_length, config.soft_punish_cache)
             by_function = torch.cat([by_function, punishment.unsqueeze(0)])
         return by_function
+
+    def _given_by_environment(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
+        given = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]
+        rows = [[rewards.get(name, np.nan) for rewards in given] for name in self._of_environment]
+        return torch.tensor(rows, dtype=torch.float64)
 
     def is_correct(self, by_function: np.ndarray) -> np.ndarray:
         """Tell which completions are right, from [functions, ...]: bool [...].
@@ -68,17 +85,32 @@ class Rewarder:
         return (by_function[rows] == full).all(axis=0)
 
 
-def reward_names(loaded: Mapping[str, Callable | str], config: RewardedConfig) -> list[str]:
-    """Return the names under which rewards are logged: the functions', and the overlong punishment's."""
-    return [*loaded, *([PUNISHMENT] if config.soft_punish_cache else [])]
+def join_rewards(loaded: Mapping[str, Callable | str], of_environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the functions, as load_reward_funcs returns them, and the environment's class by the name of each reward
+    that it gives, in one mapping by name: what gives each reward, and declares what it means.
+
+    Raises ConfigError where both have the same name.
+    """
+    if both := sorted({*loaded} & {*of_environment}):
+        raise ConfigError(
+            f"reward_funcs={both[0]!r}: the environment gives a reward of this name too: rename one, because each is "
+            "logged under its name"
+        )
+    return {**loaded, **of_environment}
 
 
-def verdicts(loaded: Mapping[str, Callable | str]) -> list[str]:
-    """Return the names of the functions that declare `is_verdict = True`: a reward above 0 says that an answer is
-    right, and evaluation counts these as accuracy."""
-    return [name for name, function in loaded.items() if getattr(function, "is_verdict", False)]
+def reward_names(rewards: Mapping[str, Any], config: RewardedConfig) -> list[str]:
+    """Return the names under which rewards are logged: those of join_rewards, and the overlong punishment's."""
+    return [*rewards, *([PUNISHMENT] if config.soft_punish_cache else [])]
 
 
-def full_rewards(loaded: Mapping[str, Callable | str]) -> dict[str, float]:
-    """Return the `full_reward` of each function that declares one: evaluation counts the answers that earn it."""
-    return {name: function.full_reward for name, function in loaded.items() if hasattr(function, "full_reward")}
+def verdicts(rewards: Mapping[str, Any]) -> list[str]:
+    """Return the names of those of join_rewards that declare `is_verdict = True`: a reward above 0 says that an answer
+    is right, and evaluation counts these as accuracy."""
+    return [name for name, giver in rewards.items() if getattr(giver, "is_verdict", False)]
+
+
+def full_rewards(rewards: Mapping[str, Any]) -> dict[str, float]:
+    """Return the `full_reward` of each of join_rewards that declares one: evaluation counts the answers that earn
+    it."""
+    return {name: giver.full_reward for name, giver in rewards.items() if hasattr(giver, "full_reward")}

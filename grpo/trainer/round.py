@@ -90,7 +90,7 @@ class Rounds:
                     sample.ref_logprobs = logprobs
 
         penalty = self._kl_penalty(samples, beta, clock).view(len(groups), -1)
-        lengths = torch.tensor([len(sample.completion_ids) for sample in samples]).view(len(groups), -1)
+        lengths = torch.tensor([sample.tokens for sample in samples]).view(len(groups), -1)
         # Some ways to compare look at the rewards of all ranks.
         all_rewards, all_penalties, all_lengths, all_greedy = zip(
             *gather((by_function, penalty, lengths, greedy)), strict=True
@@ -225,20 +225,23 @@ class Rounds:
 
 def make_samples(group: Group) -> list[Sample]:
     """Make the update's samples of a group's completions."""
-    return [
-        Sample(
+    samples = []
+    for place, rollout in enumerate(group.rollouts):
+        sample = Sample(
             group.example.prompt_ids,
             rollout.completion_ids,
             rollout.finished,
-            sampling_logprobs=np.asarray(rollout.sampling_logprobs, np.float32),
             group_id=group.id,
             place=place,
+            drawn=None if rollout.drawn is None else np.asarray(rollout.drawn, bool),
         )
-        for place, rollout in enumerate(group.rollouts)
-    ]
+        sample.sampling_logprobs = sample.of_drawn(np.asarray(rollout.sampling_logprobs, np.float32))
+        samples.append(sample)
+    return samples
 
 
 def summed_kl(sample: Sample, estimator: str) -> torch.Tensor:
-    """Return the KL of a whole completion in nats, a float64 scalar, by the policy as the round began."""
+    """Return the KL of a whole completion in nats, a float64 scalar, by the policy as the round began. The tokens of
+    answers are in no such sum: the policy did not choose them."""
     policy, reference = torch.from_numpy(sample.old_logprobs), torch.from_numpy(sample.ref_logprobs)
     return kl_divergence(policy.double(), reference.double(), estimator).sum()

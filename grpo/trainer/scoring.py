@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +15,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import compute_rewards, start_functions
 from grpo.rewards.functions import Logged, TrainerState
 from grpo.rollouts.records import Example, Rollout
+from grpo.wire.rewards import Message
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +30,10 @@ def score_rollouts(
     """Compute the rewards of rollouts of these examples, one example for each rollout. `logged` takes up what the
     functions log.
 
-    A prompt that is a list of messages in the dataset, and its completion, are given as lists of messages, as TRL does.
-    A prompt that is text is given as the model reads it, its chat template applied. `prompt_texts` is that text of both
-    kinds, which TRL does not have.
+    A prompt that is a list of messages in the dataset, and its completion, are given as lists of messages, as TRL does;
+    with tools or an environment the completion has several. A prompt that is text is given as the model reads it, its
+    chat template applied, and its completion as what the model wrote. `prompt_texts` is that text of both kinds, which
+    TRL does not have. Reward models are given the whole conversation.
 
     Returns float64 [len(functions), len(rollouts)], NaN where a function does not apply. Raises as compute_rewards.
     """
@@ -40,11 +44,11 @@ def score_rollouts(
         functions,
         [example.conversation or example.prompt for example in examples],
         [
-            [{"role": "assistant", "content": rollout.text}] if example.conversation else rollout.text
+            _messages(rollout) if example.conversation else rollout.text
             for example, rollout in zip(examples, rollouts, strict=True)
         ],
         columns,
-        [example.messages for example in examples],
+        [_converse(example, rollout) for example, rollout in zip(examples, rollouts, strict=True)],
         state,
         logged,
     )
@@ -74,3 +78,27 @@ def try_rewards(
     for name, pair in zip(functions, values.tolist(), strict=True):
         shown = ["None" if np.isnan(value) else value for value in pair]
         log.info("%s gives %s for the gold answer of the first prompt, %s for an empty completion", name, *shown)
+
+
+def _messages(rollout: Rollout) -> list[dict[str, Any]]:
+    """Return the completion as chat messages."""
+    return [{"role": "assistant", "content": rollout.text}] if rollout.outcome is None else rollout.outcome.messages
+
+
+def _converse(example: Example, rollout: Rollout) -> list[Message]:
+    """Return the prompt's chat with the completion, in messages of role and content alone, as reward servers take them.
+
+    A call of a tool is a line of JSON in its message's content. Where the prompt ends with what the assistant had
+    begun, the completion is the rest of it.
+    """
+    answered = [{"role": message["role"], "content": _content(message)} for message in _messages(rollout)]
+    chat = example.messages
+    if chat and chat[-1]["role"] == "assistant":
+        whole = chat[-1] | {"content": chat[-1]["content"] + answered[0]["content"]}
+        return [*chat[:-1], whole, *answered[1:]]
+    return [*chat, *answered]
+
+
+def _content(message: dict[str, Any]) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or []]
+    return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])

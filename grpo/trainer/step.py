@@ -1,4 +1,8 @@
-"""One optimizer step from completions with their advantages, whatever the cut into ranks and micro-batches."""
+"""One optimizer step from completions with their advantages, whatever the cut into ranks and micro-batches.
+
+It trains on the tokens that the policy drew. What tools and environments answered between them is fed to the model, and
+has no part in any number here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from grpo.client.errors import ServerError, ServersLost
 from grpo.config.loss import LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.model.logprobs import router_logits, token_logprobs, with_router_logits
-from grpo.model.packing import Batch, Batcher
+from grpo.model.packing import Batch, Batcher, Ids
 from grpo.rollouts.records import Sample
 from grpo.run.collective import gather, raise_together
 from grpo.run.metrics import Stats, add_stats
@@ -84,10 +88,10 @@ def update(
     engine.optimizer.set_gradient_accumulation_boundary(False)
     for indices in micro_batches + [[]] * (micro_batch_count - len(micro_batches)):
         rows = [samples[index] for index in indices]
-        real = any(sample.completion_ids for sample in rows)
+        real = any(sample.tokens for sample in rows)
         rows = rows if real else [filler]
         batch = _make(rows, batcher, device)
-        lengths = torch.tensor([len(sample.completion_ids) for sample in rows], device=device)
+        lengths = torch.tensor([sample.tokens for sample in rows], device=device)
         if chosen is None:
             logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
         else:
@@ -100,7 +104,7 @@ def update(
                     ref_logprobs = [sample.ref_logprobs for sample in rows]
                 except ServerError as error:
                     # The other ranks are in this step's collectives: this one goes on with zeros, and all raise below.
-                    lost, ref_logprobs = error, [np.zeros(len(sample.completion_ids), np.float32) for sample in rows]
+                    lost, ref_logprobs = error, [np.zeros(sample.tokens, np.float32) for sample in rows]
         tokens = Tokens(
             lengths,
             torch.tensor([sample.advantage for sample in rows], device=device),
@@ -143,13 +147,13 @@ def update(
     if not engine.was_step_applied():
         engine.optimizer.averaged_gradients.clear()  # with offload DeepSpeed would add the next step's gradient to this
     if first_samples:
-        by_sample = torch.cat(first_logprobs).cpu().split([len(sample.completion_ids) for sample in first_samples])
+        by_sample = torch.cat(first_logprobs).cpu().split([sample.tokens for sample in first_samples])
         for sample, old_logprobs in zip(first_samples, by_sample, strict=True):
             sample.old_logprobs = old_logprobs.numpy()
     stats: dict[str, Stats] = {}
     add_stats(stats, {name: torch.cat(parts) for name, parts in values.items()})
     if compared:
-        lengths = [len(sample.completion_ids) for sample in compared]
+        lengths = [sample.tokens for sample in compared]
         for sample, distances in zip(compared, torch.cat(values[DISTANCE]).cpu().split(lengths), strict=True):
             add_stats(stats, {f"{DRIFT}{sample.group_id}:none": distances})
     return stats | {
@@ -158,13 +162,14 @@ def update(
 
 
 def wait_for_reference(samples: Sequence[Sample], requests: ReferenceRequests) -> None:
-    """Fill in the reference's log-probs of the samples that lack them, as soon as they are answered.
+    """Fill in the reference's log-probs of the samples that lack them, as soon as they are answered. The reference
+    scores the tokens of answers, too, which are left out.
 
     Raises ServerError where a request failed; its samples stay as they are.
     """
     for sample in samples:
         if sample.ref_logprobs is None:
-            sample.ref_logprobs = requests[sample.group_id].result()[sample.place]
+            sample.ref_logprobs = sample.of_drawn(requests[sample.group_id].result()[sample.place])
 
 
 def split_masked(samples: Sequence[Sample], config: LossSection) -> tuple[list[Sample], list[Sample]]:
@@ -181,7 +186,7 @@ def policy_logprobs(
     batcher: Batcher,
     with_entropy: bool = False,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the model's log-probs of each sample, and its entropies on request: float32 [len(completion_ids)].
+    """Return the model's log-probs of each sample, and its entropies on request: float32 [sample.tokens].
 
     They are bit for bit those of an update on the same samples, which cuts them into the same micro-batches: in
     bfloat16 another micro-batch rounds differently.
@@ -190,10 +195,10 @@ def policy_logprobs(
     entropies = list(logprobs)
     for indices in _cut(samples, config, batcher):
         rows = [samples[index] for index in indices]
-        if not any(sample.completion_ids for sample in rows):
+        if not any(sample.tokens for sample in rows):
             continue
         batch = _make(rows, batcher, model.device)
-        lengths = [len(sample.completion_ids) for sample in rows]
+        lengths = [sample.tokens for sample in rows]
         computed = token_logprobs(model, batch, config.temperature, with_entropy)
         for result, values in zip((logprobs, entropies), computed, strict=True):
             if values is not None:
@@ -211,15 +216,19 @@ def _experts_chosen(
     total = torch.zeros(1, dtype=torch.float64, device=model.device)
     for indices in micro_batches:
         rows = [samples[index] for index in indices]
-        if any(sample.completion_ids for sample in rows):
+        if any(sample.tokens for sample in rows):
             batch = _make(rows, batcher, model.device)
             total = total + experts_chosen(router_logits(model, batch), per_token)
     return sum(gather(total.cpu()))  # a rank without tokens adds a 0
 
 
 def _cut(samples: Sequence[Sample], config: TrainerConfig, batcher: Batcher) -> list[list[int]]:
-    """Cut the samples into micro-batches: the indices of each."""
-    return batcher.cut([(sample.prompt_ids, sample.completion_ids) for sample in samples], config.micro_batch_tokens)
+    """Cut the samples into micro-batches: the indices of each. The tokens of answers count, for they are fed."""
+    return batcher.cut(_sequences(samples), config.micro_batch_tokens)
+
+
+def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
+    return [(sample.prompt_ids, sample.completion_ids) for sample in samples]
 
 
 def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> Batch:
@@ -231,11 +240,12 @@ def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> 
     tower's own pass, so it runs: over a picture without a completion, whose gradient is 0. On one rank it is needed
     too: for an offloaded parameter without a gradient DeepSpeed takes that of the step before.
     """
-    sequences = [(sample.prompt_ids, sample.completion_ids) for sample in samples]
+    sequences, drawn = _sequences(samples), [sample.drawn for sample in samples]
     filler = batcher.vision.filler if batcher.vision is not None else None
     if filler is not None and not any(pictures_of(prompt) for prompt, _ in sequences):
         sequences.append((filler, []))
-    return batcher.make(sequences, device)
+        drawn.append(None)
+    return batcher.make(sequences, device, drawn)
 
 
 def _joined(parts: list[np.ndarray | None] | None, device: torch.device) -> torch.Tensor | None:
@@ -257,7 +267,7 @@ def _whole_step(
     samples: Sequence[Sample], high_entropy: list[np.ndarray] | None, micro_batches: int, device: torch.device
 ) -> tuple[StepSize, int]:
     """Return the step's size over all ranks, and how many micro-batches the rank with the most of them has."""
-    tokens = sum(len(sample.completion_ids) for sample in samples)
+    tokens = sum(sample.tokens for sample in samples)
     high = tokens if high_entropy is None else sum(int(marks.sum()) for marks in high_entropy)
     sums = torch.tensor([len(samples), tokens, high], device=device)
     largest = torch.tensor(micro_batches, device=device)

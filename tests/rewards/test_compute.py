@@ -14,7 +14,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import add_deadline, compute_rewards, load_reward_funcs, start_functions
 from grpo.rewards.functions import RECORDED, Logged, RewardError, TrainerState
-from grpo.rollouts.records import Example, Group, Rollout, StepBatch
+from grpo.rollouts.records import Example, Group, Outcome, Rollout, StepBatch
 from grpo.run.exit import exit_code
 from grpo.run.json_lines import to_json
 from grpo.trainer.round import make_samples
@@ -111,22 +111,6 @@ def test_a_function_sees_the_whole_batch_once():
 
     compute_rewards({"spy": spy}, ["p", "q"], ["a", "b"], {"answer": ["1", "2"]}, state=TrainerState(7, 60))
     assert calls == [(["p", "q"], ["a", "b"], 7, 60, {"answer": ["1", "2"]})]
-
-
-def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
-    class Listener:
-        def score(self, conversations):
-            self.conversations = conversations
-            return [1.0] * len(conversations)
-
-    listener, question = Listener(), [{"role": "user", "content": "2+2?"}]
-    begun = [*question, {"role": "assistant", "content": "It is"}]
-    compute_rewards({"listener": listener}, ["p", "q"], ["4", " 4"], {}, [question, begun])
-    assert listener.conversations == [
-        [*question, {"role": "assistant", "content": "4"}],
-        [*question, {"role": "assistant", "content": "It is 4"}],
-    ]
-    assert begun[1]["content"] == "It is", "the example's own messages stay"
 
 
 def test_no_functions_or_no_completions_give_an_empty_table():
@@ -264,10 +248,11 @@ def test_the_later_of_two_functions_has_the_column_and_a_metric_is_of_both():
 
 def test_a_column_of_the_record_is_not_replaced():
     prompt = PicturedPrompt([1], [b"a"])
-    group = Group(0, Example(0, "p", prompt, {}, gold="4"), [Rollout([2], True, "a", [0.0], 0)])
+    outcome = Outcome(True, [{"role": "assistant", "content": "a"}])
+    group = Group(0, Example(0, "p", prompt, {}, gold="4"), [Rollout([2], True, "a", [0.0], 0, [True], outcome)])
     batch = StepBatch([group], torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.ones(1), make_samples(group))
     (line,) = batch.to_lines()
-    assert {"step", "phase", *line} == RECORDED
+    assert {"step", "phase", *line} == RECORDED and line["messages"] == outcome.messages
     for name in RECORDED:
         with pytest.raises(ValueError, match=f"^log_extra: completions.jsonl has '{name}' of its own"):
             Logged().log_extra(name, ["x"])

@@ -38,11 +38,13 @@ from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.reward_model import sequence_scores
 from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewards
-from grpo.rewards.functions import RewardError
+from grpo.rewards.functions import RewardError, TrainerState
 from grpo.rewards.local_model import RewardModel
 from grpo.rollouts.chat_template import render_prompt
 from grpo.rollouts.examples import make_example
+from grpo.rollouts.records import Rollout
 from grpo.server.model_service import ModelService
+from grpo.trainer.scoring import score_rollouts
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 from grpo.wire.rewards import RewardAnswer, RewardRequest
@@ -195,9 +197,8 @@ def test_a_reward_model_judges_the_chat_by_its_own_template(folders, tokenizer):
     reward_funcs = load_reward_funcs([str(folders["gpt2"])])
     assert list(reward_funcs) == ["gpt2"]
     config = TrainerConfig(reward_funcs=[str(folders["gpt2"])])
-    table = compute_rewards(
-        start_rewards(reward_funcs, config, CPU), [example.prompt] * 2, ["one", "two"], {}, [example.messages] * 2
-    )
+    rollouts = [Rollout([1], True, text, [0.0], 0) for text in ("one", "two")]
+    table = score_rollouts(start_rewards(reward_funcs, config, CPU), [example] * 2, rollouts, TrainerState())
     chats = [[{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": a}] for a in ("one", "two")]
     np.testing.assert_allclose(table, [exact(folders["gpt2"], chats)], atol=1e-5, rtol=0)
 
@@ -314,9 +315,9 @@ def refusal(answer: requests.Response) -> tuple[int, str]:
 def test_served_scores_are_those_of_the_trainer(served, folders, token_file):
     config = TrainerConfig(reward_funcs=[served.url, str(folders["qwen2"])], token_file=token_file)
     rewards = start_rewards(load_reward_funcs(config.reward_funcs), config, CPU)
-    prompts = [chat[:1] for chat in CHATS] * 9  # in several requests
-    answers = [chat[1]["content"] for chat in CHATS] * 9
-    remote, local = compute_rewards(rewards, ["not looked at"] * len(prompts), answers, {}, prompts)
+    chats = CHATS * 9  # in several requests
+    texts = ["not looked at"] * len(chats)
+    remote, local = compute_rewards(rewards, texts, texts, {}, chats)
     np.testing.assert_allclose(remote, local, atol=1e-5, rtol=0)
     np.testing.assert_allclose(remote, exact(folders["qwen2"]) * 9, atol=1e-5, rtol=0)
 
@@ -479,7 +480,7 @@ def test_a_reward_server_that_is_not_there_or_refuses_is_said(served, token_file
     config = TrainerConfig(reward_funcs=[served.url], token_file=token_file)
     rewards = start_rewards(load_reward_funcs([served.url]), config, CPU)
     with pytest.raises(ServerError, match="refused a request with 422: sequence 0 has"):
-        compute_rewards(rewards, ["p"], ["0" * 110], {}, [CHATS[0][:1]])
+        compute_rewards(rewards, ["p"], ["a"], {}, [[{"role": "user", "content": "0" * 110}]])
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from PIL import ExifTags, Image
 
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import load_reward_funcs, start_functions
-from grpo.rewards.functions import Logged, RewardError, TrainerState
+from grpo.rewards.functions import Logged, RewardError, TrainerState, text_of
 from grpo.rollouts.examples import make_example
-from grpo.rollouts.records import Example, Rollout
+from grpo.rollouts.records import Example, Outcome, Rollout
 from grpo.trainer.scoring import score_rollouts, try_rewards
 from grpo.wire.picture_files import EncodedPicture
 from reward import correctness_reward, format_reward
@@ -66,6 +66,62 @@ def test_a_function_is_given_what_trl_gives_it(example):
         "answer": [r"$\frac{1}{3}$"] * 2,
         "tests": [[1, [2]]] * 2,
     }
+
+
+class Listener:
+    """A reward model that keeps what it is given."""
+
+    def score(self, conversations):
+        self.conversations = conversations
+        return [1.0] * len(conversations)
+
+
+QUESTION = {"role": "user", "content": "2+2?"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+ANSWERED = [
+    {"role": "assistant", "content": "I add.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "name": "add", "content": "4"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "four"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+def test_a_reward_model_sees_the_completion_as_the_rest_of_what_the_assistant_had_begun():
+    begun = [QUESTION, {"role": "assistant", "content": "It is"}]
+    examples = [Example(0, "p", [1], {}, messages) for messages in ([QUESTION], begun)]
+    listener = Listener()
+    score_rollouts({"listener": listener}, examples, [rollout("4"), rollout(" 4")], STATE)
+    assert listener.conversations == [
+        [QUESTION, {"role": "assistant", "content": "4"}],
+        [QUESTION, {"role": "assistant", "content": "It is 4"}],
+    ]
+    assert begun[1]["content"] == "It is", "the example's own messages stay"
+
+
+def test_a_completion_with_answers_is_its_messages_and_to_a_text_what_the_model_wrote(example):
+    """TRL gives functions the messages with the ids of all of them. A reward model reads the calls as text."""
+    given, listener = [], Listener()
+
+    def spy(completions, completion_ids, **columns):
+        given.append((completions, completion_ids))
+        return [0.0]
+
+    answered = Rollout([7, 8, 9], True, "<call>\nIt is 4.", [], 0, [True, False, True], Outcome(True, ANSWERED, 3))
+    score_rollouts({"spy": spy, "listener": listener}, [example], [answered], STATE)
+    assert given == [([ANSWERED if example.conversation else "<call>\nIt is 4."], [[7, 8, 9]])]
+    (conversation,) = listener.conversations
+    assert conversation[: -len(ANSWERED)] == example.messages
+    call = '{"name": "add", "arguments": {"a": 2, "b": 2}}'
+    assert [(message["role"], message["content"]) for message in conversation[-len(ANSWERED) :]] == [
+        ("assistant", f"I add.\n{call}\n{call}"),
+        ("tool", "4"),
+        ("assistant", call),
+        ("tool", "four"),
+        ("assistant", "It is 4."),
+    ]
+    assert all({*message} == {"role", "content"} for message in conversation), "as reward servers take them"
+    assert text_of(ANSWERED) == "I add.\n\nIt is 4."
 
 
 def test_the_functions_of_reward_py_read_both_kinds(tokenizer):

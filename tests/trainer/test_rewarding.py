@@ -1,0 +1,78 @@
+"""A run's rewards: of functions, of an environment, and the punishment for length."""
+
+import math
+
+import numpy as np
+import pytest
+
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.rewards.functions import TrainerState
+from grpo.rollouts.records import Example, Outcome, Rollout
+from grpo.trainer.evaluation import best_metric, check_verdicts
+from grpo.trainer.rewarding import Rewarder, join_rewards
+
+
+class Game:
+    is_verdict = True
+    full_reward = 3.0
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def config(*functions: str, **settings) -> TrainerConfig:
+    changed = TrainerConfig(**settings)
+    changed.reward_funcs, changed.reward_weights = [*functions], [0.5] * len(functions)
+    return changed
+
+
+def rollout(text: str, answers: int = 0, **rewards: float) -> Rollout:
+    """A completion of two tokens, with those of answers between them."""
+    outcome = Outcome(True, [{"role": "assistant", "content": text}], rewards=rewards)
+    return Rollout([1] * (answers + 2), True, text, [], 0, [True, *[False] * answers, True], outcome)
+
+
+ROLLOUTS = [rollout("abc", Game=3.0), rollout("de"), Rollout([1, 2], True, "f", [], 0), rollout("g", Game=-1.0)]
+
+
+def compute(rewarder: Rewarder, rollouts=tuple(ROLLOUTS)) -> list[list[float]]:
+    return rewarder.compute([Example(0, "p", [1], {})] * len(rollouts), rollouts, TrainerState()).tolist()
+
+
+def test_an_environments_reward_follows_those_of_the_functions():
+    functions = {"length": length}
+    rewarder = Rewarder(functions, functions, config("length"), {"Game": Game})
+    assert (rewarder.names, rewarder.weights.tolist()) == (["length", "Game"], [0.5, 1.0])
+    by_function = compute(rewarder)
+    np.testing.assert_array_equal(by_function, [[3, 2, 1, 1], [3, math.nan, math.nan, -1]])
+    assert rewarder.is_correct(np.array(by_function)).tolist() == [True, False, False, False]
+    assert rewarder.has_format(np.array(by_function)).tolist() == [True, False, False, False]
+
+
+def test_an_environment_alone_is_enough_and_the_punishment_counts_its_answers_too():
+    settings = config(max_completion_length=10, soft_punish_cache=4)
+    rewarder = Rewarder({}, {}, settings, {"Game": Game})
+    assert (rewarder.names, rewarder.weights.tolist()) == (["Game", "soft_overlong_punishment"], [1.0, 1.0])
+    rollouts = [rollout("a", answers, Game=1.0) for answers in (0, 4, 6, 8)]
+    assert compute(rewarder, rollouts) == [[1.0] * 4, [0.0, 0.0, -0.5, -1.0]]
+
+
+def test_an_environment_that_gives_no_reward_adds_nothing():
+    rewarder = Rewarder({"length": length}, {"length": length}, config("length"))
+    assert compute(rewarder) == [[3, 2, 1, 1]]
+    assert not rewarder.verdicts and not rewarder.full_rewards
+
+
+def test_evaluation_knows_what_an_environment_declares():
+    rewards = join_rewards({"length": length}, {"Game": Game})
+    settings = TrainerConfig(num_generations_eval=2)
+    check_verdicts(settings, rewards)
+    assert best_metric(settings, rewards) == "eval_accuracy"
+    assert best_metric(TrainerConfig(metric_for_best_model="rewards/Game/mean"), rewards) == "eval_rewards/Game/mean"
+
+
+def test_a_function_and_an_environment_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="^reward_funcs='Game': the environment gives a reward of this name too"):
+        Rewarder({"Game": length}, {"Game": length}, config("Game"), {"Game": Game})
