@@ -20,10 +20,11 @@ MAY_IMPORT = {
     "server": {"config", "model", "pool", "wire"},
     "rollouts": {"config", "model", "wire"},
     "rewards": {"client", "config", "model", "wire"},
+    "turns": {"config", "rewards", "rollouts", "wire"},
     "run": {"config", "model", "rollouts", "wire"},
-    "trainer": {"algorithm", "client", "config", "model", "pool", "rewards", "rollouts", "run", "wire"},
+    "trainer": {"algorithm", "client", "config", "model", "pool", "rewards", "rollouts", "run", "turns", "wire"},
     "report": {"config", "run"},
-    "workers": {"client", "config", "model", "rollouts", "wire"},
+    "workers": {"client", "config", "model", "rollouts", "turns", "wire"},
 }
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "grpo").rglob("*.py"))
 ENTRIES = {

@@ -9,16 +9,12 @@ http://machine:59876      a reward model on a server of its own: python ref_serv
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import inspect
 import itertools
 import logging
 import os
 import re
-import threading
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -28,6 +24,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.evaluate import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.alone import add_deadline
+from grpo.rewards.event_loop import run_in_loop
 from grpo.rewards.functions import (
     Batch,
     Logged,
@@ -152,7 +149,7 @@ def compute_rewards(
     batch = Batch(prompts, completions, columns, state or TrainerState())
     logs = {name: Logged() for name in functions}
     awaitable = {name: function for name, function in functions.items() if not _is_blocking(function)}
-    pending = _run_in_loop(_await_all(awaitable, batch, conversations, logs)) if awaitable else None
+    pending = run_in_loop(_await_all(awaitable, batch, conversations, logs)) if awaitable else None
     try:
         returned = {
             name: check_returned(function.score(conversations), batch, logs[name])
@@ -235,22 +232,3 @@ async def _await_all(
         return check_returned(returned, batch, logs[name])
 
     return await asyncio.gather(*itertools.starmap(compute, functions.items()), return_exceptions=True)
-
-
-def _run_in_loop(coroutine: Coroutine) -> Future:
-    return asyncio.run_coroutine_threadsafe(coroutine, _get_event_loop())
-
-
-@functools.cache
-def _get_event_loop() -> asyncio.AbstractEventLoop:
-    """Return the run's only event loop: what a function keeps, such as a client's connections, belongs to one loop."""
-    loop = asyncio.new_event_loop()
-
-    def run_forever() -> None:
-        while True:
-            # A task that raises one of these ends the loop, too: run it again for the other tasks.
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):
-                loop.run_forever()
-
-    threading.Thread(target=run_forever, name="rewards", daemon=True).start()
-    return loop

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from grpo.wire.rewards import Message
 
 SHOWN_CHARACTERS = 500
+_OURS = Path(__file__).parents[1]
 RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
 """what completions.jsonl has of each completion: no name for a column of log_extra"""
 
@@ -192,7 +193,7 @@ def describe_failure(error: BaseException, completion: str | None = None) -> str
 def format_user_stack(error: BaseException) -> str:
     """Format the error's traceback from the user's first line on; "" where the error is no line of the user's."""
     stack = error.__traceback__
-    while stack and Path(stack.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+    while stack and _OURS in Path(stack.tb_frame.f_code.co_filename).parents:
         stack = stack.tb_next
     return "".join(traceback.format_exception(type(error), error, stack)) if stack else ""
 

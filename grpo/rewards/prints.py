@@ -1,4 +1,4 @@
-"""Show what reward functions print, up to a limit per batch, and count the rest: a log must not fill the disk."""
+"""Show what the user's code prints, up to a limit per batch, and count the rest: a log must not fill the disk."""
 
 from __future__ import annotations
 
@@ -13,28 +13,50 @@ from typing import IO, Any, TextIO
 log = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 65536
-"""the limit per batch, for all functions of a rank together"""
+"""the limit per batch, for all code of the user's in a rank together"""
 
 
 class Prints:
-    """The prints of reward functions, in this process and in those of a RewardPool."""
+    """The prints of reward functions, tools and environments, in this process and in those started for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left, self._dropped = SHOWN_CHARACTERS, 0
+        self._limited, self._stdout = 0, sys.stdout
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Limit what `print` writes inside; log at the end how much was left out since the last batch."""
         try:
-            with contextlib.redirect_stdout(_LimitedStream(sys.stdout, self)):
+            with self.limited():
                 yield
         finally:
+            self.end_batch()
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """Limit what `print` writes inside, in any thread. Threads may be inside at the same time."""
+        with self._lock:
+            if self._limited == 0:
+                self._stdout, sys.stdout = sys.stdout, _LimitedStream(sys.stdout, self)
+            self._limited += 1
+        try:
+            yield
+        finally:
             with self._lock:
-                dropped, self._left, self._dropped = self._dropped, SHOWN_CHARACTERS, 0
-            if dropped:
-                # An error, not a warning: ranks other than the first show nothing less.
-                log.error("reward functions printed %d more characters for this batch: they are left out", dropped)
+                self._limited -= 1
+                if self._limited == 0:
+                    sys.stdout = self._stdout
+
+    def end_batch(self) -> None:
+        """Begin another batch; log how much was left out in the last one."""
+        with self._lock:
+            dropped, self._left, self._dropped = self._dropped, SHOWN_CHARACTERS, 0
+        if dropped:
+            # An error, not a warning: ranks other than the first show nothing less.
+            log.error(
+                "reward functions and tools printed %d more characters for this batch: they are left out", dropped
+            )
 
     def write(self, text: str, stream: TextIO) -> None:
         """Write the part of the text that is within the limit."""

@@ -1,0 +1,192 @@
+"""What a policy wrote in a turn: its text, and the calls of tools in it.
+
+The tokenizer's response template reads it where there is one, else one of the formats by name. A call that is not well
+formed is a call too: it has an error, which is the answer to it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError
+
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_UNKNOWN = "unknown"  # the name of a call that has none, as in TRL
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool, as the policy wrote it."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+    """why it cannot be read; empty where it can"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote from one answer to the next."""
+
+    content: str
+    """without calls and special tokens"""
+    calls: list[Call] = field(default_factory=list)
+    reasoning: str = ""
+    """what the response template tells apart from the content"""
+
+    def to_message(self) -> dict[str, Any]:
+        """Return it as a chat template takes it. A call that cannot be read is not in it."""
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+            if not call.error
+        ]
+        return {
+            "role": "assistant",
+            "content": self.content,
+            **({"reasoning_content": self.reasoning} if self.reasoning else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+
+class TurnReader:
+    """Reads turns of a model, whose tokenizer this is."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict], parser: str
+    ):
+        """`schemas` are those of the tools, none where no call is to be read; `parser` is `tool_call_parser`.
+
+        Raises ConfigError where "auto" finds no format that the chat template has.
+        """
+        self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
+        self._read_calls: Callable[[str], tuple[str, list[Call]]] | None = None
+        if schemas and getattr(tokenizer, "response_template", None) is None:
+            name = _find_format(tokenizer, schemas) if parser == "auto" else parser
+            self._read_calls = _FORMATS[name]
+
+    def is_whole(self, ids: Sequence[int]) -> bool:
+        """Tell whether the policy ended the turn itself."""
+        return len(ids) > 0 and ids[-1] in self._eos
+
+    def read_text(self, ids: Sequence[int]) -> Turn:
+        """Return the turn as text alone."""
+        return Turn(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def read(self, ids: Sequence[int], before: str) -> Turn:
+        """Return what a whole turn says. `before` is the text that it follows: of the prompt, or of the last answer."""
+        if not self._schemas:
+            return self.read_text(ids)
+        if self._read_calls is None:
+            return self._read_by_template(ids, before)
+        content, calls = self._read_calls(self._tokenizer.decode(ids[:-1], skip_special_tokens=False))
+        if not calls:
+            return self.read_text(ids)
+        for token in self._tokenizer.all_special_tokens:
+            content = content.replace(token, "")
+        return Turn(content, calls)
+
+    def _read_by_template(self, ids: Sequence[int], before: str) -> Turn:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        try:
+            parsed = self._tokenizer.parse_response(text, prefix=before, tools=self._schemas)
+        except (ValueError, KeyError, TypeError) as error:  # what its parser raises at a text that it cannot read
+            reason = str(error).splitlines()[0]
+            return Turn(self.read_text(ids).content, [_failed(f"the call cannot be read: {reason}")])
+        calls = [
+            _make_call(call.get("function", call) if isinstance(call, dict) else call)
+            for call in parsed.get("tool_calls") or []
+        ]
+        return Turn(parsed.get("content") or "", calls, parsed.get("reasoning_content") or "")
+
+
+def _read_hermes(text: str) -> tuple[str, list[Call]]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after the reasoning."""
+    reasoning, mark, rest = text.rpartition("</think>")
+    calls = []
+    for body, end in _HERMES.findall(rest):
+        calls.append(_load_call(body) if end else _failed("the call has no </tool_call>"))
+    return (reasoning + mark + _HERMES.sub("", rest)).strip(), calls
+
+
+def _read_llama3(text: str) -> tuple[str, list[Call]]:
+    """Read `{"name": ..., "parameters": {...}}`, perhaps after <|python_tag|>; several stand with ; between them."""
+    stripped = text.strip()
+    body = stripped.removeprefix("<|python_tag|>").lstrip()
+    if body == stripped and not re.match(r'\{\s*"name"', body):
+        return text, []
+    calls = []
+    while body:
+        try:
+            value, end = json.JSONDecoder().raw_decode(body)
+        except ValueError as error:
+            calls.append(_failed(f"the call is not JSON: {error}"))
+            break
+        calls.append(_make_call(value))
+        body = body[end:].lstrip("; \n")
+    return "", calls
+
+
+def _read_mistral(text: str) -> tuple[str, list[Call]]:
+    """Read `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`."""
+    content, mark, body = text.partition("[TOOL_CALLS]")
+    if not mark:
+        return text, []
+    try:
+        values = json.loads(body)
+    except ValueError as error:
+        return content.strip(), [_failed(f"the calls are not JSON: {error}")]
+    return content.strip(), [_make_call(value) for value in (values if isinstance(values, list) else [values])]
+
+
+_FORMATS = {"hermes": _read_hermes, "llama3_json": _read_llama3, "mistral": _read_mistral}
+
+
+def _find_format(tokenizer: PreTrainedTokenizerBase, schemas: list[dict]) -> str:
+    """Return the format that the chat template writes. Raises ConfigError where it is none of those."""
+    template = tokenizer.get_chat_template(tools=schemas)
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return "hermes"
+    if '"parameters"' in template and "<tool_call>" not in template:
+        return "llama3_json"
+    raise ConfigError(
+        f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no format that is "
+        f"known: set it to one of {', '.join(_FORMATS)} if the model writes so, or use a tokenizer with a "
+        "response_template"
+    )
+
+
+def _load_call(body: str) -> Call:
+    try:
+        return _make_call(json.loads(body))
+    except ValueError as error:
+        return _failed(f"the call is not JSON: {error}")
+
+
+def _make_call(value: Any) -> Call:
+    """Make a call of JSON's value; what is missing or of another type is its error."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return _failed('a call is an object with "name" and "arguments"')
+    arguments = value["arguments"] if "arguments" in value else value.get("parameters")
+    if isinstance(arguments, str):  # some models write them as JSON in JSON
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            return _failed(f"the arguments are not JSON: {error}", value["name"])
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return _failed("the arguments are no object", value["name"])
+    return Call(value["name"], arguments)
+
+
+def _failed(error: str, name: str = _UNKNOWN) -> Call:
+    return Call(name, {}, error)

@@ -1,0 +1,99 @@
+"""An instance of the environment: it lives as long as a completion, wherever its code runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from grpo.rewards.functions import RewardError
+from grpo.rollouts.records import Example
+from grpo.turns.environment import EnvironmentClass
+from grpo.turns.runner import CallLost, Place
+from grpo.turns.session import Reply
+
+log = logging.getLogger(__name__)
+
+_FALLBACK = 0.0  # the reward of a completion whose environment hangs or ends its process, as of a reward function
+
+
+class Instance:
+    """The environment of one completion. Its calls raise CallLost where it hangs or ends its process, which is logged;
+    and RewardError where it fails."""
+
+    def __init__(self, environment: EnvironmentClass, place: Place):
+        self._environment = environment
+        self._place: Place | None = place
+        self._steps_reward = 0.0
+        self.is_lost = False
+        """whether it has gone with its process"""
+
+    async def reset(self, columns: dict[str, Any]) -> str:
+        """Make the instance; return what it says first."""
+        return (await self._perform("reset", columns))["text"]
+
+    async def step(self, text: str) -> tuple[str, bool]:
+        """Return what it answers to a turn, and whether the completion is over."""
+        reply = await self._perform("step", text)
+        self._steps_reward += reply["reward"]
+        return reply["text"], reply["done"]
+
+    async def call_method(self, name: str, arguments: dict[str, Any]) -> Reply:
+        """Return the reply of a method that is a tool."""
+        return await self._perform("method", name, arguments)
+
+    async def compute_reward(self) -> dict[str, float]:
+        """Return what it gives the completion, by name: what get_reward says, or the sum of the steps' rewards."""
+        if not self._environment.gives_reward:
+            return {}
+        reward: float | None = self._steps_reward
+        try:
+            if self.is_lost:
+                reward = _FALLBACK
+            elif self._environment.has_get_reward:
+                reward = (await self._perform("get_reward"))["reward"]
+        except CallLost:
+            reward = _FALLBACK
+        return {} if reward is None else {self._environment.label: reward}
+
+    async def close(self) -> None:
+        """Close it, the first time. What its `close` raises is logged."""
+        if self._place is None:
+            return
+        try:
+            if not self.is_lost:
+                reply = await self._place.perform("close")
+                if "raised" in reply:
+                    log.error("%s%s%s", reply["traceback"], self._prefix, reply["raised"])
+        except CallLost as lost:
+            log.error("%sclose %s", self._prefix, lost)
+        finally:
+            self._place.release()
+            self._place = None
+
+    async def _perform(self, task: str, *arguments: Any) -> Reply:
+        try:
+            reply = await self._place.perform(task, *arguments)
+        except CallLost as lost:
+            self.is_lost = True
+            # An error, not a warning: ranks other than the first show nothing less.
+            log.error(
+                "%s%s %s: the completion ends, and the environment gives it %g", self._prefix, task, lost, _FALLBACK
+            )
+            raise
+        if "raised" in reply:
+            raise RewardError(f"environment={self._environment.name!r}: {reply['raised']}", reply["traceback"])
+        return reply
+
+    @property
+    def _prefix(self) -> str:
+        return f"environment={self._environment.name!r}: "
+
+
+def check_observation(environment: EnvironmentClass, said: str, example: Example) -> None:
+    """Raise RewardError unless the prompt has what `reset` says to the completion's instance."""
+    asked = [message["content"] for message in example.messages if message["role"] == "user"]
+    if asked and not asked[-1].rstrip().endswith(said.rstrip()):
+        raise RewardError(
+            f"environment={environment.name!r}: reset said {said[:200]!r} to a completion, and something else as the "
+            "data was read: what it says must follow from the row alone: draw random numbers from a seed in the row"
+        )

@@ -1,0 +1,108 @@
+"""Where the user's code runs: in this process, one call at a time, or in processes with deadlines.
+
+Async tools always run on this process's event loop. A place is what answers one task after another, and holds the
+environment of a completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from grpo.turns.session import Reply, Session
+from grpo.turns.tools import Tool
+
+
+class CallLost(Exception):
+    """A call without a reply. The message follows what was called in a sentence."""
+
+
+class Place(Protocol):
+    """Where the code of one completion runs."""
+
+    async def perform(self, task: str, *arguments: Any) -> Reply:
+        """Do one of the tasks of grpo/turns/session.py. Raises CallLost."""
+        ...
+
+    def release(self) -> None:
+        """Let another completion have what this one used."""
+        ...
+
+
+class Here:
+    """This process: sync code in a thread of its own, async code on the event loop."""
+
+    def __init__(self, session: Session, thread: UserThread):
+        self._session, self._thread = session, thread
+
+    async def perform(self, task: str, *arguments: Any) -> Reply:
+        """Do a task; nothing ends it before it ends itself."""
+        started = await asyncio.wrap_future(self._thread.submit(self._session.start, task, *arguments))
+        return started if isinstance(started, dict) else await self._session.finish(task, started)
+
+    def release(self) -> None:
+        """Leave nothing: the session goes with the completion."""
+
+
+async def perform_async(session: Session, seconds: float | None, task: str, *arguments: Any) -> Reply:
+    """Do a task whose code is async. Raises CallLost after so many seconds."""
+    started: Reply | Awaitable = session.start(task, *arguments)
+    if isinstance(started, dict):
+        return started
+    call = asyncio.ensure_future(session.finish(task, started))
+    done, _ = await asyncio.wait([call], timeout=seconds)
+    if not done:
+        call.cancel()
+        raise CallLost(f"gave no answer within {seconds:g} s")
+    return call.result()
+
+
+class UserThread:
+    """A thread for sync code, which may hang: it must not keep the program from its end, as an executor's would."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="user's code", daemon=True).start()
+
+    def submit(self, function: Callable, *arguments: Any) -> Future:
+        future: Future = Future()
+        self._calls.put((future, function, arguments))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the calls that it has."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, arguments = call
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class Runner:
+    """Runs tools, and makes a place for each instance of the environment, in this process."""
+
+    def __init__(self, make_session: Callable[[], Session]):
+        self._make_session, self._tools = make_session, make_session()
+        self._thread = UserThread()
+
+    async def call_tool(self, tool: Tool, arguments: dict[str, Any]) -> Reply:
+        """Call one of `tools`."""
+        if tool.is_async:
+            return await perform_async(self._tools, None, "tool", tool.name, arguments)
+        return await Here(self._tools, self._thread).perform("tool", tool.name, arguments)
+
+    def make_place(self) -> Place:
+        """Return where an instance of the environment is to live."""
+        return Here(self._make_session(), self._thread)
+
+    def close(self) -> None:
+        """End what runs the user's code."""
+        self._thread.close()

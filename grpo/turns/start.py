@@ -1,0 +1,110 @@
+"""Find the tools and the environment that the configuration names, check them, and make what answers the policy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError
+from grpo.config.generation import AnswerSection
+from grpo.config.turns import TurnsSection
+from grpo.rewards.event_loop import run_in_loop
+from grpo.rewards.functions import RewardError
+from grpo.rewards.prints import PRINTS
+from grpo.rollouts.records import Example
+from grpo.turns.calls import TurnReader
+from grpo.turns.dialogue import Setup, UserDialogue
+from grpo.turns.environment import EnvironmentClass
+from grpo.turns.instance import Instance
+from grpo.turns.runner import CallLost, Runner
+from grpo.turns.session import Session
+from grpo.turns.template import AnswerTemplate
+from grpo.turns.tools import load_tools, make_tool
+
+
+def start_turns(
+    config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
+) -> UserTurns | None:
+    """Return what answers the policy, None where nothing does. `config` has AnswerSection's settings too; a turn ends
+    with one of `eos_token_ids`.
+
+    Raises ConfigError where a function or class cannot be used, or the tokenizer's chat template has no tools.
+    """
+    return UserTurns(config, tokenizer, eos_token_ids) if config.has_turns else None
+
+
+class UserTurns:
+    """The user's tools and environment, in all completions of a run: Turns of grpo/rollouts/turns.py."""
+
+    def __init__(
+        self, config: TurnsSection | AnswerSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
+    ):
+        """Raises what `start_turns` raises."""
+        loaded = load_tools(config.tools)
+        environment = EnvironmentClass(config.environment) if config.environment else None
+        tools = {name: tool for name, (tool, _) in loaded.items()}
+        for name, method in environment.methods.items() if environment else ():
+            if name in tools:
+                raise ConfigError(
+                    f"environment={config.environment!r}: a tool is named {name!r} too: rename one of them"
+                )
+            tools[name] = make_tool("environment", config.environment, method, is_method=True)
+        schemas = [tool.schema for tool in tools.values()]
+        self.tools: list[dict[str, Any]] | None = schemas or None
+        """the schemas, for the chat template; None where there are none"""
+        self.environment = environment
+        """the class of the user's, None without one"""
+        self.reward_names = [environment.label] if environment and environment.gives_reward else []
+        """the names of the environment's rewards"""
+        reader = TurnReader(tokenizer, eos_token_ids, schemas, config.tool_call_parser)
+        template = AnswerTemplate(
+            tokenizer,
+            eos_token_ids,
+            schemas,
+            config.chat_template_kwargs,
+            answers_as_user=environment is not None and environment.is_game,
+        )
+        functions = {name: function for name, (_, function) in loaded.items()}
+        runner = Runner(lambda: Session(functions, environment, config.max_tool_response_length))
+        self._setup = Setup(config, tools, environment, reader, template, runner)
+        self._live = 0
+        self._lock = threading.Lock()
+
+    def observe(self, columns: dict[str, Any]) -> str:
+        """Return what the environment says to a row of the dataset, before the policy does: the end of the prompt.
+
+        It is "" without an environment. May be called from several threads. Raises RewardError where reset fails.
+        """
+        if self.environment is None:
+            return ""
+        return run_in_loop(self._observe(self.environment, columns)).result()
+
+    def begin(self, example: Example) -> UserDialogue:
+        """Begin a completion of this example. The caller closes it."""
+        with self._lock:
+            self._live += 1
+        return UserDialogue(self._setup, example, self._count_end)
+
+    def close(self) -> None:
+        """End what runs the user's code; every completion must be closed by then."""
+        self._setup.runner.close()
+
+    async def _observe(self, environment: EnvironmentClass, columns: dict[str, Any]) -> str:
+        instance = Instance(environment, self._setup.runner.make_place())
+        with PRINTS.limited():
+            try:
+                return await instance.reset(columns)
+            except CallLost as lost:
+                raise RewardError(f"environment={environment.name!r}: reset {lost}, as the data was read") from None
+            finally:
+                await instance.close()
+
+    def _count_end(self) -> None:
+        with self._lock:
+            self._live -= 1
+            is_last = self._live == 0
+        if is_last:
+            PRINTS.end_batch()
