@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from grpo.model.lora import AdapterOffReference, train_adapter
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.rollouts.prompts import PromptStream, load_examples
-from grpo.rollouts.records import Sample
+from grpo.rollouts.records import Rollout, Sample
 from grpo.rollouts.trial import make_sampler
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config, join_ranks, start_engine
@@ -133,6 +134,17 @@ def gradients(make, folder: Path) -> dict:
     return results
 
 
+def with_answers(sample, *arguments, **named) -> list[list[Rollout]]:
+    """Draw completions, and say of some of their tokens that they were answered."""
+    return [
+        [
+            replace(rollout, drawn=[place % 5 != (2 + number) % 5 for place, _ in enumerate(rollout.completion_ids)])
+            for number, rollout in enumerate(rollouts)
+        ]
+        for rollouts in sample(*arguments, **named)
+    ]
+
+
 def ratios(make, dataset: str) -> dict:
     """Find the largest |log ratio| of policy and old log-probs, and |log-probs - reference|, where no weight moves."""
     results = {}
@@ -146,6 +158,7 @@ def ratios(make, dataset: str) -> dict:
             "beta": 0.04,
             "lora_target_modules": "all-linear",
         },
+        "with answers": {"loss_type": "dapo"},
     }
     tokenizer = load_tokenizer(make())
     examples = load_examples(make(), "train", tokenizer)
@@ -167,6 +180,8 @@ def ratios(make, dataset: str) -> dict:
             sampler = make_sampler(
                 engine.module, tokenizer, config.max_completion_length, config.sequences_per_generate
             )
+            if kind == "with answers":
+                sampler.sample = partial(with_answers, sampler.sample)
             rounds = Rounds(config, engine.module, sampler, batcher, stream, rewards, None, reference)
             apart, from_reference = [], []
 

@@ -48,15 +48,18 @@ def mixture(kind: str):
     return AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
 
 
-def balanced(model, pairs):
-    """Transformers' loss of all tokens that predict a completion's, with its gradients; the model in float64."""
+def balanced(model, sequences):
+    """Transformers' loss of all tokens that predict a completion's, with its gradients; the model in float64.
+
+    A sequence is (prompt, completion, which of the completion's tokens count).
+    """
     model = copy.deepcopy(model).double()
     model.set_experts_implementation("eager")  # the others take no float64
     rows = []
-    for prompt, completion in pairs:
+    for prompt, completion, counted in sequences:
         if completion:
             body = model.base_model(input_ids=torch.tensor([prompt + completion]), output_router_logits=True)
-            rows.append([layer.flatten(0, -2)[len(prompt) - 1 : -1] for layer in body.router_logits])
+            rows.append([layer.flatten(0, -2)[len(prompt) - 1 : -1][counted] for layer in body.router_logits])
     layers = tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
     config = model.config
     value = load_balancing_loss_func(layers, layers[0].shape[-1], config.num_experts_per_tok)

@@ -6,9 +6,9 @@ same weights, with plain SGD, so that the change of the weights is the gradient.
 With a vision-language MODEL some prompts have pictures. CASES is a JSON list of {"options": [...], "shares": [...],
 "order": [...], "old": bool, "sampled": bool, "small_steps": [...]}: the trainer's options; how many sequences each rank
 has, and of all sequences which stands where; whether they come with old and the sampler's log-probs; learning rates of
-updates on the same sequences before the one looked at. A case with "spoiled", a sequence and an advantage for it,
-begins with an update that must change nothing on any rank; so does one with "masked", of which every completion was
-cut.
+updates on the same sequences before the one looked at. In a case with "answers" the policy did not draw all tokens; one
+that is "padded" packs nothing. A case with "spoiled", a sequence and an advantage for it, begins with an update that
+must change nothing on any rank; so does one with "masked", of which every completion was cut.
 """
 
 import json
@@ -100,6 +100,19 @@ def sequences(processor: PictureProcessor | None = None) -> list[Sample]:
     return made
 
 
+def drawn() -> list[np.ndarray]:
+    """Mark the tokens of each sequence that the policy drew, where others are answers: in the middle of most sequences,
+    at the end of some, and in one everywhere."""
+    draw, marked = random.Random(8), []
+    for number, sample in enumerate(sequences()):
+        marks = np.ones(len(sample.completion_ids), bool)
+        for _ in range(number % 3):
+            begin = draw.randint(1, len(marks) + 1)
+            marks[begin : begin + draw.randint(1, 6)] = False
+        marked.append(marks & (number != 10))
+    return marked
+
+
 def own_share(case: dict, config: TrainerConfig, rank: int, processor: PictureProcessor | None = None) -> list[Sample]:
     advantages = group_advantages(torch.tensor(rewards(), dtype=torch.float64), config.scale_rewards)
     samples = sequences(processor)
@@ -107,6 +120,11 @@ def own_share(case: dict, config: TrainerConfig, rank: int, processor: PicturePr
         sample.advantage = advantage
         sample.old_logprobs = sample.old_logprobs if case["old"] else None
         sample.sampling_logprobs = sample.sampling_logprobs if case["sampled"] else None
+    for sample, marks in zip(samples, drawn(), strict=True) if case.get("answers") else ():
+        sample.drawn = marks
+        for name in ("ref_logprobs", "old_logprobs", "sampling_logprobs"):
+            if (values := getattr(sample, name)) is not None:
+                setattr(sample, name, values[marks])
     end = sum(case["shares"][: rank + 1])
     return [samples[index] for index in case["order"][end - case["shares"][rank] : end]]
 
@@ -158,7 +176,7 @@ def main(model, cases_file, out) -> None:
         freeze_vision_tower(policy)
     if configs[0].gradient_checkpointing:
         checkpoint_activations(policy)
-    batcher = make_batcher(policy, 0, processor)
+    packed = make_batcher(policy, 0, processor)
     first = weights_of(policy)
     settings = engine_config(configs[0], world_size, device) | {"zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD([w for w in policy.parameters() if w.requires_grad], lr=LEARNING_RATE)
@@ -172,6 +190,7 @@ def main(model, cases_file, out) -> None:
                     weight.copy_(first[name])
         engine.optimizer.refresh_fp32_params()
         samples = own_share(case, config, rank, processor)
+        batcher = replace(packed, longest_packed=0) if case.get("padded") else packed
         if "spoiled" in case:
             check_skipped(engine, case, config, batcher, rank)
         if "masked" in case:

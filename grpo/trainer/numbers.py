@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,6 @@ def step_result(
     """
     config, progress = run.config, run.progress
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    lengths = [rollout.drawn_tokens for rollout in rollouts]
     by_name = dict(zip(run.rounds.reward_names, batch.by_function, strict=True))
     add_stats(
         stats,
@@ -80,11 +79,7 @@ def step_result(
             "frac_reward_zero_std": ~batch.signal,
             **{f"rewards/{name}/mean": rewards for name, rewards in by_name.items()},
             **{f"rewards/{name}/std:std": rewards for name, rewards in by_name.items()},
-            "completions/mean_length": lengths,
-            "completions/min_length:min": lengths,
-            "completions/max_length:max": lengths,
-            "completions/mean_terminated_length": [rollout.drawn_tokens for rollout in rollouts if rollout.finished],
-            "completions/clipped_ratio": [not rollout.finished for rollout in rollouts],
+            **stats_of_completions(rollouts),
             "tokens:none": [len(sample.prompt_ids) + sample.tokens for sample in batch.samples],
             "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
             **clock.seconds,
@@ -93,7 +88,6 @@ def step_result(
             "step_time": clock.total(),
             "signal:none": [run.stop.asked],
             **{f"{_LOGGED}{name}:none": values for name, values in run.rounds.logged.items()},
-            **_stats_of_turns(rollouts),
         },
     )
     run.rounds.logged.clear()
@@ -112,6 +106,7 @@ def step_result(
     metrics = {
         "loss": 0.0,
         **step_metrics(everyone),
+        **failure_frequency(everyone),
         "grad_norm": 0.0 if masked else float(run.engine.get_global_grad_norm()),
         "learning_rate": applied.learning_rate,
         "skipped_steps": run.engine.skipped_steps,
@@ -123,9 +118,6 @@ def step_result(
         metrics["resampled_groups"] = progress.resampled
     if config.mask_truncated_completions:
         metrics["masked_steps"] = progress.masked_steps
-    if _FAILURES in everyone:
-        calls = everyone["tools/call_frequency"].total
-        metrics["tools/failure_frequency"] = everyone[_FAILURES].total / max(calls, 1)
     completions = everyone["completions/mean_length"].count
     if config.kl_target is not None and "kl" in everyone:
         metrics["beta"] = applied.beta
@@ -153,14 +145,30 @@ def step_result(
     return StepResult(metrics, completions, masked, is_applied, rewarded, int(everyone["signal"].high), drifts)
 
 
-def _stats_of_turns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the numbers of completions with tools or an environment, by name; empty where they had none."""
-    outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
-    if not outcomes:
-        return {}
-    return {
-        "tools/call_frequency": [outcome.tool_calls for outcome in outcomes],
-        f"{_FAILURES}:none": [outcome.tool_failures for outcome in outcomes],
-        "tools/mean_length": [len(rollout.completion_ids) - rollout.drawn_tokens for rollout in rollouts],
-        "completions/mean_turns": [rollout.turns for rollout in rollouts],
+def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the numbers of a rank's completions, for add_stats. Lengths are of what the policy drew; the tokens of
+    answers are counted beside them."""
+    lengths = [rollout.drawn_tokens for rollout in rollouts]
+    stats = {
+        "completions/mean_length": lengths,
+        "completions/min_length:min": lengths,
+        "completions/max_length:max": lengths,
+        "completions/mean_terminated_length": [rollout.drawn_tokens for rollout in rollouts if rollout.finished],
+        "completions/clipped_ratio": [not rollout.finished for rollout in rollouts],
     }
+    if outcomes := [rollout.outcome for rollout in rollouts if rollout.outcome is not None]:
+        stats |= {
+            "completions/mean_turns": [rollout.turns for rollout in rollouts],
+            "tools/mean_length": [len(rollout.completion_ids) - rollout.drawn_tokens for rollout in rollouts],
+            "tools/call_frequency": [outcome.tool_calls for outcome in outcomes],
+            f"{_FAILURES}:none": [outcome.tool_failures for outcome in outcomes],
+        }
+    return stats
+
+
+def failure_frequency(everyone: Mapping[str, Stats]) -> dict[str, float]:
+    """Return the share of failed calls among a step's calls of tools, as the metric that it is: empty in a run without
+    tools and environment, 0 in a step without a call."""
+    if _FAILURES not in everyone:
+        return {}
+    return {"tools/failure_frequency": everyone[_FAILURES].total / max(1, everyone["tools/call_frequency"].total)}

@@ -1,9 +1,11 @@
 """The loss against TRL's own: `GRPOTrainer._compute_loss` on the same numbers, padded as TRL has them.
 
-One micro-batch is the whole step there: TRL's divisors are those of a micro-batch for some losses.
+One micro-batch is the whole step there: TRL's divisors are those of a micro-batch for some losses. TRL has numbers of
+what tools answered too, and a `tool_mask`; ours is never given them.
 """
 
 import math
+import random
 import sys
 import warnings
 from collections import defaultdict
@@ -36,6 +38,8 @@ from grpo.run.metrics import Stats
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")
 
 LONGEST = 12
+ANSWERED = 6  # places of answers before a completion's last token, at most
+WIDTH = LONGEST + ANSWERED + 2
 # What is set, beta, and what the sequences are like.
 MODES = {
     "as drawn": ({}, 0.0, {"off_policy": False}),
@@ -80,9 +84,19 @@ def trl():
         )
 
 
-def padded(rows: list[list[float]], filling: float = -0.5) -> torch.Tensor:
-    """Wider than the longest; what stands in the padding must not matter."""
-    return torch.tensor([[*row, *[filling] * (LONGEST + 2 - len(row))] for row in rows], dtype=torch.float64)
+def places(batch: list[oracle.Completion], answers: bool) -> list[list[int]]:
+    """Return where the drawn tokens of each completion stand, others being those of answers."""
+    draw, extra = random.Random(4), ANSWERED if answers else 0
+    lengths = [len(completion.logp) for completion in batch]
+    return [sorted(draw.sample(range(length + extra), length)) for length in lengths]
+
+
+def padded(rows: list[list[float]], drawn: list[list[int]], filling: float = -0.5) -> torch.Tensor:
+    """Wider than the longest; what stands in the padding and in the answers must not matter."""
+    table = torch.full((len(rows), WIDTH), filling, dtype=torch.float64)
+    for of_table, row, of_row in zip(table, rows, drawn, strict=True):
+        of_table[of_row] = torch.tensor(row, dtype=torch.float64)
+    return table
 
 
 def trls_trainer(trl, settings: LossSection, beta: float) -> SimpleNamespace:
@@ -117,31 +131,34 @@ def trls_trainer(trl, settings: LossSection, beta: float) -> SimpleNamespace:
     return trainer
 
 
-def theirs(trl, batch: list[oracle.Completion], settings: LossSection, beta: float, trainer=None):
+def theirs(trl, batch: list[oracle.Completion], settings: LossSection, beta: float, trainer=None, answers=False):
     """TRL's loss, its gradients by log-probs and entropies (flat, as ours), the metrics it logs."""
-    logp = padded([completion.logp for completion in batch]).requires_grad_()
-    entropy = padded([completion.entropy for completion in batch]).requires_grad_()
-    mask = torch.tensor([[place < len(completion.logp) for place in range(LONGEST + 2)] for completion in batch]).long()
+    drawn = places(batch, answers)
+    logp = padded([completion.logp for completion in batch], drawn).requires_grad_()
+    entropy = padded([completion.entropy for completion in batch], drawn).requires_grad_()
+    mask = torch.tensor([[place in of_row for place in range(WIDTH)] for of_row in drawn]).long()
+    whole = torch.tensor([[place <= max(of_row, default=-1) for place in range(WIDTH)] for of_row in drawn]).long()
     prompts = torch.zeros(len(batch), 1, dtype=torch.long)
     corrected = settings.importance_sampling_mode not in (None, "none")
     inputs = {
         "prompt_ids": prompts,
         "prompt_mask": prompts + 1,
-        "completion_ids": mask,
-        "completion_mask": mask,
+        "completion_ids": whole,
+        "completion_mask": whole,
         "advantages": torch.tensor([completion.advantage for completion in batch], dtype=torch.float64),
         "num_items_in_batch": mask.sum(),
+        **({"tool_mask": mask + 1 - whole} if answers else {}),  # 1 in the padding, as TRL has it
     }
     if batch[0].old is not None:
-        inputs["old_per_token_logps"] = padded([completion.old for completion in batch])
+        inputs["old_per_token_logps"] = padded([completion.old for completion in batch], drawn)
     if batch[0].sampling is not None:
-        inputs["sampling_per_token_logps"] = padded([completion.sampling for completion in batch])
+        inputs["sampling_per_token_logps"] = padded([completion.sampling for completion in batch], drawn)
     if beta:
-        inputs["ref_per_token_logps"] = padded([completion.ref for completion in batch])
+        inputs["ref_per_token_logps"] = padded([completion.ref for completion in batch], drawn)
     if corrected:
         # Computed in another method of TRL's, which also generates; the same formula is the oracle's.
         inputs["importance_sampling_ratio"] = padded(
-            [oracle.importance(completion, completion, settings) for completion in batch], 1.0
+            [oracle.importance(completion, completion, settings) for completion in batch], drawn, 1.0
         )
     trainer = trainer or trls_trainer(trl, settings, beta)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, entropy, None)
@@ -162,11 +179,11 @@ def test_value_and_gradient_are_trls(trl, mode):
         if loss_type == "cispo" and settings.epsilon_high is not None:
             settings.epsilon_high += 1  # there it bounds the ratio itself
         with named(loss_type, level, seed):
-            check_against_trl(trl, settings, beta, completions(seed, **kind))
+            check_against_trl(trl, settings, beta, completions(seed, **kind), answers=seed > 0)
 
 
-def check_against_trl(trl, settings: LossSection, beta: float, batch: list[oracle.Completion]) -> None:
-    value, slopes, metrics = theirs(trl, batch, settings, beta)
+def check_against_trl(trl, settings: LossSection, beta: float, batch: list[oracle.Completion], answers: bool) -> None:
+    value, slopes, metrics = theirs(trl, batch, settings, beta, answers=answers)
     if not beta:
         batch = [oracle.replace(completion, ref=None) for completion in batch]
     if settings.top_entropy_quantile < 1:
@@ -230,8 +247,9 @@ def test_both_report_the_same_metrics(trl):
 def test_the_oracles_top_entropies_are_trls(trl):
     for seed, quantile in enumerate((0.1, 0.2, 0.5, 0.9)):
         batch = completions(seed)
-        mask = torch.tensor([[place < len(completion.logp) for place in range(LONGEST + 2)] for completion in batch])
-        entropies = padded([completion.entropy for completion in batch])
+        drawn = places(batch, answers=False)
+        mask = torch.tensor([[place in of_row for place in range(WIDTH)] for of_row in drawn])
+        entropies = padded([completion.entropy for completion in batch], drawn)
         trainer = SimpleNamespace(accelerator=trl.accelerator)
         marks = trl.trainer.get_high_entropy_mask(trainer, entropies, mask.long(), 1 - quantile)
         expected = [

@@ -30,6 +30,15 @@ def test_the_worked_example_of_the_docstring_padded():
     assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_worked_example_of_the_docstring_with_an_answer():
+    predicted = [np.array([True, False, True]), None, np.array([True])]
+    packed, padded = (batcher.make(EXAMPLE, "cpu", predicted) for batcher in (PACKED, PADDED))
+    assert (packed.predicts.tolist(), packed.targets.tolist()) == ([1, 3, 1, 4, 5], [1, 3, 4, 5, 6])
+    assert (padded.predicts.tolist(), padded.targets.tolist()) == ([1, 3, 5, 6, 8], [1, 3, 4, 5, 6])
+    for batch, batcher in ((packed, PACKED), (padded, PADDED)):
+        assert torch.equal(batch.input_ids, batcher.make(EXAMPLE, "cpu").input_ids)
+
+
 def test_a_tree_says_what_each_segment_sees():
     tree = PACKED.make(EXAMPLE, "cpu").tree
     assert tree.segments == [2, 2, 1, 1]
@@ -95,13 +104,18 @@ def histories(batch) -> list[list[int]]:
 
 @pytest.mark.parametrize("batcher", [PACKED, PADDED])
 @settings(deadline=None)
-@given(sequences=st.lists(sequence, min_size=1, max_size=8))
-def test_every_target_is_predicted_from_all_that_stands_before_it(batcher, sequences):
-    batch = batcher.make(sequences, "cpu")
+@given(sequences=st.lists(sequence, min_size=1, max_size=8), draw=st.randoms(use_true_random=False))
+def test_every_target_is_predicted_from_all_that_stands_before_it(batcher, sequences, draw):
+    """Answers stand there too, and are no targets."""
+    predicted = [
+        draw.choice([None, np.array([draw.random() < 0.5 for _ in completion], bool)]) for _, completion in sequences
+    ]
+    batch = batcher.make(sequences, "cpu", predicted)
     expected = [
         (list(prompt) + list(completion[:place]), token)
-        for prompt, completion in sequences
+        for (prompt, completion), marks in zip(sequences, predicted, strict=True)
         for place, token in enumerate(completion)
+        if marks is None or marks[place]
     ]
     assert list(zip(histories(batch), batch.targets.tolist(), strict=True)) == expected
 

@@ -3,6 +3,7 @@
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from models import distance
@@ -91,7 +92,13 @@ def trainer(folder, tmp_path_factory):
     return trainer
 
 
-def inputs_of(plain, sequences) -> dict:
+def drawn(answers: bool) -> list[np.ndarray]:
+    """Mark the tokens of each completion that the policy drew: all, or all but one or two of the longer ones."""
+    places = [np.arange(length) for length in LENGTHS * len(PROMPTS)]
+    return [~((place >= 1) & (place <= 2) & (place < len(place) - 1) & answers) for place in places]
+
+
+def inputs_of(plain, sequences, answers: bool) -> dict:
     """Lay the step out as TRL's `_generate_and_score_completions` does: prompts padded left, completions right."""
     from trl.trainer.utils import pad
 
@@ -106,13 +113,15 @@ def inputs_of(plain, sequences) -> dict:
     completion_ids = padded(completions, "right", plain.tokenizer.pad_token_id)
     types = padded([(prompt == plain.picture_token).long() for prompt in prompts], "left")
     mask = padded([torch.ones_like(ids) for ids in completions], "right")
+    tool_mask = padded([torch.from_numpy(marks).long() for marks in drawn(answers)], "right", 1)
     return {
         "prompt_ids": padded(prompts, "left", plain.tokenizer.pad_token_id),
         "prompt_mask": padded([torch.ones_like(ids) for ids in prompts], "left"),
         "completion_ids": completion_ids,
         "completion_mask": mask,
         "advantages": advantages,
-        "num_items_in_batch": mask.sum(),
+        "tool_mask": tool_mask,
+        "num_items_in_batch": (mask * tool_mask).sum(),
         "ref_per_token_logps": padded(references, "right"),
         "pixel_values": torch.cat([of_picture["pixel_values"] for of_picture in pixels]),
         "image_grid_thw": torch.cat([of_picture["image_grid_thw"] for of_picture in pixels]),
@@ -121,17 +130,18 @@ def inputs_of(plain, sequences) -> dict:
     }
 
 
-def ours(folder, sequences, settings: LossSection, budget: int) -> tuple[float, dict[str, torch.Tensor]]:
+def ours(folder, sequences, settings: LossSection, budget: int, answers: bool) -> tuple[float, dict[str, torch.Tensor]]:
     config = ServerConfig(model_name_or_path=folder, dtype="float32")
     tokenizer, model = load_tokenizer(config), load_model(config, torch.device("cpu"))
     batcher = make_batcher(model, tokenizer.pad_token_id, load_processor(config, model.config, tokenizer))
     pairs = [(PicturedPrompt(prompt, seen) if seen else prompt, completion) for prompt, seen, completion in sequences]
-    advantages, references = numbers()
-    size, total = StepSize(COUNT, sum(len(completion) for _, completion in pairs)), 0.0
+    (advantages, references), marks = numbers(), drawn(answers)
+    size, total = StepSize(COUNT, sum(int(of_row.sum()) for of_row in marks)), 0.0
     for rows in batcher.cut(pairs, budget):
-        logprobs, entropy = token_logprobs(model, batcher.make([pairs[row] for row in rows], "cpu"), 1.0, True)
-        lengths = torch.tensor([len(pairs[row][1]) for row in rows])
-        reference = torch.cat([references[row] for row in rows])
+        batch = batcher.make([pairs[row] for row in rows], "cpu", [marks[row] for row in rows])
+        logprobs, entropy = token_logprobs(model, batch, 1.0, True)
+        lengths = torch.tensor([marks[row].sum() for row in rows])
+        reference = torch.cat([references[row][marks[row]] for row in rows])
         tokens = Tokens(lengths, advantages[rows], logprobs, entropy, ref_logprobs=reference)
         loss, _ = grpo_loss(tokens, size, settings, beta=BETA, entropy_coef=0.0, max_completion_length=LONGEST)
         loss.backward()
@@ -139,16 +149,18 @@ def ours(folder, sequences, settings: LossSection, budget: int) -> tuple[float, 
     return total, {name: weight.grad for name, weight in model.named_parameters()}
 
 
+@pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_loss_and_gradient_are_trls(trainer, plain, folder, sequences, loss_type):
+def test_loss_and_gradient_are_trls(trainer, plain, folder, sequences, loss_type, answers):
+    """With answers of tools among the completion's tokens TRL has a mask of them."""
     trainer.loss_type = loss_type
     trainer.model.zero_grad()
-    expected = trainer.compute_loss(trainer.model, inputs_of(plain, sequences))
+    expected = trainer.compute_loss(trainer.model, inputs_of(plain, sequences, answers))
     expected.backward()
     slopes = {name: weight.grad for name, weight in trainer.model.named_parameters()}
     assert all(slope.any() for name, slope in slopes.items() if "visual" in name)
     for budget in (200, 10**6):
         with named(loss_type, budget):
-            loss, gradient = ours(folder, sequences, LossSection(loss_type=loss_type), budget)
+            loss, gradient = ours(folder, sequences, LossSection(loss_type=loss_type), budget, answers)
             assert loss == pytest.approx(expected.item(), rel=1e-5)
             assert distance(gradient, slopes) < 1e-4

@@ -1,7 +1,8 @@
 """The gradient of a step is that of the whole step's loss, whatever the number of ranks and the cut into micro-batches.
 
 Held against plain PyTorch in float64 that shares no code with ours: one unpadded sequence at a time, all logits,
-log_softmax; and the papers' formulas in Python floats (oracle.py).
+log_softmax; and the papers' formulas in Python floats (oracle.py). Tokens of answers, which the policy did not draw,
+are in these sequences too, and have weight 0.
 """
 
 import json
@@ -15,10 +16,11 @@ import pytest
 import torch
 from experts import balanced, mixture
 from models import distance
-from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, rewards, sequences
+from step_worker import EMPTY, GENERATIONS, PROMPTS, UNFINISHED, drawn, rewards, sequences
 from trainer_runs import run_ranks
 from transformers import AutoModelForCausalLM
 
+from grpo.algorithm.loss import DISTANCE
 from grpo.client.errors import ServerError
 from grpo.config.loss import LossSection
 from grpo.rollouts.records import Sample
@@ -53,8 +55,11 @@ OPTIONS = [
     {"importance_sampling_mode": "sequence_truncate", "importance_sampling_level": "sequence"},
     {"importance_sampling_mode": "sequence_mask", "loss_type": "dr_grpo"},
 ]
-CASES = [(settings, False, False) for settings in PLAIN]
-CASES += [(settings, True, "sampl" in str(settings)) for settings in (*LOSSES, *OPTIONS)]
+# Settings; with old log-probs, the sampler's, answers.
+CASES = [(settings, False, False, False) for settings in PLAIN]
+CASES += [
+    (settings, True, "sampl" in str(settings), answers) for settings in (*LOSSES, *OPTIONS) for answers in (False, True)
+]
 # Rank 0 has the empty completions, rank 1 of 3 and of 4 nothing but a truncated one.
 UNEQUAL = {1: [36], 2: [2, 34], 3: [2, 1, 33], 4: [2, 1, 8, 25]}
 
@@ -71,15 +76,19 @@ def cut(number: int, ranks: int) -> tuple[int, list[int], list[int]]:
 
 
 def worker_case(number: int, ranks: int, **more) -> dict:
-    settings, old, sampled = CASES[number]
+    settings, old, sampled, answers = CASES[number]
     budget, shares, order = cut(number, ranks)
     values = {"beta": BETA, "max_grad_norm": 0.0, **settings, "micro_batch_tokens": budget, **more}
+    if sampled:  # as a pool's workers do, whose distance from the policy is counted by group
+        values = {"sampler": "pool", "pool": "http://127.0.0.1:1", "importance_sampling_mode": "none", **values}
     return {
         "options": [word for name, value in values.items() for word in (f"--{name}", str(value))],
         "order": order,
         "shares": shares,
         "old": old,
         "sampled": sampled,
+        "answers": answers,
+        "padded": number % 3 == 0,
         "small_steps": [],
     }
 
@@ -103,33 +112,37 @@ class Plain:
             chosen = logprobs[range(len(sample.completion_ids)), sample.completion_ids]
             self.rows.append((chosen, -(logprobs.exp() * logprobs).sum(-1)))
 
-    def step(self, settings: LossSection, old: list | None, sampled: bool, of=range(COUNT)):
+    def step(self, settings: LossSection, old: list | None, sampled: bool, answers=False, of=range(COUNT)):
         """(gradients by parameter name, metrics) of the whole step, or of these of its samples."""
+        trained = drawn() if answers else [np.ones(len(row[0]), bool) for row in self.rows]
         advantages = [value for group in oracle.advantages(rewards(), settings.scale_rewards) for value in group]
         kept, rows = [], []
         for number, (sample, advantage, row) in enumerate(zip(sequences(), advantages, self.rows, strict=True)):
             if number not in of or (settings.mask_truncated_completions and not sample.finished):
                 continue
-            rows.append(row)
+            marks = trained[number]
+            rows.append((row, marks))
             kept.append(
                 oracle.Completion(
                     advantage,
-                    row[0].tolist(),
-                    row[1].tolist(),
-                    old=old[number] if old else None,
-                    ref=sample.ref_logprobs.tolist() if settings.beta else None,
-                    sampling=sample.sampling_logprobs.tolist() if sampled else None,
+                    row[0][marks].tolist(),
+                    row[1][marks].tolist(),
+                    old=np.array(old[number])[marks].tolist() if old else None,
+                    ref=sample.ref_logprobs[marks].tolist() if settings.beta else None,
+                    sampling=sample.sampling_logprobs[marks].tolist() if sampled else None,
                 )
             )
         if settings.top_entropy_quantile < 1:
             kept = oracle.mark_high_entropy(kept, settings.top_entropy_quantile)
         size = oracle.size(kept)
         total = torch.zeros((), dtype=torch.float64)
-        for sample, row in zip(kept, rows, strict=True):
+        for sample, (row, marks) in zip(kept, rows, strict=True):
             for values, slopes in zip(
                 row, oracle.gradient(sample, size, settings, settings.beta, LONGEST), strict=True
             ):
-                total = total + (values * torch.tensor(slopes, dtype=torch.float64)).sum()
+                weights = torch.zeros(len(marks), dtype=torch.float64)
+                weights[marks] = torch.tensor(slopes, dtype=torch.float64)
+                total = total + (values * weights).sum()
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         slopes = torch.autograd.grad(total, parameters, retain_graph=True, materialize_grads=True)
         entropies = [value for sample in kept for value in sample.entropy]
@@ -149,9 +162,9 @@ def expected(plain):
 
     def of(number: int):
         if number not in known:
-            values, old, sampled = CASES[number]
+            values, old, sampled, answers = CASES[number]
             olds = [sample.old_logprobs.tolist() for sample in sequences()] if old else None
-            known[number] = plain.step(LossSection(**{"beta": BETA, **values}), olds, sampled)
+            known[number] = plain.step(LossSection(**{"beta": BETA, **values}), olds, sampled, answers)
         return known[number]
 
     return of
@@ -177,6 +190,8 @@ def check(number: int, result: dict, gradients: dict, metrics: dict, limit: floa
         gradients = {name: gradient * limit / (whole + 1e-6) for name, gradient in gradients.items()}
     assert distance(result["gradient"], gradients) < 1e-5, case
     assert result["stats"]["loss"][1] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6), case
+    if case[2]:
+        assert result["stats"]["drift/-1"] == result["stats"][DISTANCE]
     count, total = result["stats"]["entropy"]
     assert total / count == pytest.approx(metrics["entropy"], rel=1e-5), case
 
@@ -194,19 +209,22 @@ def test_every_loss_with_every_option(model_folder, tmp_path, plain, expected, f
     limit = sorted(norm(expected(number)[0]) for number in numbers)[len(numbers) // 2] if clipping else 0.0
     engine = {"gradient_checkpointing": checkpointing, "max_grad_norm": limit}
     cases = [worker_case(number, ranks, **engine) for number in numbers]
-    twice = [number for number in range(len(CASES)) if CASES[number][0] in PLAIN[::6]][ranks - 1 :: 4]
-    cases += [worker_case(number, ranks, num_iterations=2, **engine) | {"small_steps": [0.3]} for number in twice]
+    twice = [(number, bool(place % 2)) for place, number in enumerate(range(0, len(PLAIN), 6)[ranks - 1 :: 4])]
+    cases += [
+        worker_case(number, ranks, num_iterations=2, **engine) | {"small_steps": [0.3], "answers": answers}
+        for number, answers in twice
+    ]
     results = run(ranks, model_folder, tmp_path, cases)
     for number, result in zip(numbers, results, strict=False):
         check(number, result, *expected(number), limit)
 
     # The second update is held to the policy before the first.
     old = [row[0].tolist() for row in plain.rows]
-    for number, result in zip(twice, results[len(numbers) :], strict=True):
+    for (number, answers), result in zip(twice, results[len(numbers) :], strict=True):
         moved = Plain(model_folder, result["before"])
         change = torch.cat([row[0] for row in moved.rows]) - torch.cat([row[0] for row in plain.rows])
         assert change.abs().max() > 0.2, "within the clip"
-        check(number, result, *moved.step(LossSection(beta=BETA, **CASES[number][0]), old, False), limit)
+        check(number, result, *moved.step(LossSection(beta=BETA, **CASES[number][0]), old, False, answers), limit)
 
 
 @pytest.mark.slow
@@ -214,18 +232,22 @@ def test_experts_are_balanced_over_the_whole_step(tmp_path):
     """Three ranks, one with nothing but a masked completion: the loss of all tokens at once, added with its weight."""
     experts = mixture("mixtral")
     experts.save_pretrained(tmp_path / "experts")
-    numbers = [number for number, case in enumerate(CASES) if case == (PLAIN[1], False, False)] * 2
-    cases = [worker_case(number, 3, router_aux_loss_coef=0.5) for number in numbers]
-    for case, budget in zip(cases, ("1", "100"), strict=True):
-        case["options"][case["options"].index("--micro_batch_tokens") + 1] = budget
     assert PLAIN[1]["mask_truncated_completions"]
+    kinds = [(answers, budget) for answers in (False, True) for budget in ("1", "100")]
+    cases = [worker_case(1, 3, router_aux_loss_coef=0.5) | {"answers": answers} for answers, _ in kinds]
+    for case, (_, budget) in zip(cases, kinds, strict=True):
+        case["options"][case["options"].index("--micro_batch_tokens") + 1] = budget
     plain = Plain(tmp_path / "experts")
-    gradients, metrics = plain.step(LossSection(beta=BETA, **PLAIN[1]), None, False)
-    kept = [(sample.prompt_ids, sample.completion_ids) for sample in sequences() if sample.finished]
-    value, slopes = balanced(plain.model, kept)
-    gradients = {name: slope + 0.5 * slopes[name] for name, slope in gradients.items()}
-    for result in run(3, tmp_path / "experts", tmp_path, cases):
-        check(numbers[0], result, gradients, metrics | {"loss": metrics["loss"] + 0.5 * value})
+    for (answers, _), result in zip(kinds, run(3, tmp_path / "experts", tmp_path, cases), strict=True):
+        gradients, metrics = plain.step(LossSection(beta=BETA, **PLAIN[1]), None, False, answers)
+        kept = [
+            (sample.prompt_ids, sample.completion_ids, marks if answers else slice(None))
+            for sample, marks in zip(sequences(), drawn(), strict=True)
+            if sample.finished
+        ]
+        value, slopes = balanced(plain.model, kept)
+        gradients = {name: slope + 0.5 * slopes[name] for name, slope in gradients.items()}
+        check(1, result, gradients, metrics | {"loss": metrics["loss"] + 0.5 * value})
         assert result["stats"]["aux_loss"][1] == pytest.approx(value, rel=1e-5)
 
 
@@ -246,7 +268,7 @@ def test_a_step_without_a_token_changes_nothing_and_leaves_no_trace(model_folder
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_step_that_is_not_finite_changes_nothing_and_leaves_no_trace(model_folder, tmp_path, expected, ranks):
     """An advantage that makes the loss infinite, or NaN, and one whose gradient alone is too large for float32."""
-    numbers = [number for number, (settings, old, _) in enumerate(CASES) if settings in PLAIN[::7] and not old]
+    numbers = range(0, len(PLAIN), 7)
     spoiled = [(10, float("inf")), (11, float("nan")), (12, 1e30)]
     cases = [worker_case(number, ranks) | {"spoiled": spoiled[place % 3]} for place, number in enumerate(numbers)]
     assert len(cases) >= 3

@@ -1,0 +1,50 @@
+"""What a step counts of its completions, over all ranks."""
+
+import pytest
+
+from grpo.rollouts.records import Outcome, Rollout
+from grpo.run.metrics import add_stats, step_metrics
+from grpo.trainer.numbers import failure_frequency, stats_of_completions
+
+
+def rollout(pattern: str, calls: int = 0, failures: int = 0, finished: bool = True) -> Rollout:
+    """Make a completion: a D for each token that was drawn, an a for each of an answer."""
+    drawn = [letter == "D" for letter in pattern]
+    return Rollout([5] * len(drawn), finished, "", [], 0, drawn, Outcome(finished, [], calls, failures))
+
+
+def metrics(*ranks: list[Rollout]) -> dict[str, float]:
+    stats = {}
+    for rollouts in ranks:
+        add_stats(stats, stats_of_completions(rollouts))
+    return step_metrics(stats) | failure_frequency(stats)
+
+
+def test_lengths_are_of_what_the_policy_drew_and_answers_are_counted_beside_them():
+    ranks = [
+        [rollout("DDaaaDD", calls=1), rollout("DDD"), rollout("DaDaaD", calls=5, failures=1)],
+        [rollout("DDDDDaD", calls=2, failures=1, finished=False)],
+    ]
+    expected = {
+        "completions/mean_length": (4 + 3 + 3 + 6) / 4,
+        "completions/min_length": 3,
+        "completions/max_length": 6,
+        "completions/mean_terminated_length": (4 + 3 + 3) / 3,
+        "completions/clipped_ratio": 1 / 4,
+        "completions/mean_turns": (2 + 1 + 3 + 2) / 4,
+        "tools/mean_length": (3 + 0 + 3 + 1) / 4,
+        "tools/call_frequency": 8 / 4,
+        "tools/failure_frequency": 2 / 8,
+    }
+    assert metrics(*ranks) == pytest.approx(expected)
+
+
+def test_a_step_without_a_call_has_no_failures():
+    assert metrics([rollout("DD")])["tools/failure_frequency"] == 0
+
+
+def test_without_turns_there_are_no_numbers_of_them():
+    plain = Rollout([5, 6, 7], True, "", [], 0)
+    found = metrics([plain])
+    assert found["completions/mean_length"] == 3
+    assert not [name for name in found if "tool" in name or "turns" in name]

@@ -1,0 +1,51 @@
+"""What the update is given of completions."""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from grpo.rollouts.records import Example, Group, Outcome, Rollout, Sample
+from grpo.trainer.round import make_samples, summed_kl
+from grpo.trainer.step import wait_for_reference
+
+DRAWN = [True, True, False, False, True, False, True]
+
+
+def samples(at_answers: float) -> list[Sample]:
+    """Make the samples of a group of two completions, the first of which has answers, with these log-probs there."""
+
+    def logprobs(*values: float) -> list[float]:
+        given = iter(values)
+        return [next(given) if drawn else at_answers for drawn in DRAWN]
+
+    outcome = Outcome(True, [])
+    rollouts = [
+        Rollout([*range(10, 17)], True, "", logprobs(-1, -2, -3, -4), 0, DRAWN, outcome),
+        Rollout([20, 21], True, "", [-5, -6], 0, [True, True], outcome),
+    ]
+    made = make_samples(Group(3, Example(0, "p", [1, 2], {}), rollouts))
+    answer = Future()
+    answer.set_result([np.array(logprobs(-7, -8, -9, -10), np.float32), np.array([-11, -12], np.float32)])
+    wait_for_reference(made, {3: answer})
+    return made
+
+
+@pytest.mark.parametrize("at_answers", [float("nan"), 0.0, -1e30])
+def test_what_stands_at_the_tokens_of_answers_has_no_influence(at_answers):
+    first, second = samples(at_answers)
+    assert first.completion_ids == [*range(10, 17)], "the model is fed all of them"
+    assert (first.tokens, second.tokens) == (4, 2)
+    assert first.drawn.tolist() == DRAWN
+    assert first.sampling_logprobs.tolist() == [-1, -2, -3, -4]
+    assert first.ref_logprobs.tolist() == [-7, -8, -9, -10]
+    assert second.sampling_logprobs.tolist() == [-5, -6] and second.ref_logprobs.tolist() == [-11, -12]
+    first.old_logprobs = np.array([-1, -1, -1, -1], np.float32)
+    assert summed_kl(first, "k1").item() == -4 + 34
+
+
+def test_without_answers_the_log_probs_stay_as_they_are():
+    rollout = Rollout([5, 6], False, "", [-1.0, float("nan")], 0)
+    (sample,) = make_samples(Group(0, Example(0, "p", [1], {}), [rollout]))
+    assert sample.drawn is None and sample.tokens == 2 and not sample.finished
+    np.testing.assert_array_equal(sample.sampling_logprobs, [-1.0, np.nan])
