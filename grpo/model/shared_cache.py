@@ -1,12 +1,14 @@
 """The keys and values of completions that are being drawn: a prompt's once for all its completions, each row's own.
 
 A row is a completion. Its token attends to its prompt, with all rows of that prompt in one product, and to the row's
-own tokens. Both products' scores share one softmax. Works for the models whose packed batches work: the attention of
+own tokens. Both products' scores share one softmax. Tokens that are not drawn one by one, such as a tool's answer, are
+fed to several rows in one pass. Works for the models whose packed batches work: the attention of
 grpo/model/tree_attention.py calls it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,19 @@ class Shape(NamedTuple):
     """tokens of the longest row with the one that is fed, or more"""
 
 
+class Fed(NamedTuple):
+    """Tokens that follow those of a row in one pass."""
+
+    row: int
+    slot: int
+    """that of the row's prompt"""
+    prompt: int
+    """tokens of its prompt"""
+    place: int
+    """which of the row's tokens the first one is"""
+    count: int
+
+
 class SharedCache:
     """Keys and values of up to `rows` rows, and of up to `slots` prompts with up to `copies` rows each."""
 
@@ -39,6 +54,8 @@ class SharedCache:
         self._own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """keys and values of each layer, [rows x kv heads, tokens, d]"""
         self._filling: list[tuple[int, int]] = []
+        self.fed: list[Fed] = []
+        """what the next forward pass feeds where it feeds more than a token to each of the first rows"""
 
     def fill(self, slots: list[int], lengths: list[int]) -> None:
         """Put the prompts of the next forward pass, which follow each other in its row, into these slots."""
@@ -76,6 +93,7 @@ class SharedCache:
         tokens of its prompt. `places` [rows]: which of the row's tokens it is. `rows_of` [slots, copies]: the row in
         each cell; where there is none, any row.
         """
+        self.fed = []
         self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
         self._indices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         prompt, own = (torch.arange(length, device=places.device) for length in shape[2:])
@@ -117,11 +135,30 @@ class SharedCache:
         out = _product(weights[..., prompt:], values).add_(with_prompt(weights[..., :prompt], prompt_values))
         return out.to(value.dtype).view(rows, 1, heads * repeat, -1)
 
+    def feed(self, fed: list[Fed]) -> None:
+        """Prepare the next forward pass: tokens of several rows, which follow each other in its row."""
+        self.fed = fed
+
+    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Keep a layer's keys and values [1, kv heads, N, d] of what is fed.
+
+        Yields for each row of it all keys and values that its last token sees, [1, kv heads, tokens, d].
+        """
+        heads, start = key.shape[1], 0
+        for row, slot, prompt, place, count in self.fed:
+            seen = []
+            of_row, of_slot = (slice(number * heads, (number + 1) * heads) for number in (row, slot))
+            for prompts, own, states in zip(self._prompts[layer], self._own[layer], (key, value), strict=True):
+                own[of_row, place : place + count] = states[0, :, start : start + count]
+                seen.append(torch.cat([prompts[of_slot, :prompt], own[of_row, : place + count]], dim=1).unsqueeze(0))
+            yield tuple(seen)
+            start += count
+
     def move(self, rows: list[int], to: list[int], tokens: int) -> None:
-        """Copy the first tokens of some rows to other rows."""
+        """Copy the first tokens of some rows to other rows, at once: two rows may change places."""
         if not rows:
             return
-        device = self._places.device
+        device = next(iter(self._own.values()))[0].device
         rows, to = torch.tensor(rows).to(device), torch.tensor(to).to(device)
         for pair in self._own.values():
             for states in pair:

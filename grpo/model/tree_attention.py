@@ -153,11 +153,33 @@ def _dispatch(
             module, query, key, value, attention_mask, **options
         )
     scaling, softcap = options.get("scaling") or query.shape[-1] ** -0.5, options.get("softcap")
+    if tree is None and shared_cache.fed:
+        return _after_rows(module.layer_idx, query, key, value, shared_cache, scaling, softcap), None
     if tree is None:
         return shared_cache.attend(module.layer_idx, query, key, value, scaling, softcap), None
     if shared_cache is not None:
         shared_cache.keep(module.layer_idx, key, value)
     return packed(query, key, value, tree, scaling, softcap), None
+
+
+def _after_rows(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: SharedCache,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend with one call for the tokens that are fed to a row: to its prompt, to its tokens and to themselves.
+
+    Shapes as in `segments`.
+    """
+    out: list[torch.Tensor] = []
+    parts = query.split([fed.count for fed in cache.fed], dim=2)
+    for queries, (keys, values) in zip(parts, cache.extend(layer, key, value), strict=True):
+        out += _causal(queries, keys, values, scaling, softcap)
+    return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
 def _causal(
