@@ -85,7 +85,8 @@ def _body(model: nn.Module, batch: Batch, **options):
 def text_at(model: nn.Module, input_ids: torch.Tensor, places: torch.Tensor | None) -> Iterator[torch.Tensor]:
     """Let the model take the ids at these places for text, where it would look for the piece of a picture.
 
-    It looks at the ids that it is given: those get another id there, and its embedding the right one.
+    It looks at the ids that it is given: those get another id there, and its embedding the right one. Other calls of
+    the embedding within, such as those that generate makes for the tokens that follow, are left alone.
     """
     if places is None:
         yield input_ids
@@ -94,6 +95,8 @@ def text_at(model: nn.Module, input_ids: torch.Tensor, places: torch.Tensor | No
     shown.view(-1)[places] = (input_ids.view(-1)[places[0]] == 0).long()
 
     def embed_right_ids(embedding: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if inputs[0].shape != input_ids.shape:
+            return inputs
         ids = inputs[0].clone()
         ids.view(-1)[places.to(ids.device)] = input_ids.view(-1)[places].to(ids.device)
         return (ids, *inputs[1:])

@@ -1,38 +1,36 @@
 """The sampler of the trainer's own process: a decode loop with the policy, always full.
 
 Each prompt is computed once for its group, and its keys and values are shared (grpo/model/shared_cache.py). A row that
-has ended leaves at once and the next completion takes its place; when none waits, the last row moves there and the
-batch gets smaller. What a row draws does not depend on the rows beside it (grpo/rollouts/draw.py), so `rows` is a
-matter of memory and speed alone. The idea is that of Orca (Yu et al. 2022, OSDI, section 3.1).
+has ended leaves at once and the next completion takes its place; when none is left to begin, the last row moves there
+and the batch gets smaller. What a row draws does not depend on the rows beside it (grpo/rollouts/draw.py), so `rows` is
+a matter of memory and speed alone. The idea is that of Orca (Yu et al. 2022, OSDI, section 3.1).
+
+With turns a row whose segment has ended waits for its answer, and the others draw on. When the answer is taken in
+follows from what is drawn, never from a clock: which rows are computed together moves the last bits of log-probs.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import accumulate
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from grpo.model.logprobs import Head, body_of, text_at
-from grpo.model.packing import pack_prompts
-from grpo.model.pictures import Vision
-from grpo.model.shared_cache import Shape, SharedCache
-from grpo.rollouts.draw import draw, uniforms
-from grpo.rollouts.graphs import StepGraphs
-from grpo.rollouts.local import LOOK_EVERY, LocalSampler, Name, policy_that_draws
-from grpo.rollouts.records import Example, Rollout
+from grpo.rollouts.draw import uniforms
+from grpo.rollouts.generation import LOOK_EVERY, policy_that_draws
+from grpo.rollouts.local import LocalSampler, Name
+from grpo.rollouts.records import Example, Outcome, Rollout
+from grpo.rollouts.rows import PLACE, Rows
+from grpo.rollouts.turns import Dialogue, close_all
 from grpo.wire.pictures import PicturedPrompt
 
-PREFILL_TOKENS = 8192  # of the prompts of one forward pass, or one longer prompt
-# The state of a row: its prompt's slot in the cache, its number among the prompt's completions, the prompt's tokens,
-# the position of its first own token, its last token, which of its own tokens that is, and how many a pass adds: 1, or
-# 0 in a row that draws nothing.
-SLOT, COPY, PROMPT, BASE, TOKEN, PLACE, ADDED = range(7)
+ANSWER_STEPS = 64  # that the rows which draw have until a segment's answer is taken in
+
+Finish = Callable[[int, list[int], list[float], list[bool] | None, Outcome | None], None]
+"""takes a completion that is over: its number, ids, log-probs, which of them were drawn, and its outcome"""
 
 
 class ContinuousSampler(LocalSampler):
@@ -62,233 +60,179 @@ class ContinuousSampler(LocalSampler):
             return super()._draw(examples, copies, temperature, names, on_group)
         groups: dict[int, list[Rollout | None]] = {index: [None] * copies for index in range(len(examples))}
 
-        def finish(completion: int, ids: list[int], logprobs: list[float]) -> None:
-            index, copy = divmod(completion, copies)
-            groups[index][copy] = self._rollout(ids, logprobs)
+        def begin(number: int) -> _Completion:
+            turns = self._turns
+            return _Completion(number, None if turns is None else turns.begin(examples[number // copies]))
+
+        def finish(number: int, *completion) -> None:
+            index, copy = divmod(number, copies)
+            groups[index][copy] = self._rollout(*completion)
             if on_group is not None and None not in groups[index]:
                 on_group(index, groups[index])
 
         with policy_that_draws(self._model):
             prompts = [example.prompt_ids for example in examples]
             graphs = self._graphs(self._model.device) if self._graphs else None
-            arguments = self._rows, self._max_new_tokens, temperature, names, self._eos, graphs, self._vision
-            _Loop(self._model, prompts, copies, *arguments).run(self._look_every, finish)
+            arguments = self._max_new_tokens, temperature, names is None, self._eos, graphs, self._vision
+            rows = Rows(self._model, prompts, copies, self._rows, *arguments)
+            _Loop(rows, prompts, copies, self._max_new_tokens, names, begin, finish).run(self._look_every)
         return [*groups.values()]
 
 
-def slots(prompts: int, rows: int, copies: int) -> int:
-    """Return how many prompts the cache holds at a time.
-
-    A prompt keeps its slot until its longest completion ends: so twice as many as fill the rows at once.
-    """
-    return min(prompts, 2 * -(-rows // copies) if copies > 1 else rows)
-
-
 class _Loop:
-    """The rows of one call, and its completions, numbered example by example."""
+    """The completions of one call, numbered example by example: which of them is in which row."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        prompts: list[list[int]],
+        rows: Rows,
+        prompts: list[list[int] | PicturedPrompt],
         copies: int,
-        rows: int,
         longest: int,
-        temperature: float,
         names: list[Name] | None,
-        ends: list[int],
-        graphs: StepGraphs | None,
-        vision: Vision | None,
+        begin: Callable[[int], _Completion],
+        finish: Finish,
     ):
-        self._model, self._vision = model, vision
-        self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
-        self._prompts, self._copies, self._longest = prompts, copies, longest
-        self._names, self._graphs = names, graphs
-        self._ends = np.zeros(len(self._head.weight), bool)
-        self._ends[[token for token in ends if token < len(self._ends)]] = True
-        self._rows = rows = min(rows, len(prompts) * copies)
-        self._slots = slots(len(prompts), rows, copies)
-        self._cache = SharedCache(rows, self._slots, copies, max(map(len, prompts)), longest)
-        self._free_slots = [*range(self._slots)]
-        self._waiting = deque(range(len(prompts) * copies))
+        self._rows, self._prompts, self._copies, self._longest = rows, prompts, copies, longest
+        self._names, self._begin, self._finish = names, begin, finish
+        self._left = deque(range(len(prompts) * copies))
+        """the completions that have not begun"""
+        self._in_rows: list[_Completion | None] = [None] * rows.count
+        self._waiting: deque[_Completion] = deque()
+        """those in rows whose answer is not taken in yet, by when it will be"""
         self._prompts_in: dict[int, _Prompt] = {}
-        self._drawing: list[int] = []
-        """the completion of each row"""
-        self._ids, self._logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
-        """each row's tokens and log-probs, as far as the host has looked"""
-        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """tokens and log-probs of the rows in each pass since then"""
-        self._seen_state = np.zeros((7, rows), np.int64)
-        """the state of each row, as far as the host has looked; 0 in a row that draws nothing"""
-        # What a pass reads, and where it leaves what it has drawn.
-        self._state = torch.zeros(7, rows, dtype=torch.int64, device=self._device)
-        self._last_logprobs = torch.zeros(rows, device=self._device)
-        # Of each slot and number in the group: the row, and the random numbers.
-        self._rows_of = torch.zeros(self._slots, copies, dtype=torch.int64, device=self._device)
-        self._numbers = None
-        if names is not None:
-            self._numbers = torch.zeros(self._slots, copies, longest, dtype=torch.float64, device=self._device)
-        # transformers hands a mask in four dimensions on as it is; without one it would build one.
-        self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
+        self._free_slots = [*range(rows.slots)]
+        self._steps = 0
 
-    def run(self, look_every: int, finish: Callable[[int, list[int], list[float]], None]) -> None:
-        """Draw all; call `finish(completion, ids, logprobs)` within `look_every` tokens of each completion's end."""
-        ended: list[int] = []
-        while True:
-            self._replace(ended)
-            if not self._drawing:
-                return
-            self._steps(look_every)
-            ended = self._look(finish)
+    def run(self, look_every: int) -> None:
+        """Draw all; call `finish` within `look_every` tokens of each completion's end."""
+        try:
+            self._refill()
+            while self._rows.drawing or self._waiting:
+                ended: list[int] = []
+                if self._rows.drawing:
+                    self._steps += self._rows.steps(look_every)
+                    ended = self._rows.look()
+                else:
+                    self._steps += ANSWER_STEPS  # nobody else would draw meanwhile
+                self._end_segments(ended)
+                if self._take_answers_in() or ended:
+                    self._refill()
+        finally:
+            close_all(completion.dialogue for completion in self._in_rows if completion and completion.dialogue)
 
-    def _replace(self, ended: list[int]) -> None:
-        """Let waiting completions take the places of ended rows; move the last rows to the places that stay empty."""
-        free = [*ended, *range(len(self._drawing), self._rows)]
+    def _end_segments(self, rows: list[int]) -> None:
+        """Let the completions in these rows leave, or wait for the answer to their segment."""
+        for row in rows:
+            completion, end = self._in_rows[row], int(self._rows.state[PLACE, row]) + 1
+            if completion.dialogue is not None:
+                segment = self._rows.ids[row, len(completion.drawn) : end].tolist()
+                completion.drawn += [True] * len(segment)
+                completion.answer = completion.dialogue.answer(segment, self._longest - end)
+            if completion.answer is None:
+                self._leave(row)
+            else:
+                completion.due = self._steps + ANSWER_STEPS
+                self._waiting.append(completion)
+
+    def _take_answers_in(self) -> bool:
+        """Take in the answers for which it is time, and wait for them. Return whether there were any."""
+        rows: list[int] = []
+        answers: list[list[int]] = []
+        is_time = False
+        while self._waiting and self._waiting[0].due <= self._steps:
+            is_time, completion = True, self._waiting.popleft()
+            row, answer, completion.answer = self._in_rows.index(completion), completion.answer.result(), None
+            if answer is None:
+                self._leave(row)
+            else:
+                completion.drawn += [False] * len(answer)
+                rows.append(row)
+                answers.append(answer)
+        if rows:
+            self._rows.feed(rows, answers)
+        return is_time
+
+    def _leave(self, row: int) -> None:
+        """Hand over the completion in a row, which is over; the row is free then."""
+        completion, end = self._in_rows[row], self._rows.state[PLACE, row] + 1
+        index = completion.number // self._copies
+        self._prompts_in[index].left -= 1
+        if self._prompts_in[index].left == 0:
+            heappush(self._free_slots, self._prompts_in.pop(index).slot)
+        drawn, outcome = None, None
+        if completion.dialogue is not None:
+            drawn, outcome = completion.drawn, completion.dialogue.outcome
+            completion.dialogue.close()
+        ids, logprobs = (values[row, :end].tolist() for values in (self._rows.ids, self._rows.logprobs))
+        self._in_rows[row] = None
+        self._rows.free(row)
+        self._finish(completion.number, ids, logprobs, drawn, outcome)
+
+    def _refill(self) -> None:
+        """Let completions begin in free rows, then bring the rows that draw to the front."""
+        free = [row for row, completion in enumerate(self._in_rows) if completion is None]
         taken: list[int] = []
         fresh: list[int] = []
-        while self._waiting and len(taken) < len(free):
-            index = self._waiting[0] // self._copies
+        while self._left and len(taken) < len(free):
+            index = self._left[0] // self._copies
             if index not in self._prompts_in:
                 if not self._free_slots:
                     break
-                prompt = self._prompts[index]
-                is_text = not isinstance(prompt, PicturedPrompt)
-                base = len(prompt) if is_text else self._vision.first_position(prompt)
+                base = self._rows.base(self._prompts[index])
                 self._prompts_in[index] = _Prompt(heappop(self._free_slots), self._copies, base)
                 fresh.append(index)
-            taken.append(self._waiting.popleft())
-        self._prefill(fresh)
+            taken.append(self._left.popleft())
+        hidden = self._rows.prefill(
+            [self._prompts[index] for index in fresh], [self._prompts_in[index].slot for index in fresh]
+        )
+        for index, states in zip(fresh, hidden, strict=True):
+            self._prompts_in[index].hidden = states
         if taken:
-            self._begin(free[: len(taken)], taken)
-        self._remove(free[len(taken) : len(ended)])
-        if taken or ended:
-            self._arrange()
+            self._begin_in(free[: len(taken)], taken)
+        self._bring_forward()
 
-    def _prefill(self, indices: list[int]) -> None:
-        """Compute the prompts' keys, values and last hidden states."""
-        while indices:
-            count, tokens = 1, len(self._prompts[indices[0]])
-            while count < len(indices) and (tokens := tokens + len(self._prompts[indices[count]])) <= PREFILL_TOKENS:
-                count += 1
-            part, indices = indices[:count], indices[count:]
-            lengths = [len(self._prompts[index]) for index in part]
-            self._cache.fill([self._prompts_in[index].slot for index in part], lengths)
-            batch = pack_prompts([self._prompts[index] for index in part], self._vision, self._device)
-            with text_at(self._model, batch.input_ids, batch.not_pieces) as ids:
-                hidden = self._forward(ids, batch.position_ids, tree=batch.tree, **batch.pictures)[0]
-            for index, end in zip(part, accumulate(lengths), strict=True):
-                self._prompts_in[index].hidden = hidden[end - 1].clone()
-
-    def _begin(self, rows: list[int], completions: list[int]) -> None:
-        """Draw the first token of these completions, each in its row."""
-        hidden = []
-        for row, completion in zip(rows, completions, strict=True):
-            index, copy = divmod(completion, self._copies)
+    def _begin_in(self, rows: list[int], numbers: list[int]) -> None:
+        """Begin these completions, each in its row."""
+        cells: list[tuple[int, int, int, int]] = []
+        hidden: list[torch.Tensor] = []
+        for row, number in zip(rows, numbers, strict=True):
+            self._in_rows[row] = self._begin(number)
+            index, copy = divmod(number, self._copies)
             prompt = self._prompts_in[index]
-            length = len(self._prompts[index])
-            self._seen_state[:, row] = prompt.slot, copy, length, prompt.base, 0, 0, 1
+            cells.append((prompt.slot, copy, len(self._prompts[index]), prompt.base))
             hidden.append(prompt.hidden)
-            self._drawing[row : row + 1] = [completion]
-        numbers = None
+        uniform = None
         if self._names is not None:
-            drawn = np.stack([uniforms(*self._names[completion], self._longest) for completion in completions])
-            numbers = torch.from_numpy(drawn).to(self._device)
-            slots, copies = torch.from_numpy(self._seen_state[:PROMPT, rows]).to(self._device)
-            self._numbers[slots, copies] = numbers
-            numbers = numbers[:, 0]
-        tokens, logprobs = self._draw(torch.stack(hidden), numbers)
-        self._ids[rows, 0], self._logprobs[rows, 0] = tokens.cpu().numpy(), logprobs.cpu().numpy()
-        self._seen_state[TOKEN, rows] = self._ids[rows, 0]
+            uniform = [uniforms(*self._names[number], self._longest) for number in numbers]
+        self._rows.begin(rows, cells, hidden, uniform)
 
-    def _remove(self, rows: list[int]) -> None:
-        """Move the last rows to the places of these ones."""
-        left = len(self._drawing) - len(rows)
-        moved = [row for row in range(left, len(self._drawing)) if row not in rows]
-        to = [row for row in rows if row < left]
-        if moved:
-            self._cache.move(moved, to, self._seen_state[PLACE, moved].max())
-            for values in (self._ids.T, self._logprobs.T, self._seen_state):
-                values[:, to] = values[:, moved]
-            for row, new in zip(moved, to, strict=True):
-                self._drawing[new] = self._drawing[row]
-        del self._drawing[left:]
-        self._seen_state[:, left:] = 0
+    def _bring_forward(self) -> None:
+        """Move the last rows that draw to where none does, and a row that waits there to where they were."""
+        draws = [completion is not None and completion.answer is None for completion in self._in_rows]
+        drawing = sum(draws)
+        moved = [row for row in range(drawing, len(draws)) if draws[row]]
+        to = [row for row in range(drawing) if not draws[row]]
+        back = [(there, here) for here, there in zip(moved, to, strict=True) if self._in_rows[there] is not None]
+        moves = [*zip(moved, to, strict=True), *back]
+        self._rows.move([row for row, _ in moves], [row for _, row in moves])
+        for here, there in zip(moved, to, strict=True):
+            self._in_rows[here], self._in_rows[there] = self._in_rows[there], self._in_rows[here]
+        self._rows.arrange(drawing)
 
-    def _arrange(self) -> None:
-        """Tell the device which completion each row draws."""
-        rows_of, drawing = np.zeros((self._slots, self._copies), np.int64), self._seen_state[:, : len(self._drawing)]
-        rows_of[drawing[SLOT], drawing[COPY]] = range(len(self._drawing))
-        self._rows_of.copy_(torch.from_numpy(rows_of))
-        self._state.copy_(torch.from_numpy(self._seen_state))
 
-    def _steps(self, count: int) -> None:
-        """Draw `count` tokens in each row, fewer where a completion reaches its longest length before."""
-        rows = len(self._drawing)
-        slots, _, prompt, _, _, place, _ = self._seen_state[:, :rows].max(axis=1).tolist()
-        end = min(place + 1 + count, self._longest)
-        if self._cache.make_room(end - 1) and self._graphs is not None:
-            self._graphs.forget()
-        for own in range(place + 1, end):
-            if self._graphs is None:
-                self._step(Shape(rows, slots + 1, prompt, own))
-            else:
-                self._graphs.run(self._step, self._bucket(rows))
-            self._unseen.append((self._state[TOKEN, :rows].clone(), self._last_logprobs[:rows].clone()))
+@dataclass(eq=False)
+class _Completion:
+    """A completion in a row."""
 
-    def _bucket(self, rows: int) -> Shape:
-        """Return sizes that the rows fit, of which a call has few.
-
-        Rows: powers of two, fewer and fewer from when nothing waits any more. Tokens of a row: the cache's room, each
-        GROW times the one before. With 64 rows and 1,000 tokens that is 7 and 8, and seldom all pairs of them.
-        """
-        rows = min(1 << (rows - 1).bit_length(), self._rows)
-        return Shape(rows, self._slots, max(map(len, self._prompts)), self._cache.room)
-
-    def _step(self, shape: Shape) -> None:
-        """Feed each row's last token and draw its next one."""
-        slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
-        self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
-        hidden = self._forward(tokens.unsqueeze(1), (bases + places).unsqueeze(1))[:, 0]
-        places += added
-        drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
-        tokens.copy_(drawn)
-        self._last_logprobs[: shape.rows].copy_(logprobs)
-
-    def _draw(self, hidden: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a token from each last hidden state, [n, hidden size] -> [n]; return its log-prob too."""
-        return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
-
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
-        """Return the last hidden states of the model's body."""
-        return self._body(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=self._any_mask,
-            use_cache=False,
-            shared_cache=self._cache,
-            **options,
-        ).last_hidden_state
-
-    def _look(self, finish: Callable[[int, list[int], list[float]], None]) -> list[int]:
-        """Wait for the device, hand over the completions that have ended, and return their rows."""
-        rows = len(self._drawing)
-        state, ended = self._seen_state[:, :rows], self._ends[self._ids[:rows, 0]]
-        if self._unseen:
-            tokens, logprobs = (torch.stack(passes).cpu().numpy() for passes in zip(*self._unseen, strict=True))
-            self._unseen.clear()
-            each, places = np.arange(rows), state[PLACE] + 1 + np.arange(len(tokens)).reshape(-1, 1)
-            self._ids[each, places], self._logprobs[each, places] = tokens, logprobs
-            state[TOKEN], state[PLACE] = tokens[-1], places[-1]
-            ended = ended | self._ends[tokens].any(axis=0)
-        ended = (ended | (state[PLACE] == self._longest - 1)).nonzero()[0].tolist()
-        for row in ended:
-            completion, length = self._drawing[row], state[PLACE, row] + 1
-            index = completion // self._copies
-            self._prompts_in[index].left -= 1
-            if self._prompts_in[index].left == 0:
-                heappush(self._free_slots, self._prompts_in.pop(index).slot)
-            finish(completion, self._ids[row, :length].tolist(), self._logprobs[row, :length].tolist())
-        return ended
+    number: int
+    dialogue: Dialogue | None
+    """what answers its segments; None in a run without turns"""
+    drawn: list[bool] = field(default_factory=list)
+    """of the tokens of its segments that have ended, and of their answers, which were drawn"""
+    answer: Future[list[int] | None] | None = None
+    """that to its last segment, where that has ended"""
+    due: int = 0
+    """the step after which the answer is taken in"""
 
 
 @dataclass
@@ -298,7 +242,7 @@ class _Prompt:
     slot: int
     """its place in the cache"""
     left: int
-    """how many of its completions have not ended"""
+    """how many of its completions are not over"""
     base: int
     """the position of a completion's first token"""
     hidden: torch.Tensor | None = None

@@ -18,6 +18,7 @@ from grpo.rollouts.continuous import ContinuousSampler
 from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
+from grpo.rollouts.turns import Turns
 from grpo.wire.pictures import PicturedPrompt
 
 log = logging.getLogger(__name__)
@@ -68,16 +69,17 @@ def make_sampler(
     rows: int = 64,
     longest_packed: int = 0,
     vision: Vision | None = None,
+    turns: Turns | None = None,
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full where the model allows it, else transformers' generate.
 
     On a GPU its steps are CUDA graphs where the model's forward pass can be recorded. `longest_packed` is the
-    batcher's; 0 asks for generate. Raises ConfigError where even generate would draw from another distribution than is
-    scored.
+    batcher's; 0 asks for generate. With `turns` completions have several segments. Raises ConfigError where even
+    generate would draw from another distribution than is scored.
     """
     never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
     check_sampling(model, LocalSampler(model, tokenizer, [never], 4, vision=vision), pad, vision)
-    arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision
+    arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision, turns
     if longest_packed == 0:
         return LocalSampler(*arguments)
     ways = [(None, "by transformers' generate")]

@@ -6,10 +6,15 @@ the completion, and the policy draws on after them. Token ids stay the truth: no
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
+from itertools import groupby
 from typing import Any, Protocol
 
-from grpo.rollouts.records import Example, Outcome
+from transformers import PreTrainedTokenizerBase
+
+from grpo.rollouts.records import Example, Outcome, Rollout
 
 
 class Dialogue(Protocol):
@@ -18,12 +23,15 @@ class Dialogue(Protocol):
     outcome: Outcome | None
     """None until the completion is over"""
 
-    def answer(self, drawn: list[int], room: int) -> Future[list[int] | None]:
+    def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
         """Answer the segment `drawn`, after which the completion may have `room` more tokens.
 
         The segment ends with an eos, or was cut at the sampler's largest length: then there is no answer. The future
         has the ids of the answer, fewer than `room`, or None where the completion is over, and `outcome` with it. It
         raises RewardError where an environment of the user's fails.
+
+        Returns None where the segment alone says that the completion is over, such as one that calls no tool: a sampler
+        then need not wait. It must not depend on how fast anything is.
         """
         ...
 
@@ -48,3 +56,32 @@ class Turns(Protocol):
     def begin(self, example: Example) -> Dialogue:
         """Begin a completion of this example. The sampler closes it."""
         ...
+
+
+def close_all(dialogues: Iterable[Dialogue]) -> None:
+    """Close dialogues, the others too where one fails to."""
+    with ExitStack() as stack:
+        for dialogue in dialogues:
+            stack.callback(dialogue.close)
+
+
+def make_rollout(
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    ids: list[int],
+    logprobs: list[float],
+    policy_version: int,
+    drawn: list[bool] | None = None,
+    outcome: Outcome | None = None,
+) -> Rollout:
+    """Make the record of a whole completion. `drawn` and `outcome` are None in a run without turns.
+
+    Its text is that of the segments that were drawn, a line or more each; special tokens are left out.
+    """
+    segments = [ids]
+    if drawn is not None:
+        runs = groupby(zip(ids, drawn, strict=True), key=lambda pair: pair[1])
+        segments = [[token for token, _ in run] for is_drawn, run in runs if is_drawn]
+    text = "\n".join(tokenizer.decode(segment, skip_special_tokens=True) for segment in segments)
+    finished = ids[-1] in eos_token_ids if outcome is None else outcome.finished
+    return Rollout(ids, finished, text, logprobs, policy_version, drawn, outcome)

@@ -28,7 +28,7 @@ from grpo.model.memory import (
 from grpo.model.pictures import KEPT_BYTES, PictureProcessor
 from grpo.model.shared_cache import GROW
 from grpo.model.trial import longest_packed
-from grpo.rollouts.continuous import PREFILL_TOKENS, slots
+from grpo.rollouts.rows import PREFILL_TOKENS, slots
 from grpo.trainer.optimizer import in_8_bits
 from grpo.wire.pictures import PicturedPrompt
 
@@ -223,7 +223,7 @@ def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms
 
 
 def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups: int, copies: int) -> Terms:
-    """Return the higher of the prompts' forward pass and that of the last token (grpo/rollouts/continuous.py)."""
+    """Return the higher of the prompts' forward pass and that of the last token (grpo/rollouts/rows.py)."""
     config, (_, keys), item = work.config, attention_widths(model), model.dtype.itemsize
     text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
     prompt, completion = work.longest_prompt, config.max_completion_length

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.rollouts.local import LOOK_EVERY, LocalSampler
+from grpo.rollouts.generation import LOOK_EVERY
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 
 
@@ -288,7 +289,7 @@ class HostWaits(TorchFunctionMode):
     def __torch_function__(self, function, types, arguments=(), options=None):
         if (name := getattr(function, "__name__", "")) in self.NAMES:
             frame = sys._getframe(1)
-            while not (ours := "grpo/rollouts/local.py" in frame.f_code.co_filename) and (
+            while not (ours := "grpo/rollouts/" in frame.f_code.co_filename) and (
                 "transformers/" not in frame.f_code.co_filename
             ):
                 frame = frame.f_back
