@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import itertools
 import logging
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +39,7 @@ from grpo.rewards.functions import (
     text_of,
 )
 from grpo.rewards.prints import PRINTS
+from grpo.rewards.process import count_processes
 from grpo.rewards.worker_pool import RewardPool
 from grpo.wire.rewards import Message
 
@@ -90,7 +90,7 @@ def start_rewards(
     Raises what RewardModel and RewardClient raise.
     """
     started: dict[str, Callable | RewardScorer] = {}
-    functions, _ = start_functions(rewards, config, _count_workers())
+    functions, _ = start_functions(rewards, config, count_processes())
     for label, reward in rewards.items():
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             from grpo.client.reward import RewardClient
@@ -209,11 +209,6 @@ def _is_blocking(reward: Callable | RewardScorer | str) -> bool:
     call = reward.score if isinstance(reward, RewardScorer) else reward
     # An object may have an async __call__.
     return not any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
-
-
-def _count_workers() -> int:
-    """Return one process per core of this rank, but two at least: a call that hangs must not hold up the others."""
-    return max(2, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
 
 
 async def _await_all(

@@ -1,6 +1,7 @@
-"""A process that calls reward functions for the trainer, and the guard above it.
+"""A process that calls the user's code for the trainer, and the guard above it.
 
-    trainer -> worker    pickle: (number, index of the function, Batch of one completion)
+    trainer -> worker    pickle: what makes the service, and its arguments
+                         pickle: (number, what the service is asked...)
     worker -> trainer    a line of JSON with that number; no pickle, since foreign code may have written it
 
 The guard is the process that the trainer starts. It forks the worker and runs no foreign code. Processes that the
@@ -20,21 +21,17 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any, NoReturn
-
-from grpo.rewards.functions import (
-    Batch,
-    Logged,
-    call_function,
-    describe_failure,
-    format_user_stack,
-    is_reward,
-    load_function,
-    text_of,
-)
+from typing import Any, NoReturn, Protocol
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+
+
+class Service(Protocol):
+    """What such a process does."""
+
+    def answer(self, *task: Any) -> dict[str, Any]:
+        """Return the reply to a task, as JSON has it. What it raises ends the process."""
+        ...
 
 
 def run_worker(descriptor: int) -> None:
@@ -61,7 +58,8 @@ def run_worker(descriptor: int) -> None:
             trainer.sendall(json.dumps(reply).encode() + b"\n")
 
         try:
-            functions = [load_function(name) for name in pickle.load(tasks)]
+            make_service, arguments = pickle.load(tasks)
+            service: Service = make_service(*arguments)
         except Exception as error:  # the user's file may raise anything
             send({"raised": repr(error)})
             return
@@ -69,10 +67,10 @@ def run_worker(descriptor: int) -> None:
         worker_pid = os.getpid()
         while True:
             try:
-                number, index, batch = pickle.load(tasks)
+                number, *task = pickle.load(tasks)
             except EOFError:
                 return
-            reply = _make_reply(functions[index], batch)
+            reply = service.answer(*task)
             if os.getpid() != worker_pid:
                 os._exit(0)  # the foreign code forked, and this is its child
             send({"number": number, **reply})
@@ -117,20 +115,3 @@ def _kill(process: int) -> bool:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _make_reply(function: Callable, batch: Batch) -> dict[str, Any]:
-    """Call the function on a batch of one completion; return the reply. Raises sys.exit and other ends of a process."""
-    logged = Logged()
-    returned = call_function(function, batch, logged)
-    if isinstance(returned, BaseException):
-        if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
-            return {
-                "failed": describe_failure(returned, text_of(batch.completions[0])),
-                "traceback": format_user_stack(returned),
-            }
-        raise returned  # an accident of foreign code like a hang, not a mistake: the process ends
-    (reward,) = returned
-    if not is_reward(reward):
-        return {"returned": repr(reward)}
-    return {"reward": None if reward is None else float(reward), "extra": logged.extra, "metrics": logged.metrics}

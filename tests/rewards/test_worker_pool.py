@@ -19,7 +19,7 @@ from processes import is_alive, wait_until_dead
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.rewards import worker_pool
+from grpo.rewards import process as process_module
 from grpo.rewards.compute import RewardError, compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.prints import SHOWN_CHARACTERS
 from grpo.rewards.worker_pool import RewardPool
@@ -185,7 +185,7 @@ def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, reason
 
 
 def test_code_that_stops_the_process_above_it_costs_its_completion_too(pooled, monkeypatch):
-    monkeypatch.setattr(worker_pool, "END_SECONDS", 0.5)
+    monkeypatch.setattr(process_module, "END_SECONDS", 0.5)
     before = set(psutil.Process().children(recursive=True))  # of other tests' pools
     assert rewards(pooled("length", timeout=0.5), ["a", "stop", "ccc"]) == [[1, -1, 3]]
     below = set(psutil.Process().children(recursive=True)) - before

@@ -1,0 +1,155 @@
+"""Code of the user's in a process of its own, each call with a deadline: for code that runs what a model wrote.
+
+Only a signal ends code that hangs in C (a catastrophic regular expression holds the GIL for ever). So a call that takes
+too long has its process killed, with every process that it started, and a new process takes its place. The processes
+are started from the command line, not by `multiprocessing` or a library over it: that would import the trainer's
+script, with torch and DeepSpeed, into each of them. Their side is grpo/rewards/worker.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo.rewards.functions import RewardError
+from grpo.rewards.prints import PRINTS
+from grpo.rewards.worker import Service
+
+_START_SECONDS = 300.0  # to import the user's files, which may be slow; counts for no call's deadline
+END_SECONDS = 30.0  # to kill every process that a call has started
+
+
+def count_processes() -> int:
+    """Return one process per core of this rank, but two at least: a call that hangs must not hold up the others."""
+    return max(2, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+
+
+class CallLost(Exception):
+    """A call without a reply. The message follows the function's name in a sentence."""
+
+
+class UserProcess:
+    """A process that answers one task at a time. A new process replaces one that is lost."""
+
+    def __init__(self, make_service: Callable[..., Service], arguments: tuple, names: Sequence[str], folder: str):
+        """`make_service` is a class or function of a module, which the process imports and calls with `arguments`.
+
+        `names` are what the user has named of the code that runs there, for messages. `folder` is the process's working
+        directory: the trainer's may have changed when it is replaced.
+        """
+        self._service, self._names, self._folder = pickle.dumps((make_service, arguments)), names, folder
+        self._calls = 0
+        self._start()
+
+    def call(self, task: tuple, seconds: float) -> dict[str, Any]:
+        """Return the service's reply to a task.
+
+        Raises CallLost without one in time, RewardError where no process starts.
+        """
+        if not self._ready:
+            self._wait_ready()
+        self._calls += 1
+        body = pickle.dumps((self._calls, *task))
+        try:
+            deadline = time.monotonic() + seconds
+            self._socket.settimeout(seconds)
+            self._socket.sendall(body)
+            reply = json.loads(self._read_line(deadline))
+            if not isinstance(reply, dict) or reply.get("number") != self._calls:
+                raise ValueError(reply)
+        except TimeoutError:
+            self.stop()
+            lost = CallLost(f"gave no answer within {seconds:g} s")
+        except ValueError:
+            self.stop()
+            lost = CallLost("wrote where its process replies")
+        except (OSError, EOFError):
+            lost = CallLost(self._stop_and_explain())
+        else:
+            return reply
+        self._start()
+        raise lost
+
+    def kill(self) -> None:
+        """Have the guard kill the worker and every process that it started, as any end of this process does."""
+        self._process.stdin.close()
+
+    def stop(self) -> None:
+        """Kill the worker and wait until it has ended."""
+        self.kill()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it was stopped, or waits for a process that even SIGKILL does not end
+            self._process.kill()
+            self._process.wait()
+        self._printer.join(1.0)  # another user's process may survive and hold the pipe
+        self._socket.close()
+
+    def _start(self) -> None:
+        self._socket, worker_end = socket.socketpair()
+        imports = f"import sys; sys.path[:] = {sys.path!r}; from grpo.rewards.worker import run_worker"
+        code = f"{imports}; run_worker({worker_end.fileno()})"
+        with worker_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[worker_end.fileno()],
+                start_new_session=True,  # Ctrl-C is for the trainer
+                cwd=self._folder,
+                # Several processes that compute must not each take all cores.
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        self._printer = threading.Thread(target=PRINTS.read_all, args=[self._process.stdout], daemon=True)
+        self._printer.start()
+        self._ready, self._received = False, b""
+        self._socket.settimeout(_START_SECONDS)
+        self._socket.sendall(self._service)
+
+    def _wait_ready(self) -> None:
+        try:
+            reply = json.loads(self._read_line(time.monotonic() + _START_SECONDS))
+        except (OSError, EOFError, ValueError):
+            raise RewardError(
+                f"a worker process for {' '.join(self._names)} {self._stop_and_explain()} before it could begin: "
+                "see what it printed; your files are imported there"
+            ) from None
+        if "raised" in reply:
+            raise RewardError(
+                f"a worker process could not load {' '.join(self._names)}: {reply['raised']}: their files are imported "
+                "there too, not only in the trainer"
+            )
+        self._ready = True
+
+    def _read_line(self, deadline: float) -> bytes:
+        """Read up to the next line end. Raises TimeoutError at the deadline, EOFError where nothing more can come."""
+        while b"\n" not in self._received:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            if not (chunk := self._socket.recv(65536)):
+                raise EOFError
+            self._received += chunk
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _stop_and_explain(self) -> str:
+        """Stop a process that closed its socket; return how it ended, in words."""
+        try:
+            code = self._process.wait(1.0)  # its sockets close a moment before it is gone
+            number = -code if code < 0 else code - 128
+            reason = signal.Signals(number).name if number in [*signal.Signals] else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            reason = "it closed its connection"
+        self.stop()
+        return f"lost its process ({reason})"
