@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from grpo.config.turns import TurnsSection
 from grpo.rewards.event_loop import run_in_loop
 from grpo.rewards.prints import PRINTS
+from grpo.rewards.process import CallLost
 from grpo.rollouts.records import Example, Outcome
 from grpo.turns.calls import Call, Turn, TurnReader
 from grpo.turns.environment import EnvironmentClass
 from grpo.turns.instance import Instance, check_observation
-from grpo.turns.runner import CallLost, Runner
+from grpo.turns.runner import Runner
 from grpo.turns.session import Reply, clean, describe_failure
 from grpo.turns.template import AnswerTemplate, Messages
 from grpo.turns.tools import Tool

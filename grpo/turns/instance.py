@@ -6,9 +6,10 @@ import logging
 from typing import Any
 
 from grpo.rewards.functions import RewardError
+from grpo.rewards.process import CallLost
 from grpo.rollouts.records import Example
 from grpo.turns.environment import EnvironmentClass
-from grpo.turns.runner import CallLost, Place
+from grpo.turns.runner import Place
 from grpo.turns.session import Reply
 
 log = logging.getLogger(__name__)

@@ -13,12 +13,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from grpo.rewards.process import CallLost, UserProcess
+from grpo.turns.processes import Processes
 from grpo.turns.session import Reply, Session
 from grpo.turns.tools import Tool
-
-
-class CallLost(Exception):
-    """A call without a reply. The message follows what was called in a sentence."""
 
 
 class Place(Protocol):
@@ -48,7 +46,30 @@ class Here:
         """Leave nothing: the session goes with the completion."""
 
 
-async def perform_async(session: Session, seconds: float | None, task: str, *arguments: Any) -> Reply:
+class Elsewhere:
+    """A process, from the first task until it is released: no other completion uses it in that time."""
+
+    def __init__(self, processes: Processes):
+        self._processes = processes
+        self._process: UserProcess | None = None
+
+    async def perform(self, task: str, *arguments: Any) -> Reply:
+        """Do a task; it may take `tool_timeout` seconds."""
+        return await asyncio.wrap_future(self._processes.submit(self._call, task, *arguments))
+
+    def release(self) -> None:
+        """Give the process back."""
+        if self._process is not None:
+            self._processes.give_back(self._process)
+            self._process = None
+
+    def _call(self, *task: Any) -> Reply:
+        if self._process is None:
+            self._process = self._processes.take()
+        return self._process.call(task, self._processes.timeout)
+
+
+async def _perform_async(session: Session, seconds: float | None, task: str, *arguments: Any) -> Reply:
     """Do a task whose code is async. Raises CallLost after so many seconds."""
     started: Reply | Awaitable = session.start(task, *arguments)
     if isinstance(started, dict):
@@ -87,22 +108,35 @@ class UserThread:
 
 
 class Runner:
-    """Runs tools, and makes a place for each instance of the environment, in this process."""
+    """Runs tools, and makes a place for each instance of the environment."""
 
-    def __init__(self, make_session: Callable[[], Session]):
+    def __init__(self, make_session: Callable[[], Session], processes: Processes | None):
+        """Without `processes` all code runs in this one."""
         self._make_session, self._tools = make_session, make_session()
+        self._processes = processes
+        self._timeout = None if processes is None else processes.timeout
         self._thread = UserThread()
 
     async def call_tool(self, tool: Tool, arguments: dict[str, Any]) -> Reply:
-        """Call one of `tools`."""
+        """Call one of `tools`. Raises CallLost."""
+        task = "tool", tool.name, arguments
         if tool.is_async:
-            return await perform_async(self._tools, None, "tool", tool.name, arguments)
-        return await Here(self._tools, self._thread).perform("tool", tool.name, arguments)
+            return await _perform_async(self._tools, self._timeout, *task)
+        place = self._make_place(self._tools)
+        try:
+            return await place.perform(*task)
+        finally:
+            place.release()
 
     def make_place(self) -> Place:
         """Return where an instance of the environment is to live."""
-        return Here(self._make_session(), self._thread)
+        return self._make_place(self._make_session())
 
     def close(self) -> None:
         """End what runs the user's code."""
         self._thread.close()
+        if self._processes is not None:
+            self._processes.close()
+
+    def _make_place(self, session: Session) -> Place:
+        return Here(session, self._thread) if self._processes is None else Elsewhere(self._processes)

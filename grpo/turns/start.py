@@ -14,12 +14,14 @@ from grpo.config.turns import TurnsSection
 from grpo.rewards.event_loop import run_in_loop
 from grpo.rewards.functions import RewardError
 from grpo.rewards.prints import PRINTS
+from grpo.rewards.process import CallLost
 from grpo.rollouts.records import Example
 from grpo.turns.calls import TurnReader
 from grpo.turns.dialogue import Setup, UserDialogue
 from grpo.turns.environment import EnvironmentClass
 from grpo.turns.instance import Instance
-from grpo.turns.runner import CallLost, Runner
+from grpo.turns.processes import Processes
+from grpo.turns.runner import Runner
 from grpo.turns.session import Session
 from grpo.turns.template import AnswerTemplate
 from grpo.turns.tools import load_tools, make_tool
@@ -68,7 +70,9 @@ class UserTurns:
             answers_as_user=environment is not None and environment.is_game,
         )
         functions = {name: function for name, (_, function) in loaded.items()}
-        runner = Runner(lambda: Session(functions, environment, config.max_tool_response_length))
+        longest = config.max_tool_response_length
+        processes = None if config.tool_timeout is None else Processes(config)
+        runner = Runner(lambda: Session(functions, environment, longest), processes)
         self._setup = Setup(config, tools, environment, reader, template, runner)
         self._live = 0
         self._lock = threading.Lock()
