@@ -79,8 +79,8 @@ class TurnReader:
         """Return the turn as text alone."""
         return Turn(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def read(self, ids: Sequence[int], before: str) -> Turn:
-        """Return what a whole turn says. `before` is the text that it follows: of the prompt, or of the last answer."""
+    def read(self, ids: list[int], before: list[int]) -> Turn:
+        """Return what a whole turn says. `before` are the ids that it follows: the prompt's, or the last answer's."""
         if not self._schemas:
             return self.read_text(ids)
         if self._read_calls is None:
@@ -92,10 +92,9 @@ class TurnReader:
             content = content.replace(token, "")
         return Turn(content, calls)
 
-    def _read_by_template(self, ids: Sequence[int], before: str) -> Turn:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+    def _read_by_template(self, ids: list[int], before: list[int]) -> Turn:
         try:
-            parsed = self._tokenizer.parse_response(text, prefix=before, tools=self._schemas)
+            parsed = self._tokenizer.parse_response(ids, prefix=before, tools=self._schemas)
         except (ValueError, KeyError, TypeError) as error:  # what its parser raises at a text that it cannot read
             reason = str(error).splitlines()[0]
             return Turn(self.read_text(ids).content, [_failed(f"the call cannot be read: {reason}")])

@@ -43,7 +43,7 @@ class UserDialogue:
         """Begin to reset an instance of the environment, where there is one."""
         self.outcome: Outcome | None = None
         self._setup, self._on_close = setup, on_close
-        self._before = example.prompt  # the text that the next turn follows
+        self._before = example.prompt_ids[:]  # what the next turn follows
         self._messages: Messages = []
         self._turns = self._answered_turns = self._calls = self._failures = 0
         self._is_closed = False
@@ -104,7 +104,7 @@ class UserDialogue:
         if len(ids) >= room:
             return await self._end(False)
         self._messages += answers
-        self._before = self._setup.template.render(answers)
+        self._before = ids
         return ids
 
     async def _run_calls(self, turn: Turn) -> Messages | None:

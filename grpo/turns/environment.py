@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -38,10 +40,17 @@ class EnvironmentClass:
         self.label: str = loaded.__name__
         self.is_game = public == {"step"}
         """whether `step` answers every turn"""
-        self.methods = {} if self.is_game else {method: methods[method] for method in sorted(public)}
-        """the functions of the methods that are tools"""
+        self.methods = {} if self.is_game else {method: _bind(loaded, method) for method in sorted(public)}
+        """the methods that are tools, without an instance: for their signatures"""
         self.has_get_reward = "get_reward" in methods
         self.gives_reward = self.is_game or self.has_get_reward
+
+
+def _bind(of: type, method: str) -> Callable:
+    """Return the method of a class without the argument `self`. It is not to be called."""
+    if isinstance(inspect.getattr_static(of, method), staticmethod):
+        return getattr(of, method)
+    return types.MethodType(getattr(of, method), object())
 
 
 def read_observation(returned: Any) -> str:

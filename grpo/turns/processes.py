@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from grpo.config.turns import TurnsSection
 from grpo.rewards.process import UserProcess, count_processes
 from grpo.turns.service import TurnsService
+from grpo.turns.session import Reply
 
 
 class Processes:
@@ -30,9 +32,17 @@ class Processes:
         self._threads = ThreadPoolExecutor(count_processes(), thread_name_prefix="turns")
         atexit.register(self.close)
 
-    def submit(self, call: Callable, *arguments: Any) -> Future:
+    async def run(self, call: Callable[..., Reply], *arguments: Any) -> Reply:
         """Make a call in a thread of this process, which waits for one of those."""
-        return self._threads.submit(call, *arguments)
+        return await asyncio.wrap_future(self._threads.submit(call, *arguments))
+
+    def call(self, *task: Any) -> Reply:
+        """Do a task that needs no process of its own. Raises CallLost."""
+        process = self.take()
+        try:
+            return process.call(task, self.timeout)
+        finally:
+            self.give_back(process)
 
     def take(self) -> UserProcess:
         """Return a process that nobody else has until it is given back."""

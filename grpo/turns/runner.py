@@ -52,10 +52,11 @@ class Elsewhere:
     def __init__(self, processes: Processes):
         self._processes = processes
         self._process: UserProcess | None = None
+        self._order = threading.Lock()  # who waits for a call may be cancelled, and not the call
 
     async def perform(self, task: str, *arguments: Any) -> Reply:
         """Do a task; it may take `tool_timeout` seconds."""
-        return await asyncio.wrap_future(self._processes.submit(self._call, task, *arguments))
+        return await self._processes.run(self._call, task, *arguments)
 
     def release(self) -> None:
         """Give the process back."""
@@ -64,9 +65,10 @@ class Elsewhere:
             self._process = None
 
     def _call(self, *task: Any) -> Reply:
-        if self._process is None:
-            self._process = self._processes.take()
-        return self._process.call(task, self._processes.timeout)
+        with self._order:
+            if self._process is None:
+                self._process = self._processes.take()
+            return self._process.call(task, self._processes.timeout)
 
 
 async def _perform_async(session: Session, seconds: float | None, task: str, *arguments: Any) -> Reply:
@@ -101,6 +103,8 @@ class UserThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             future, function, arguments = call
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(function(*arguments))
             except BaseException as error:
@@ -122,21 +126,18 @@ class Runner:
         task = "tool", tool.name, arguments
         if tool.is_async:
             return await _perform_async(self._tools, self._timeout, *task)
-        place = self._make_place(self._tools)
-        try:
-            return await place.perform(*task)
-        finally:
-            place.release()
+        if self._processes is None:
+            return await Here(self._tools, self._thread).perform(*task)
+        return await self._processes.run(self._processes.call, *task)
 
     def make_place(self) -> Place:
         """Return where an instance of the environment is to live."""
-        return self._make_place(self._make_session())
+        if self._processes is None:
+            return Here(self._make_session(), self._thread)
+        return Elsewhere(self._processes)
 
     def close(self) -> None:
         """End what runs the user's code."""
         self._thread.close()
         if self._processes is not None:
             self._processes.close()
-
-    def _make_place(self, session: Session) -> Place:
-        return Here(session, self._thread) if self._processes is None else Elsewhere(self._processes)

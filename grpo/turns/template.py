@@ -50,9 +50,8 @@ class AnswerTemplate:
             return
         if schemas:
             self._check_schemas()
-            self._check_answer({"role": "tool", "name": schemas[0]["function"]["name"], "content": _ANSWER})
-        if answers_as_user:
-            self._check_answer({"role": "user", "content": _ANSWER})
+        tool = [{"role": "tool", "name": schema["function"]["name"], "content": _ANSWER} for schema in schemas[:1]]
+        self._check_answers([*tool, *([{"role": "user", "content": _ANSWER}] if answers_as_user else [])])
 
     def render(self, answers: Messages) -> str:
         """Return the text of the answers to a turn: of tools to its calls, or a message of the user."""
@@ -109,20 +108,20 @@ class AnswerTemplate:
             "model that was trained to call them"
         )
 
-    def _check_answer(self, answer: dict[str, Any]) -> None:
-        """Find the form that the template takes. Raises ConfigError where it takes none."""
+    def _check_answers(self, answers: Messages) -> None:
+        """Find the form in which the template takes these answers. Raises ConfigError where it takes them in none."""
         reasons = []
         for self._in_parts, self._text_arguments in itertools.product((False, True), repeat=2):
             try:
-                if _ANSWER in self.render([answer]):
+                if all(_ANSWER in self.render([answer]) for answer in answers):
                     return
                 reasons.append("leaves out the answers")
             except Exception as error:  # the same
                 reasons.append(str(error) if isinstance(error, _Unfit) else f"refuses them ({error})")
         raise ConfigError(
-            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write answers of "
-            f"the role {answer['role']} to the model: it {' '.join(reasons[0].split())[:300]}: use a model that "
-            "was trained with tools or in dialogues"
+            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write what "
+            f"{' and '.join(answer['role'] for answer in answers)} answer to the model: it "
+            f"{' '.join(reasons[0].split())[:300]}: use a model that was trained to be answered so"
         )
 
 

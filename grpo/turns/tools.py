@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +55,10 @@ def make_tool(field: str, value: str, function: Callable, is_method: bool = Fals
     """
     from transformers.utils import get_json_schema
 
-    # Bound to anything, so that `self` is no argument.
-    bound = types.MethodType(function, object()) if is_method else function
     try:
-        schema = get_json_schema(bound)
+        schema = get_json_schema(function)
         name = schema["function"]["name"]
-        signature = inspect.signature(bound)
+        signature = inspect.signature(function)
     except Exception as error:  # it reads the user's hints, which may be anything
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
