@@ -7,6 +7,9 @@ A line is a question. The model is asked as in training, as its grpo.yaml says w
 from the distribution that it was trained on: its temperature, nothing cut off, no penalties; --temperature 0 is greedy.
 The model sees the earlier lines too. /new begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends. /image PATH
 adds a picture to the next question, for a vision-language model.
+
+With --tools or --environment the model calls as in training, and what it is told is shown in brackets. A line that is a
+JSON object is then a row of a dataset: its `question` or `prompt` is asked, and the environment gets all of it.
 """
 
 from __future__ import annotations
@@ -16,47 +19,48 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError, say_once
 from grpo.config.generation import ChatConfig
 from grpo.model.answering import model_settings
+from grpo.rewards.functions import RewardError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from grpo.rollouts.records import Example, Rollout
+    from grpo.rollouts.turns import Turns
 
-    from grpo.model.pictures import PictureProcessor
-    from grpo.wire.pictures import PicturedPrompt
-
-NEW, IMAGE = "/new", "/image"
+IMAGE = "/image"
 
 
 def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
     from grpo.model.devices import refuse_shortage
-    from grpo.model.load import NO_LIMIT, eos_token_ids, length_limits, load_model, load_settings, load_tokenizer
+    from grpo.model.load import NO_LIMIT, length_limits, load_end_ids, load_model, load_settings, load_tokenizer
     from grpo.model.pictures import Vision, load_processor
-    from grpo.rollouts.local import LocalSampler
-    from grpo.rollouts.records import Example
+    from grpo.rollouts.conversation import NEW, Conversation, NotAsked
     from grpo.run.collective import own_place
+    from grpo.turns.start import start_turns
 
     _, _, device = own_place()
     tokenizer = load_tokenizer(config)
-    processor = load_processor(config, load_settings(config), tokenizer)
+    settings = load_settings(config)
+    processor = load_processor(config, settings, tokenizer)
+    ends = load_end_ids(config, settings, tokenizer)
+    turns = start_turns(config, tokenizer, ends)
     model = load_model(config, device)
     vision = Vision(processor, model) if processor is not None else None
     # An answer is a batch by itself, so that the limits that exist for batches of several do not hold.
     longest = length_limits(model.config).get("max_position_embeddings", NO_LIMIT)
-    ends = eos_token_ids(model, tokenizer)
     if interactive:
         picture = f"{IMAGE} PATH adds a picture, " if processor is not None else ""
         end = "Ctrl-C stops an answer, Ctrl-D ends"
         print(f"{config.model_name_or_path}: {picture}{NEW} begins a new conversation, {end}")
 
-    conversation = Conversation(config, tokenizer, processor, longest)
+    conversation = Conversation(config, tokenizer, processor, longest, turns)
+    answerer = Answerer(config, model, tokenizer, ends, vision, turns)
     for turn, question in enumerate(questions(interactive)):
         if question == NEW:
             conversation.begin()
@@ -65,93 +69,72 @@ def talk(config: ChatConfig, interactive: bool) -> None:
             if question.split()[0] == IMAGE:
                 conversation.add_picture(question.removeprefix(IMAGE).strip().strip("'\""))
                 continue
-            prompt, prompt_ids = conversation.ask(question)
+            example = conversation.ask(question)
         except NotAsked as error:
             if not interactive:
                 raise ConfigError(str(error)) from error
             print(f"({error})")
             continue
-        room = longest - len(prompt_ids)
-        sampler = LocalSampler(model, tokenizer, ends, min(config.max_completion_length, room), vision=vision)
+        except RewardError as error:
+            if not interactive:
+                raise
+            print(f"({error}: give the environment a row, as a JSON object)")
+            continue
+        limit = min(config.max_completion_length, longest - len(example.prompt_ids))
         shortage = refuse_shortage("max_completion_length", config.max_completion_length, "use a smaller one")
         with shortage, stopped_by_ctrl_c(interactive) as stopped:
-            printer, example = AnswerPrinter(tokenizer.decode, stopped), Example(turn, prompt, prompt_ids, {})
             # Another seed for each question, or the same question would get the same answer.
-            rollout = sampler.stream(example, config.temperature, config.seed + turn, printer)
+            answer = answerer.answer(example, limit, config.seed + turn, stopped)
+        if interactive and not (answer.finished or stopped):
+            print(f"(cut off after {len(answer.completion_ids)} tokens)")
+        conversation.answered(answer)
+
+
+class Answerer:
+    """What draws and prints answers: the model, and what answers it between its turns."""
+
+    def __init__(self, config: ChatConfig, model, tokenizer, end_ids: list[int], vision, turns: Turns | None):
+        self._config, self._model, self._tokenizer, self._end_ids = config, model, tokenizer, end_ids
+        self._vision, self._turns = vision, turns
+
+    def answer(self, example: Example, limit: int, seed: int, stopped: list[int]) -> Rollout:
+        """Draw an answer of `limit` tokens at most, and print it; in brackets what tools or an environment say.
+
+        It ends where `stopped` has something in it: then it has no outcome. Raises RewardError where the environment
+        fails.
+        """
+        from dataclasses import replace
+
+        from grpo.rollouts.records import Rollout
+        from grpo.wire.pictures import with_more
+
+        if self._turns is None:
+            return self._draw(example, limit, seed, stopped)
+        dialogue, ids, texts = self._turns.begin(example), [], []
+        try:
+            while True:
+                longer = replace(example, prompt_ids=with_more(example.prompt_ids, ids))
+                turn = self._draw(longer, limit - len(ids), seed + (len(texts) << 32), stopped)
+                ids += turn.completion_ids
+                texts.append(turn.text)
+                if stopped:
+                    return Rollout(ids, False, "\n".join(texts), [], 0)
+                awaited = dialogue.answer(turn.completion_ids, limit - len(ids))
+                if awaited is None or (answer := awaited.result()) is None:
+                    return Rollout(ids, dialogue.outcome.finished, "\n".join(texts), [], 0, outcome=dialogue.outcome)
+                ids += answer
+                print(f"[{' '.join(self._tokenizer.decode(answer, skip_special_tokens=True).split())}]", flush=True)
+        finally:
+            dialogue.close()
+
+    def _draw(self, example: Example, room: int, seed: int, stopped: list[int]) -> Rollout:
+        from grpo.rollouts.local import LocalSampler
+
+        sampler = LocalSampler(self._model, self._tokenizer, self._end_ids, room, vision=self._vision)
+        printer = AnswerPrinter(self._tokenizer.decode, stopped)
+        rollout = sampler.stream(example, self._config.temperature, seed, printer)
         printer.finish()
-        if interactive and not (rollout.finished or stopped):
-            print(f"(cut off after {len(rollout.completion_ids)} tokens)")
-        conversation.answered(rollout.text)
-
-
-class NotAsked(Exception):
-    """A line of the user that leads to no question. The text says why, and what to do."""
-
-
-class Conversation:
-    """The questions and answers so far, and the pictures that go with the next question."""
-
-    def __init__(
-        self,
-        config: ChatConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        processor: PictureProcessor | None,
-        longest: int,
-    ):
-        """`longest`: tokens that the model takes, an answer's first one included."""
-        self._config, self._tokenizer, self._processor, self._longest = config, tokenizer, processor, longest
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget everything."""
-        self._messages: list[dict[str, Any]] = []
-        self._pictures: list[bytes] = []
-        self._next_pictures: list[bytes] = []
-
-    def add_picture(self, path: str) -> None:
-        """Add a picture to the next question. Raises NotAsked where it cannot be used."""
-        from grpo.rollouts.pictures import encode_picture
-
-        if self._processor is None:
-            raise NotAsked(f"the picture {path} is not taken: {self._config.model_name_or_path} takes text alone")
-        try:
-            picture = encode_picture(Path(path).expanduser().read_bytes())
-            self._processor.count([picture])  # decodes it, and lets the model's processor refuse it
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
-            raise NotAsked(
-                f"the picture {path} cannot be used ({getattr(error, 'strerror', None) or error})"
-            ) from error
-        self._next_pictures.append(picture)
-
-    def ask(self, question: str) -> tuple[str, list[int] | PicturedPrompt]:
-        """Return the prompt with the question, and its ids. Raises NotAsked where the model cannot be asked it."""
-        from grpo.rollouts.chat_template import PictureCountError, place_pictures, render_prompt, tokenize_prompt
-
-        if not self._config.keep_history:
-            self._messages, self._pictures = [], []
-        pictures = [*self._pictures, *self._next_pictures]
-        try:
-            # Without a picture to place, `<image>` is text.
-            new = place_pictures([{"role": "user", "content": question}], len(self._next_pictures) or None)
-            messages = [*self._messages, *new]
-            config = self._config
-            prompt = render_prompt(
-                self._tokenizer, messages, config.system_prompt, config.chat_template_kwargs, pictures=len(pictures)
-            )
-            prompt_ids = tokenize_prompt(self._tokenizer, prompt, self._processor, pictures)
-        except PictureCountError as error:
-            raise NotAsked(f"the question has other places than pictures ({error}): ask it again") from error
-        if len(prompt_ids) >= self._longest:
-            raise NotAsked(
-                f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {self._longest}: ask "
-                f"less at a time, begin a new one with {NEW}, or use --no_keep_history"
-            )
-        self._messages, self._pictures, self._next_pictures = messages, pictures, []
-        return prompt, prompt_ids
-
-    def answered(self, text: str) -> None:
-        """Add the answer to the last question."""
-        self._messages.append({"role": "assistant", "content": text})
+        return rollout
 
 
 def questions(interactive: bool) -> Iterator[str]:
@@ -231,6 +214,9 @@ def main() -> int:
     except ConfigError as error:
         say_once(str(error))
         return 2
+    except RewardError as error:
+        say_once(str(error), error.traceback)
+        return 1
     except BrokenPipeError:  # the reader of the answers has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         return 1

@@ -19,7 +19,7 @@ from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 from grpo.rollouts.turns import Turns
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.pictures import with_more
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,7 @@ def check_sampling(
     that the loss gives them.
     """
     *_, (longer, rest), (prompt, _) = trial_sequences(model, vision)
-    longer = PicturedPrompt([*longer, *rest], longer.pictures) if vision is not None else [*longer, *rest]
-    examples = [Example(0, "", ids, {}) for ids in (prompt, longer)]
+    examples = [Example(0, "", ids, {}) for ids in (prompt, with_more(longer, rest))]
     try:
         drawn, _ = sampler.sample(examples, 2, 1.0, seed=0)
     except torch.OutOfMemoryError:  # says nothing about the model

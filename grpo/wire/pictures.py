@@ -55,6 +55,12 @@ def pictures_of(prompt: Sequence[int] | np.ndarray) -> tuple[bytes, ...]:
     return prompt.pictures if isinstance(prompt, PicturedPrompt) else ()
 
 
+def with_more(prompt: list[int] | PicturedPrompt, ids: Sequence[int]) -> list[int] | PicturedPrompt:
+    """Return a prompt that goes on with these ids."""
+    longer = [*prompt, *ids]
+    return PicturedPrompt(longer, prompt.pictures) if isinstance(prompt, PicturedPrompt) else longer
+
+
 def key_of(prompt: Sequence[int] | np.ndarray) -> bytes:
     """Return what tells a prompt from every other one: equal ids with other pictures are another prompt."""
     return prompt.digest if isinstance(prompt, PicturedPrompt) else np.asarray(prompt, np.int32).tobytes()
