@@ -34,7 +34,7 @@ def run(config: EvaluateConfig) -> None:
     import torch.distributed as dist
 
     from grpo.model.devices import refuse_shortage
-    from grpo.model.load import check_lengths, load_model, load_settings, load_tokenizer
+    from grpo.model.load import check_lengths, load_end_ids, load_model, load_settings, load_tokenizer
     from grpo.model.pictures import Vision, load_processor
     from grpo.model.trial import make_batcher
     from grpo.rewards.compute import load_reward_funcs, start_rewards
@@ -44,7 +44,8 @@ def run(config: EvaluateConfig) -> None:
     from grpo.run.collective import gather, own_place
     from grpo.run.run_folder import check_unused, check_writable
     from grpo.trainer.evaluation import check_verdicts, evaluate, with_pictures
-    from grpo.trainer.rewarding import Rewarder
+    from grpo.trainer.rewarding import Rewarder, join_rewards
+    from grpo.turns.start import start_turns
 
     rank, world_size, device = own_place()
     if world_size > 1:
@@ -55,14 +56,16 @@ def run(config: EvaluateConfig) -> None:
         check_unused("output", folder)
         check_writable("output", folder)
     functions = load_reward_funcs(config.reward_funcs)
-    check_verdicts(config, functions)
 
     tokenizer, settings = load_tokenizer(config), load_settings(config)
     processor = load_processor(config, settings, tokenizer)
     check_lengths(config, settings)
-    examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor)
+    turns = start_turns(config, tokenizer, load_end_ids(config, settings, tokenizer))
+    of_environment = {} if turns is None else turns.rewards
+    check_verdicts(config, join_rewards(functions, of_environment))
+    examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor, turns)
     check_reward_columns(config, examples)
-    rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config)
+    rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config, of_environment)
     model = load_model(config, device)
     longest_packed = 0
     if config.sampler != "generate":
@@ -70,7 +73,7 @@ def run(config: EvaluateConfig) -> None:
             longest_packed = make_batcher(model, tokenizer.pad_token_id, processor).longest_packed
     vision = Vision(processor, model) if processor is not None else None
     sampler = make_sampler(
-        model, tokenizer, config.max_completion_length, config.sequences_per_generate, longest_packed, vision
+        model, tokenizer, config.max_completion_length, config.sequences_per_generate, longest_packed, vision, turns
     )
 
     start = time.perf_counter()

@@ -39,6 +39,7 @@ from grpo.trainer.engine import engine_config
 from grpo.trainer.memory import RankWork, rank_memory
 from grpo.trainer.pool_wait import describe_workers
 from grpo.trainer.setup import Inputs, read_inputs
+from grpo.turns.start import UserTurns
 from grpo.wire.health import ModelInfo
 from grpo.wire.pictures import PicturedPrompt, pictures_of
 
@@ -111,7 +112,8 @@ def _describe_inputs(
         f"  dataset    {config.dataset_name}: {len(inputs.examples):,} prompts to train on, of {min(lengths)} to "
         f"{max(lengths)} tokens (mean {sum(lengths) / len(lengths):.0f}), {len(inputs.held_out):,} held out",
         *([f"  pictures   {_describe_pictures(inputs, pictured)}"] if takes_pictures else []),
-        f"  rewards    {', '.join(weighted)}",
+        *([f"  answers    {_describe_turns(config, inputs.turns)}"] if inputs.turns is not None else []),
+        f"  rewards    {', '.join([*weighted, *(name for name in inputs.rewards if name not in rewards)])}",
     ]
     if config.beta == 0:
         lines.append("  reference  none: beta is 0")
@@ -127,6 +129,13 @@ def _describe_inputs(
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             lines.append(f"  rewards    {reward} {_describe_server(Connection(config, 'reward'), reward)}")
     return lines
+
+
+def _describe_turns(config: TrainerConfig, turns: UserTurns) -> str:
+    names = [tool["function"]["name"] for tool in turns.tools or []]
+    where = "in the trainer" if config.tool_timeout is None else f"in other processes, {config.tool_timeout:g} s a call"
+    by = f" by {config.environment}" if config.environment is not None else ""
+    return f"{', '.join(names) or 'to each turn'}{by}, {where}"
 
 
 def _describe_tower(config: TrainerConfig, model: PreTrainedModel) -> str:

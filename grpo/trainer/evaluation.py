@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,9 @@ def evaluate(
 
     Reward functions are given `state`, where the training is. What they log is not recorded.
 
-    `eval_reward` and `eval_rewards/NAME/mean` are of the greedy answers, as all but avg@k and pass@k. `eval_accuracy`,
-    avg@k and pass@k exist where a reward function is a verdict, `eval_format` where one declares a full reward.
+    `eval_reward` and `eval_rewards/NAME/mean` are of the greedy answers, as all but avg@k and pass@k; so are
+    `eval_tools/...`, which exist where something answers the model. `eval_accuracy`, avg@k and pass@k exist where a
+    reward function is a verdict, `eval_format` where one declares a full reward.
 
     `eval_accuracy_se` is sqrt(p (1 - p) / n). The other standard errors are s / sqrt(n), where s is the standard
     deviation of the problems' estimates (both: Miller 2024, arXiv:2411.00640, section 2); NaN for a single problem.
@@ -56,7 +57,7 @@ def evaluate(
     calls = [cells[start : start + size] for cells in (greedy, sampled) for start in range(0, len(cells), size)]
 
     # This rank fills its own cells, the other ranks' cells stay 0: the sum over ranks is the whole.
-    counts = np.zeros((2, len(examples), 1 + samples), np.int64)
+    counts = np.zeros((4, len(examples), 1 + samples), np.int64)
     rewards = np.zeros((len(rewarder.names), len(examples), 1 + samples))
     completions: list[dict[str, Any]] = []
     bar = {"desc": "evaluate", "unit": "batch", "leave": False}
@@ -71,8 +72,9 @@ def evaluate(
         by_function = rewarder.compute(batch, rollouts, state)
         judged = _judge(rewarder, by_function)
         for i, ((problem, sample), example, rollout) in enumerate(zip(cells, batch, rollouts, strict=True)):
-            length = len(rollout.completion_ids)
-            counts[:, problem, sample] = length, not rollout.finished
+            outcome = rollout.outcome
+            called = (0, 0) if outcome is None else (outcome.tool_calls, outcome.tool_failures)
+            counts[:, problem, sample] = rollout.drawn_tokens, not rollout.finished, *called
             rewards[:, problem, sample] = by_function[:, i]
             completions.append(
                 {
@@ -80,13 +82,14 @@ def evaluate(
                     "sample": sample,
                     "prompt": example.prompt,
                     "completion": rollout.text,
+                    **({} if outcome is None else {"messages": outcome.messages}),
                     "answer": example.gold,
                     **{name: values[i].item() for name, values in judged.items()},
-                    "tokens": length,
+                    "tokens": rollout.drawn_tokens,
                     "finished": rollout.finished,
                 }
             )
-    return _metrics(sum(gather(counts)), sum(gather(rewards)), rewarder, config.ks), completions
+    return _metrics(sum(gather(counts)), sum(gather(rewards)), rewarder, config), completions
 
 
 def with_pictures(completions: Sequence[dict[str, Any]], examples: Sequence[Example]) -> list[dict[str, Any]]:
@@ -98,22 +101,25 @@ def with_pictures(completions: Sequence[dict[str, Any]], examples: Sequence[Exam
     ]
 
 
-def check_verdicts(config: RewardedConfig, functions: Mapping[str, Callable | str]) -> None:
-    """Refuse samples for avg@k and pass@k where no function of `load_reward_funcs` is a verdict. Raises ConfigError."""
+def check_verdicts(config: RewardedConfig, rewards: Mapping[str, Any]) -> None:
+    """Refuse samples for avg@k and pass@k where none of join_rewards is a verdict. Raises ConfigError."""
     require(
-        config.num_generations_eval == 0 or bool(verdicts(functions)),
+        config.num_generations_eval == 0 or bool(verdicts(rewards)),
         "num_generations_eval",
         config.num_generations_eval,
-        f"avg@k and pass@k count right answers, and none of {', '.join(functions)} is a verdict: use 0, or set "
+        f"avg@k and pass@k count right answers, and none of {', '.join(rewards)} is a verdict: use 0, or set "
         "FUNCTION.is_verdict = True where a reward above 0 means right",
     )
 
 
-def best_metric(config: TrainerConfig, functions: Mapping[str, Callable | str]) -> str:
-    """Return the metric by which a checkpoint is the best. Raises ConfigError where the evaluation has no such one."""
-    names = ["accuracy"] if verdicts(functions) else []
-    names += ["reward", *(f"rewards/{name}/mean" for name in reward_names(functions, config))]
-    names += ["format"] if full_rewards(functions) else []
+def best_metric(config: TrainerConfig, rewards: Mapping[str, Any]) -> str:
+    """Return the metric by which a checkpoint is the best, with the rewards of join_rewards.
+
+    Raises ConfigError where the evaluation has no such one.
+    """
+    names = ["accuracy"] if verdicts(rewards) else []
+    names += ["reward", *(f"rewards/{name}/mean" for name in reward_names(rewards, config))]
+    names += ["format"] if full_rewards(rewards) else []
     names += [f"{kind}@{k}" for kind, ks in _sampled(config).items() for k in ks]
     name = names[0] if config.metric_for_best_model is None else config.metric_for_best_model.removeprefix("eval_")
     if name not in names:
@@ -148,9 +154,10 @@ def _judge(rewarder: Rewarder, by_function: torch.Tensor) -> dict[str, np.ndarra
     return judged if rewarder.verdicts else {"reward": total_rewards(by_function, rewarder.weights).numpy(), **judged}
 
 
-def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, ks: Sequence[int]) -> dict[str, float]:
-    """Compute the metrics from [length, clipped] and [functions], both x problems x (greedy, samples)."""
-    length, clipped = counts[:, :, 0]
+def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, config: RewardedConfig) -> dict[str, float]:
+    """Compute the metrics from [length, clipped, calls, failed calls] and [functions], both x problems x (greedy,
+    samples)."""
+    length, clipped, calls, failures = counts[:, :, 0]
     greedy, count, metrics = rewards[:, :, 0], len(length), {}
     if rewarder.verdicts:
         accuracy = rewarder.is_correct(greedy).mean().item()
@@ -163,9 +170,14 @@ def _metrics(counts: np.ndarray, rewards: np.ndarray, rewarder: Rewarder, ks: Se
         "eval_completions/clipped_ratio": clipped.mean().item(),
         "eval_num_tokens": counts[0].sum().item(),
     }
+    if config.has_turns:
+        metrics["eval_tools/call_frequency"] = calls.mean().item()
+        metrics["eval_tools/failure_frequency"] = failures.sum().item() / max(calls.sum().item(), 1)
     if samples := counts.shape[2] - 1:
         solved = rewarder.is_correct(rewards[:, :, 1:]).sum(axis=1)
-        estimates = {f"avg@{samples}": solved / samples} | {f"pass@{k}": pass_at_k(solved, samples, k) for k in ks}
+        estimates = {f"avg@{samples}": solved / samples} | {
+            f"pass@{k}": pass_at_k(solved, samples, k) for k in config.ks
+        }
         for name, values in estimates.items():
             metrics[f"eval_{name}"] = values.mean().item()
             metrics[f"eval_{name}_se"] = values.std(ddof=1).item() / math.sqrt(count) if count > 1 else math.nan

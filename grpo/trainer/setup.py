@@ -25,6 +25,7 @@ from grpo.model.load import (
     check_lengths,
     checkpoint_activations,
     eos_token_ids,
+    load_end_ids,
     load_model,
     load_settings,
     load_tokenizer,
@@ -57,9 +58,10 @@ from grpo.trainer.pool_sampler import PoolSampler, connect
 from grpo.trainer.publish_policy import PolicyPublisher
 from grpo.trainer.publish_weights import WeightPublisher, has_begun
 from grpo.trainer.replay import Replay
-from grpo.trainer.rewarding import Rewarder
+from grpo.trainer.rewarding import Rewarder, join_rewards
 from grpo.trainer.round import Rounds
 from grpo.trainer.scoring import try_rewards
+from grpo.turns.start import UserTurns, start_turns
 from grpo.wire.pictures import pictures_of
 
 log = logging.getLogger(__name__)
@@ -71,11 +73,15 @@ class Inputs:
 
     reward_funcs: dict[str, Callable | str]
     """functions, or names of reward models, by name"""
+    rewards: dict[str, Any]
+    """these, and the environment's class where it gives a reward (join_rewards)"""
     ds_config: dict[str, Any]
     """ds_config.json, completed"""
     tokenizer: PreTrainedTokenizerBase
     processor: PictureProcessor | None
     """what prepares pictures; None where the model takes text alone"""
+    turns: UserTurns | None
+    """tools and environment; None where nothing answers the policy"""
     examples: list[Example]
     stream: PromptStream
     held_out: list[Example]
@@ -110,7 +116,7 @@ class Run:
     pool_run: PoolRun | None
     """on rank 0 of a run whose completions a pool brings"""
     reward_names: list[str]
-    """the user's reward functions, without the overlong punishment"""
+    """the user's rewards, without the overlong punishment"""
     rewarder: Rewarder
     checkpoints: Checkpoints
     progress: Progress
@@ -128,9 +134,6 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     """
     check_report_to(config)
     reward_funcs = load_reward_funcs(config.reward_funcs)
-    if config.eval_steps:
-        check_verdicts(config, reward_funcs)
-        best_metric(config, reward_funcs)
     try_loss(config)
     try_estimator(config.advantage_estimator, config.num_generations)
     ds_config = engine_config(config, world_size, device)
@@ -152,10 +155,16 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     )
     if tokenizer.chat_template is None:
         log.info("%s has no chat template: it is given prompts as plain text", config.model_name_or_path)
+    turns = start_turns(config, tokenizer, load_end_ids(config, settings, tokenizer))
+    rewards = join_rewards(reward_funcs, {} if turns is None else turns.rewards)
+    require(bool(rewards), "reward_funcs", config.reward_funcs, "the environment gives no reward: name a function")
+    if config.eval_steps:
+        check_verdicts(config, rewards)
+        best_metric(config, rewards)
     progress = rank == 0
     if progress:
         warn_of_other_question(config)
-    examples = load_examples(config, config.dataset_train_split, tokenizer, progress=progress, processor=processor)
+    examples = load_examples(config, config.dataset_train_split, tokenizer, 0, progress, processor, turns)
     check_reward_columns(config, examples)
     require(
         config.sampler != "pool" or not any(pictures_of(example.prompt_ids) for example in examples),
@@ -166,9 +175,11 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     stream = PromptStream(examples, config.prompts_per_step, config.seed)
     held_out = []
     if config.eval_steps:
-        held_out = load_examples(config, config.dataset_test_split, tokenizer, config.eval_samples, progress, processor)
+        held_out = load_examples(
+            config, config.dataset_test_split, tokenizer, config.eval_samples, progress, processor, turns
+        )
     try_rewards(config, reward_funcs, tokenizer, examples[0])
-    return Inputs(reward_funcs, ds_config, tokenizer, processor, examples, stream, held_out)
+    return Inputs(reward_funcs, rewards, ds_config, tokenizer, processor, turns, examples, stream, held_out)
 
 
 def warn_of_other_question(config: TrainerConfig) -> None:
@@ -202,7 +213,7 @@ def set_up(
         reference = client.wait_ready(any_version)
     pool = connect(config, folder.name) if config.pool else None
     started = start_rewards(inputs.reward_funcs, config, device, folder.name)
-    rewarder = Rewarder(inputs.reward_funcs, started, config)
+    rewarder = Rewarder(inputs.reward_funcs, started, config, inputs.turns and inputs.turns.rewards)
 
     log.info("loading %s", config.model_name_or_path)
     model = load_model(config, device)
@@ -228,6 +239,7 @@ def set_up(
         config.sequences_per_generate,
         longest_packed=batcher.longest_packed if config.sampler != "generate" else 0,
         vision=batcher.vision,
+        turns=inputs.turns,
     )
     publisher = None
     if config.ref_update_steps:
@@ -246,7 +258,7 @@ def set_up(
         inputs.examples,
         rank,
         world_size,
-        best_by=best_metric(config, inputs.reward_funcs),
+        best_by=best_metric(config, inputs.rewards),
         processor=inputs.processor,
     )
     round_sampler, pool_run, stop_waiting = sampler, None, threading.Event()
@@ -298,7 +310,7 @@ def set_up(
         client=client,
         publisher=publisher,
         pool_run=pool_run,
-        reward_names=[*inputs.reward_funcs],
+        reward_names=[*inputs.rewards],
         rewarder=rewarder,
         checkpoints=checkpoints,
         progress=progress,

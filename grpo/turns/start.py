@@ -59,8 +59,10 @@ class UserTurns:
         """the schemas, for the chat template; None where there are none"""
         self.environment = environment
         """the class of the user's, None without one"""
-        self.reward_names = [environment.label] if environment and environment.gives_reward else []
-        """the names of the environment's rewards"""
+        self.rewards: dict[str, type] = {}
+        """the environment's class by the name of the reward that it gives; empty where it gives none"""
+        if environment is not None and environment.gives_reward:
+            self.rewards[environment.label] = environment.type
         reader = TurnReader(tokenizer, eos_token_ids, schemas, config.tool_call_parser)
         template = AnswerTemplate(
             tokenizer,

@@ -1,0 +1,117 @@
+"""A run with tools and an environment, server and trainer, and what evaluates and talks to its model after it."""
+
+import json
+import subprocess
+import sys
+
+import callers
+import pytest
+import torch
+from conftest import ENVIRONMENT, REPOSITORY, running_server
+from trainer_runs import finish, lines, options, timeless, training, weights, went_on
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    """A folder with a model that calls tools, tools.py, and data."""
+    folder = callers.write(tmp_path_factory.mktemp("shop"))
+    (folder / "data").mkdir()
+    for split, count in (("train", 24), ("test", 10)):
+        rows = [
+            {"question": f"{number}: how much is a pen?", "answer": "7" * (number % 3 + 1)} for number in range(count)
+        ]
+        (folder / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(shop, tmp_path_factory):
+    """`run(name, **changes)`: the options of a run of that name. `run.of(name)` is its folder."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def words(name: str, **changes) -> list[str]:
+        settings = {
+            "max_steps": 4,
+            "save_steps": 1,
+            "eval_steps": 4,
+            "steps_per_generation": 2,
+            "max_completion_length": 160,
+            "max_prompt_length": 400,
+            "sequences_per_generate": 6,
+            "reward_funcs": f"{shop}/tools.py:cheap",
+            "max_tool_calling_iterations": 3,
+            "report_to": "none",
+            "resume_from_checkpoint": "last",
+            "ref_deadline": 120,
+        }
+        return options(shop / "model", shop / "data", folder / name, **settings | changes)
+
+    words.of = folder.joinpath
+    return words
+
+
+def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(shop, run, tmp_path):
+    with running_server(shop / "model", tmp_path, "--deterministic", "true") as server:
+        server.wait_ready()
+        changes = {"environment": f"{shop}/tools.py:Shop", "beta": 0.1, "ref_servers": server.url}
+        undisturbed, killed = run("undisturbed", **changes), run("killed", **changes)
+        finish(1, undisturbed)
+        with training(1, killed, "tests/killed_at.py", "grpo.trainer.step:update:after:4", "0") as process:
+            process.communicate(timeout=120)
+        assert went_on(finish(1, killed)) == 3
+    rows = timeless(run.of("undisturbed"))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert 0 <= rows[1]["kl"] < 1e-8 and rows[2]["kl"] > 1e-8
+    assert timeless(run.of("killed")) == rows
+    records = [run.of(name, "completions.jsonl").read_text() for name in ("undisturbed", "killed")]
+    assert records[0] == records[1]
+    trained, resumed = (weights(run.of(name, "model")) for name in ("undisturbed", "killed"))
+    assert all(torch.equal(weight, trained[name]) for name, weight in resumed.items())
+    for row in rows[1:]:
+        assert row["tools/call_frequency"] > 0.5 and 0 < row["tools/failure_frequency"] < 1
+        assert row["rewards/Shop/mean"] > 0 and row["completions/mean_turns"] > 1
+    check_records(run.of("undisturbed"))
+
+
+def check_records(folder) -> None:
+    """Hold what is recorded to itself: calls, answers and rewards of each completion."""
+    records = lines(folder / "completions.jsonl")
+    assert all("The till has" in record["prompt"] for record in records)
+    assert any(len(record["messages"]) > 3 for record in records)
+    for record in records:
+        answers = [message for message in record["messages"] if message["role"] == "tool"]
+        assert all(answer["content"] in ("7", "12") or "error" in answer["content"] for answer in answers)
+
+
+def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):
+    tools = f"{shop}/tools.py:price"
+    finish(2, run("two ranks", tools=tools, beta=0))
+    model = run.of("two ranks", "model")
+    evaluated = lines(run.of("two ranks", "metrics.jsonl"))[-1]
+
+    def program(name: str, *words: str, text: str = "") -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", f"grpo.{name}", "--model", str(model), *words]
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=ENVIRONMENT, input=text, capture_output=True, text=True, timeout=120
+        )
+
+    output = run.of("evaluation")
+    words = ["--tools", tools, "--reward_funcs", f"{shop}/tools.py:cheap", "--output", str(output)]
+    done = program("evaluate", *words)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((output / "metrics.json").read_text())
+    again = {name: value for name, value in metrics.items() if name != "eval_runtime"}
+    assert again == {name: evaluated[name] for name in again}
+    assert metrics["eval_tools/call_frequency"] > 0
+
+    asked = json.loads((shop / "data/test.jsonl").read_text().splitlines()[0])["question"]
+    talked = program("chat", "--tools", tools, "--temperature", "0", text=asked + "\n")
+    assert talked.returncode == 0, talked.stderr
+    record = next(record for record in lines(output / "completions.jsonl") if record["prompt"].count(asked))
+    printed = talked.stdout.splitlines()
+    assert "\n".join(line for line in printed if line[0] != "[") == record["completion"]
+    answers = [message["content"] for message in record["messages"] if message["role"] == "tool"]
+    shown = [line for line in printed if line[0] == "["]
+    assert answers and all(answer in line for answer, line in zip(answers, shown, strict=True))
