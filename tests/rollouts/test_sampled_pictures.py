@@ -6,6 +6,7 @@ import pytest
 import torch
 from picture_oracle import Plain
 from pictured import FAMILIES, drawing, save
+from scripted_turns import Scripted, naive
 
 from grpo.config.server import ServerConfig
 from grpo.model.load import load_model, load_tokenizer
@@ -79,3 +80,30 @@ def test_a_greedy_completion_takes_the_likeliest_tokens(family, kind):
         pictures = pictures_of(example.prompt_ids)
         rows = family.plain.logits(example.prompt_ids, pictures, rollout.completion_ids)
         assert rows.argmax(-1).tolist() == rollout.completion_ids
+
+
+@pytest.mark.parametrize("kind", ["continuous", "generate"])
+def test_a_completion_goes_on_after_an_answer(family, kind, monkeypatch):
+    """Ids of pictures' pieces in what was drawn and in answers are text."""
+    plain, sampler = family.plain, family.samplers[kind]
+    ends = [token for token in range(6, 260) if token % 4 == 0 and token != plain.picture_token]
+
+    def answer(drawn, turn):
+        return None if sum(drawn) % 4 == 3 else [plain.picture_token, 7 + sum(drawn) % 50][: 1 + sum(drawn) % 2]
+
+    turns = Scripted(ends, answer)
+    monkeypatch.setattr(sampler, "_turns", turns)
+    monkeypatch.setattr(sampler, "_eos", ends)
+    groups = sampler.sample(family.examples, 3, temperature=HOT, seed=SEED)
+    assert turns.alive() == 0 and sum(False in rollout.drawn for rollouts in groups for rollout in rollouts) > 5
+    for index, (example, rollouts) in enumerate(zip(family.examples, groups, strict=True)):
+        prompt, pictures = example.prompt_ids, pictures_of(example.prompt_ids)
+        for copy, rollout in enumerate(rollouts):
+
+            def logits_of(begun, prompt=prompt, pictures=pictures):
+                return plain.logits(prompt, pictures, [*begun, 0])[-1]
+
+            ids, drawn, logprobs = naive(logits_of, example, Scripted(ends, answer), LENGTH, HOT, (SEED, index, copy))
+            assert (rollout.completion_ids, rollout.drawn) == (ids, drawn)
+            known = [value for value, was_drawn in zip(rollout.sampling_logprobs, drawn, strict=True) if was_drawn]
+            assert known == pytest.approx(logprobs, abs=1e-5)

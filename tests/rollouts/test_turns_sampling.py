@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from cards import Cards
 from models import CONFIGS, SMALL, build
 from scripted_turns import Scripted, naive
 from tokenizers import Tokenizer
@@ -17,6 +18,7 @@ from grpo.model import shared_cache
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.shared_cache import SharedCache
+from grpo.model.tree_attention import switch_on
 from grpo.model.trial import make_batcher
 from grpo.rollouts import continuous as continuous_module
 from grpo.rollouts.continuous import ContinuousSampler
@@ -225,6 +227,16 @@ def test_answers_longer_than_a_pass_and_than_a_block_of_queries(qwen, tokenizer,
     counts = [[row.count for row in fed] for fed in passes]
     assert len(counts) > 2 and max(map(max, counts)) == 301 and max(map(len, counts)) > 1
     assert all(sum(part) <= 330 for part in counts)
+
+
+def test_on_a_card_all_that_is_fed_is_there(tokenizer, expected, monkeypatch):
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # the cards are not made for it
+    with Cards():
+        model = build(CONFIGS["qwen2"]).to("meta:0")
+        switch_on(model, "segments")
+        sampler = continuous(model, tokenizer, Scripted(ENDS), rows=7, graphs=StepGraphs)
+        ids = ids_of(sampler.sample(EXAMPLES[:1], 3, 1.0, 3, ids=PLACES))
+    assert ids == expected[0][:3] and any(False in drawn for _, drawn in ids)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
