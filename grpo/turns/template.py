@@ -61,7 +61,7 @@ class AnswerTemplate:
         """Return the ids of that text, as they are after the end of a turn."""
         end, text = self._split(answers)
         # Together, as some ends take the line end after them, and some tokenizers put a space before a text.
-        ids = self._tokenizer(end + text, add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer(end + text, add_special_tokens=False, verbose=False)["input_ids"]
         ends = self._tokenizer(end, add_special_tokens=False)["input_ids"]
         return ids[len(ends) :]
 
