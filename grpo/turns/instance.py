@@ -81,6 +81,9 @@ class Instance:
                 "%s%s %s: the completion ends, and the environment gives it %g", self._prefix, task, lost, _FALLBACK
             )
             raise
+        except RewardError:  # no process starts
+            self.is_lost = True
+            raise
         if "raised" in reply:
             raise RewardError(f"environment={self._environment.name!r}: {reply['raised']}", reply["traceback"])
         return reply
