@@ -73,6 +73,14 @@ PANELS = {
         Panel("length of those that ended, tokens", ("completions/mean_terminated_length",)),
         Panel("share cut off", ("completions/clipped_ratio",)),
     ],
+    "Tools and turns": [
+        Panel("calls of tools in a completion", ("tools/call_frequency",)),
+        Panel("share of calls that failed", ("tools/failure_frequency",)),
+        Panel("length of answers in a completion, tokens", ("tools/mean_length",)),
+        Panel("turns of a completion", ("completions/mean_turns",)),
+        Panel("calls of tools in a held-out completion", ("eval_tools/call_frequency",)),
+        Panel("share of held-out calls that failed", ("eval_tools/failure_frequency",)),
+    ],
     "Sampling": [
         Panel("log-prob, sampler against trainer, nats", ("sampling/sampling_logp_difference/*",)),
         Panel("importance ratio", ("sampling/importance_sampling_ratio/*",)),
