@@ -95,8 +95,8 @@ class Instance:
 
 def check_observation(environment: EnvironmentClass, said: str, example: Example) -> None:
     """Raise RewardError unless the prompt has what `reset` says to the completion's instance."""
-    asked = [message["content"] for message in example.messages if message["role"] == "user"]
-    if asked and not asked[-1].rstrip().endswith(said.rstrip()):
+    asked = [message["content"].rstrip() for message in example.messages]
+    if asked and not any(content.endswith(said.rstrip()) for content in asked):
         raise RewardError(
             f"environment={environment.name!r}: reset said {said[:200]!r} to a completion, and something else as the "
             "data was read: what it says must follow from the row alone: draw random numbers from a seed in the row"

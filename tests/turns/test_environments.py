@@ -232,7 +232,7 @@ def test_a_row_is_the_environments_to_change(begin):
 
 
 def test_what_reset_says_is_the_same_when_the_data_is_read_and_later(begin):
-    messages = [{"role": "system", "content": "Guess!"}, {"role": "user", "content": "Well: up to 9?\n"}]
+    messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Well: up to 9?\n"}]
     talk, module, turns = begin("Guess", {"number": 7, "first": "up to 9?"}, messages=messages)
     assert turns.observe({"number": 7, "first": "up to 9?"}) == "up to 9?"
     assert len(module.CLOSED) == 1
