@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken
@@ -129,8 +130,9 @@ class Talk:
 class Talks:
     """Tools or an environment of a file, with a tokenizer."""
 
-    def __init__(self, folder: Path, code: str, template: str | None = "qwen2", **settings):
-        """`settings` are of the trainer; `tools` and `environment` are names within the code."""
+    def __init__(self, folder: Path, code: str, template: str | None = "qwen2", ends: Sequence[int] = (), **settings):
+        """`settings` are of the trainer; `tools` and `environment` are names within the code. `ends` are ids that end a
+        turn beside the tokenizer's."""
         self.file = folder / f"user_code_{len([*folder.iterdir()])}.py"
         self.file.write_text(code)
         for name in ("tools", "environment"):
@@ -140,7 +142,8 @@ class Talks:
                     f"{self.file}:{names}" if isinstance(names, str) else [f"{self.file}:{n}" for n in names]
                 )
         self.tokenizer = talker(template)
-        self.turns = start_turns(TrainerConfig(**settings), self.tokenizer, [self.tokenizer.eos_token_id])
+        self.ends = [self.tokenizer.eos_token_id, *ends]
+        self.turns = start_turns(TrainerConfig(**settings), self.tokenizer, self.ends)
 
     def begin(self, length: int = 10_000, messages: list | None = None, **columns) -> Talk:
         """Begin a completion of at most `length` tokens for a row of these columns."""
