@@ -179,7 +179,7 @@ def test_a_game_answers_each_turn_until_it_is_done(begin):
         {"role": "user", "content": "lower"},
         {"role": "assistant", "content": "7"},
     ]
-    assert turns.tools is None and turns.reward_names == ["Guess"] and turns.environment.type.is_verdict
+    assert turns.tools is None and [*turns.rewards] == ["Guess"] and turns.rewards["Guess"].is_verdict
 
 
 def test_methods_are_tools_of_the_instance_and_of_it_alone(begin):
@@ -216,7 +216,7 @@ def test_a_game_with_tools_is_played_in_the_turns_without_calls(begin):
 
 def test_a_class_without_a_reward_gives_none(begin):
     talk, _, turns = begin("Silent", {"start": 3})
-    assert turns.reward_names == []
+    assert turns.rewards == {}
     assert '{"seen": true}' in talk.say(call("look"))
     assert talk.say("done") is None and talk.dialogue.outcome.rewards == {}
 
@@ -247,7 +247,7 @@ def test_what_reset_says_is_the_same_when_the_data_is_read_and_later(begin):
 
 def test_without_an_environment_there_is_nothing_to_observe(tmp_path):
     talks = Talks(tmp_path, GAME, tools=["add"])
-    assert talks.turns.observe({"number": 7}) == "" and talks.turns.reward_names == []
+    assert talks.turns.observe({"number": 7}) == "" and talks.turns.rewards == {}
     talks.turns.close()
 
 
