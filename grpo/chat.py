@@ -110,7 +110,7 @@ class Answerer:
 
         if self._turns is None:
             return self._draw(example, limit, seed, stopped)
-        dialogue, ids, texts = self._turns.begin(example), [], []
+        dialogue, ids, texts, shown = self._turns.begin(example), [], [], 0
         try:
             while True:
                 longer = replace(example, prompt_ids=with_more(example.prompt_ids, ids))
@@ -123,7 +123,10 @@ class Answerer:
                 if awaited is None or (answer := awaited.result()) is None:
                     return Rollout(ids, dialogue.outcome.finished, "\n".join(texts), [], 0, outcome=dialogue.outcome)
                 ids += answer
-                print(f"[{' '.join(self._tokenizer.decode(answer, skip_special_tokens=True).split())}]", flush=True)
+                for message in dialogue.messages[shown:]:
+                    if message["role"] != "assistant":
+                        print(f"[{message.get('name', 'environment')}: {message['content']}]", flush=True)
+                shown = len(dialogue.messages)
         finally:
             dialogue.close()
 

@@ -121,7 +121,8 @@ class Talk:
         """Return the text of the answer; None where the completion is over."""
         drawn = ids_of(self._tokenizer, text, ends)
         self._room -= len(drawn)
-        answer = self.dialogue.answer(drawn, self._room).result(60)
+        future = self.dialogue.answer(drawn, self._room)
+        answer = None if future is None else future.result(60)
         self._room -= len(answer or [])
         self.answers.append(None if answer is None else self._tokenizer.decode(answer))
         return self.answers[-1]

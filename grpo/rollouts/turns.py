@@ -20,6 +20,8 @@ from grpo.rollouts.records import Example, Outcome, Rollout
 class Dialogue(Protocol):
     """One completion, as what answers it sees it. A sampler calls it from one thread at a time."""
 
+    messages: list[dict[str, Any]]
+    """what has been written and answered so far, as in Outcome.messages"""
     outcome: Outcome | None
     """None until the completion is over"""
 

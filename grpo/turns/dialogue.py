@@ -42,9 +42,9 @@ class UserDialogue:
     def __init__(self, setup: Setup, example: Example, on_close: Callable[[], None]):
         """Begin to reset an instance of the environment, where there is one."""
         self.outcome: Outcome | None = None
+        self.messages: Messages = []
         self._setup, self._on_close = setup, on_close
         self._before = example.prompt_ids[:]  # what the next turn follows
-        self._messages: Messages = []
         self._turns = self._answered_turns = self._calls = self._failures = 0
         self._is_closed = False
         self._order = asyncio.Lock()
@@ -54,9 +54,17 @@ class UserDialogue:
             self._instance = Instance(setup.environment, setup.runner.make_place())
             self._reset = run_in_loop(self._open(self._instance, example))
 
-    def answer(self, drawn: list[int], room: int) -> Future[list[int] | None]:
+    def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
         """Answer a segment; see Dialogue."""
-        return run_in_loop(self._answer(drawn, room))
+        reader = self._setup.reader
+        is_whole = reader.is_whole(drawn)
+        turn = reader.read(drawn, self._before) if is_whole else reader.read_text(drawn)
+        self._turns += 1
+        self.messages.append(turn.to_message())
+        if self._instance is None and not turn.calls:
+            self._note_end(is_whole, {})
+            return None
+        return run_in_loop(self._answer(turn, is_whole, room))
 
     def close(self) -> None:
         """Close the instance where it is still open, after a call that runs."""
@@ -74,19 +82,14 @@ class UserDialogue:
                     return  # the first answer ends the completion
                 check_observation(self._setup.environment, said, example)
 
-    async def _answer(self, drawn: list[int], room: int) -> list[int] | None:
+    async def _answer(self, turn: Turn, is_whole: bool, room: int) -> list[int] | None:
         if self._reset is not None:
             await asyncio.wrap_future(self._reset)
         async with self._order:
             with PRINTS.limited():
-                return await self._answer_turn(drawn, room)
+                return await self._answer_turn(turn, is_whole, room)
 
-    async def _answer_turn(self, drawn: list[int], room: int) -> list[int] | None:
-        reader = self._setup.reader
-        is_whole = reader.is_whole(drawn)
-        turn = reader.read(drawn, self._before) if is_whole else reader.read_text(drawn)
-        self._turns += 1
-        self._messages.append(turn.to_message())
+    async def _answer_turn(self, turn: Turn, is_whole: bool, room: int) -> list[int] | None:
         if not is_whole or (self._instance is not None and self._instance.is_lost):
             return await self._end(False)
         try:
@@ -103,7 +106,7 @@ class UserDialogue:
         ids = self._setup.template.encode(answers)
         if len(ids) >= room:
             return await self._end(False)
-        self._messages += answers
+        self.messages += answers
         self._before = ids
         return ids
 
@@ -153,7 +156,10 @@ class UserDialogue:
         if self._instance is not None:
             rewards = await self._instance.compute_reward()
             await self._instance.close()
-        self.outcome = Outcome(finished, self._messages, self._calls, self._failures, rewards)
+        self._note_end(finished, rewards)
+
+    def _note_end(self, finished: bool, rewards: dict[str, float]) -> None:
+        self.outcome = Outcome(finished, self.messages, self._calls, self._failures, rewards)
 
     async def _close(self) -> None:
         async with self._order:

@@ -114,4 +114,4 @@ def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):
     assert "\n".join(line for line in printed if line[0] != "[") == record["completion"]
     answers = [message["content"] for message in record["messages"] if message["role"] == "tool"]
     shown = [line for line in printed if line[0] == "["]
-    assert answers and all(answer in line for answer, line in zip(answers, shown, strict=True))
+    assert answers and shown == [f"[price: {answer}]" for answer in answers]

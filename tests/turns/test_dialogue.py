@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from talks import Talks, call
+from talks import Talks, call, ids_of
 
 from grpo.config.trainer import TrainerConfig
 from grpo.turns.start import start_turns
@@ -256,6 +256,15 @@ def test_calls_are_answered_as_often_as_the_settings_allow(tmp_path, limits, tur
     assert talk.dialogue.outcome.finished
     talk.dialogue.close()
     talks.turns.close()
+
+
+def test_a_turn_that_calls_nothing_is_over_before_any_code_runs(talks):
+    """So that its row in the sampler waits for nothing."""
+    for text, ends in (("no call", True), (call("add", a=1, b=1), False)):
+        talk = talks.begin()
+        assert talk.dialogue.answer(ids_of(talks.tokenizer, text, ends), 1000) is None
+        assert talk.dialogue.outcome.finished is ends
+        talk.dialogue.close()
 
 
 def test_ids_that_another_tokenisation_would_merge_stay_apart(talks):
