@@ -1,10 +1,13 @@
 """What tests fill a pool of rollouts with. It loads no torch: processes that are to be killed at once import it."""
 
 import hashlib
+import math
 import random
+from dataclasses import replace
 
 from grpo.pool.store import Store
 from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task, Version
+from grpo.wire.turns import Outcome, RunTurns
 from grpo.wire.weights import Piece
 
 PROBE = Probe([1, 2], [3], [-0.5])
@@ -16,6 +19,9 @@ def sha(data: bytes) -> str:
 
 
 RUN = RunInfo("0123456789abcdef", "runs/a", 100, [2], 2, 4, 0.7, 42, sha(FOLDER), groups_per_round=2)
+
+TURNS = RunTurns(["add"], "f" * 64, "Guess", ["Guess"], None, None, 2048, "auto", None)
+WITH_TURNS = replace(RUN, turns=TURNS)
 
 
 def damage(error):
@@ -46,3 +52,14 @@ def put_version(store: Store, number: int, base: int | None = None, whole: bool 
 def drawn(task: Task) -> Drawn:
     ids = [[3 + (task.group + task.attempt) % 50, 2], [5, 6, 7, 8]]
     return Drawn(*task.key, ids, [[-0.5] * len(row) for row in ids], [[task.version] * len(row) for row in ids])
+
+
+def answered(task: Task) -> Drawn:
+    """Completions of a run with turns: the first has an answer of one token."""
+    made, segments = drawn(task), [[3 + task.group % 50, 2, 9, 2], [5, 6, 7, 8]]
+    masks = [[True, True, False, True], [True] * 4]
+    logprobs = [[-0.5 if is_drawn else math.nan for is_drawn in mask] for mask in masks]
+    messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "é"}]
+    outcomes = [Outcome(True, messages, 1, 0, {"Guess": 1.0}), Outcome(False, messages[:1])]
+    versions = [[task.version] * 4] * 2
+    return replace(made, completions=segments, logprobs=logprobs, versions=versions, drawn=masks, outcomes=outcomes)

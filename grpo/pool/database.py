@@ -27,6 +27,7 @@ CREATE TABLE tasks (
     group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, version INTEGER NOT NULL,
     worker TEXT, tokens INTEGER,  -- who drew it, and how many tokens; NULL like `drawn`
     prompt_ids BLOB NOT NULL,  -- int32
+    columns TEXT NOT NULL DEFAULT '',  -- of the row, as JSON, for an environment
     drawn BLOB,  -- the completions as grpo.wire.rollout_tensors.encode_drawn writes them; NULL while there are none
     PRIMARY KEY (group_id, attempt)
 );
@@ -145,6 +146,10 @@ def _open(path: str, setting: str) -> sqlite3.Connection:
             kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
             connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
         _check_kind(setting, connection)
+        if "columns" not in {
+            row[1] for row in connection.execute("PRAGMA table_info(tasks)")
+        }:  # from before there were
+            connection.execute("ALTER TABLE tasks ADD COLUMN columns TEXT NOT NULL DEFAULT ''")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
         connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")

@@ -36,7 +36,7 @@ class Recording:
         return None if body is None else decode_drawn(body)[0]
 
     def task(self, key: tuple[int, int]) -> Task | None:
-        """Return a task, None where it is not here."""
+        """Return a task without its row's columns, None where it is not here."""
         row = self._row(
             "SELECT group_id, attempt, version, prompt_ids FROM tasks WHERE group_id = ? AND attempt = ?", *key
         )

@@ -22,6 +22,9 @@ from grpo.wire.rollouts import Drawn, RunInfo, Task, Version
 
 log = logging.getLogger(__name__)
 
+TASK = "group_id, attempt, version, prompt_ids, columns"
+"""what `read_task` makes a task of"""
+
 
 class Store:
     """The pool's file. All methods may be called from any thread.
@@ -62,7 +65,7 @@ class Store:
         with self._database.transaction():
             if self._run is None:
                 self._database.sql("INSERT INTO run VALUES (1, ?)", info.to_json())
-            elif (self._run.run, self._run.base_weights) != (info.run, info.base_weights):
+            elif any(getattr(self._run, name) != getattr(info, name) for name in ("run", "base_weights", "turns")):
                 message = f"the pool file is of run {self._run.name}: start the pool with another --pool_file"
                 raise ProtocolError(409, "other_run", message)
         self._run = self._run or info
@@ -149,26 +152,27 @@ class Store:
     def put_tasks(self, tasks: Sequence[Task]) -> list[tuple[int, int]]:
         """Keep tasks. Return those that were there for another version: they are to be drawn again.
 
-        Raises ProtocolError, 409, for a task that is there with another prompt; none is kept then.
+        Raises ProtocolError, 409, for a task that is there with another prompt or row; none is kept then.
         """
         changed = []
         with self._database.transaction():
             for task in tasks:
                 prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
                 row = self._database.row(
-                    "SELECT version, prompt_ids FROM tasks WHERE group_id = ? AND attempt = ?", *task.key
+                    "SELECT version, prompt_ids, columns FROM tasks WHERE group_id = ? AND attempt = ?", *task.key
                 )
                 if row is None:
                     self._database.sql(
-                        "INSERT INTO tasks (group_id, attempt, version, prompt_ids) VALUES (?, ?, ?, ?)",
+                        "INSERT INTO tasks (group_id, attempt, version, prompt_ids, columns) VALUES (?, ?, ?, ?, ?)",
                         *task.key,
                         task.version,
                         prompt,
+                        task.columns,
                     )
-                elif row[1] != prompt:
+                elif row[1:] != (prompt, task.columns):
                     message = (
-                        f"group {task.group} has another prompt in the pool file: its run had other data: start the "
-                        "pool with another --pool_file"
+                        f"group {task.group} has another prompt or row in the pool file: its run had other data: start "
+                        "the pool with another --pool_file"
                     )
                     raise ProtocolError(409, "other_run", message)
                 elif row[0] != task.version:
@@ -188,7 +192,7 @@ class Store:
         """
         is_here = "<= (SELECT max(version)" if self._takes_newest() else "IN (SELECT version"
         rows = self._database.rows(
-            "SELECT group_id, attempt, version, prompt_ids FROM tasks WHERE drawn IS NULL "
+            f"SELECT {TASK} FROM tasks WHERE drawn IS NULL "
             f"AND version {is_here} FROM versions) ORDER BY version, group_id, attempt LIMIT ?",
             limit,
         )
@@ -197,11 +201,9 @@ class Store:
     def find_task(self, key: tuple[int, int]) -> tuple[Task, bool] | None:
         """Return a task and whether it has a result; None where it is not here."""
         row = self._database.row(
-            "SELECT group_id, attempt, version, prompt_ids, drawn IS NOT NULL FROM tasks "
-            "WHERE group_id = ? AND attempt = ?",
-            *key,
+            f"SELECT {TASK}, drawn IS NOT NULL FROM tasks WHERE group_id = ? AND attempt = ?", *key
         )
-        return None if row is None else (read_task(row[:4]), bool(row[4]))
+        return None if row is None else (read_task(row[:-1]), bool(row[-1]))
 
     def add_results(self, drawn_tasks: Sequence[tuple[Task, Drawn]], worker: str) -> list[bool]:
         """Keep the completions of tasks; return of each whether it is kept: the first of a task and its version is."""
@@ -212,7 +214,7 @@ class Store:
                     "UPDATE tasks SET worker = ?, tokens = ?, drawn = ? "
                     "WHERE group_id = ? AND attempt = ? AND version = ? AND drawn IS NULL",
                     worker,
-                    sum(map(len, drawn.completions)),
+                    drawn.tokens,
                     encode_drawn([drawn]),
                     *task.key,
                     task.version,
@@ -286,8 +288,9 @@ def read_result(first_row: Callable[..., tuple | None], key: tuple[int, int]) ->
 
 
 def read_task(row: tuple) -> Task:
-    """Make a task of group_id, attempt, version and prompt_ids."""
-    return Task(*row[:3], np.frombuffer(row[3], "<i4").tolist())
+    """Make a task of what TASK names, without columns where a file from before there were any has none."""
+    group, attempt, version, prompt, *columns = row
+    return Task(group, attempt, version, np.frombuffer(prompt, "<i4").tolist(), *columns)
 
 
 def _version(info: bytes) -> Version:

@@ -11,6 +11,7 @@ import torch
 
 from grpo.wire.pictures import PicturedPrompt, pictures_of
 from grpo.wire.rewards import Message
+from grpo.wire.turns import Outcome
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,6 @@ class Example:
     """the gold answer as text, which evaluation compares and records show"""
     conversation: list[Message] | None = None
     """the prompt as the dataset has it, where that is a list of messages"""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a completion of several segments ended. Plain data, as all records."""
-
-    finished: bool
-    """False where it was cut: at max_completion_length, or after as many turns as the settings allow"""
-    messages: list[dict[str, Any]]
-    """the completion as chat messages, as a chat template takes them: of the assistant, perhaps with `tool_calls`, of
-    role `tool`, and of the user where an environment answers in its own words. Each has a `content`, perhaps ''"""
-    tool_calls: int = 0
-    tool_failures: int = 0
-    """those of the calls that failed: malformed, of no such tool, with other arguments, raised, too slow"""
-    rewards: dict[str, float] = field(default_factory=dict)
-    """what the environment gives, by the name that it is logged under"""
 
 
 @dataclass(frozen=True)

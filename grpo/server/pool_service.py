@@ -15,10 +15,11 @@ from grpo.pool.store import Store
 from grpo.server.http import THREADS
 from grpo.server.pool_monitor import PoolMonitor
 from grpo.server.service import Service
+from grpo.wire.completions import check_drawn
 from grpo.wire.errors import ProtocolError, check_name
 from grpo.wire.health import ModelInfo
 from grpo.wire.rollout_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
-from grpo.wire.rollouts import Lease, RunInfo, Task, Version, check_drawn
+from grpo.wire.rollouts import Lease, RunInfo, Task, Version
 
 log = logging.getLogger("ref_server")
 
@@ -127,7 +128,7 @@ class PoolService(Service):
             kept = iter(self.store.add_results(wanted, worker))
         answers = [("accepted" if next(kept) else "already there") if a == "accepted" else a for a in answers]
         accepted = [drawn for drawn, answer in zip(groups, answers, strict=True) if answer == "accepted"]
-        tokens = sum(len(ids) for drawn in accepted for ids in drawn.completions)
+        tokens = sum(drawn.tokens for drawn in accepted)
         self.leases.uploaded(worker, [drawn.key for drawn in groups], len(accepted), tokens)
         self.numbers.answered(answers, tokens)
         return answers

@@ -8,13 +8,10 @@ updates that it has had. docs/protocol.md describes the requests; tasks and comp
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Container, Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import groupby
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from grpo.wire.errors import ProtocolError, check_number, malformed
+from grpo.wire.errors import check_number, malformed
 from grpo.wire.json_fields import (
     check_amount,
     check_hex,
@@ -26,6 +23,7 @@ from grpo.wire.json_fields import (
     read_json,
     shown,
 )
+from grpo.wire.turns import Outcome, RunTurns
 
 MOST_TASKS = 4096
 """most tasks or groups of one request"""
@@ -60,9 +58,13 @@ class RunInfo:
     in_flight_weight_updates: bool = False
     """whether a task may be drawn by its version and by any newer one, and each token of a completion by another:
     workers always take the newest version"""
+    turns: RunTurns | None = None
+    """what answers the policy between its turns; None where nothing does"""
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        """Return the body; of a run without turns it is what it was before there were any."""
+        content = asdict(self)
+        return json.dumps({name: content[name] for name in content if name != "turns" or self.turns}).encode()
 
     @classmethod
     def of_json(cls, body: bytes) -> RunInfo:
@@ -82,7 +84,7 @@ class RunInfo:
             raise malformed(f"temperature {shown(info.temperature)}: send a number above 0")
         if not isinstance(info.in_flight_weight_updates, bool):
             raise malformed("in_flight_weight_updates: send true or false")
-        return info
+        return info if info.turns is None else replace(info, turns=RunTurns.of_fields(info.turns))
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Task:
     version: int
     """the version of the policy that draws it; the oldest that may, with RunInfo.in_flight_weight_updates"""
     prompt_ids: list[int]
+    columns: str = ""
+    """the row's columns, a JSON object, for the run's environment; "" without one"""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -109,47 +113,30 @@ class Drawn:
     group: int
     attempt: int
     completions: list[list[int]]
-    """token ids, the eos included; each ends with its first eos, or at max_completion_length"""
+    """token ids, the eos included; each ends with its first eos, or at max_completion_length. With turns an answer may
+    follow an eos, and then what was drawn after it"""
     logprobs: list[list[float]]
-    """of each id, in the distribution that it was drawn from; float32"""
+    """of each id, in the distribution that it was drawn from; float32, NaN at the tokens of answers"""
     versions: list[list[int]]
-    """the version of the policy that drew each id"""
+    """the version of the policy that drew each id, and of an answer's token that drew the last one before it"""
+    drawn: list[list[bool]] | None = None
+    """whether each id was drawn, or is an answer's; None in a run without turns"""
+    outcomes: list[Outcome] | None = None
+    """how each completion ended; None in a run without turns"""
 
     @property
     def key(self) -> tuple[int, int]:
         return self.group, self.attempt
 
+    @property
+    def masks(self) -> list[list[bool]]:
+        """`drawn`, all True where that is None"""
+        return self.drawn or [[True] * len(ids) for ids in self.completions]
 
-def check_drawn(drawn: Drawn, run: RunInfo, task: Task, known: Container[int] = ()) -> None:
-    """Raise ProtocolError, 422, where these cannot be completions of this task.
-
-    `known` are the versions that there are, of which any may have drawn with RunInfo.in_flight_weight_updates.
-    """
-
-    def wrong(message: str) -> ProtocolError:
-        return ProtocolError(422, "wrong_completions", f"group {drawn.group}: {message}")
-
-    if len(drawn.completions) != run.num_generations:
-        raise wrong(f"{len(drawn.completions)} completions: the run has num_generations {run.num_generations}")
-    eos = {*run.eos_token_ids}
-    for ids, logprobs, versions in zip(drawn.completions, drawn.logprobs, drawn.versions, strict=True):
-        if min(ids) < 0 or max(ids) >= run.vocab_size:
-            raise wrong(f"token ids go from {min(ids)} to {max(ids)}: the vocabulary is 0 to {run.vocab_size - 1}")
-        if len(ids) > run.max_completion_length:
-            raise wrong(f"a completion has {len(ids)} tokens: max_completion_length is {run.max_completion_length}")
-        if not eos.isdisjoint(ids[:-1]):
-            raise wrong("a completion goes on after an eos")
-        if ids[-1] not in eos and len(ids) < run.max_completion_length:
-            raise wrong(f"a completion of {len(ids)} tokens has neither an eos nor max_completion_length tokens")
-        if not all(math.isfinite(value) and value <= 0 for value in logprobs):
-            raise wrong("a log-prob is above 0 or not finite")
-        if not run.in_flight_weight_updates:
-            if {*versions} != {task.version}:
-                raise wrong(f"drawn by version {versions[0]}: the task is of version {task.version}")
-        elif versions != sorted(versions) or versions[0] < task.version:
-            raise wrong(f"drawn by versions {_spans(versions)}: the task takes {task.version} and later ones, in order")
-        elif unknown := {version for version in versions if version not in known}:
-            raise wrong(f"drawn by version {min(unknown)}, which is not here")
+    @property
+    def tokens(self) -> int:
+        """the number of tokens that the policy drew"""
+        return sum(map(len, self.completions)) if self.drawn is None else sum(map(sum, self.drawn))
 
 
 @dataclass(frozen=True)
@@ -265,9 +252,3 @@ def drifts_of(value: object) -> dict[int, tuple[float, int]]:
         check_int("tokens", tokens, least=1)
         check_amount("drift", drift)
     return {group: (float(drift), tokens) for group, drift, tokens in value}
-
-
-def _spans(versions: Sequence[int]) -> str:
-    """Return the versions of a completion's tokens as text, each span of equal ones once, of many the first."""
-    numbers = [version for version, _ in groupby(versions)]
-    return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)

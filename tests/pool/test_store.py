@@ -7,12 +7,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from stored import FOLDER, PROBE, RUN, damage, drawn, put_file, put_version, sha, weights
+from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, damage, drawn, put_file, put_version, sha, weights
 
 from grpo.config.errors import ConfigError
 from grpo.pool import files as files_module
@@ -217,6 +218,43 @@ def test_a_task_with_another_prompt_is_refused_and_with_another_version_drawn_ag
     assert store.put_tasks([replace(task, version=1)]) == [(1, 0)]
     assert store.open_tasks(10) == [replace(task, version=1)] and store.results([(1, 0)], 10**6) == []
     assert store.add_results([(task, drawn(task))], "late") == [False]
+
+
+def test_what_a_run_with_turns_needs_is_kept(path):
+    task = Task(1, 0, 0, [5, 6], '{"secret": "é"}')
+    with closing(Store(path, damage)) as store:
+        store.set_run(WITH_TURNS)
+        put_version(store, 0)
+        store.put_tasks([task])
+        store.put_tasks([task])
+        assert store.open_tasks(10) == [task] and store.find_task(task.key) == (task, False)
+        with pytest.raises(ProtocolError, match="group 1 has another prompt or row") as refusal:
+            store.put_tasks([replace(task, columns="{}")])
+        assert refusal.value.code == "other_run"
+        store.add_results([(task, answered(task))], "w")
+        assert store.rounds(1)[0]["tokens"] == 7  # what was drawn: an answer has the eighth
+    with closing(Store(path, damage)) as again, closing(Recording(path)) as recording:
+        assert again.run() == WITH_TURNS and again.find_task(task.key) == (task, True)
+        assert str(recording.result(task.key)) == str(answered(task))  # NaN differs from itself
+        for other in (None, replace(WITH_TURNS.turns, schemas="0" * 64)):
+            with pytest.raises(ProtocolError, match="another --pool_file"):
+                again.set_run(replace(WITH_TURNS, turns=other))
+
+
+def test_a_file_of_a_release_without_columns_is_gone_on_with(path):
+    with closing(Store(path, damage)) as store:
+        store.set_run(RUN)
+        put_version(store, 0)
+        task = Task(1, 0, 0, [5, 6])
+        store.put_tasks([task])
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE tasks DROP COLUMN columns")
+    with closing(Recording(path)) as recording:
+        assert recording.task(task.key) == task
+    with closing(Store(path, damage)) as store:
+        assert store.open_tasks(10) == [task]
+        store.put_tasks([task, replace(task, group=2, columns="{}")])
+        assert store.find_task((2, 0)) == (replace(task, group=2, columns="{}"), False)
 
 
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_what_the_later_ones_drew(store):

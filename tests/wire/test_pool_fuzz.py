@@ -21,13 +21,13 @@ import pytest
 from hypothesis import given, note, settings
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
-from stored import FOLDER, PROBE, RUN, drawn, sha, weights
+from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, drawn, sha, weights
 from test_fuzz import ON_BYTES, QUIET, SEEDS, check_refusal, nothing
 
 from grpo.config.server import ServerConfig
 from grpo.server.pool_service import PoolService
 from grpo.wire.rollout_tensors import encode_drawn, encode_tasks
-from grpo.wire.rollouts import Lease, Task, Version
+from grpo.wire.rollouts import Lease, RunInfo, Task, Version
 from ref_server import make_app
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20000"))
@@ -56,20 +56,24 @@ ODD += [
 ]
 
 
-def valid(draw: random.Random) -> tuple[str, dict, bytes]:
+def tasks_of(run: RunInfo) -> list[Task]:
+    return [replace(task, columns='{"secret": 5}') for task in TASKS] if run.turns else TASKS
+
+
+def valid(draw: random.Random, run: RunInfo) -> tuple[str, dict, bytes]:
     """Return the path, the query and the body of a request that the pool takes."""
     version = Version(0, sha(weights(0)), 5000, True, None, None, PROBE)
     later = Version(1, sha(weights(1)), 5000, False, 0, sha(DELTA), PROBE)
     # Not always the same, or all would be set apart in the end.
     name = draw.choice(["w", *[f"é {draw.randrange(10**9)}"] * 9])
-    tasks = [replace(task, version=draw.randrange(2)) for task in draw.sample(TASKS, draw.randint(0, 3))]
+    tasks = [replace(task, version=draw.randrange(2)) for task in draw.sample(tasks_of(run), draw.randint(0, 3))]
     data = weights(draw.randrange(3), 50)
     start = draw.choice([0, 0, 0, 20])
-    results = "results", {"worker": name}, encode_drawn([drawn(task) for task in tasks])
+    results = "results", {"worker": name}, encode_drawn([(answered if run.turns else drawn)(task) for task in tasks])
     return draw.choice(
         [
             *[results] * 4,
-            ("run", {}, RUN.to_json()),
+            ("run", {}, run.to_json()),
             ("tasks", {}, encode_tasks(tasks)),
             ("lease", {}, Lease(name, draw.choice([0, 1, 5]), [[0, 0]], 0.0, "card", 0, "says", 1.5).to_json()),
             ("groups", {}, json.dumps({"groups": [[0, 0], [1, 0]], "wait": 0}).encode()),
@@ -81,13 +85,20 @@ def valid(draw: random.Random) -> tuple[str, dict, bytes]:
     )
 
 
+TEXTS = {
+    name: (f"{kind}s", f"{kind}_lengths") for kind in ("column", "outcome") for name in (f"{kind}s", f"{kind}_lengths")
+}
+"""the tensors that have JSON, and where each text ends"""
+
+
 def fields(draw, body):
     """JSON that a client would not write."""
     try:
         found = json.loads(body)
     except ValueError:
         return numbers(draw, body)
-    place = found["probe"] if "probe" in found and draw.random() < 0.3 else found
+    within = next((name for name in ("probe", "turns") if name in found), None)
+    place = found[within] if within and draw.random() < 0.3 else found
     name = draw.choice([*place, "unknown"])
     change = draw.randrange(4)
     if change == 0:
@@ -109,12 +120,20 @@ def numbers(draw, body):
     change = draw.randrange(5)
     if change == 0:
         del tensors[name]
+    elif name in TEXTS and draw.random() < 0.5:
+        name, lengths = TEXTS[name]
+        texts = np.split(tensors[name], np.cumsum(tensors[lengths][:-1]))
+        texts = [np.frombuffer(fields(draw, text.tobytes()), np.uint8) for text in texts]
+        tensors[lengths] = np.asarray([*map(len, texts)], np.int32)
+        tensors[name] = np.concatenate(texts)
     elif change == 1:
         tensors[draw.choice(["mask", "", "é"])] = tensors[name]
     elif change == 2:
-        tensors[name] = tensors[name].astype(draw.choice(["int64", "float32", "int32", "uint8"]))
+        with np.errstate(invalid="ignore"):  # of NaN
+            tensors[name] = tensors[name].astype(draw.choice(["int64", "float32", "int32", "uint8"]))
     elif change == 3 and len(tensors[name]):
         wrong = [0, 1, -1, 2, 99, 100, 2**31 - 1, -(2**31)]
+        wrong = [0, 1, 2, 34, 255] if tensors[name].dtype == np.uint8 else wrong
         wrong = [np.nan, np.inf, -np.inf, 0.0, 1.0, -1e30] if tensors[name].dtype == np.float32 else wrong
         tensors[name][draw.randrange(len(tensors[name]))] = draw.choice(wrong)
     else:
@@ -150,7 +169,8 @@ DAMAGE = [*ON_BYTES, *[fields] * 4, *[numbers] * 4, nothing]
 
 
 @pytest.mark.slow
-def test_damaged_requests_are_refused_or_stored_whole(tmp_path, few, caplog):
+@pytest.mark.parametrize("run", [RUN, WITH_TURNS], ids=["plain", "turns"])
+def test_damaged_requests_are_refused_or_stored_whole(run, tmp_path, few, caplog):
     path = str(tmp_path / "run.sqlite")
     service = PoolService(ServerConfig(task="rollouts", pool_file=path))
     service.load()
@@ -174,7 +194,7 @@ def test_damaged_requests_are_refused_or_stored_whole(tmp_path, few, caplog):
     for data in (FOLDER, weights(0), DELTA):
         query = {"sha256": sha(data), "size": f"{len(data)}", "offset": "0"}
         assert ask("POST", "/v1/rollouts/files", query, data)[0] == 200
-    for name, body in (("run", RUN.to_json()), ("tasks", encode_tasks(TASKS))):
+    for name, body in (("run", run.to_json()), ("tasks", encode_tasks(tasks_of(run)))):
         assert ask("POST", f"/v1/rollouts/{name}", {}, body)[0] == 200
     examples = len(few(range(EXAMPLES), 500))
 
@@ -182,7 +202,7 @@ def test_damaged_requests_are_refused_or_stored_whole(tmp_path, few, caplog):
     @given(SEEDS)
     def example(seed):
         draw = random.Random(seed)
-        name, query, body = valid(draw)
+        name, query, body = valid(draw, run)
         damage = [draw.choice(DAMAGE), draw.choice([nothing, nothing, *ON_BYTES])]
         note(f"{name}: {', '.join(harm.__name__ for harm in damage)}")
         for harm in damage:

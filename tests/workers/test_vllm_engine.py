@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.wire.rollouts import Probe, RunInfo, Task, check_drawn
+from grpo.wire.completions import check_drawn
+from grpo.wire.rollouts import Probe, RunInfo, Task
 from grpo.workers import vllm_process
 from grpo.workers.engine import EngineError
 from grpo.workers.vllm_engine import SERVER, VllmEngine
