@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,6 +17,10 @@ from grpo.model.load import eos_token_ids
 from grpo.run.checkpoints import Checkpoints
 from grpo.trainer.publish_policy import PolicyPublisher, model_files
 from grpo.wire.rollouts import MOST_TASKS, RunInfo
+from grpo.wire.turns import SETTINGS, RunTurns
+
+if TYPE_CHECKING:
+    from grpo.turns.start import UserTurns
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +38,9 @@ class PoolRun:
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         checkpoints: Checkpoints,
+        turns: UserTurns | None = None,
     ):
-        """`name` is the run's on pages and in logs."""
+        """`name` is the run's on pages and in logs. `turns` are the trainer's, which its workers' must be like."""
         self._config, self._pool, self._ask, self._publisher = config, pool, ask, publisher
         self._checkpoints = checkpoints
         self._needed, self._is_begun = 0, False
@@ -51,6 +57,7 @@ class PoolRun:
             model_files=hashlib.sha256(self._files).hexdigest(),
             groups_per_round=config.prompts_per_step * config.steps_per_generation,
             in_flight_weight_updates=config.in_flight_weight_updates,
+            turns=None if turns is None else _describe(turns, config),
         )
 
     def publish(self, version: int, number: int) -> None:
@@ -123,3 +130,8 @@ class PoolRun:
                 f"{self._pool.url} lacks version {version} of the policy, which draws round {number} and which the run "
                 "has no more: start the pool with the pool_file that it had, or begin again with a new one"
             )
+
+
+def _describe(turns: UserTurns, config: TrainerConfig) -> RunTurns:
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    return RunTurns.of(turns.tools, config.environment, turns.reward_names, **settings)

@@ -7,6 +7,7 @@ With in_flight_weight_updates that policy is the oldest that may draw the round;
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from grpo.client.errors import RequestFailure, ServerError, ServersLost
 from grpo.client.http import check_certificates
 from grpo.client.patience import Patience, Stopped
 from grpo.client.pool import PoolClient
+from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.prompts import PromptStream
 from grpo.rollouts.records import Example, Rollout
@@ -26,9 +28,12 @@ from grpo.run.folder import SaveError
 from grpo.trainer.engine import Ranks
 from grpo.trainer.pool_run import PoolRun
 from grpo.trainer.pool_wait import GroupDeadline, describe_workers, logged_wait
+from grpo.wire.completions import cut_segments
 from grpo.wire.rollouts import MOST_TASKS, Drawn, Task
+from grpo.wire.turns import LONGEST_COLUMNS
 
 _LONG_POLL = 5.0  # seconds; a signal is heeded after so many
+_MOST_COLUMNS = 32 << 20  # bytes of a request, half of what a pool takes
 
 
 class Source(Protocol):
@@ -54,6 +59,28 @@ def connect(config: TrainerConfig, name: str) -> PoolClient:
     with suppress(RequestFailure):
         pool.run()
     return pool
+
+
+def check_columns(config: TrainerConfig, examples: Iterable[Example]) -> None:
+    """Raise ConfigError where a row cannot be sent to the environments of a pool's workers."""
+    if config.sampler != "pool" or config.environment is None:
+        return
+    for example in examples:
+        try:
+            size = len(columns_as_json(example))
+            fault = f"{size:,} bytes as JSON, and {LONGEST_COLUMNS:,} are the most" if size > LONGEST_COLUMNS else ""
+        except (TypeError, ValueError) as error:
+            fault = f"what is no JSON ({error})"
+        if fault:
+            raise ConfigError(
+                f"environment={config.environment!r}: workers get the columns of a row as JSON, and row "
+                f"{example.index} (from 0) has {fault}: mend the dataset, or use sampler continuous"
+            )
+
+
+def columns_as_json(example: Example) -> str:
+    """Return the columns that an environment is reset with. Raises TypeError or ValueError where one is no JSON."""
+    return json.dumps(example.columns)
 
 
 class PoolSampler(Sampler):
@@ -139,9 +166,15 @@ class PoolSampler(Sampler):
     def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
         """Put the tasks of these groups of round `number`."""
         version = self._config.version_of_round(number)
-        tasks = [Task(group, attempt, version, row.prompt_ids) for group, row in zip(ids, examples, strict=True)]
-        for start in range(0, len(tasks), MOST_TASKS):
-            part = tasks[start : start + MOST_TASKS]
+        columns_of = columns_as_json if self._config.environment is not None else lambda example: ""
+        tasks = [
+            Task(group, attempt, version, row.prompt_ids, columns_of(row))
+            for group, row in zip(ids, examples, strict=True)
+        ]
+        longest = max((len(task.columns) for task in tasks), default=0)
+        most = min(MOST_TASKS, _MOST_COLUMNS // max(1, longest))
+        for start in range(0, len(tasks), most):
+            part = tasks[start : start + most]
             self._ask(lambda part=part: self._source.put_tasks(part))
 
     def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[Drawn]:
@@ -161,9 +194,24 @@ class PoolSampler(Sampler):
         return ServersLost(f"stopped by signal while round {self._round} waited for workers")
 
     def _rollouts(self, drawn: Drawn) -> list[Rollout]:
+        count = len(drawn.completions)
+        masks, outcomes = drawn.drawn or [None] * count, drawn.outcomes or [None] * count
+        rows = zip(drawn.completions, drawn.logprobs, drawn.versions, masks, outcomes, strict=True)
         return [
-            Rollout(ids, ids[-1] in self._eos, self._tokenizer.decode(ids, skip_special_tokens=True), logprobs, drew[0])
-            for ids, logprobs, drew in zip(drawn.completions, drawn.logprobs, drawn.versions, strict=True)
+            Rollout(
+                ids,
+                ids[-1] in self._eos if outcome is None else outcome.finished,
+                "\n".join(
+                    self._tokenizer.decode(segment, skip_special_tokens=True)
+                    for is_drawn, segment in cut_segments(ids, mask or [True] * len(ids))
+                    if is_drawn
+                ),
+                logprobs,
+                versions[0],
+                mask,
+                outcome,
+            )
+            for ids, logprobs, versions, mask, outcome in rows
         ]
 
     def _logged_wait(self) -> AbstractContextManager:

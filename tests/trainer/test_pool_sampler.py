@@ -1,0 +1,102 @@
+"""What a rank puts into a pool and makes of what comes back, with the pool's file in the place of a server."""
+
+import datetime
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from stored import WITH_TURNS, answered, damage
+
+from grpo.client.patience import Patience
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.pool.store import Store
+from grpo.rollouts.prompts import PromptStream
+from grpo.rollouts.records import Example
+from grpo.trainer.engine import Ranks
+from grpo.trainer.pool_sampler import PoolSampler, check_columns
+from grpo.wire.rollout_tensors import decode_drawn
+from grpo.wire.turns import LONGEST_COLUMNS
+
+
+class Kept:
+    """A source whose tasks and groups are in a pool's file; all of a run's tasks are drawn when they are put."""
+
+    url, moved_at = "file", 0.0
+
+    def __init__(self, path):
+        self.store, self.sizes = Store(str(path), damage), []
+        self.store.set_run(WITH_TURNS)
+
+    def put_tasks(self, tasks):
+        self.sizes.append(sum(len(task.columns) for task in tasks))
+        self.store.put_tasks(tasks)
+        self.store.add_results([(task, answered(task)) for task in tasks], "w")
+
+    def take(self, keys, wait):
+        return [decode_drawn(body)[0] for body in self.store.results(keys, 1 << 30)]
+
+    def status(self):
+        return {}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """`settings(**changes)`: a configuration with a pool and an environment."""
+    (tmp_path / "game.py").write_text("class Guess: ...\n")
+
+    def make(**changes):
+        changes = {"sampler": "pool", "pool": "http://box:1", "prompts_per_step": 3, "num_generations": 2} | changes
+        changes |= {"environment": f"{tmp_path}/game.py:Guess"}
+        return parse_arguments(TrainerConfig, "", [f"--{name}={value}" for name, value in changes.items()])
+
+    return make
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield Ranks(0, 1, torch.device("cpu"), None)
+    dist.destroy_process_group()
+
+
+def example(index: int, **columns) -> Example:
+    return Example(index, "", [7, index + 3], columns)
+
+
+def test_a_task_has_its_row_and_a_rollout_its_segments(settings, ranks, tokenizer, tmp_path):
+    text = "x" * (LONGEST_COLUMNS - 100)
+    examples, config = [example(index, secret="é", text=text) for index in range(40)], settings(prompts_per_step=40)
+    source = Kept(tmp_path / "pool.sqlite")
+    ask, stream = Patience(source, 900.0, threading.Event()), PromptStream(examples, 40, seed=0)
+    sampler = PoolSampler(config, source, ask, None, tokenizer, [2], stream, ranks)
+    sampler.update_weights(0)
+    groups = sampler.sample(examples, 2, 1.0, config.seed, ids=range(40))
+    for group, rollouts in enumerate(groups):
+        task, is_drawn = source.store.find_task((group, 0))
+        assert is_drawn and json.loads(task.columns) == {"secret": "é", "text": text}
+        first, second = rollouts
+        drawn = answered(task)
+        assert (first.completion_ids, first.drawn, first.outcome) == (
+            drawn.completions[0],
+            drawn.drawn[0],
+            drawn.outcomes[0],
+        )
+        assert (first.finished, second.finished) == (True, False)
+        segments = [first.completion_ids[:2], first.completion_ids[3:]]
+        assert first.text == "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in segments)
+        assert str(first.sampling_logprobs) == str(drawn.logprobs[0]) and first.policy_version == task.version
+    assert len(source.sizes) > 1 and max(source.sizes) <= 32 << 20  # a pool takes 64 MiB
+
+
+def test_rows_that_no_environment_of_a_worker_can_have_are_refused_at_the_start(settings):
+    day, config = datetime.date(2026, 11, 23), settings()
+    check_columns(config, [example(0, text="é", numbers=[1, None, float("nan")], more={"a": True})])
+    with pytest.raises(ConfigError, match=r"^environment='.*': .* row 1 \(from 0\) has what is no JSON \(.*date"):
+        check_columns(config, [example(0), example(1, day=day)])
+    with pytest.raises(ConfigError, match=r"row 0 \(from 0\) has [\d,]* bytes as JSON, and 1,048,576 are the most"):
+        check_columns(config, [example(0, text="x" * LONGEST_COLUMNS)])
+    check_columns(parse_arguments(TrainerConfig, "", ["--environment", config.environment]), [example(1, day=day)])
