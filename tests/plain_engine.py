@@ -36,7 +36,7 @@ class PlainEngine:
         self.most_at_a_time = self.draws = self._drawing = 0
         self._lock = threading.Lock()
 
-    def start(self, run: RunInfo, folder: Path, version: int) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int, turns: object = None) -> None:
         self.run, self.version = run, version
         self.calls.append("start")
         self.weights.append(sha256_of(folder / WEIGHTS))

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "run": {"config", "model", "rollouts", "wire"},
     "trainer": {"algorithm", "client", "config", "model", "pool", "rewards", "rollouts", "run", "turns", "wire"},
     "report": {"config", "run"},
-    "workers": {"client", "config", "model", "rollouts", "turns", "wire"},
+    "workers": {"client", "config", "model", "rewards", "rollouts", "turns", "wire"},
 }
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "grpo").rglob("*.py"))
 ENTRIES = {

@@ -11,10 +11,8 @@ from grpo.config.user_files import check_file
 
 
 @dataclass
-class TurnsSection(Section):
-    """The settings of tools and environments."""
-
-    HEADING = "tools and environments"
+class TurnsCodeSection(Section):
+    """The user's code that answers the model, and how it is run: a worker of a pool has settings of its own."""
 
     tools: list[str] = option(
         [],
@@ -26,6 +24,38 @@ class TurnsSection(Section):
         "class that answers the model, one instance for each completion: path/to/file.py:Class, with reset and methods "
         "that the model calls as tools, or with reset and step",
     )
+    tool_timeout: float | None = option(
+        None,
+        "seconds that a call of a tool or environment may take: they run in other processes, and are killed if they "
+        "hang; unset runs them in this process",
+        above=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.tools:
+            check_file("tools", name, name.rpartition(":")[0])
+        if self.environment is not None:
+            check_file("environment", self.environment, self.environment.rpartition(":")[0])
+        self.check_answered("tool_timeout")
+
+    @property
+    def has_turns(self) -> bool:
+        return bool(self.tools) or self.environment is not None
+
+    def check_answered(self, *names: str) -> None:
+        """Raise ConfigError where one of these settings is given, and nothing answers the model."""
+        for name in names:
+            value = getattr(self, name)
+            require(self.has_turns or value is None, name, value, "nothing answers: add tools or environment")
+
+
+@dataclass
+class TurnsSection(TurnsCodeSection):
+    """The settings of tools and environments."""
+
+    HEADING = "tools and environments"
+
     max_tool_calling_iterations: int | None = option(
         None, "most turns of a completion whose calls are answered; unset is as many as there is room for", above=0
     )
@@ -35,12 +65,6 @@ class TurnsSection(Section):
     max_tool_response_length: int = option(
         2048, "characters of an answer, of a tool or an environment, beyond which it is cut", above=0
     )
-    tool_timeout: float | None = option(
-        None,
-        "seconds that a call of a tool or environment may take: they run in other processes, and are killed if they "
-        "hang; unset runs them in the trainer",
-        above=0,
-    )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = option(
         "auto",
         "how the model writes calls, where its tokenizer has no response template; auto looks into the chat template",
@@ -48,14 +72,4 @@ class TurnsSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.tools:
-            check_file("tools", name, name.rpartition(":")[0])
-        if self.environment is not None:
-            check_file("environment", self.environment, self.environment.rpartition(":")[0])
-        for name in ("max_tool_calling_iterations", "max_turns", "tool_timeout"):
-            value = getattr(self, name)
-            require(self.has_turns or value is None, name, value, "nothing answers: add tools or environment")
-
-    @property
-    def has_turns(self) -> bool:
-        return bool(self.tools) or self.environment is not None
+        self.check_answered("max_tool_calling_iterations", "max_turns")

@@ -9,11 +9,13 @@ from typing import Literal
 
 from grpo.config.connection import TOKEN_VARIABLE, check_ca_file, find_token
 from grpo.config.errors import ConfigError, require
-from grpo.config.fields import Section, option
+from grpo.config.fields import option
+from grpo.config.generation import AnswerSection
+from grpo.config.turns import TurnsCodeSection, TurnsSection
 
 
 @dataclass
-class WorkerConfig(Section):
+class WorkerConfig(TurnsCodeSection):
     """Every setting of `generate.py`. `token` is no setting, as of a ConnectionSection."""
 
     HEADING = "worker"
@@ -61,3 +63,8 @@ class WorkerConfig(Section):
         check_ca_file(self.ref_ca_file)
         self.name = self.name or socket.gethostname()
         require(len(self.name) <= 100, "name", self.name, "use 100 characters at most")
+
+
+@dataclass
+class WorkerTurnsConfig(TurnsSection, AnswerSection):
+    """What answers the policy on a worker: the worker's own code, with the run's settings."""

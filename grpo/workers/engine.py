@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+from grpo.workers.turns import WorkerTurns
 
 
 class EngineError(Exception):
@@ -27,9 +28,9 @@ class Engine(Protocol):
     """whether `load` and `logprobs` may be called while it draws: a completion goes on with the new weights; known
     after `start`"""
 
-    def start(self, run: RunInfo, folder: Path, version: int) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTurns | None = None) -> None:
         """Load the model of a folder, the policy's `version`: its configuration, tokenizer and model.safetensors, and
-        where the run has `base_weights` the adapter in folder/adapter.
+        where the run has `base_weights` the adapter in folder/adapter. `turns` answer the policy in each completion.
 
         `close` comes before a second `start`, which may have another folder's weights but never another run.
         """
@@ -46,7 +47,7 @@ class Engine(Protocol):
     def draw(self, task: Task) -> Drawn:
         """Draw a group's completions, and say which version drew each token.
 
-        Up to `capacity` threads call it at a time.
+        Up to `capacity` threads call it at a time. It raises RewardError too, where the run's environment fails.
         """
         ...
 

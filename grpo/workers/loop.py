@@ -22,10 +22,12 @@ from grpo.client.http import check_certificates
 from grpo.client.patience import Patience, Stopped
 from grpo.client.pool import Leased, PoolClient
 from grpo.config.worker import WorkerConfig
+from grpo.rewards.functions import RewardError
 from grpo.wire.rollouts import Drawn, Lease, Task, Version
 from grpo.workers.engine import Engine, EngineError, WorkerFailed
 from grpo.workers.probe import prove
 from grpo.workers.tally import SUMMARY_SECONDS, Tally
+from grpo.workers.turns import WorkerTurns, check_given, open_turns
 from grpo.workers.weights import ModelFolder, dtype_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ class Worker:
         # Another name for each process: the pool may have set an earlier one of this machine apart.
         self.name = f"{config.name} #{secrets.token_hex(4)}"
         self.stop = stop or threading.Event()
-        self._engine, self._is_started = engine, False
+        self._config, self._engine, self._is_started = config, engine, False
+        self._turns: WorkerTurns | None = None
         verify = check_certificates(config.ref_ca_file)
         self._new_client = partial(PoolClient, config.pool, config.token, verify, name=self.name)
         self._client = self._new_client()
@@ -71,15 +74,17 @@ class Worker:
     def run(self) -> None:
         """Draw until `stop` is set.
 
-        Raises ServerError, WorkerFailed.
+        Raises ServerError, WorkerFailed, and ConfigError where its tools and environment are not like the run's.
         """
         try:
             self._run = self._poll(self._client.run, "has no run yet: waiting for a trainer")
             log.info("%s: run %s", self._client.url, self._run.name)
+            check_given(self._config, self._run)
             # The trainer sends the run first, then what all versions share, which may take minutes, then a version.
             self._poll(self._client.versions, "has no weights yet: waiting for the trainer")
             self._model = ModelFolder(self._folder, self._client, self._patience)
             self._model.bring_model(self._run)
+            self._turns = open_turns(self._config, self._run, self._model.path)
             threading.Thread(target=self._keep_leases, name="leases", daemon=True).start()
             while not self._take(*self._first_version()):
                 pass  # the run has just gone back to an earlier checkpoint
@@ -104,6 +109,8 @@ class Worker:
         if self._leased_at:
             self._give_back()
         self._engine.close()
+        if self._turns is not None:
+            self._turns.close()
         if groups := self._tally.whole():
             log.info("ended: %s", groups)
 
@@ -204,7 +211,7 @@ class Worker:
                     self._engine.load(self._model.path, version.version)
                 else:
                     self._message = "starting the engine"
-                    self._engine.start(self._run, self._model.path, version.version)
+                    self._engine.start(self._run, self._model.path, version.version, self._turns)
                     self._is_started = True
                     log.info("the engine draws on %s, groups at a time: %d", self._engine.card, self._engine.capacity)
                 difference = prove(self._engine, version, dtype_of(self._model.path))
@@ -281,6 +288,11 @@ class Worker:
         except EngineError as error:
             with self._changed:
                 self._engine_error = self._engine_error or error
+        except RewardError as error:
+            if error.traceback:
+                log.error(error.traceback)
+            with self._changed:
+                self._failure = self._failure or WorkerFailed(str(error))
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error

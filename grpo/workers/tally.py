@@ -22,10 +22,9 @@ class Tally:
         """time and tokens of the groups of the last minute"""
 
     def add(self, drawn: Drawn) -> None:
-        tokens = sum(map(len, drawn.completions))
         with self._lock:
-            self._groups, self._tokens = self._groups + 1, self._tokens + tokens
-            self._last.append((time.monotonic(), tokens))
+            self._groups, self._tokens = self._groups + 1, self._tokens + drawn.tokens
+            self._last.append((time.monotonic(), drawn.tokens))
 
     def tokens_per_second(self) -> float:
         """Return the mean of the last minute, or of the time since the start."""

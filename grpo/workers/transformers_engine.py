@@ -22,10 +22,13 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import adapter_weights, load_adapter
 from grpo.model.trial import make_batcher
 from grpo.model.weights_file import named_weights
+from grpo.rewards.functions import RewardError
 from grpo.rollouts.records import Example
 from grpo.rollouts.trial import make_sampler
 from grpo.wire.rollouts import ADAPTER, Drawn, Probe, RunInfo, Task
 from grpo.workers.engine import EngineError
+from grpo.workers.segments import Completion, as_drawn
+from grpo.workers.turns import WorkerTurns
 from grpo.workers.weights import dtype_of, versions_file
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
@@ -43,7 +46,7 @@ class TransformersEngine:
         self.card = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self._model = self._sampler = None
 
-    def start(self, run: RunInfo, folder: Path, version: int) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTurns | None = None) -> None:
         """Load the model and choose its sampler, after the trials that the trainer makes."""
         if (dtype := dtype_of(folder)) not in _DTYPES:
             raise EngineError(f"{folder}: weights of dtype {dtype}: this engine takes {' and '.join(_DTYPES)}")
@@ -58,9 +61,14 @@ class TransformersEngine:
                 raise EngineError(f"{folder}: completions end with {ends}, those of the run with {run.eos_token_ids}")
             self._batcher = make_batcher(model, tokenizer.pad_token_id)
             self._sampler = make_sampler(
-                model, tokenizer, run.max_completion_length, run.num_generations, self._batcher.longest_packed
+                model,
+                tokenizer,
+                run.max_completion_length,
+                run.num_generations,
+                self._batcher.longest_packed,
+                **({} if turns is None else {"turns": turns}),
             )
-        self._run, self._model, self._version = run, model, version
+        self._run, self._turns, self._model, self._version = run, turns, model, version
 
     def load(self, folder: Path, version: int) -> None:
         """Copy the weights into the model that is there. What is tied stays tied."""
@@ -84,15 +92,25 @@ class TransformersEngine:
 
     def draw(self, task: Task) -> Drawn:
         """Draw a group by itself."""
-        run, example = self._run, Example(task.group, "", task.prompt_ids, {})
+        run, turns = self._run, self._turns
+        example = Example(task.group, "", task.prompt_ids, {}) if turns is None else turns.make_example(task)
         with _failures():
             (rollouts,) = self._sampler.sample(
                 [example], run.num_generations, run.temperature, run.seed + (task.attempt << 32), ids=[task.group]
             )
-        completions = [rollout.completion_ids for rollout in rollouts]
-        logprobs = [rollout.sampling_logprobs for rollout in rollouts]
-        versions = [[self._version] * len(ids) for ids in completions]
-        return Drawn(task.group, task.attempt, completions, logprobs, versions)
+        return as_drawn(
+            task,
+            [
+                Completion(
+                    rollout.completion_ids,
+                    rollout.sampling_logprobs,
+                    [self._version] * len(rollout.completion_ids),
+                    rollout.drawn or [True] * len(rollout.completion_ids),
+                    rollout.outcome,
+                )
+                for rollout in rollouts
+            ],
+        )
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""
@@ -106,6 +124,8 @@ def _failures() -> Iterator[None]:
     """Turn what a device, a model or a file fails with into an EngineError."""
     try:
         yield
+    except RewardError:  # the user's environment, not the engine
+        raise
     except (ConfigError, FloatingPointError, SafetensorError, OSError) as error:
         raise EngineError(str(error)) from error
     except (RuntimeError, MemoryError) as error:

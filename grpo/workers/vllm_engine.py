@@ -27,6 +27,8 @@ from grpo.config.errors import ConfigError
 from grpo.wire.rollouts import ADAPTER, Drawn, Probe, RunInfo, Task
 from grpo.wire.tensor_header import Entry, HeaderError
 from grpo.workers.engine import EngineError
+from grpo.workers.segments import Completion, as_drawn, draw_in_turns
+from grpo.workers.turns import WorkerTurns
 from grpo.workers.vllm_client import ADMIN_SECONDS, VllmClient, answer_of
 from grpo.workers.vllm_process import VllmProcess
 from grpo.workers.weights import dtype_of, read_tensors, versions_file
@@ -56,13 +58,14 @@ class VllmEngine:
         self._command, self._arguments, self._log = [*command], [*arguments], log
         self._stall_seconds = stall_seconds
         self._server: VllmClient | None = None
+        self._turns: WorkerTurns | None = None
         self._numbers = itertools.count()  # of adapters
         self._drawing = 0
         self._lock = threading.Lock()  # of _drawing
 
-    def start(self, run: RunInfo, folder: Path, version: int) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTurns | None = None) -> None:
         """Start the server with a folder's model, and wait for it."""
-        self._run, self._is_paused = run, False
+        self._run, self._turns, self._is_paused = run, turns, False
         self._tensors, self._model = _read_tensors(versions_file(run, folder)), _MODEL
         adapter = [] if run.base_weights is None else _adapter_arguments(folder)
         process = VllmProcess(
@@ -143,7 +146,8 @@ class VllmEngine:
         return [self._checked(value) for value in values[len(probe.prompt_ids) :]]
 
     def draw(self, task: Task) -> Drawn:
-        """Draw a group in one request, so that its completions share the prompt's keys and values."""
+        """Draw a group: in one request, so that its completions share the prompt's keys and values; with turns each
+        segment in one, which finds those of the segments before it in the server's cache."""
         run, version = self._run, self._version
         if len(task.prompt_ids) + run.max_completion_length > self._longest:
             raise EngineError(
@@ -151,12 +155,27 @@ class VllmEngine:
                 f"{len(task.prompt_ids)} tokens before max_completion_length {run.max_completion_length}: give vLLM "
                 "more memory, or a larger --max-model-len"
             )
+        if self._turns is not None:
+            return draw_in_turns(
+                self._turns, run, task, lambda ids, room: self._draw_segments(ids, 1, room, version)[0]
+            )
+        completions = [Completion() for _ in range(run.num_generations)]
+        segments = self._draw_segments(task.prompt_ids, run.num_generations, run.max_completion_length, version)
+        for completion, segment in zip(completions, segments, strict=True):
+            completion.add_drawn(*segment)
+        return as_drawn(task, completions)
+
+    def _draw_segments(
+        self, prompt: list[int], count: int, longest: int, version: int
+    ) -> list[tuple[list[int], list[float], list[int]]]:
+        """Draw so many continuations of ids: the ids of each, their log-probs, and which version drew each."""
+        run = self._run
         parameters = {
-            "n": run.num_generations,
+            "n": count,
             "temperature": run.temperature,
             "top_p": 1.0,
             "top_k": 0,
-            "max_tokens": run.max_completion_length,
+            "max_tokens": longest,
             # The run's eos and no others: vLLM would add its own idea of the model's.
             "ignore_eos": True,
             "stop_token_ids": run.eos_token_ids,
@@ -165,7 +184,7 @@ class VllmEngine:
         with self._lock:
             self._drawing += 1
         try:
-            answer = self._generate(task.prompt_ids, parameters, None)  # the watch knows when nothing comes any more
+            answer = self._generate(prompt, parameters, None)  # the watch knows when nothing comes any more
         finally:
             with self._lock:
                 self._drawing -= 1
@@ -181,13 +200,8 @@ class VllmEngine:
                 f"/inference/v1/generate: completions of weights {sorted(drew)} that ended by {sorted(reasons)}, "
                 f"instead of {version} by stop or length"
             )
-        return Drawn(
-            task.group,
-            task.attempt,
-            completions,
-            [[self._checked(value) for value in values] for values in logprobs],
-            versions,
-        )
+        checked = [[self._checked(value) for value in values] for values in logprobs]
+        return [*zip(completions, checked, versions, strict=True)]
 
     def close(self) -> None:
         """End the server."""

@@ -1,0 +1,99 @@
+"""A worker's own tools and environment: they must be like the run's, which one sentence says."""
+
+from dataclasses import replace
+
+import pytest
+
+from grpo.config.errors import ConfigError
+from grpo.config.worker import WorkerConfig
+from grpo.wire.rollouts import RunInfo
+from grpo.wire.turns import SETTINGS, RunTurns
+from grpo.workers.turns import check_alike, check_given
+
+PLAIN = RunInfo("0" * 16, "runs/a", 100, [2], 8, 40, 1.0, 0, "0" * 64)
+DEFAULTS = dict(zip(SETTINGS, (None, None, 2048, "auto", None), strict=True))
+
+
+def run(names: list[str], environment: str | None = None, rewards=()) -> RunInfo:
+    return replace(PLAIN, turns=RunTurns.of([*map(schema, names)], environment, rewards, **DEFAULTS))
+
+
+def schema(name: str, text: str = "Do it.") -> dict:
+    return {"type": "function", "function": {"name": name, "description": text}}
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """`worker(**settings)`: its configuration; {file} in a setting is a file that is there."""
+    file = tmp_path / "own.py"
+    file.write_text("")
+
+    def make(tools=(), environment=None, **settings):
+        named = {"tools": [name.format(file=file) for name in tools]}
+        named |= {"environment": environment and environment.format(file=file)}
+        return WorkerConfig(pool="http://box:1", **named, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("served", "settings", "says"),
+    [
+        (PLAIN, {}, None),
+        (run(["add"]), {"tools": ["{file}:add"]}, None),
+        (run(["add", "guess"], "a.py:Guess"), {"environment": "{file}:Guess"}, None),  # the tools are compared later
+        (PLAIN, {"tools": ["{file}:add"]}, r"^tools=\['.*own.py:add'\]: run runs/a has none: leave them out$"),
+        (PLAIN, {"environment": "{file}:Guess"}, r"^environment='.*': that of run runs/a is None: leave it out$"),
+        (run(["add", "mul"]), {}, r"^tools=\[\]: run runs/a has add, mul: name their files, as the trainer does$"),
+        (run([], "a.py:Guess"), {}, r"^environment=None: that of run runs/a is Guess: name its file, .*:Guess, as the"),
+        (
+            run([], "a.py:Guess"),
+            {"environment": "{file}:Other"},
+            r"^environment='.*:Other': that of run runs/a is Guess",
+        ),
+        (
+            run(["add"]),
+            {"tools": ["{file}:add"], "environment": "{file}:Guess"},
+            r"^environment='.*': .*: leave it out$",
+        ),
+    ],
+)
+def test_a_worker_without_what_the_run_has_is_refused_before_anything_is_fetched(worker, served, settings, says):
+    if says is None:
+        check_given(worker(**settings), served)
+        return
+    with pytest.raises(ConfigError, match=says):
+        check_given(worker(**settings), served)
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (RunTurns.of([schema("add")], None, [], **DEFAULTS), None),
+        (
+            RunTurns.of([schema("mul")], None, [], **DEFAULTS),
+            r"^tools=\['.*'\]: the model may call mul, and in run runs/a add: take the files that the trainer has$",
+        ),
+        (
+            RunTurns.of([schema("add", "Do that.")], None, [], **DEFAULTS),
+            r"^tools=\['.*'\]: add have other schemas \(type hints and docstrings\) than in run runs/a: take the files",
+        ),
+        (
+            RunTurns.of([schema("add")], None, ["Guess"], **DEFAULTS),
+            r"^tools=\['.*'\]: it gives Guess as rewards, and in run runs/a nothing: take the files",
+        ),
+    ],
+)
+def test_functions_that_the_model_was_told_otherwise_of_are_refused(worker, found, says):
+    config, served = worker(tools=["{file}:add"]), run(["add"])
+    if says is None:
+        check_alike(config, served, found)
+        return
+    with pytest.raises(ConfigError, match=says):
+        check_alike(config, served, found)
+
+
+def test_a_time_limit_needs_something_that_it_limits(worker):
+    with pytest.raises(ConfigError, match="^tool_timeout=5.0: nothing answers: add tools or environment$"):
+        worker(tool_timeout=5.0)
+    assert worker(tools=["{file}:add"], tool_timeout=5.0).tool_timeout == 5.0
