@@ -261,4 +261,4 @@ if __name__ == "__main__":
     if "dies_at_start" in options.fault:
         raise ValueError("Free memory on device is less than desired GPU memory utilization")
     made = Fake(options.model, options.fault, options.max_lora_rank if options.enable_lora else 0)
-    waitress.serve(make_app(made), host=options.host, port=options.port, threads=8)
+    waitress.serve(make_app(made), host=options.host, port=options.port, threads=64)

@@ -23,12 +23,12 @@ from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.prompts import PromptStream
 from grpo.rollouts.records import Example, Rollout
 from grpo.rollouts.sampler import Sampler
+from grpo.rollouts.turns import make_rollout
 from grpo.run.collective import raise_together
 from grpo.run.folder import SaveError
 from grpo.trainer.engine import Ranks
 from grpo.trainer.pool_run import PoolRun
 from grpo.trainer.pool_wait import GroupDeadline, describe_workers, logged_wait
-from grpo.wire.completions import cut_segments
 from grpo.wire.rollouts import MOST_TASKS, Drawn, Task
 from grpo.wire.turns import LONGEST_COLUMNS
 
@@ -99,7 +99,7 @@ class PoolSampler(Sampler):
     ):
         """`run` is rank 0's, where something is published; else None."""
         self._config, self._source, self._ask, self._run, self._stream = config, source, ask, run, stream
-        self._tokenizer, self._eos, self._ranks = tokenizer, {*eos_token_ids}, ranks
+        self._tokenizer, self._eos, self._ranks = tokenizer, [*eos_token_ids], ranks
         self._round = self._put = -1
 
     def update_weights(self, version: int) -> None:
@@ -198,19 +198,7 @@ class PoolSampler(Sampler):
         masks, outcomes = drawn.drawn or [None] * count, drawn.outcomes or [None] * count
         rows = zip(drawn.completions, drawn.logprobs, drawn.versions, masks, outcomes, strict=True)
         return [
-            Rollout(
-                ids,
-                ids[-1] in self._eos if outcome is None else outcome.finished,
-                "\n".join(
-                    self._tokenizer.decode(segment, skip_special_tokens=True)
-                    for is_drawn, segment in cut_segments(ids, mask or [True] * len(ids))
-                    if is_drawn
-                ),
-                logprobs,
-                versions[0],
-                mask,
-                outcome,
-            )
+            make_rollout(self._tokenizer, self._eos, ids, logprobs, versions[0], mask, outcome)
             for ids, logprobs, versions, mask, outcome in rows
         ]
 

@@ -66,7 +66,7 @@ class TransformersEngine:
                 run.max_completion_length,
                 run.num_generations,
                 self._batcher.longest_packed,
-                **({} if turns is None else {"turns": turns}),
+                turns=turns,
             )
         self._run, self._turns, self._model, self._version = run, turns, model, version
 

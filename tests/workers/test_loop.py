@@ -1,7 +1,9 @@
 """A worker against a real pool: what it draws, with which weights, and what becomes of it when something fails."""
 
 import copy
+import json
 import logging
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -9,15 +11,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 from plain_engine import PlainEngine
-from pools import Trainer, running_pool
+from pools import PROMPTS, Trainer, running_pool
+from transformers import GenerationConfig
 
 from grpo.client.errors import ServersUnavailable
 from grpo.client.pool import PoolClient
-from grpo.config.worker import WorkerConfig
+from grpo.config.errors import ConfigError
+from grpo.config.worker import WorkerConfig, WorkerTurnsConfig
 from grpo.model.trial import make_batcher
 from grpo.rollouts.records import Example
 from grpo.rollouts.trial import make_sampler
-from grpo.wire.rollouts import Lease
+from grpo.turns.start import start_turns
+from grpo.wire.rollouts import Lease, Task
+from grpo.wire.turns import SETTINGS, RunTurns
 from grpo.workers import loop
 from grpo.workers.loop import Worker, WorkerFailed
 from grpo.workers.transformers_engine import TransformersEngine
@@ -97,6 +103,65 @@ def test_it_draws_to_the_last_bit_what_the_trainer_would_draw_group_by_group(poo
             for task, drawn in zip(tasks, trainer.wait(tasks), strict=True):
                 assert [*zip(drawn.completions, drawn.logprobs, strict=True)] == by_trainer(task)
                 assert {number for row in drawn.versions for number in row} == {version}
+
+
+GAME = """
+class Guess:
+    def reset(self, columns):
+        self.secret, self.turns = int(columns["secret"]), 0
+        return ""
+
+    def step(self, text):
+        self.turns += 1
+        return f"{self.secret + len(text)} after {self.turns}", 1 / self.turns, (self.secret + len(text)) % 3 == 0
+"""
+
+
+@pytest.fixture
+def game(model_folder, tmp_path):
+    """A model with so many ends that random weights find one soon, and an environment to play with."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    config = GenerationConfig(eos_token_id=[2, *range(100, 130)])
+    config.save_pretrained(folder)
+    (tmp_path / "game.py").write_text(GAME)
+    return folder, f"{tmp_path / 'game.py'}:Guess"
+
+
+def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, game, tmp_path):
+    """To the last bit. Another environment than the run's ends the worker, and so does one that fails."""
+    folder, environment = game
+    (tmp_path / "trainer").mkdir()
+    settings = WorkerTurnsConfig(environment=environment, max_turns=4)
+    of_run = RunTurns.of(None, environment, ["Guess"], **{name: getattr(settings, name) for name in SETTINGS})
+    changes = {"turns": of_run, "max_completion_length": 80}
+    trainer = Trainer(PoolClient(pool.url), folder, tmp_path / "trainer", **changes)
+    trainer.publish(0)
+    prompts = enumerate(PROMPTS)
+    tasks = [Task(group, 0, 0, prompt, json.dumps({"secret": group})) for group, prompt in prompts]
+    trainer.client.put_tasks(tasks)
+    with working(pool, tmp_path / "none", PlainEngine()) as (_, ended):
+        eventually(lambda: ended)
+    assert isinstance(ended[0], ConfigError)
+    assert str(ended[0]).startswith("environment=None: that of run runs/test is Guess: name its file")
+    batcher = make_batcher(trainer.model, trainer.tokenizer.pad_token_id)
+    turns = start_turns(settings, trainer.tokenizer, trainer.run.eos_token_ids)
+    sampler = make_sampler(trainer.model, trainer.tokenizer, 80, 64, batcher.longest_packed, turns=turns)
+    config, answers = WorkerConfig(pool=pool.url, environment=environment), 0
+    with working(pool, tmp_path / "worker", TransformersEngine(config), environment=environment) as (_, ended):
+        for task, drawn in zip(tasks, trainer.wait(tasks), strict=True):
+            example = Example(0, trainer.tokenizer.decode(task.prompt_ids), task.prompt_ids, {"secret": task.group})
+            run = trainer.run
+            (rollouts,) = sampler.sample([example], run.num_generations, run.temperature, run.seed, ids=[task.group])
+            for row, rollout in enumerate(rollouts):
+                assert (rollout.completion_ids, rollout.drawn) == (drawn.completions[row], drawn.drawn[row])
+                assert str(rollout.sampling_logprobs) == str(drawn.logprobs[row])  # NaN differs from itself
+                assert rollout.outcome == drawn.outcomes[row]
+                answers += rollout.turns - 1
+        assert answers > 10
+        trainer.client.put_tasks([Task(20, 0, 0, PROMPTS[0], '{"secret": "none"}')])
+        eventually(lambda: ended)
+    assert isinstance(ended[0], WorkerFailed) and str(ended[0]).startswith(f"environment='{environment}': reset")
+    turns.close()
 
 
 def test_it_keeps_as_many_groups_in_work_as_the_engine_draws_at_a_time(pool, trainer, tmp_path):

@@ -24,8 +24,9 @@ from adapters import by_hand, write_adapter
 from conftest import ENVIRONMENT, REPOSITORY
 from processes import left_of
 from safetensors.torch import load_file, save_file
-from said_turns import RUN_TURNS, SaidTurns, answer_to
+from scripted_turns import Scripted
 from servers import wait_until
+from stored import TURNS
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.model.logprobs import token_logprobs
@@ -217,14 +218,19 @@ def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_t
             assert difference([drawn], [expected]) < 1e-4 < 0.1 < difference([drawn], [others])
 
 
+def reply(drawn: list[int], turn: int) -> list[int] | None:
+    """One to three ids, an eos among them; None after every other segment."""
+    return None if sum(drawn) % 2 else [5 + (sum(drawn) + turn) % 40, 2, 7][: 1 + sum(drawn) % 3]
+
+
 def check_in_turns(task: Task, group: Drawn, run: RunInfo, folders: list[Path]) -> int:
     """Hold what was drawn of a task against plain transformers, with the folder of each token's version."""
     check_drawn(group, run, task, range(len(folders)))
     by_version = [scored(folder, task.prompt_ids, group.completions, run.temperature) for folder in folders]
     for row, (ids, mask, versions) in enumerate(zip(group.completions, group.drawn, group.versions, strict=True)):
         parts = cut_segments(ids, mask)
-        for (_, segment), (_, answer) in zip(parts[:-1:2], parts[1::2], strict=True):
-            assert answer == answer_to(segment, {"secret": 1})
+        for turn, ((_, segment), (_, answer)) in enumerate(zip(parts[:-1:2], parts[1::2], strict=True)):
+            assert answer == reply(segment, turn)
         for place, is_drawn in enumerate(mask):
             if is_drawn:
                 assert abs(by_version[versions[place]][row][place] - group.logprobs[row][place]) < 1e-4
@@ -232,39 +238,32 @@ def check_in_turns(task: Task, group: Drawn, run: RunInfo, folders: list[Path]) 
 
 
 def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, folders, tokenizer, monkeypatch):
-    turns = SaidTurns(EOS, seconds=1.0)
+    turns = Scripted(EOS, reply, delay=lambda drawn: sum(drawn) % 10 / 10)
     with_turns = dataclasses.replace(
-        run, turns=RUN_TURNS, in_flight_weight_updates=True, num_generations=8, max_completion_length=60
+        run, turns=TURNS, in_flight_weight_updates=True, num_generations=8, max_completion_length=60
     )
     monkeypatch.setattr(engine, "_run", with_turns)
     monkeypatch.setattr(engine, "_turns", WorkerTurns(turns, tokenizer))
     engine.load(folders["untied0"], 0)
-    tasks = [Task(group, 0, 0, prompt, '{"secret": 1}') for group, prompt in enumerate(PROMPTS)]
+    tasks = [Task(group, 0, 0, prompt) for group, prompt in enumerate(PROMPTS)]
     with ThreadPoolExecutor(2) as threads:
         drawing = [threads.submit(engine.draw, task) for task in tasks]
-        wait_until(lambda: any(dialogue.segments for dialogue in turns.begun))
+        wait_until(lambda: any(dialogue.asked for dialogue in turns.dialogues))
         engine.load(folders["untied1"], 1)
         groups = [group.result() for group in drawing]
     both = [folders["untied0"], folders["untied1"]]
     answers = [check_in_turns(task, group, with_turns, both) for task, group in zip(tasks, groups, strict=True)]
     assert min(answers) > 0 and {*itertools.chain(*groups[0].versions, *groups[1].versions)} == {0, 1}
-    assert len(turns.begun) == 16 and all(dialogue.is_closed for dialogue in turns.begun)
+    assert [dialogue.closed for dialogue in turns.dialogues] == [1] * 16
 
 
 def test_a_server_that_waits_for_an_answer_is_not_one_that_hangs(make_fake, run, folders, tokenizer):
-    engine = make_fake(stall_seconds=0.5)
-    turns, longer = SaidTurns(EOS), []
-
-    def later(resolve):
-        longer.append(threading.Timer(1.5, resolve))
-        longer[-1].start()
-
-    turns.later = later
-    with_turns = dataclasses.replace(run, turns=RUN_TURNS, num_generations=2)
+    engine, turns = make_fake(stall_seconds=0.5), Scripted(EOS, reply, delay=lambda drawn: 1.5, at_once=False)
+    with_turns = dataclasses.replace(run, turns=TURNS, num_generations=2)
     engine.start(with_turns, folders["untied0"], 0, WorkerTurns(turns, tokenizer))
-    task = Task(0, 0, 0, PROMPT, '{"secret": 1}')
+    task = Task(0, 0, 0, PROMPT)
     check_in_turns(task, engine.draw(task), with_turns, [folders["untied0"]])
-    assert longer
+    assert turns.dialogues[0].answered
     engine.close()
 
 
