@@ -18,9 +18,9 @@ def pool(folder: Path, port: int | None = None):
 class Worker:
     """A `generate.py` process that keeps its weights and its log in a folder."""
 
-    def __init__(self, url: str, folder: Path, name: str):
+    def __init__(self, url: str, folder: Path, name: str, *options: str):
         self.url, self.folder, self.name, self.log = url, folder, name, folder / f"{name}.log"
-        words = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name]
+        words = ["generate.py", "--engine", "transformers", "--pool", url, "--name", name, *options]
         with open(self.log, "a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", *words, "--weights_folder", str(folder / name)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,11 +15,9 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.load import eos_token_ids
 from grpo.run.checkpoints import Checkpoints
 from grpo.trainer.publish_policy import PolicyPublisher, model_files
+from grpo.turns.start import UserTurns
 from grpo.wire.rollouts import MOST_TASKS, RunInfo
 from grpo.wire.turns import SETTINGS, RunTurns
-
-if TYPE_CHECKING:
-    from grpo.turns.start import UserTurns
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +35,7 @@ class PoolRun:
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         checkpoints: Checkpoints,
-        turns: UserTurns | None = None,
+        turns: UserTurns | None,
     ):
         """`name` is the run's on pages and in logs. `turns` are the trainer's, which its workers' must be like."""
         self._config, self._pool, self._ask, self._publisher = config, pool, ask, publisher
@@ -134,4 +131,4 @@ class PoolRun:
 
 def _describe(turns: UserTurns, config: TrainerConfig) -> RunTurns:
     settings = {name: getattr(config, name) for name in SETTINGS}
-    return RunTurns.of(turns.tools, config.environment, turns.reward_names, **settings)
+    return RunTurns.of(turns.tools, config.environment, [*turns.rewards], **settings)

@@ -270,7 +270,9 @@ def set_up(
             policy = PolicyPublisher(
                 pool, engine.module, batcher, policy_info.vocab_size, folder, config.pool_deadline, stop_waiting
             )
-            pool_run = PoolRun(config, pool, ask, policy, engine.module, tokenizer, folder.name, checkpoints)
+            pool_run = PoolRun(
+                config, pool, ask, policy, engine.module, tokenizer, folder.name, checkpoints, inputs.turns
+            )
         eos = eos_token_ids(engine.module, tokenizer)
         round_sampler = PoolSampler(config, source, ask, pool_run, tokenizer, eos, inputs.stream, ranks)
     rounds = Rounds(config, engine.module, round_sampler, batcher, inputs.stream, rewarder, client, adapter_off)

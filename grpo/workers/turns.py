@@ -70,7 +70,7 @@ def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTurns 
     ours = {name: getattr(config, name) for name in ("tools", "environment", "tool_timeout")}
     tokenizer = load_tokenizer(SharedConfig(model_name_or_path=str(folder), trust_remote_code=config.trust_remote_code))
     turns = start_turns(WorkerTurnsConfig(**ours, **settings), tokenizer, run.eos_token_ids)
-    check_alike(config, run, RunTurns.of(turns.tools, config.environment, turns.reward_names, **settings))
+    check_alike(config, run, RunTurns.of(turns.tools, config.environment, [*turns.rewards], **settings))
     return WorkerTurns(turns, tokenizer)
 
 

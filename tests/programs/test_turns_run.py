@@ -1,14 +1,20 @@
 """A run with tools and an environment, server and trainer, and what evaluates and talks to its model after it."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 
 import callers
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, running_server
-from trainer_runs import finish, lines, options, timeless, training, weights, went_on
+from pool_runs import Worker, pool
+from trainer_runs import finish, lines, options, start, timeless, training, weights, went_on
+
+from grpo.client.pool import PoolClient
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +79,40 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(shop, run, t
         assert row["tools/call_frequency"] > 0.5 and 0 < row["tools/failure_frequency"] < 1
         assert row["rewards/Shop/mean"] > 0 and row["completions/mean_turns"] > 1
     check_records(run.of("undisturbed"))
+
+
+def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run, tmp_path):
+    """One ends in the middle of a round; one without the environment says so, and ends."""
+    shared = {"beta": 0, "eval_steps": 0, "save_steps": 0, "importance_sampling_mode": "none"}
+    shared |= {"environment": f"{shop}/tools.py:Shop"}
+    finish(1, run("own", **shared))
+    mine = "--environment", shared["environment"]
+    with pool(tmp_path) as served, ExitStack() as running:
+        served.wait_ready()
+        client = PoolClient(served.url)
+        process = start(*run("drawn", sampler="pool", pool=served.url, **shared))
+        running.callback(process.kill)
+        workers = [Worker(served.url, tmp_path, "none"), Worker(served.url, tmp_path, "a", *mine)]
+        for worker in workers:
+            running.callback(worker.end)
+        deadline = time.monotonic() + 60
+        while not any(row["drawn"] for row in client.status()["rounds"]):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert workers[1].end(signal.SIGTERM) == 0
+        running.callback(Worker(served.url, tmp_path, "b", *mine).end)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        assert workers[0].process.wait(timeout=60) == 2
+    assert "environment=None: that of run drawn is Shop: name its file" in workers[0].log.read_text()
+    trained, own = (weights(run.of(name, "model")) for name in ("drawn", "own"))
+    assert all(torch.equal(weight, own[name]) for name, weight in trained.items())
+    drawn, own = ((run.of(name, "completions.jsonl")).read_text() for name in ("drawn", "own"))
+    assert drawn == own
+    drawn, own = (timeless(run.of(name)) for name in ("drawn", "own"))
+    for row, expected in zip(drawn, own, strict=True):
+        assert {name for name in row if row[name] != expected[name]} <= {name for name in row if "logp_diff" in name}
+    assert drawn[-1]["completions/mean_turns"] > 1
 
 
 def check_records(folder) -> None:
