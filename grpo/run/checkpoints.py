@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -60,7 +60,7 @@ FREE = {
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
     *("eval_steps", "eval_samples", "num_generations_eval", "metric_for_best_model"),
     *("ref_servers", "host", "port", "token_file", "ref_ca_file", "allow_other_reference"),
-    *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout"),
+    *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout", "tool_timeout"),
 }
 
 
@@ -106,7 +106,7 @@ class Checkpoints:
         """Return 16 hex digits that are the same for every start of a run, and differ between runs whose completions
         do: of model, data and settings."""
         # A default is left out, so that a setting that is added later changes no run's.
-        defaults = {field.name: field.default for field in fields(self._config)}
+        defaults = self._defaults()
         settings = {name: value for name, value in self._run_info["settings"].items() if value != defaults[name]}
         if self._longer_changes_nothing():
             settings.pop("max_steps", None)
@@ -284,6 +284,10 @@ class Checkpoints:
                 os.replace(old, deleted)
                 shutil.rmtree(deleted)
 
+    def _defaults(self) -> dict[str, Any]:
+        """Return each setting's default. That of a list is empty here: such lists alone are newer than a checkpoint."""
+        return {field.name: [] if field.default is MISSING else field.default for field in fields(self._config)}
+
     def _check(self, checkpoint: Path, saved: dict[str, Any]) -> None:
         """Raise ConfigError where the checkpoint is of another model, data or settings."""
 
@@ -300,7 +304,7 @@ class Checkpoints:
             compare("the reference's fingerprint", saved["reference"], self._reference, remedy)
         compare("the prompts' count and sum", saved["prompts"], run["prompts"], "set dataset_name to the same data")
         # A setting that is newer than the checkpoint had its default.
-        before = {field.name: field.default for field in fields(self._config)} | saved["settings"]
+        before = self._defaults() | saved["settings"]
         for name in sorted(saved["settings"].keys() | run["settings"].keys()):
             if name == "max_steps" and self._longer_changes_nothing():
                 continue

@@ -508,9 +508,12 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default_there(tmp_path):
     plain = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)
     saved = copy.deepcopy(plain._run_info) | {"reference": "r"}
-    for newer in ("max_policy_lag", "optim"):
+    identity = plain.identity()
+    for newer in ("max_policy_lag", "optim", "tools"):
         del saved["settings"][newer]
     plain._check(tmp_path, saved)
+    plain._run_info = saved
+    assert plain.identity() == identity
     ahead = TrainerConfig(sampler="pool", pool="http://a:1", max_policy_lag=1, importance_sampling_mode="none")
     with pytest.raises(ConfigError, match="max_policy_lag is 0 there and 1 here: leave it as it was"):
         Checkpoints(ahead, tmp_path, None, "m", "r", [], 0, 1)._check(tmp_path, saved)
