@@ -11,8 +11,8 @@ import callers
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, running_server
-from pool_runs import Worker, pool
-from trainer_runs import finish, lines, options, start, timeless, training, weights, went_on
+from pool_runs import Worker, drawn, pool
+from trainer_runs import finish, lines, options, run_ranks, start, timeless, training, weights, went_on
 
 from grpo.client.pool import PoolClient
 
@@ -107,12 +107,35 @@ def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run
     assert "environment=None: that of run drawn is Shop: name its file" in workers[0].log.read_text()
     trained, own = (weights(run.of(name, "model")) for name in ("drawn", "own"))
     assert all(torch.equal(weight, own[name]) for name, weight in trained.items())
-    drawn, own = ((run.of(name, "completions.jsonl")).read_text() for name in ("drawn", "own"))
-    assert drawn == own
-    drawn, own = (timeless(run.of(name)) for name in ("drawn", "own"))
-    for row, expected in zip(drawn, own, strict=True):
+    records = [run.of(name, "completions.jsonl").read_text() for name in ("drawn", "own")]
+    assert records[0] == records[1]
+    rows = timeless(run.of("drawn"))
+    for row, expected in zip(rows, timeless(run.of("own")), strict=True):
         assert {name for name in row if row[name] != expected[name]} <= {name for name in row if "logp_diff" in name}
-    assert drawn[-1]["completions/mean_turns"] > 1
+    assert rows[-1]["completions/mean_turns"] > 1
+
+
+@pytest.mark.rare
+def test_rounds_ahead_are_the_same_after_a_kill_and_in_a_replay(shop, run, tmp_path):
+    shared = {"beta": 0, "eval_steps": 0, "steps_per_generation": 1, "sampler": "pool", "max_policy_lag": 1}
+    shared |= {"environment": f"{shop}/tools.py:Shop"}
+    for name in ("quiet", "struck"):
+        (tmp_path / name).mkdir()
+        with pool(tmp_path / name) as served, ExitStack() as running:
+            served.wait_ready()
+            worker = Worker(served.url, tmp_path / name, "a", "--environment", shared["environment"])
+            running.callback(worker.end)
+            words = run(name, pool=served.url, **shared)
+            if name == "struck":
+                moment = "grpo.trainer.pool_run:PoolRun.publish:before:3"
+                killed = run_ranks(1, "tests/killed_at.py", moment, "0", *words)
+                assert killed.returncode == -signal.SIGKILL, killed.stdout
+            finish(1, words)
+    finish(1, run("again", replay=tmp_path / "quiet/pool.sqlite", **shared))
+    assert drawn(tmp_path / "quiet") == drawn(tmp_path / "struck")
+    rows = timeless(run.of("quiet"))
+    assert timeless(run.of("struck")) == rows == timeless(run.of("again"))
+    assert rows[-1]["sampling/policy_lag"] == 1 and rows[-1]["completions/mean_turns"] > 1
 
 
 def check_records(folder) -> None:
