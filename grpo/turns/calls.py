@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.errors import ConfigError
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_NOT_JSON = ValueError, RecursionError  # what reading JSON raises, the second where it is too deep
+_DEEPEST = 50  # reward functions get a deep copy of the messages, which takes Python several calls a level
 _UNKNOWN = "unknown"  # the name of a call that has none, as in TRL
 
 
@@ -95,7 +97,7 @@ class TurnReader:
     def _read_by_template(self, ids: list[int], before: list[int]) -> Turn:
         try:
             parsed = self._tokenizer.parse_response(ids, prefix=before, tools=self._schemas)
-        except (ValueError, KeyError, TypeError) as error:  # what its parser raises at a text that it cannot read
+        except (*_NOT_JSON, KeyError, TypeError) as error:  # what its parser raises at a text that it cannot read
             reason = str(error).splitlines()[0]
             return Turn(self.read_text(ids).content, [_failed(f"the call cannot be read: {reason}")])
         calls = [
@@ -124,7 +126,7 @@ def _read_llama3(text: str) -> tuple[str, list[Call]]:
     while body:
         try:
             value, end = json.JSONDecoder().raw_decode(body)
-        except ValueError as error:
+        except _NOT_JSON as error:
             calls.append(_failed(f"the call is not JSON: {error}"))
             break
         calls.append(_make_call(value))
@@ -139,7 +141,7 @@ def _read_mistral(text: str) -> tuple[str, list[Call]]:
         return text, []
     try:
         values = json.loads(body)
-    except ValueError as error:
+    except _NOT_JSON as error:
         return content.strip(), [_failed(f"the calls are not JSON: {error}")]
     return content.strip(), [_make_call(value) for value in (values if isinstance(values, list) else [values])]
 
@@ -166,7 +168,7 @@ def _find_format(tokenizer: PreTrainedTokenizerBase, schemas: list[dict]) -> str
 def _load_call(body: str) -> Call:
     try:
         return _make_call(json.loads(body))
-    except ValueError as error:
+    except _NOT_JSON as error:
         return _failed(f"the call is not JSON: {error}")
 
 
@@ -178,13 +180,28 @@ def _make_call(value: Any) -> Call:
     if isinstance(arguments, str):  # some models write them as JSON in JSON
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except _NOT_JSON as error:
             return _failed(f"the arguments are not JSON: {error}", value["name"])
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         return _failed("the arguments are no object", value["name"])
+    if _depth(arguments) > _DEEPEST:
+        return _failed(f"the arguments are deeper than {_DEEPEST} lists and objects within each other", value["name"])
+    try:
+        json.dumps([value["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:  # JSON can say \\ud800, and Python's also NaN; neither a record nor a template can
+        return _failed("the call has NaN, Infinity or half of a surrogate pair")
     return Call(value["name"], arguments)
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists and objects are within each other, up to one more than _DEEPEST."""
+    depth, level = 0, [value]
+    while depth <= _DEEPEST and (level := [inner for inner in level if isinstance(inner, dict | list)]):
+        depth += 1
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return depth
 
 
 def _failed(error: str, name: str = _UNKNOWN) -> Call:
