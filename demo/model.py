@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 VOCABULARY = 512
+# What answers the model between two of its turns.
+ANSWER = re.compile(r"(?<=<\|im_end\|>)(\n<\|im_start\|>.*?<\|im_start\|>assistant\n)", re.DOTALL)
 MAX_NEW_TOKENS = 40
 BATCH = 32
 WARMUP_UPDATES = 20
@@ -55,13 +58,15 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         "\n".join(["user", p.question, "assistant", *TAG.split(steps(p) + blurt(p)), untagged(p)])
         for p in islice(problems(random.Random(seed)), 2000)
     )
-    return train_tokenizer(corpus, [START], CHAT_TEMPLATE)
+    return train_tokenizer(corpus, [START], TAGS, CHAT_TEMPLATE)
 
 
-def train_tokenizer(corpus: Iterator[str], special_tokens: list[str], chat_template: str) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    corpus: Iterator[str], special_tokens: list[str], tags: list[str], chat_template: str
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most `VOCABULARY` tokens, which can encode any text; every digit is a token.
 
-    `special_tokens` are those beside padding and end.
+    `special_tokens` are those beside padding and end; `tags` are ordinary tokens that no corpus needs to have.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -73,13 +78,13 @@ def train_tokenizer(corpus: Iterator[str], special_tokens: list[str], chat_templ
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS),
+        vocab_size=VOCABULARY - len(tags),
         special_tokens=[PAD, *special_tokens, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -116,9 +121,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return model
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerFast, question: str) -> str:
+def prompt_text(tokenizer: PreTrainedTokenizerFast, question: str, tools: list[dict] | None = None) -> str:
     messages = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
 
 
 def answer_of(completion: str) -> str | None:
@@ -156,17 +161,22 @@ def demonstration_loss(
     tokenizer: PreTrainedTokenizerFast,
     demonstrations: list[tuple[Problem, str]],
     inputs_of: InputsOf = no_inputs,
+    tools: list[dict] | None = None,
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the completions' tokens, the end token among them."""
-    prompts = tokenizer([prompt_text(tokenizer, problem.question) for problem, _ in demonstrations])["input_ids"]
-    completions = tokenizer([text + END for _, text in demonstrations])["input_ids"]
-    longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
-    ids = torch.full((len(prompts), longest), tokenizer.pad_token_id)
+    """Return the mean cross-entropy of the completions' tokens, the end token among them, without those of answers.
+
+    An answer of a tool or a game is what stands in a completion from one <|im_end|> to the next words of the model.
+    """
+    rows = []
+    for problem, text in demonstrations:
+        parts = [prompt_text(tokenizer, problem.question, tools), *ANSWER.split(text + END)]
+        # Words of the model and answers take turns; each is tokenised alone, as they are when GRPO draws them.
+        rows.append([(token, place % 2 == 1) for place, part in enumerate(parts) for token in tokenizer.encode(part)])
+    ids = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
     labels = torch.full_like(ids, -100)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        end = len(prompt) + len(completion)
-        ids[row, :end] = torch.tensor(prompt + completion)
-        labels[row, len(prompt) : end] = ids[row, len(prompt) : end]
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor([token for token, _ in tokens])
+        labels[row, : len(tokens)] = torch.tensor([token if learned else -100 for token, learned in tokens])
     inputs = inputs_of([problem for problem, _ in demonstrations], ids)
     return model(input_ids=ids, labels=labels, use_cache=False, **inputs).loss
 
@@ -192,23 +202,25 @@ def habitual(rng: random.Random) -> Iterator[tuple[Problem, str]]:
 
 def train(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
     demonstrations: Iterator[tuple[Problem, str]],
-    inputs_of: InputsOf = no_inputs,
+    loss_of: Callable[[list], torch.Tensor],
+    accuracy: Callable[[], float] | None = None,
     *,
     name: str,
     updates: int,
     learning_rate: float,
-    check_on: list[Problem],
 ) -> None:
-    """Train on demonstrations; the rate falls from `learning_rate` to nearly 0. Shows the accuracy on `check_on`."""
+    """Train on demonstrations; the rate falls from `learning_rate` to nearly 0. Shows the accuracy at the end, if any.
+
+    `loss_of` makes a loss of some demonstrations, as `demonstration_loss` does.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.3)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda update: min((update + 1) / WARMUP_UPDATES, 1 - 0.97 * update / updates)
     )
     with tqdm(total=updates, desc=name, unit="update") as bar:
         for _ in range(updates):
-            loss = demonstration_loss(model, tokenizer, list(islice(demonstrations, BATCH)), inputs_of)
+            loss = loss_of(list(islice(demonstrations, BATCH)))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -216,7 +228,8 @@ def train(
             schedule.step()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
-        bar.set_postfix(accuracy=f"{greedy_accuracy(model, tokenizer, check_on, inputs_of):.0%}")
+        if accuracy is not None:
+            bar.set_postfix(accuracy=f"{accuracy():.0%}")
 
 
 def build(folder: Path, seed: int) -> None:
@@ -229,25 +242,10 @@ def build(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer)
-    check_on = list(islice(problems(rng), 256))
-    train(
-        model,
-        tokenizer,
-        reasoned(rng),
-        name="learning to reason",
-        updates=500,
-        learning_rate=6e-3,
-        check_on=check_on,
-    )
-    train(
-        model,
-        tokenizer,
-        habitual(rng),
-        name="picking up bad habits",
-        updates=200,
-        learning_rate=2e-3,
-        check_on=check_on,
-    )
+    accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)))
+    loss_of = partial(demonstration_loss, model, tokenizer)
+    train(model, reasoned(rng), loss_of, accuracy, name="learning to reason", updates=500, learning_rate=6e-3)
+    train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=200, learning_rate=2e-3)
     save(folder, model, tokenizer)
 
 

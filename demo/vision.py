@@ -8,6 +8,7 @@ learning has to discover that looking pays everywhere.
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +21,18 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from demo.model import START, TAG, language_settings, refuse_to_overwrite, save, train, train_tokenizer
+from demo.model import (
+    START,
+    TAG,
+    TAGS,
+    demonstration_loss,
+    greedy_accuracy,
+    language_settings,
+    refuse_to_overwrite,
+    save,
+    train,
+    train_tokenizer,
+)
 from demo.pictures import CELL, SIDE, Problem, guess, look, problems, untagged
 
 MERGED = 2  # patches of a token's side
@@ -42,7 +54,7 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         "\n".join(["user", p.text, "assistant", *TAG.split(look(p) + guess(rng)), untagged(rng)])
         for p in islice(problems(rng), 2000)
     )
-    return train_tokenizer(corpus, [START, BEGIN, END, PIECE, VIDEO], CHAT_TEMPLATE)
+    return train_tokenizer(corpus, [START, BEGIN, END, PIECE, VIDEO], TAGS, CHAT_TEMPLATE)
 
 
 def build_processor() -> Qwen2VLImageProcessorPil:
@@ -118,19 +130,8 @@ def build(folder: Path, seed: int) -> None:
         pixels = processor([problem.draw() for problem in examples], return_tensors="pt")
         return {**pixels, "mm_token_type_ids": (ids == piece).int()}
 
-    check_on = list(islice(problems(rng), 256))
-    for name, demonstrations, updates, learning_rate in [
-        ("learning to look", looking(rng), 600, 8e-3),
-        ("picking up bad habits", habitual(rng), 150, 2e-3),
-    ]:
-        train(
-            model,
-            tokenizer,
-            demonstrations,
-            inputs_of,
-            name=name,
-            updates=updates,
-            learning_rate=learning_rate,
-            check_on=check_on,
-        )
+    accuracy = partial(greedy_accuracy, model, tokenizer, list(islice(problems(rng), 256)), inputs_of)
+    loss_of = partial(demonstration_loss, model, tokenizer, inputs_of=inputs_of)
+    train(model, looking(rng), loss_of, accuracy, name="learning to look", updates=600, learning_rate=8e-3)
+    train(model, habitual(rng), loss_of, accuracy, name="picking up bad habits", updates=150, learning_rate=2e-3)
     save(folder, model, tokenizer, processor)
