@@ -1,6 +1,7 @@
 # make demo    a tiny model learns that thinking pays, on two CPU cores
 # make demo-pool   the same, but workers draw behind a pool; one is killed on the way
 # make demo-vision   a tiny vision-language model learns to look, in three minutes
+# make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
 # make test    every promise: all tests but the rare ones, and a part of long series; two at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
@@ -14,7 +15,7 @@ READY_TO_TEST := .venv/.ready-to-test
 VLLM ?= .venv-vllm
 READY_VLLM := $(VLLM)/.ready
 
-.PHONY: setup demo demo-pool demo-vision test test-all test-vllm check
+.PHONY: setup demo demo-pool demo-vision demo-tools test test-all test-vllm check
 
 setup: $(READY_TO_TEST)
 
@@ -36,6 +37,9 @@ demo-pool: $(READY)
 
 demo-vision: $(READY)
 	$(BIN)/python -m demo --vision --seed $(SEED)
+
+demo-tools: $(READY)
+	$(BIN)/python -m demo --tools --seed $(SEED)
 
 test: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -n 2 --thin

@@ -3,7 +3,9 @@
     python -m demo               everything; exit code 0 only if the model learned
     python -m demo --pool        the same, but three workers draw while the trainer learns; one is killed
     python -m demo --vision      the same with pictures: a tiny model that can count shapes learns to look
-    python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names, or demo_vision.yaml
+    python -m demo --tools       the same with tools: a tiny model that mostly guesses learns to look things up
+    python -m demo --prepare     only the model and the data that configs/demo_cpu.yaml names, demo_vision.yaml or
+                                 demo_tools.yaml
 
 It runs what a user would run, on two CPU cores: `python -m grpo.launch`, which starts the server and two trainer
 processes. The model and the data are kept for the next time; the training starts anew.
@@ -55,6 +57,7 @@ class Demo:
 
 TEXT = Demo("runs/demo", CONFIG, "can think but seldom does", (0.10, 0.40), 0.90)
 VISION = Demo("runs/demo-vision", "configs/demo_vision.yaml", "can look but mostly guesses", (0.20, 0.50), 0.85)
+TOOLS = Demo("runs/demo-tools", "configs/demo_tools.yaml", "can look up but mostly guesses", (0.10, 0.40), 0.90)
 
 
 class DemoError(RuntimeError):
@@ -67,12 +70,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder of model, data and run (default: runs/demo/seedN)")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--vision", action="store_true", help="let a model count shapes in pictures")
+    kinds.add_argument("--tools", action="store_true", help="let a model look up what only tools know")
     kinds.add_argument("--pool", action="store_true", help="let three workers draw, and kill one on the way")
     parser.add_argument("--prepare", action="store_true", help="build model and data only")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` blocks end the child processes
     sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the programs
-    demo = VISION if arguments.vision else TEXT
+    demo = VISION if arguments.vision else TOOLS if arguments.tools else TEXT
     folder = arguments.folder.absolute() if arguments.folder else Path(f"{demo.folder}/seed{arguments.seed}")
     os.chdir(REPOSITORY)
     start = time.monotonic()
@@ -100,6 +104,8 @@ def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
     if demo is VISION:
         from demo.pictures import write_dataset
         from demo.vision import build
+    elif demo is TOOLS:
+        from demo.tools import build, write_dataset
     else:
         from demo.model import build
         from demo.task import write_dataset
@@ -182,6 +188,9 @@ def report(demo: Demo, folder: Path, building: float, training: float) -> None:
     before, after = rows[0], rows[-1]
     pairs = pair_completions(folder, after["step"])
     print_completions(pairs[:SHOWN])
+    if demo is TOOLS:
+        calls = [f"{row['eval_rewards/right_call_reward/mean']:.3f}" for row in (before, after)]
+        print(f"\nshare of held-out problems with the right call: {' -> '.join(calls)}")
     print(
         f"\nSeconds: {building:.0f} for model and data, {training:.0f} for GRPO with server, start-up and evaluation."
     )
@@ -216,12 +225,22 @@ def question_of(sample: dict) -> str:
 def print_completions(pairs: list[tuple[dict, dict]]) -> None:
     for old, new in pairs:
         print(f"\n{question_of(old)}  (answer: {old['answer']})")
-        columns = [textwrap.wrap(sample["completion"], WIDTH) or [""] for sample in (old, new)]
+        columns = [lines_of(sample) or [""] for sample in (old, new)]
         heads = [f"{name}: {'right' if s['correct'] else 'wrong'}" for name, s in (("before", old), ("after", new))]
         print(f"  {heads[0]:<{WIDTH}}  {heads[1]}")
         for row in range(max(map(len, columns))):
             left, right = (column[row] if row < len(column) else "" for column in columns)
             print(f"  {left:<{WIDTH}}  {right}")
+
+
+def lines_of(sample: dict) -> list[str]:
+    """Return a completion in lines; of one with tools each turn begins a line, and so does each answer."""
+    drawn = iter(sample["completion"].split("\n"))  # no turn of the demo has a line end
+    turns = [
+        f"-> {message['content']}" if message["role"] == "tool" else next(drawn, "")
+        for message in sample.get("messages", [{"role": "assistant"}])
+    ]
+    return [line for turn in turns for line in textwrap.wrap(turn, WIDTH)]
 
 
 if __name__ == "__main__":
