@@ -59,10 +59,14 @@ def _duration(seconds: float) -> str:
 
 
 def _next_commands(run: Run) -> list[str]:
-    folder = shlex.quote(str(run.folder))
+    folder, code = shlex.quote(str(run.folder)), ""
+    if tools := run.settings.get("tools"):
+        code += f" --tools {shlex.join(map(str, tools))}"
+    if environment := run.settings.get("environment"):
+        code += f" --environment {shlex.quote(str(environment))}"
     return [
-        f"talk to it:    python -m grpo.chat --model {folder}/model",
-        f"evaluate it:   python -m grpo.evaluate --model {folder}/model",
+        f"talk to it:    python -m grpo.chat --model {folder}/model{code}",
+        f"evaluate it:   python -m grpo.evaluate --model {folder}/model{code}",
         f"serve it:      as {folder}/model/README.md says",
         f"see its page:  python -m grpo.report {folder}",
     ]

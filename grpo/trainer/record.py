@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Mapping
 from itertools import chain
 from operator import itemgetter
+from typing import Any
 
 from tqdm import tqdm
 
@@ -105,7 +107,7 @@ def record_step(
     if step % SAMPLE_STEPS == 1:
         log.info(
             "step %d, reward %.2f of this completion:\n%s\n%s",
-            *(step, samples[0]["reward"], _shorten(samples[0]["prompt"]), _shorten(samples[0]["completion"])),
+            *(step, samples[0]["reward"], _shorten(samples[0]["prompt"]), _shorten(transcript(samples[0]))),
         )
     if skipped:
         run.recorder.bad_step(step, skipped)
@@ -127,6 +129,21 @@ def record_step(
             "docs/troubleshooting.md",
             *(step - FLAT_STEPS + 1, step, reason, metrics["reward"]),
         )
+
+
+def transcript(sample: Mapping[str, Any]) -> str:
+    """Return a sample's completion; with tools or an environment turn by turn, what was answered in brackets."""
+    if "messages" not in sample:
+        return sample["completion"]
+    lines: list[str] = []
+    for message in sample["messages"]:
+        if message["role"] != "assistant":
+            lines.append(f"[{message.get('name', 'environment')}: {message['content']}]")
+            continue
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        lines += [message["content"]] * bool(message["content"])
+        lines += [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
+    return "\n".join(lines)
 
 
 def _short(metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> str:

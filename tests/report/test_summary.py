@@ -44,3 +44,10 @@ def test_a_run_whose_functions_all_returned_none_has_a_table_without_rewards(tmp
 def test_a_folder_with_a_space_can_be_copied(tmp_path):
     (folder := tmp_path / "my run").mkdir()
     assert write(folder, STEPS)[-1].endswith(f"python -m grpo.report '{folder}'")
+
+
+def test_the_commands_name_the_tools_and_the_environment_of_the_run(tmp_path):
+    (tmp_path / "config.yaml").write_text("tools: [my shop.py:price, shop.py:stock]\nenvironment: game.py:Game\n")
+    talk, evaluate = write(tmp_path, STEPS)[-4:-2]
+    for line in (talk, evaluate):
+        assert line.endswith(f"{tmp_path}/model --tools 'my shop.py:price' shop.py:stock --environment game.py:Game")
