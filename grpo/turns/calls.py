@@ -37,13 +37,13 @@ class Turn:
     """What the policy wrote from one answer to the next."""
 
     content: str
-    """without calls and special tokens"""
+    """without special tokens, and without the calls that can be read"""
     calls: list[Call] = field(default_factory=list)
     reasoning: str = ""
     """what the response template tells apart from the content"""
 
     def to_message(self) -> dict[str, Any]:
-        """Return it as a chat template takes it. A call that cannot be read is not in it."""
+        """Return it as a chat template takes it. A call that cannot be read is a part of its content."""
         calls = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.calls
@@ -110,10 +110,14 @@ class TurnReader:
 def _read_hermes(text: str) -> tuple[str, list[Call]]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after the reasoning."""
     reasoning, mark, rest = text.rpartition("</think>")
-    calls = []
-    for body, end in _HERMES.findall(rest):
+    calls: list[Call] = []
+
+    def take_out(match: re.Match) -> str:
+        body, end = match.groups()
         calls.append(_load_call(body) if end else _failed("the call has no </tool_call>"))
-    return (reasoning + mark + _HERMES.sub("", rest)).strip(), calls
+        return match.group() if calls[-1].error else ""
+
+    return (reasoning + mark + _HERMES.sub(take_out, rest)).strip(), calls
 
 
 def _read_llama3(text: str) -> tuple[str, list[Call]]:
@@ -131,7 +135,7 @@ def _read_llama3(text: str) -> tuple[str, list[Call]]:
             break
         calls.append(_make_call(value))
         body = body[end:].lstrip("; \n")
-    return "", calls
+    return stripped if any(call.error for call in calls) else "", calls
 
 
 def _read_mistral(text: str) -> tuple[str, list[Call]]:
@@ -142,8 +146,9 @@ def _read_mistral(text: str) -> tuple[str, list[Call]]:
     try:
         values = json.loads(body)
     except _NOT_JSON as error:
-        return content.strip(), [_failed(f"the calls are not JSON: {error}")]
-    return content.strip(), [_make_call(value) for value in (values if isinstance(values, list) else [values])]
+        return text.strip(), [_failed(f"the calls are not JSON: {error}")]
+    calls = [_make_call(value) for value in (values if isinstance(values, list) else [values])]
+    return (text if any(call.error for call in calls) else content).strip(), calls
 
 
 _FORMATS = {"hermes": _read_hermes, "llama3_json": _read_llama3, "mistral": _read_mistral}

@@ -102,11 +102,13 @@ def test_a_malformed_call_is_a_call_with_an_error(template, text, error):
     turn = read(text, template)
     assert [error in c.error for c in turn.calls] == [True]
     assert "tool_calls" not in turn.to_message()
+    assert turn.content == text
 
 
 def test_a_good_call_beside_a_malformed_one_is_read():
     turn = read(f"<tool_call>{{</tool_call><tool_call>{ADD_JSON}</tool_call>")
     assert [bool(c.error) for c in turn.calls] == [True, False] and turn.calls[1] == ADD
+    assert turn.content == "<tool_call>{</tool_call>"
 
 
 def test_a_response_template_comes_before_the_formats():
