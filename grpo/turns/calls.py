@@ -15,10 +15,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError
+from grpo.wire.json_fields import find_unrecordable
+from grpo.wire.turns import DEEPEST_ARGUMENTS
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _NOT_JSON = ValueError, RecursionError  # what reading JSON raises, the second where it is too deep
-_DEEPEST = 50  # reward functions get a deep copy of the messages, which takes Python several calls a level
 _UNKNOWN = "unknown"  # the name of a call that has none, as in TRL
 
 
@@ -191,22 +192,9 @@ def _make_call(value: Any) -> Call:
         arguments = {}
     if not isinstance(arguments, dict):
         return _failed("the arguments are no object", value["name"])
-    if _depth(arguments) > _DEEPEST:
-        return _failed(f"the arguments are deeper than {_DEEPEST} lists and objects within each other", value["name"])
-    try:
-        json.dumps([value["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:  # JSON can say \\ud800, and Python's also NaN; neither a record nor a template can
-        return _failed("the call has NaN, Infinity or half of a surrogate pair")
+    if fault := find_unrecordable([value["name"], arguments], DEEPEST_ARGUMENTS + 1):
+        return _failed(f"the call has {fault}", value["name"])
     return Call(value["name"], arguments)
-
-
-def _depth(value: Any) -> int:
-    """Return how many lists and objects are within each other, up to one more than _DEEPEST."""
-    depth, level = 0, [value]
-    while depth <= _DEEPEST and (level := [inner for inner in level if isinstance(inner, dict | list)]):
-        depth += 1
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    return depth
 
 
 def _failed(error: str, name: str = _UNKNOWN) -> Call:

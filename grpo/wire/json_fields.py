@@ -72,6 +72,24 @@ def read_ints(name: str, value: object) -> list[int]:
     return [check_int(name, token, least=0) for token in value]
 
 
+def find_unrecordable(value: Any, deepest: int) -> str:
+    """Return what in a value of JSON no record of a run can hold, nor Python copy; "" where there is nothing.
+
+    That is more than `deepest` lists and objects within each other, or what Python's json takes and others do not.
+    """
+    depth, level = 0, [value]
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
+        depth += 1
+        if depth > deepest:
+            return f"more than {deepest} lists and objects within each other"
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return "NaN, Infinity or half of a surrogate pair"
+    return ""
+
+
 def is_number(value: object) -> bool:
     """Tell whether a value is a finite number."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max

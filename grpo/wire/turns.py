@@ -10,12 +10,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from grpo.wire.errors import malformed
-from grpo.wire.json_fields import check_hex, check_int, check_text, is_number, read_fields, read_json
+from grpo.wire.json_fields import check_hex, check_int, check_text, find_unrecordable, is_number, read_fields, read_json
 
 LONGEST_COLUMNS = 1 << 20
 """most bytes of a row's columns as JSON"""
 LONGEST_OUTCOME = 4 << 20
 """most bytes of an outcome as JSON, which takes many times its size in memory"""
+DEEPEST_ARGUMENTS = 50
+"""most lists and objects within each other in a call's arguments: reward functions get a copy of the messages, which
+takes Python several calls a level"""
+_DEEPEST_MESSAGES = DEEPEST_ARGUMENTS + 5  # the messages, one of them, its calls, one of them, its function
 SETTINGS = (
     *("max_turns", "max_tool_calling_iterations", "max_tool_response_length", "tool_call_parser"),
     "chat_template_kwargs",
@@ -39,7 +43,7 @@ class Outcome:
     """what the environment gives, by the name that it is logged under"""
 
     def to_json(self) -> bytes:
-        """Return it as JSON, in ASCII: a model may write half of a surrogate pair. A reward of NaN is null."""
+        """Return it as JSON. A reward of NaN is null."""
         rewards = {name: None if math.isnan(value) else value for name, value in self.rewards.items()}
         return json.dumps(asdict(self) | {"rewards": rewards}).encode()
 
@@ -52,7 +56,9 @@ class Outcome:
         if not isinstance(outcome.finished, bool):
             raise malformed("finished: send true or false")
         if not (isinstance(outcome.messages, list) and all(map(_is_message, outcome.messages))):
-            raise malformed("messages: send a list of objects, each with a role")
+            raise malformed("messages: send objects with a role and content, where there are calls those of functions")
+        if fault := find_unrecordable(outcome.messages, _DEEPEST_MESSAGES):
+            raise malformed(f"messages: send none that has {fault}")
         check_int("tool_failures", outcome.tool_failures, 0, check_int("tool_calls", outcome.tool_calls, 0))
         if not isinstance(outcome.rewards, dict) or not all(
             value is None or is_number(value) for value in outcome.rewards.values()
@@ -123,4 +129,13 @@ def check_columns(text: str) -> None:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str)
+    """Tell whether a value is one of Outcome.messages."""
+    if not isinstance(value, dict):
+        return False
+    calls = value.get("tool_calls", [])
+    return (
+        value.get("role") in ("assistant", "tool", "user")
+        and isinstance(value.get("content"), str)
+        and isinstance(calls, list)
+        and all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls)
+    )

@@ -90,7 +90,7 @@ def test_calls_are_read_in_the_format_of_the_template(template, text, content, c
         ("qwen2", r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "surrogate"),
         ("qwen2", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN"),
         ("qwen2", f"<tool_call>{'[' * 100_000}</tool_call>", "not JSON"),
-        ("qwen2", f'<tool_call>{{"name": "a", "arguments": {{"a": {"[" * 60}{"]" * 60}}}}}</tool_call>', "deeper"),
+        ("qwen2", f'<tool_call>{{"name": "a", "arguments": {{"a": {"[" * 60}{"]" * 60}}}}}</tool_call>', "than 51"),
         ("llama", '{"name": "add", "parameters": ' + "[" * 100_000, "not JSON"),
         ("llama", '{"name": "add", "parameters": {', "not JSON"),
         ("llama", "<|python_tag|>print(3)", "not JSON"),

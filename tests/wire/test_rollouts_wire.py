@@ -40,8 +40,11 @@ SETTINGS = {
 TURNS = RunTurns.of([SCHEMA], "games/guess.py:Guess", ["Guess"], **SETTINGS)
 WITH_TURNS = replace(RUN, max_completion_length=6, turns=TURNS)
 NAN = math.nan
-SAID = [{"role": "assistant", "content": "é", "tool_calls": [{"function": {"name": "add"}}]}, {"role": "tool"}]
-OUTCOMES = [Outcome(True, SAID, 2, 1, {"Guess": 0.5}), Outcome(False, [{"role": "assistant", "content": "\ud800"}])]
+CALL = {"role": "assistant", "content": "é", "tool_calls": [{"function": {"name": "add"}}]}
+OUTCOMES = [
+    Outcome(True, [CALL, {"role": "tool", "content": ""}], 2, 1, {"Guess": 0.5}),
+    Outcome(False, [{"role": "assistant", "content": "\U0001f600"}]),
+]
 ANSWERED = Drawn(
     5,
     0,
@@ -139,13 +142,30 @@ def test_damaged_masks_are_refused(tensor, value, says):
     assert refusal.value.status == 400
 
 
+def nested(depth):
+    return {"arguments": nested(depth - 1)} if depth else 1
+
+
+def test_the_deepest_call_comes_back():
+    # As many levels as a call may have: with its name, its arguments are 50 deep.
+    deep = replace(OUTCOMES[1], messages=[CALL | {"tool_calls": [{"function": nested(51)}]}])
+    assert Outcome.of_json(deep.to_json()) == deep
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"finished": 1}, "send true or false"),
-        ({"messages": [{"content": "a"}]}, "each with a role"),
-        ({"messages": [{"role": 1}]}, "each with a role"),
-        ({"messages": {}}, "each with a role"),
+        ({"messages": [{"content": "a"}]}, "with a role and content"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "with a role and content"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "with a role and content"),
+        ({"messages": [{"role": "user", "content": None}]}, "with a role and content"),
+        ({"messages": [CALL | {"tool_calls": None}]}, "calls those of functions"),
+        ({"messages": [CALL | {"tool_calls": [{"name": "add"}]}]}, "calls those of functions"),
+        ({"messages": {}}, "with a role and content"),
+        ({"messages": [CALL | {"content": "\ud800"}]}, "half of a surrogate pair"),
+        ({"messages": [CALL | {"name": NAN}]}, "send none that has NaN"),
+        ({"messages": [CALL | {"tool_calls": [{"function": nested(52)}]}]}, "more than 55 lists and objects"),
         ({"tool_calls": -1}, "tool_calls '-1'"),
         ({"tool_failures": 3}, "tool_failures '3': send an integer from 0 to 2"),
         ({"tool_calls": 2**31}, "tool_calls"),
