@@ -223,7 +223,8 @@ def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms
 
 
 def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups: int, copies: int) -> Terms:
-    """Return the higher of the prompts' forward pass and that of the last token (grpo/rollouts/rows.py)."""
+    """Return the highest of the prompts' forward pass, that of answers of tools or an environment, and that of the last
+    token (grpo/rollouts/rows.py)."""
     config, (_, keys), item = work.config, attention_widths(model), model.dtype.itemsize
     text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
     prompt, completion = work.longest_prompt, config.max_completion_length
@@ -251,21 +252,30 @@ def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups
     if rows < groups * copies:  # prompts that follow the first ones find the rows there
         first |= {"KV cache": prompts + text.num_hidden_layers * own} | recorded
     # A layer's tokens are copied when there is room for more.
-    last = {"KV cache": prompts + text.num_hidden_layers * own + int(own / GROW)} | step | recorded
-    return max(first, last, key=total)
+    full = {"KV cache": prompts + text.num_hidden_layers * own + int(own / GROW)}
+    passes = [first, full | step | recorded]
+    if config.has_turns:  # one long answer alone, or shorter ones together
+        fed = min(rows * completion, max(completion, PREFILL_TOKENS))
+        answers = {"answers": activations(model, fed, prompt + completion, device_type)}
+        passes.append(full | answers | beside_products(model, config.quantization, fed) | recorded)
+    return max(passes, key=total)
 
 
 def _generate(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
-    """Return the higher of the prompts' forward pass and that of the last token, by transformers' generate."""
+    """Return the higher of the prompts' forward pass and that of the last token, by transformers' generate.
+
+    With tools or an environment a prompt's pass may have all of its completion but a token, too.
+    """
     (queries, keys), item, prompt = attention_widths(model), model.dtype.itemsize, work.longest_prompt
     layers, vocabulary = model.config.get_text_config().num_hidden_layers, len(model.get_output_embeddings().weight)
     cache = 2 * layers * keys * work.rows * item  # for one token of every sequence
-    tokens = work.rows * prompt  # each completion's prompt by itself
+    context = work.sequence if work.config.has_turns else prompt
+    tokens = work.rows * context  # each completion's prompt by itself
     products = beside_products(model, work.config.quantization, tokens)
     pictures = work.pictures(work.rows)
     first = {
-        "KV cache": cache * prompt,
-        "prompts": activations(model, tokens, prompt, device_type, padded=True, pictures=pictures),
+        "KV cache": cache * context,
+        "prompts": activations(model, tokens, context, device_type, padded=True, pictures=pictures),
     }
     # A layer's keys are made anew to take a token in; transformers before 5.23 repeats them for all heads.
     again = (2 * queries if queries > keys else keys) * work.rows * work.sequence * item

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
+from scripted_turns import Scripted
 
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
@@ -20,6 +21,7 @@ from grpo.model.memory import MIB, LiveTensors, Memory, total
 from grpo.model.tree_attention import switch_on
 from grpo.rollouts.continuous import ContinuousSampler
 from grpo.rollouts.graphs import StepGraphs
+from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
 from grpo.trainer.memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 
@@ -97,6 +99,27 @@ def test_sampling_holds_as_much_for_four_times_as_many_completions(graphs):
         on_meta(shape, torch.float32).eval(), RankWork(config, 1, 64, 0), {"zero_optimization": {}}, "cpu"
     )
     assert 0.97 * peaks[1] < memory.tensors(SAMPLING) - total(memory.standing) < 1.25 * peaks[1]
+
+
+@pytest.mark.parametrize("sampler", ["continuous", "generate"])
+def test_sampling_with_long_answers_holds_what_is_predicted(sampler):
+    """Live tensors where each row is fed an answer that is much longer than its prompt."""
+    shape, rows, tokens = qwen(2, 512, **SMALL), 8, 256
+    model, ends = random_model(shape), [*range(512)]  # every segment is a token
+    switch_on(model, "segments")
+    turns = Scripted(ends, lambda drawn, turn: [7] * 250 if turn == 0 else None)
+    arguments = model, NoText(), ends, tokens, rows, None, turns
+    drawing = LocalSampler(*arguments) if sampler == "generate" else ContinuousSampler(*arguments, longest_packed=2**31)
+    with LiveTensors(model) as live:
+        drawing.sample([Example(place, "", [3 + place] * 16, {}) for place in range(2)], 4, 1.0, seed=0)
+    settings = dict(prompts_per_step=2, num_generations=4, sequences_per_generate=rows, sampler=sampler)
+    predicted = {}
+    for name, tools in {"with": ["tests/callers.py:price"], "without": []}.items():
+        config = TrainerConfig(max_completion_length=tokens, tools=tools, **settings)
+        work = RankWork(config, 1, 16, 0)
+        memory = rank_memory(on_meta(shape, torch.float32).eval(), work, {"zero_optimization": {}}, "cpu")
+        predicted[name] = memory.tensors(SAMPLING) - total(memory.standing)
+    assert predicted["without"] < 0.9 * live.most < predicted["with"] < 1.25 * live.most
 
 
 def test_an_offloaded_optimizer_leaves_the_card_for_the_machines_memory():
