@@ -61,11 +61,11 @@ def run(config: EvaluateConfig) -> None:
     processor = load_processor(config, settings, tokenizer)
     check_lengths(config, settings)
     turns = start_turns(config, tokenizer, load_end_ids(config, settings, tokenizer))
-    of_environment = {} if turns is None else turns.rewards
-    check_verdicts(config, join_rewards(functions, of_environment))
+    rewards = join_rewards(functions, {} if turns is None else turns.rewards)
+    check_verdicts(config, rewards)
     examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor, turns)
     check_reward_columns(config, examples)
-    rewarder = Rewarder(functions, start_rewards(functions, config, device, "evaluate"), config, of_environment)
+    rewarder = Rewarder(rewards, start_rewards(functions, config, device, "evaluate"), config)
     model = load_model(config, device)
     longest_packed = 0
     if config.sampler != "generate":

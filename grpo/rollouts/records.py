@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from grpo.wire.pictures import PicturedPrompt, pictures_of
 from grpo.wire.rewards import Message
-from grpo.wire.turns import Outcome
+from grpo.wire.turns import Outcome, cut_segments
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,7 @@ class Rollout:
     @property
     def turns(self) -> int:
         """the number of segments that the sampler drew, with an answer between each two"""
-        if self.drawn is None:
-            return 1
-        return sum(now and not before for before, now in pairwise([False, *self.drawn]))
+        return sum(is_drawn for is_drawn, _ in cut_segments(self.completion_ids, self.drawn))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from itertools import groupby
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.rollouts.records import Example, Outcome, Rollout
+from grpo.wire.turns import cut_segments
 
 
 class Dialogue(Protocol):
@@ -80,10 +80,7 @@ def make_rollout(
 
     Its text is that of the segments that were drawn, a line or more each; special tokens are left out.
     """
-    segments = [ids]
-    if drawn is not None:
-        runs = groupby(zip(ids, drawn, strict=True), key=lambda pair: pair[1])
-        segments = [[token for token, _ in run] for is_drawn, run in runs if is_drawn]
+    segments = [segment for is_drawn, segment in cut_segments(ids, drawn) if is_drawn]
     text = "\n".join(tokenizer.decode(segment, skip_special_tokens=True) for segment in segments)
     finished = ids[-1] in eos_token_ids if outcome is None else outcome.finished
     return Rollout(ids, finished, text, logprobs, policy_version, drawn, outcome)

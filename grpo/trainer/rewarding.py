@@ -25,18 +25,13 @@ class Rewarder:
 
     def __init__(
         self,
-        loaded: Mapping[str, Callable | str],
+        rewards: Mapping[str, Any],
         started: dict[str, Callable | RewardScorer],
         config: RewardedConfig,
-        of_environment: Mapping[str, Any] | None = None,
     ):
-        """`loaded` are the functions as load_reward_funcs returns them, `started` the same as start_rewards does, and
-        `of_environment` the environment's class by the name of each reward that it gives, None without one.
-
-        Raises ConfigError as join_rewards.
-        """
-        self._started, self._config, self._of_environment = started, config, [*(of_environment or {})]
-        rewards, weights = join_rewards(loaded, of_environment or {}), [*config.reward_weights]
+        """`rewards` are those of join_rewards, `started` those of the functions as start_rewards returns them."""
+        self._started, self._config, weights = started, config, [*config.reward_weights]
+        self._of_environment = [name for name in rewards if name not in started]
         self.names = reward_names(rewards, config)
         self.weights = torch.tensor(weights + [1.0] * (len(self.names) - len(weights)), dtype=torch.float64)
         self.verdicts = verdicts(rewards)

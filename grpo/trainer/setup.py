@@ -214,7 +214,7 @@ def set_up(
         reference = client.wait_ready(any_version)
     pool = connect(config, folder.name) if config.pool else None
     started = start_rewards(inputs.reward_funcs, config, device, folder.name)
-    rewarder = Rewarder(inputs.reward_funcs, started, config, inputs.turns and inputs.turns.rewards)
+    rewarder = Rewarder(inputs.rewards, started, config)
 
     log.info("loading %s", config.model_name_or_path)
     model = load_model(config, device)

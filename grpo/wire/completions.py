@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Sequence
 from itertools import compress, groupby
-from operator import itemgetter
 
 from grpo.wire.errors import ProtocolError
 from grpo.wire.rollouts import Drawn, RunInfo, Task
-from grpo.wire.turns import Outcome, RunTurns
+from grpo.wire.turns import Outcome, RunTurns, cut_segments
 
 
 def check_drawn(drawn: Drawn, run: RunInfo, task: Task, known: Container[int] = ()) -> None:
@@ -32,7 +31,7 @@ def check_drawn(drawn: Drawn, run: RunInfo, task: Task, known: Container[int] = 
             raise wrong(f"token ids go from {min(ids)} to {max(ids)}: the vocabulary is 0 to {run.vocab_size - 1}")
         if len(ids) > run.max_completion_length:
             raise wrong(f"a completion has {len(ids)} tokens: max_completion_length is {run.max_completion_length}")
-        segments = [(True, ids)] if drawn.drawn is None else cut_segments(ids, mask)
+        segments = cut_segments(ids, mask)
         if not all(eos.isdisjoint(segment[:-1]) for is_drawn, segment in segments if is_drawn):
             raise wrong("a completion goes on after an eos")
         if not (mask[0] and mask[-1] and all(segment[-1] in eos for is_drawn, segment in segments[:-1] if is_drawn)):
@@ -52,12 +51,6 @@ def check_drawn(drawn: Drawn, run: RunInfo, task: Task, known: Container[int] = 
             raise wrong(f"drawn by versions {_spans(versions)}: the task takes {task.version} and later ones, in order")
         elif unknown := {version for version in versions if version not in known}:
             raise wrong(f"drawn by version {min(unknown)}, which is not here")
-
-
-def cut_segments(ids: Sequence[int], drawn: Sequence[bool]) -> list[tuple[bool, list[int]]]:
-    """Cut a completion where the policy and what answers it take turns: whether drawn, and the ids, of each part."""
-    parts = groupby(zip(drawn, ids, strict=True), key=itemgetter(0))
-    return [(is_drawn, [token for _, token in part]) for is_drawn, part in parts]
 
 
 def _check_outcome(

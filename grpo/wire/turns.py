@@ -7,6 +7,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from grpo.wire.errors import malformed
@@ -119,6 +121,17 @@ class RunTurns:
         if not isinstance(turns.chat_template_kwargs, dict | None):
             raise malformed("chat_template_kwargs: send an object or null")
         return turns
+
+
+def cut_segments(ids: Sequence[int], drawn: Sequence[bool] | None) -> list[tuple[bool, list[int]]]:
+    """Cut a completion where the policy and what answers it take turns: whether drawn, and the ids, of each part.
+
+    `drawn` has for each id whether the policy drew it; None is all of them.
+    """
+    if drawn is None:
+        return [(True, [*ids])]
+    parts = groupby(zip(drawn, ids, strict=True), key=itemgetter(0))
+    return [(is_drawn, [token for _, token in part]) for is_drawn, part in parts]
 
 
 def check_columns(text: str) -> None:

@@ -43,7 +43,7 @@ def compute(rewarder: Rewarder, rollouts=tuple(ROLLOUTS)) -> list[list[float]]:
 
 def test_an_environments_reward_follows_those_of_the_functions():
     functions = {"length": length}
-    rewarder = Rewarder(functions, functions, config("length"), {"Game": Game})
+    rewarder = Rewarder(join_rewards(functions, {"Game": Game}), functions, config("length"))
     assert (rewarder.names, rewarder.weights.tolist()) == (["length", "Game"], [0.5, 1.0])
     by_function = compute(rewarder)
     np.testing.assert_array_equal(by_function, [[3, 2, 1, 1], [3, math.nan, math.nan, -1]])
@@ -53,7 +53,7 @@ def test_an_environments_reward_follows_those_of_the_functions():
 
 def test_an_environment_alone_is_enough_and_the_punishment_counts_its_answers_too():
     settings = config(max_completion_length=10, soft_punish_cache=4)
-    rewarder = Rewarder({}, {}, settings, {"Game": Game})
+    rewarder = Rewarder({"Game": Game}, {}, settings)
     assert (rewarder.names, rewarder.weights.tolist()) == (["Game", "soft_overlong_punishment"], [1.0, 1.0])
     rollouts = [rollout("a", answers, Game=1.0) for answers in (0, 4, 6, 8)]
     assert compute(rewarder, rollouts) == [[1.0] * 4, [0.0, 0.0, -0.5, -1.0]]
@@ -75,4 +75,4 @@ def test_evaluation_knows_what_an_environment_declares():
 
 def test_a_function_and_an_environment_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="^reward_funcs='Game': the environment gives a reward of this name too"):
-        Rewarder({"Game": length}, {"Game": length}, config("Game"), {"Game": Game})
+        join_rewards({"Game": length}, {"Game": Game})

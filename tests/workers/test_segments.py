@@ -11,8 +11,9 @@ from stored import TURNS
 
 from grpo.rewards.functions import RewardError
 from grpo.rollouts.records import Outcome
-from grpo.wire.completions import check_drawn, cut_segments
+from grpo.wire.completions import check_drawn
 from grpo.wire.rollouts import RunInfo, Task
+from grpo.wire.turns import cut_segments
 from grpo.workers.segments import draw_in_turns
 from grpo.workers.turns import WorkerTurns
 

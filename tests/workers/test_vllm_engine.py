@@ -31,8 +31,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.wire.completions import check_drawn, cut_segments
+from grpo.wire.completions import check_drawn
 from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+from grpo.wire.turns import cut_segments
 from grpo.workers import vllm_process
 from grpo.workers.engine import EngineError
 from grpo.workers.turns import WorkerTurns
