@@ -15,10 +15,12 @@ JSON object is then a row of a dataset: its `question` or `prompt` is asked, and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,9 @@ from grpo.model.answering import model_settings
 from grpo.rewards.functions import RewardError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grpo.model.pictures import Vision
     from grpo.rollouts.records import Example, Rollout
     from grpo.rollouts.turns import Turns
 
@@ -93,7 +98,16 @@ def talk(config: ChatConfig, interactive: bool) -> None:
 class Answerer:
     """What draws and prints answers: the model, and what answers it between its turns."""
 
-    def __init__(self, config: ChatConfig, model, tokenizer, end_ids: list[int], vision, turns: Turns | None):
+    def __init__(
+        self,
+        config: ChatConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: list[int],
+        vision: Vision | None,
+        turns: Turns | None,
+    ):
+        """`end_ids`: the ids that end a turn of the model. `turns` is None where nothing answers it."""
         self._config, self._model, self._tokenizer, self._end_ids = config, model, tokenizer, end_ids
         self._vision, self._turns = vision, turns
 
@@ -103,32 +117,33 @@ class Answerer:
         It ends where `stopped` has something in it: then it has no outcome. Raises RewardError where the environment
         fails.
         """
-        from dataclasses import replace
-
-        from grpo.rollouts.records import Rollout
+        from grpo.rollouts.turns import make_rollout
         from grpo.wire.pictures import with_more
 
         if self._turns is None:
             return self._draw(example, limit, seed, stopped)
-        dialogue, ids, texts, shown = self._turns.begin(example), [], [], 0
+        dialogue, shown = self._turns.begin(example), 0
+        ids: list[int] = []
+        drawn: list[bool] = []
         try:
-            while True:
+            for turn in itertools.count():
                 longer = replace(example, prompt_ids=with_more(example.prompt_ids, ids))
-                turn = self._draw(longer, limit - len(ids), seed + (len(texts) << 32), stopped)
-                ids += turn.completion_ids
-                texts.append(turn.text)
-                if stopped:
-                    return Rollout(ids, False, "\n".join(texts), [], 0)
-                awaited = dialogue.answer(turn.completion_ids, limit - len(ids))
+                # Other random numbers for each turn.
+                segment = self._draw(longer, limit - len(ids), seed + (turn << 32), stopped).completion_ids
+                ids += segment
+                drawn += [True] * len(segment)
+                awaited = None if stopped else dialogue.answer(segment, limit - len(ids))
                 if awaited is None or (answer := awaited.result()) is None:
-                    return Rollout(ids, dialogue.outcome.finished, "\n".join(texts), [], 0, outcome=dialogue.outcome)
+                    break
                 ids += answer
+                drawn += [False] * len(answer)
                 for message in dialogue.messages[shown:]:
                     if message["role"] != "assistant":
                         print(f"[{message.get('name', 'environment')}: {message['content']}]", flush=True)
                 shown = len(dialogue.messages)
         finally:
             dialogue.close()
+        return make_rollout(self._tokenizer, self._end_ids, ids, [], 0, drawn, dialogue.outcome)
 
     def _draw(self, example: Example, room: int, seed: int, stopped: list[int]) -> Rollout:
         from grpo.rollouts.local import LocalSampler
