@@ -26,8 +26,8 @@ class TurnsCodeSection(Section):
     )
     tool_timeout: float | None = option(
         None,
-        "seconds that a call of a tool or environment may take: they run in other processes, and are killed if they "
-        "hang; unset runs them in this process",
+        "seconds that a call of a tool or environment may take: all but async tools run in other processes, which are "
+        "killed if they hang; unset runs them in this process",
         above=0,
     )
 

@@ -146,9 +146,8 @@ def _open(path: str, setting: str) -> sqlite3.Connection:
             kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
             connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
         _check_kind(setting, connection)
-        if "columns" not in {
-            row[1] for row in connection.execute("PRAGMA table_info(tasks)")
-        }:  # from before there were
+        names = {row[1] for row in connection.execute("PRAGMA table_info(tasks)")}
+        if "columns" not in names:  # a file from before there were any
             connection.execute("ALTER TABLE tasks ADD COLUMN columns TEXT NOT NULL DEFAULT ''")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
