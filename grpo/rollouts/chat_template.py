@@ -82,7 +82,7 @@ def render_prompt(
     """
     messages = chat_messages(prompt, system_prompt)
     in_parts = place_pictures(messages, pictures)
-    given = (template_kwargs or {}) | ({"tools": tools} if tools else {})
+    template_kwargs = (template_kwargs or {}) | ({"tools": tools} if tools else {})
     forms = [in_parts] if pictures else [text_of_messages(messages), in_parts]
     continued = messages[-1]["role"] == "assistant"
     if tokenizer.chat_template is None:
@@ -102,7 +102,7 @@ def render_prompt(
             tokenize=False,
             add_generation_prompt=not continued,
             continue_final_message=continued,
-            **given,
+            **template_kwargs,
         )
 
     errors: list[Exception] = []

@@ -14,7 +14,8 @@ class Sampler(Protocol):
     A completion is drawn token by token from softmax(logits / temperature) over the whole vocabulary: no top-k or
     top-p, no penalty, no minimum length. This is the distribution that the loss scores. It ends with its first eos, or
     without one at the sampler's largest length. A `Rollout` has the ids that were drawn, never ids of re-tokenised
-    text, and the log-prob that each id had when it was drawn (NaN where the sampler does not know it).
+    text, and the log-prob that each id had when it was drawn (NaN where the sampler does not know it). Where something
+    answers the policy (grpo/rollouts/turns.py), a completion goes on after an eos with the ids of the answer.
 
     `Rounds` (grpo/trainer/round.py) calls `update_weights` and `sample` in every round. The trainer calls
     `update_weights` before each evaluation too, and `evaluate` then calls `greedy` and `sample`.

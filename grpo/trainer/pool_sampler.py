@@ -61,7 +61,7 @@ def connect(config: TrainerConfig, name: str) -> PoolClient:
     return pool
 
 
-def check_columns(config: TrainerConfig, examples: Iterable[Example]) -> None:
+def check_rows(config: TrainerConfig, examples: Iterable[Example]) -> None:
     """Raise ConfigError where a row cannot be sent to the environments of a pool's workers."""
     if config.sampler != "pool" or config.environment is None:
         return

@@ -61,8 +61,8 @@ class Rewarder:
         return by_function
 
     def _given_by_environment(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        given = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]
-        rows = [[rewards.get(name, np.nan) for rewards in given] for name in self._of_environment]
+        of_rollouts = [{} if rollout.outcome is None else rollout.outcome.rewards for rollout in rollouts]
+        rows = [[rewards.get(name, np.nan) for rewards in of_rollouts] for name in self._of_environment]
         return torch.tensor(rows, dtype=torch.float64)
 
     def is_correct(self, by_function: np.ndarray) -> np.ndarray:

@@ -54,7 +54,7 @@ from grpo.run.watchdog import Watchdog
 from grpo.trainer.engine import Ranks, engine_config, start_engine
 from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.pool_run import PoolRun
-from grpo.trainer.pool_sampler import PoolSampler, check_columns, connect
+from grpo.trainer.pool_sampler import PoolSampler, check_rows, connect
 from grpo.trainer.publish_policy import PolicyPublisher
 from grpo.trainer.publish_weights import WeightPublisher, has_begun
 from grpo.trainer.replay import Replay
@@ -172,7 +172,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
         config.sampler,
         "a pool brings workers no pictures, and the dataset has some: use continuous",
     )
-    check_columns(config, examples)
+    check_rows(config, examples)
     stream = PromptStream(examples, config.prompts_per_step, config.seed)
     held_out = []
     if config.eval_steps:

@@ -77,10 +77,10 @@ class UserDialogue:
         async with self._order:
             with PRINTS.limited():
                 try:
-                    said = await instance.reset(example.columns)
+                    observation = await instance.reset(example.columns)
                 except CallLost:
                     return  # the first answer ends the completion
-                check_observation(self._setup.environment, said, example)
+                check_observation(self._setup.environment, observation, example)
 
     async def _answer(self, turn: Turn, is_whole: bool, room: int) -> list[int] | None:
         if self._reset is not None:

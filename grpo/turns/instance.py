@@ -93,11 +93,15 @@ class Instance:
         return f"environment={self._environment.name!r}: "
 
 
-def check_observation(environment: EnvironmentClass, said: str, example: Example) -> None:
-    """Raise RewardError unless the prompt has what `reset` says to the completion's instance."""
-    asked = [message["content"].rstrip() for message in example.messages]
-    if asked and not any(content.endswith(said.rstrip()) for content in asked):
+def check_observation(environment: EnvironmentClass, observation: str, example: Example) -> None:
+    """Raise RewardError unless the prompt has what `reset` says to the completion's instance.
+
+    An example without messages, a worker's, is not checked: its text is what a chat template has made of them.
+    """
+    contents = [message["content"].rstrip() for message in example.messages]
+    if contents and not any(content.endswith(observation.rstrip()) for content in contents):
         raise RewardError(
-            f"environment={environment.name!r}: reset said {said[:200]!r} to a completion, and something else as the "
-            "data was read: what it says must follow from the row alone: draw random numbers from a seed in the row"
+            f"environment={environment.name!r}: reset said {observation[:200]!r} to a completion, and something else "
+            "as the data was read: what it says must follow from the row alone: draw random numbers from a seed in "
+            "the row"
         )

@@ -52,10 +52,10 @@ class Session:
 
     def _call(self, task: str, *arguments: Any) -> Any:
         match task, arguments:
-            case "tool", (name, given):
-                return self._functions[name](**given)
-            case "method", (name, given):
-                return getattr(self._instance, name)(**given)
+            case "tool", (name, values):
+                return self._functions[name](**values)
+            case "method", (name, values):
+                return getattr(self._instance, name)(**values)
             case "reset", (columns,):
                 self._instance = self._environment.type()
                 return self._reset(copy.deepcopy(columns))  # of an EncodedPicture the copy is a PIL image

@@ -17,7 +17,7 @@ from grpo.pool.store import Store
 from grpo.rollouts.prompts import PromptStream
 from grpo.rollouts.records import Example
 from grpo.trainer.engine import Ranks
-from grpo.trainer.pool_sampler import PoolSampler, check_columns
+from grpo.trainer.pool_sampler import PoolSampler, check_rows
 from grpo.wire.rollout_tensors import decode_drawn
 from grpo.wire.turns import LONGEST_COLUMNS
 
@@ -94,9 +94,9 @@ def test_a_task_has_its_row_and_a_rollout_its_segments(settings, ranks, tokenize
 
 def test_rows_that_no_environment_of_a_worker_can_have_are_refused_at_the_start(settings):
     day, config = datetime.date(2026, 11, 23), settings()
-    check_columns(config, [example(0, text="é", numbers=[1, None, float("nan")], more={"a": True})])
+    check_rows(config, [example(0, text="é", numbers=[1, None, float("nan")], more={"a": True})])
     with pytest.raises(ConfigError, match=r"^environment='.*': .* row 1 \(from 0\) has what is no JSON \(.*date"):
-        check_columns(config, [example(0), example(1, day=day)])
+        check_rows(config, [example(0), example(1, day=day)])
     with pytest.raises(ConfigError, match=r"row 0 \(from 0\) has [\d,]* bytes as JSON, and 1,048,576 are the most"):
-        check_columns(config, [example(0, text="x" * LONGEST_COLUMNS)])
-    check_columns(parse_arguments(TrainerConfig, "", ["--environment", config.environment]), [example(1, day=day)])
+        check_rows(config, [example(0, text="x" * LONGEST_COLUMNS)])
+    check_rows(parse_arguments(TrainerConfig, "", ["--environment", config.environment]), [example(1, day=day)])
