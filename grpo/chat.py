@@ -117,7 +117,7 @@ class Answerer:
         It ends where `stopped` has something in it: then it has no outcome. Raises RewardError where the environment
         fails.
         """
-        from grpo.rollouts.turns import make_rollout
+        from grpo.rollouts.turns import make_rollout, show_answer
         from grpo.wire.pictures import with_more
 
         if self._turns is None:
@@ -139,7 +139,7 @@ class Answerer:
                 drawn += [False] * len(answer)
                 for message in dialogue.messages[shown:]:
                     if message["role"] != "assistant":
-                        print(f"[{message.get('name', 'environment')}: {message['content']}]", flush=True)
+                        print(show_answer(message), flush=True)
                 shown = len(dialogue.messages)
         finally:
             dialogue.close()

@@ -10,7 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config.generation import ChatConfig
 from grpo.model.pictures import PictureProcessor
-from grpo.rollouts.chat_template import PictureCountError, place_pictures, render_prompt, tokenize_prompt
+from grpo.rollouts.chat_template import (
+    PictureCountError,
+    add_observation,
+    place_pictures,
+    render_prompt,
+    tokenize_prompt,
+)
 from grpo.rollouts.pictures import encode_picture
 from grpo.rollouts.records import Example, Rollout
 from grpo.rollouts.turns import Turns
@@ -63,8 +69,8 @@ class Conversation:
         RewardError where the environment fails."""
         question, columns, tools = line, {}, None
         if self._turns is not None:
-            question, columns = row_of(line)
-            question += self._turns.observe(columns)
+            question, columns = _row_of(line)
+            question = add_observation(question, self._turns.observe(columns))
             tools = self._turns.tools
         if not self._config.keep_history:
             self._messages, self._pictures = [], []
@@ -101,7 +107,7 @@ class Conversation:
             self._messages += answer.outcome.messages
 
 
-def row_of(line: str) -> tuple[str, dict[str, Any]]:
+def _row_of(line: str) -> tuple[str, dict[str, Any]]:
     """Return the question of a line, and the columns of its row where the line is a JSON object."""
     try:
         columns = json.loads(line)

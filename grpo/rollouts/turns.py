@@ -6,7 +6,7 @@ the completion, and the policy draws on after them. Token ids stay the truth: no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -65,6 +65,11 @@ def close_all(dialogues: Iterable[Dialogue]) -> None:
     with ExitStack() as stack:
         for dialogue in dialogues:
             stack.callback(dialogue.close)
+
+
+def show_answer(message: Mapping[str, Any]) -> str:
+    """Return a message of a tool or an environment as people are shown it between what the policy wrote."""
+    return f"[{message.get('name', 'environment')}: {message['content']}]"
 
 
 def make_rollout(

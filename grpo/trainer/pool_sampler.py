@@ -67,7 +67,7 @@ def check_rows(config: TrainerConfig, examples: Iterable[Example]) -> None:
         return
     for example in examples:
         try:
-            size = len(columns_as_json(example))
+            size = len(_columns_as_json(example))
             fault = f"{size:,} bytes as JSON, and {LONGEST_COLUMNS:,} are the most" if size > LONGEST_COLUMNS else ""
         except (TypeError, ValueError) as error:
             fault = f"what is no JSON ({error})"
@@ -76,11 +76,6 @@ def check_rows(config: TrainerConfig, examples: Iterable[Example]) -> None:
                 f"environment={config.environment!r}: workers get the columns of a row as JSON, and row "
                 f"{example.index} (from 0) has {fault}: mend the dataset, or use sampler continuous"
             )
-
-
-def columns_as_json(example: Example) -> str:
-    """Return the columns that an environment is reset with. Raises TypeError or ValueError where one is no JSON."""
-    return json.dumps(example.columns)
 
 
 class PoolSampler(Sampler):
@@ -166,7 +161,7 @@ class PoolSampler(Sampler):
     def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
         """Put the tasks of these groups of round `number`."""
         version = self._config.version_of_round(number)
-        columns_of = columns_as_json if self._config.environment is not None else lambda example: ""
+        columns_of = _columns_as_json if self._config.environment is not None else lambda example: ""
         tasks = [
             Task(group, attempt, version, row.prompt_ids, columns_of(row))
             for group, row in zip(ids, examples, strict=True)
@@ -207,3 +202,8 @@ class PoolSampler(Sampler):
         if self._ranks.rank != 0:
             return nullcontext()
         return logged_wait(f"round {self._round}", self._source.url, self._source.status, self._round)
+
+
+def _columns_as_json(example: Example) -> str:
+    """Return the columns that an environment is reset with. Raises TypeError or ValueError where one is no JSON."""
+    return json.dumps(example.columns)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from grpo.rewards.functions import TrainerState
 from grpo.rollouts.records import StepBatch
+from grpo.rollouts.turns import show_answer
 from grpo.run.collective import gather
 from grpo.run.recorder import BAD_STEPS
 from grpo.trainer.evaluation import evaluate, with_pictures
@@ -138,7 +139,7 @@ def transcript(sample: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for message in sample["messages"]:
         if message["role"] != "assistant":
-            lines.append(f"[{message.get('name', 'environment')}: {message['content']}]")
+            lines.append(show_answer(message))
             continue
         calls = [call["function"] for call in message.get("tool_calls", ())]
         lines += [message["content"]] * bool(message["content"])

@@ -81,7 +81,7 @@ class Session:
     def _make_reply(self, task: str, returned: Any) -> Reply:
         match task:
             case "tool" | "method":
-                return {"text": self._cut(to_text(returned)), "failed": False}
+                return {"text": self._cut(_to_text(returned)), "failed": False}
             case "reset":
                 return {"text": clean(read_observation(returned))}
             case "step":
@@ -104,7 +104,7 @@ class Session:
         return clean(text)
 
 
-def to_text(returned: Any) -> str:
+def _to_text(returned: Any) -> str:
     """Return what a tool returned as text: JSON, unless it is text."""
     if isinstance(returned, str):
         return returned

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError
-from grpo.config.generation import AnswerSection
 from grpo.config.turns import TurnsSection
 from grpo.rewards.event_loop import run_in_loop
 from grpo.rewards.functions import RewardError
@@ -41,10 +40,8 @@ def start_turns(
 class UserTurns:
     """The user's tools and environment, in all completions of a run: Turns of grpo/rollouts/turns.py."""
 
-    def __init__(
-        self, config: TurnsSection | AnswerSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
-    ):
-        """Raises what `start_turns` raises."""
+    def __init__(self, config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
+        """Take the arguments of `start_turns`, and raise what it raises."""
         loaded = load_tools(config.tools)
         environment = EnvironmentClass(config.environment) if config.environment else None
         tools = {name: tool for name, (tool, _) in loaded.items()}

@@ -58,7 +58,9 @@ class Outcome:
         if not isinstance(outcome.finished, bool):
             raise malformed("finished: send true or false")
         if not (isinstance(outcome.messages, list) and all(map(_is_message, outcome.messages))):
-            raise malformed("messages: send objects with a role and content, where there are calls those of functions")
+            raise malformed("messages: send objects with a role and content, and calls with name and arguments")
+        if not outcome.messages or outcome.messages[0]["role"] != "assistant":
+            raise malformed("messages: send at first what the model wrote, by the assistant")
         if fault := find_unrecordable(outcome.messages, _DEEPEST_MESSAGES):
             raise malformed(f"messages: send none that has {fault}")
         check_int("tool_failures", outcome.tool_failures, 0, check_int("tool_calls", outcome.tool_calls, 0))
@@ -149,6 +151,11 @@ def _is_message(value: object) -> bool:
     return (
         value.get("role") in ("assistant", "tool", "user")
         and isinstance(value.get("content"), str)
+        and isinstance(value.get("name", ""), str)
         and isinstance(calls, list)
-        and all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls)
+        and all(isinstance(call, dict) and _is_function(call.get("function")) for call in calls)
     )
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)

@@ -40,7 +40,14 @@ SETTINGS = {
 TURNS = RunTurns.of([SCHEMA], "games/guess.py:Guess", ["Guess"], **SETTINGS)
 WITH_TURNS = replace(RUN, max_completion_length=6, turns=TURNS)
 NAN = math.nan
-CALL = {"role": "assistant", "content": "é", "tool_calls": [{"function": {"name": "add"}}]}
+
+
+def calling(arguments):
+    call = {"function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": "é", "tool_calls": [call]}
+
+
+CALL = calling({})
 OUTCOMES = [
     Outcome(True, [CALL, {"role": "tool", "content": ""}], 2, 1, {"Guess": 0.5}),
     Outcome(False, [{"role": "assistant", "content": "\U0001f600"}]),
@@ -147,8 +154,7 @@ def nested(depth):
 
 
 def test_the_deepest_call_comes_back():
-    # As many levels as a call may have: with its name, its arguments are 50 deep.
-    deep = replace(OUTCOMES[1], messages=[CALL | {"tool_calls": [{"function": nested(51)}]}])
+    deep = replace(OUTCOMES[1], messages=[calling(nested(50))])
     assert Outcome.of_json(deep.to_json()) == deep
 
 
@@ -160,12 +166,18 @@ def test_the_deepest_call_comes_back():
         ({"messages": [{"role": ["user"], "content": "a"}]}, "with a role and content"),
         ({"messages": [{"role": "system", "content": "a"}]}, "with a role and content"),
         ({"messages": [{"role": "user", "content": None}]}, "with a role and content"),
-        ({"messages": [CALL | {"tool_calls": None}]}, "calls those of functions"),
-        ({"messages": [CALL | {"tool_calls": [{"name": "add"}]}]}, "calls those of functions"),
+        ({"messages": [CALL | {"tool_calls": None}]}, "with name and arguments"),
+        ({"messages": [CALL | {"tool_calls": [{"name": "add", "arguments": {}}]}]}, "with name and arguments"),
+        ({"messages": [CALL | {"tool_calls": [{"function": {"name": "add"}}]}]}, "with name and arguments"),
+        ({"messages": [CALL | {"tool_calls": [{"function": {"name": 1, "arguments": {}}}]}]}, "with name and"),
+        ({"messages": [calling([])]}, "with name and"),
+        ({"messages": [CALL | {"name": 1}]}, "with a role and content"),
         ({"messages": {}}, "with a role and content"),
+        ({"messages": []}, "at first what the model wrote"),
+        ({"messages": [{"role": "user", "content": "a"}, CALL]}, "at first what the model wrote"),
         ({"messages": [CALL | {"content": "\ud800"}]}, "half of a surrogate pair"),
-        ({"messages": [CALL | {"name": NAN}]}, "send none that has NaN"),
-        ({"messages": [CALL | {"tool_calls": [{"function": nested(52)}]}]}, "more than 55 lists and objects"),
+        ({"messages": [CALL | {"more": NAN}]}, "send none that has NaN"),
+        ({"messages": [calling(nested(51))]}, "more than 55 lists and objects"),
         ({"tool_calls": -1}, "tool_calls '-1'"),
         ({"tool_failures": 3}, "tool_failures '3': send an integer from 0 to 2"),
         ({"tool_calls": 2**31}, "tool_calls"),
