@@ -10,10 +10,14 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 
+_first = threading.Lock()  # two threads at a time would each make a loop
+
 
 def run_in_loop(coroutine: Coroutine) -> Future:
-    """Run the coroutine in the loop's thread; return the future of what it returns."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _get_event_loop())
+    """Run the coroutine in the loop's thread; return the future of what it returns. From any thread."""
+    with _first:
+        loop = _get_event_loop()
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 
 @functools.cache
