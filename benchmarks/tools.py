@@ -53,7 +53,7 @@ PROMPTS, COPIES, LENGTH = 8, 8, 768
 WORDS = (8, 60)  # tokens of a turn before its call
 SHAPES = {
     "demo": dict(layers=2, hidden_size=64, intermediate_size=192, num_attention_heads=4, vocabulary=512),
-    "deep": dict(layers=24, hidden_size=128, intermediate_size=384, num_attention_heads=4, vocabulary=2048),
+    "deep": dict(layers=12, hidden_size=128, intermediate_size=384, num_attention_heads=4, vocabulary=2048),
 }
 TOOL = '''
 import asyncio, time
