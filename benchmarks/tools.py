@@ -1,6 +1,6 @@
 """Completions with calls of a tool: both samplers of the trainer beside TRL's own loop, and beside no tool at all.
 
-    python -m benchmarks.tools                        everything, about 10 minutes on two cores
+    python -m benchmarks.tools                        everything, about 20 minutes on two cores
     python -m benchmarks.tools --part sampling        drawn tokens beside TRL's loop and beside one segment
     python -m benchmarks.tools --part latency         a round with tools that take a while
     python -m benchmarks.tools --part steps           when the continuous sampler takes answers in
