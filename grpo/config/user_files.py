@@ -15,8 +15,8 @@ def check_file(field: str, name: str, path: str) -> None:
     """Raise ConfigError where the file of `name`, which stands in the setting `field`, is not there or no Python."""
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ConfigError(
-            f"{field}={name!r}: {path} is not a Python file: write path/to/file.py:function, with a path that exists "
-            "from the current directory"
+            f"{field}={name!r}: {path or name} is not a Python file: write path/to/file.py:function, with a path "
+            "that exists from the current directory"
         )
 
 

@@ -27,7 +27,7 @@ class EnvironmentClass:
     def __init__(self, name: str):
         """Raises ConfigError where there is no such file or class, or it has not the methods of either form."""
         loaded = load_function("environment", name)
-        methods = dict(inspect.getmembers(loaded, inspect.isfunction)) if inspect.isclass(loaded) else {}
+        methods = dict(inspect.getmembers(loaded, _is_method)) if inspect.isclass(loaded) else {}
         if "reset" not in methods:
             raise ConfigError(f"environment={name!r}: it is no class with a method reset: write one")
         public = {method for method in methods if not method.startswith("_")} - _OURS
@@ -46,9 +46,13 @@ class EnvironmentClass:
         self.gives_reward = self.is_game or self.has_get_reward
 
 
+def _is_method(member: Any) -> bool:
+    return inspect.isfunction(member) or inspect.ismethod(member)  # of a class, a class method is one already
+
+
 def _bind(of: type, method: str) -> Callable:
     """Return the method of a class without the argument `self`. It is not to be called."""
-    if isinstance(inspect.getattr_static(of, method), staticmethod):
+    if isinstance(inspect.getattr_static(of, method), staticmethod | classmethod):
         return getattr(of, method)
     return types.MethodType(getattr(of, method), object())
 

@@ -51,10 +51,13 @@ class Tool:
 def make_tool(field: str, value: str, function: Callable, is_method: bool = False) -> Tool:
     """Make a tool of a function, which the setting `field` names by `value`.
 
-    Raises ConfigError unless it has type hints and a docstring with a line for each argument.
+    Raises ConfigError unless it has type hints, a docstring with a line for each argument, and each argument a name by
+    which it can be given.
     """
     from transformers.utils import get_json_schema
 
+    if inspect.isclass(function) or not hasattr(function, "__name__"):
+        raise ConfigError(f"{field}={value!r}: it is no function: name a function, or wrap it in one")
     try:
         schema = get_json_schema(function)
         name = schema["function"]["name"]
@@ -62,9 +65,15 @@ def make_tool(field: str, value: str, function: Callable, is_method: bool = Fals
     except Exception as error:  # it reads the user's hints, which may be anything
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{field}={value!r}: a model cannot be told what {getattr(function, '__name__', 'it')} does ({reason}): "
+            f"{field}={value!r}: a model cannot be told what {function.__name__} does ({reason}): "
             "give each argument a type hint, and the docstring a first line and Args: with a line for each argument"
         ) from error
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"{field}={value!r}: a call gives each argument by its name, which {name} cannot take as {parameter}: "
+                "write its arguments without *, ** and /"
+            )
     return Tool(name, schema, signature, inspect.iscoroutinefunction(function), is_method)
 
 

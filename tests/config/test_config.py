@@ -180,6 +180,7 @@ IMPOSSIBLE = [
     (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
     (["configs/dapo.yaml"], "configs/dapo.yaml: ", "use --config configs/dapo.yaml"),
     (["--help", "nonsense"], "--help nonsense: no such topic", "use all, a setting's name, or model, data,"),
+    (["--tools", "mine.py"], "tools='mine.py': mine.py is not a Python file", "path/to/file.py:function"),
     (["--reward_funcs", "mine:f"], "reward_funcs='mine:f': mine is not a Python file", "path/to/file.py:function"),
     (["--resume_from_checkpoint", "last"], "resume_from_checkpoint='last': of which run?", "set output_dir"),
     (["--modle", "x"], "--modle: no such option", "did you mean model?"),

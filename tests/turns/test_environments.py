@@ -98,6 +98,16 @@ class Count:
         """
         return "one" if of == 1 else "many"
 
+    @classmethod
+    def share(cls, more: int) -> int:
+        """Share more.
+
+        Args:
+            more: how much
+        """
+        cls.shared += more
+        return cls.shared
+
     @property
     def late(self):
         raise AttributeError("it has no value yet")
@@ -184,7 +194,7 @@ def test_a_game_answers_each_turn_until_it_is_done(begin):
 
 def test_methods_are_tools_of_the_instance_and_of_it_alone(begin):
     talk, module, turns = begin("Count", {"start": 3, "first": None, "more": [1]})
-    assert [tool["function"]["name"] for tool in turns.tools] == ["double", "increase", "name"]
+    assert [tool["function"]["name"] for tool in turns.tools] == ["double", "increase", "name", "share"]
     assert turns.tools[1]["function"]["parameters"]["properties"] == {
         "by": {"type": "integer", "description": "how much"}
     }
@@ -197,11 +207,12 @@ def test_methods_are_tools_of_the_instance_and_of_it_alone(begin):
     assert talk.dialogue.outcome.rewards == {"Count": 5.0} and other.dialogue.outcome.rewards == {"Count": 100.0}
     assert (talk.dialogue.outcome.tool_calls, talk.dialogue.outcome.tool_failures) == (5, 2)
     assert not module.ALIVE
+    assert "\n4\n" in begin("Count", {"start": 3})[0].say(call("share", more=4))
 
 
 def test_tools_and_methods_are_called_alike(begin):
     talk, _, turns = begin("Count", {"start": 3}, tools=["add"])
-    assert [tool["function"]["name"] for tool in turns.tools] == ["add", "double", "increase", "name"]
+    assert [tool["function"]["name"] for tool in turns.tools] == ["add", "double", "increase", "name", "share"]
     answer = talk.say(call("add", a=1, b=1) + call("increase", by=4))
     assert "\n2\n" in answer and "\n7\n" in answer
 

@@ -177,6 +177,37 @@ def half(a: int, b: int):
     Args:
         a: it
     """
+
+def many(*numbers: int):
+    """Do.
+
+    Args:
+        numbers: some
+    """
+
+def named(**numbers: int):
+    """Do.
+
+    Args:
+        numbers: some
+    """
+
+def placed(a: int, /):
+    """Do.
+
+    Args:
+        a: it
+    """
+
+class Kind:
+    """Be."""
+
+class Doer:
+    """Do."""
+    def __call__(self):
+        pass
+
+doer = Doer()
 '''
 
 
@@ -218,6 +249,21 @@ def test_arguments_fit_or_the_model_is_told_why_not(tools, name, arguments, misf
 @pytest.mark.parametrize("name", ["unhinted", "undocumented", "half"])
 def test_a_function_that_a_model_cannot_be_told_of_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match=rf"tools='.*:{name}': .* {name} does .*: give each argument a type hint"):
+        Talks(tmp_path, CODE, tools=[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("many", r"many cannot take as \*numbers: int"),
+        ("named", r"named cannot take as \*\*numbers: int"),
+        ("placed", "placed cannot take as a: int"),
+        ("Kind", "it is no function: name a function"),
+        ("doer", "it is no function: name a function"),
+    ],
+)
+def test_what_no_call_can_reach_is_refused(tmp_path, name, reason):
+    with pytest.raises(ConfigError, match=rf"tools='.*:{name}': .*{reason}"):
         Talks(tmp_path, CODE, tools=[name])
 
 
