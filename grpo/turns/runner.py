@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from grpo.rewards.process import CallLost, UserProcess
 from grpo.turns.processes import Processes
 from grpo.turns.session import Reply, Session
+from grpo.turns.slow_calls import SlowCalls
 from grpo.turns.tools import Tool
 
 
@@ -34,16 +35,23 @@ class Place(Protocol):
 class Here:
     """This process: sync code in a thread of its own, async code on the event loop."""
 
-    def __init__(self, session: Session, thread: UserThread):
-        self._session, self._thread = session, thread
+    def __init__(self, session: Session, thread: UserThread, slow_calls: SlowCalls):
+        self._session, self._thread, self._slow_calls = session, thread, slow_calls
 
     async def perform(self, task: str, *arguments: Any) -> Reply:
         """Do a task; nothing ends it before it ends itself."""
-        started = await asyncio.wrap_future(self._thread.submit(self._session.start, task, *arguments))
-        return started if isinstance(started, dict) else await self._session.finish(task, started)
+        started = await asyncio.wrap_future(self._thread.submit(self._start, task, *arguments))
+        if isinstance(started, dict):
+            return started
+        with self._slow_calls.noted(task, *arguments):
+            return await self._session.finish(task, started)
 
     def release(self) -> None:
         """Leave nothing: the session goes with the completion."""
+
+    def _start(self, *task: Any) -> Reply | Awaitable:
+        with self._slow_calls.noted(*task):
+            return self._session.start(*task)
 
 
 class Elsewhere:
@@ -120,24 +128,27 @@ class Runner:
         self._processes = processes
         self._timeout = None if processes is None else processes.timeout
         self._thread = UserThread()
+        self._slow_calls = SlowCalls(self._timeout)
 
     async def call_tool(self, tool: Tool, arguments: dict[str, Any]) -> Reply:
         """Call one of `tools`. Raises CallLost."""
         task = "tool", tool.name, arguments
         if tool.is_async:
-            return await _perform_async(self._tools, self._timeout, *task)
+            with self._slow_calls.noted(*task):
+                return await _perform_async(self._tools, self._timeout, *task)
         if self._processes is None:
-            return await Here(self._tools, self._thread).perform(*task)
+            return await Here(self._tools, self._thread, self._slow_calls).perform(*task)
         return await self._processes.run(self._processes.call, *task)
 
     def make_place(self) -> Place:
         """Return where an instance of the environment is to live."""
         if self._processes is None:
-            return Here(self._make_session(), self._thread)
+            return Here(self._make_session(), self._thread, self._slow_calls)
         return Elsewhere(self._processes)
 
     def close(self) -> None:
         """End what runs the user's code."""
         self._thread.close()
+        self._slow_calls.close()
         if self._processes is not None:
             self._processes.close()

@@ -312,5 +312,27 @@ def test_what_tools_print_is_limited_for_all_completions_together(talks, capfd, 
     assert len(capfd.readouterr().out) == 140_001
 
 
+@pytest.mark.parametrize(
+    ("tool", "settings", "said"),
+    [
+        ("sleep", {}, "sleep (for 0 s); nothing ends them: set tool_timeout"),
+        ("pause", {}, "pause (for 0 s); nothing ends them: set tool_timeout"),
+        ("block", {"tool_timeout": 0.1}, "block (for 0 s); tool_timeout=0.1 ends no async tool that blocks the event"),
+    ],
+)
+def test_a_call_that_does_not_end_is_named(tmp_path, caplog, monkeypatch, tool, settings, said):
+    monkeypatch.setattr("grpo.turns.slow_calls.PATIENCE", 0.2)
+    codes = {"sleep": ("", "time.sleep"), "pause": ("async ", "await asyncio.sleep"), "block": ("async ", "time.sleep")}
+    kind, wait = codes[tool]
+    code = f'import asyncio, time\n{kind}def {tool}():\n    """Wait."""\n    {wait}(0.7)\n'
+    talks = Talks(tmp_path, code, tools=[tool], **settings)
+    talk = talks.begin()
+    talk.say(call(tool))
+    lines = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(lines) <= 3 and said in lines[0]
+    talk.dialogue.close()
+    talks.turns.close()
+
+
 def test_nothing_answers_where_nothing_is_set():
     assert start_turns(TrainerConfig(), None, []) is None
