@@ -19,7 +19,9 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from grpo.rollouts.turns import Turns
 
 IMAGE = "/image"
+_LOOK = 0.1  # seconds from one look at Ctrl-C to the next, while a tool or environment is waited for
 
 
 def talk(config: ChatConfig, interactive: bool) -> None:
@@ -122,7 +125,7 @@ class Answerer:
 
         if self._turns is None:
             return self._draw(example, limit, seed, stopped)
-        dialogue, shown = self._turns.begin(example), 0
+        dialogue, shown, awaited = self._turns.begin(example), 0, None
         ids: list[int] = []
         drawn: list[bool] = []
         try:
@@ -133,7 +136,9 @@ class Answerer:
                 ids += segment
                 drawn += [True] * len(segment)
                 awaited = None if stopped else dialogue.answer(segment, limit - len(ids))
-                if awaited is None or (answer := awaited.result()) is None:
+                while awaited is not None and not stopped and not wait([awaited], _LOOK).done:
+                    pass
+                if stopped or awaited is None or (answer := awaited.result()) is None:
                     break
                 ids += answer
                 drawn += [False] * len(answer)
@@ -142,7 +147,10 @@ class Answerer:
                         print(show_answer(message), flush=True)
                 shown = len(dialogue.messages)
         finally:
-            dialogue.close()
+            if stopped and awaited is not None and not awaited.done():  # a call that may hang
+                threading.Thread(target=dialogue.close, name="close", daemon=True).start()
+            else:
+                dialogue.close()
         return make_rollout(self._tokenizer, self._end_ids, ids, [], 0, drawn, dialogue.outcome)
 
     def _draw(self, example: Example, room: int, seed: int, stopped: list[int]) -> Rollout:

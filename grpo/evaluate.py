@@ -77,8 +77,12 @@ def run(config: EvaluateConfig) -> None:
     )
 
     start = time.perf_counter()
-    with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
-        metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
+    try:
+        with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
+            metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
+    finally:
+        if turns is not None:
+            turns.close()
     metrics["eval_runtime"] = time.perf_counter() - start
     completions = list(chain.from_iterable(gather(completions))) if config.output else []
     if world_size > 1:

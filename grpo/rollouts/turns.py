@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -61,10 +60,15 @@ class Turns(Protocol):
 
 
 def close_all(dialogues: Iterable[Dialogue]) -> None:
-    """Close dialogues, the others too where one fails to."""
-    with ExitStack() as stack:
-        for dialogue in dialogues:
-            stack.callback(dialogue.close)
+    """Close dialogues, the others too where one fails to. Ctrl-C ends that: each may wait for a call that hangs."""
+    failure: Exception | None = None
+    for dialogue in dialogues:
+        try:
+            dialogue.close()
+        except Exception as error:  # a dialogue is the user's code
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def show_answer(message: Mapping[str, Any]) -> str:

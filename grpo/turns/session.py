@@ -72,9 +72,10 @@ class Session:
         try:
             inspect.signature(reset).bind(**columns)
         except TypeError as error:
+            given = ", ".join(columns) or "nothing"
             raise Misuse(
-                f"cannot be called: {error}: it is given {', '.join(columns)}: let reset name those that it needs, and "
-                "end with **kwargs for the rest"
+                f"cannot be called: {error}: it is given {given}: let reset name those that it needs, and end with "
+                "**kwargs for the rest"
             ) from None
         return reset(**columns)
 

@@ -11,25 +11,29 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import callers
 import pictured
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Phi3Config, Phi3ForCausalLM
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Phi3Config, Phi3ForCausalLM, PhiForCausalLM
 
-from grpo.chat import AnswerPrinter, stopped_by_ctrl_c, talk
+from grpo.chat import Answerer, AnswerPrinter, stopped_by_ctrl_c, talk
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.generation import ChatConfig
 from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import Vision, load_processor
 from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
+from grpo.rollouts.conversation import Conversation
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example
+from grpo.turns.start import start_turns
 from grpo.wire.pictures import PicturedPrompt
 
 SYSTEM = "Answer in one word."
@@ -421,3 +425,26 @@ def test_what_cannot_be_answered_is_said_in_one_line(model_folder, options, ques
     assert ended.returncode == 2 and ended.stdout == b""
     errors = [line for line in ended.stderr.decode().splitlines() if line.startswith("python -m grpo.chat: error: ")]
     assert len(errors) == 1 and said in errors[0] and b"Traceback" not in ended.stderr
+
+
+def test_ctrl_c_stops_an_answer_whose_tool_hangs(tmp_path, capsys):
+    shop = callers.write(tmp_path)
+    file = shop / "tools.py"
+    file.write_text(file.read_text().replace("    return PRICES[item]", "    import time; time.sleep(2)", 1))
+    words = ["--model", str(shop / "model"), "--tools", f"{file}:price", "--max_completion_length", "60"]
+    config = parse_arguments(ChatConfig, "", [*words, "--temperature", "0", "--system_prompt", ""])
+    model, tokenizer = PhiForCausalLM.from_pretrained(shop / "model").eval(), load_tokenizer(config)
+    ends = [tokenizer.eos_token_id]
+    turns = start_turns(config, tokenizer, ends)
+    example = Conversation(config, tokenizer, None, 1000, turns).ask("How much is a pen?")
+    stopped = []
+    began = time.monotonic()
+    threading.Timer(0.5, stopped.append, [signal.SIGINT]).start()
+    rollout = Answerer(config, model, tokenizer, ends, None, turns).answer(example, 60, 0, stopped)
+    assert 0.5 <= time.monotonic() - began < 1.7 and stopped
+    assert rollout.outcome is None and "<tool_call>" in rollout.text
+    assert rollout.text in capsys.readouterr().out
+    for thread in threading.enumerate():
+        if thread.name == "close":
+            thread.join()
+    turns.close()

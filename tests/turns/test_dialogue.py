@@ -10,6 +10,7 @@ import pytest
 from talks import Talks, call, ids_of
 
 from grpo.config.trainer import TrainerConfig
+from grpo.rollouts.turns import close_all
 from grpo.turns.start import start_turns
 
 CODE = r'''
@@ -291,6 +292,26 @@ def test_a_completion_may_be_closed_at_any_time_and_twice(talks):
     future = talk.dialogue.answer([*ids, talks.tokenizer.eos_token_id], 1000)
     talk.dialogue.close()
     assert future.done()
+
+
+def test_ctrl_c_ends_the_close_of_all():
+    """It comes a second time: the first time it has ended the sampler, and each close waits for a call that hangs."""
+    closed = []
+
+    class Failing:
+        def __init__(self, error):
+            self.error = error
+
+        def close(self):
+            closed.append(self.error)
+            raise self.error
+
+    with pytest.raises(OSError, match="first"):
+        close_all(map(Failing, [OSError("first"), OSError("second")]))
+    assert len(closed) == 2
+    with pytest.raises(KeyboardInterrupt):
+        close_all(map(Failing, [KeyboardInterrupt(), OSError("after it")]))
+    assert len(closed) == 3
 
 
 def test_what_tools_print_is_limited_for_all_completions_together(talks, capfd, caplog):
