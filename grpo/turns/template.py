@@ -93,18 +93,21 @@ class AnswerTemplate:
 
     def _check_schemas(self) -> None:
         question = [{"role": "user", "content": "?"}]
+        reasons = []
         for in_parts in (False, True):
             self._in_parts = in_parts
             try:
                 text = self._tokenizer.apply_chat_template(
                     place_pictures(question, None) if in_parts else question, tokenize=False, **self._kwargs
                 )
-            except Exception:  # a template is a program that comes with the model: it may raise anything
+            except Exception as error:  # a template is a program that comes with the model: it may raise anything
+                reasons.append(f"refuses the tools ({error})")
                 continue
             if all(schema["function"]["name"] in text for schema in self._schemas):
                 return
+            reasons.append("leaves out the tools")
         raise ConfigError(
-            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template leaves out the tools: use a "
+            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template {_in_a_line(reasons[0])}: use a "
             "model that was trained to call them"
         )
 
@@ -121,8 +124,12 @@ class AnswerTemplate:
         raise ConfigError(
             f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write what "
             f"{' and '.join(answer['role'] for answer in answers)} answer to the model: it "
-            f"{' '.join(reasons[0].split())[:300]}: use a model that was trained to be answered so"
+            f"{_in_a_line(reasons[0])}: use a model that was trained to be answered so"
         )
+
+
+def _in_a_line(reason: str) -> str:
+    return " ".join(reason.split())[:300]
 
 
 class _Unfit(Exception):

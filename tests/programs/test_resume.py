@@ -490,7 +490,7 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
         ({"reference": "x"}, {}, "the reference's fingerprint is 'x' there and 'r' here: start the reference server"),
         ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),
         ({}, {"learning_rate": 2e-6}, "learning_rate is 1e-06 there and 2e-06 here: leave it as it was"),
-        ({}, {"num_generations": 4}, "num_generations is 8 there and 4 here"),
+        ({"prompts": [3, "x"]}, {"num_generations": 4}, "num_generations is 8 there and 4 here"),
         (
             {},
             {"chat_template_kwargs": {"enable_thinking": False}},

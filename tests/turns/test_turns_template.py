@@ -142,6 +142,8 @@ def test_without_a_template_an_environment_says_its_text_alone():
     [
         ("demo", "leaves out the tools"),
         ("gemma", "leaves out the tools"),
+        (TEMPLATES["qwen2"] + "{% if %}", "refuses the tools (Expected an expression"),
+        ("{% if tools %}{{ raise_exception('none\n here') }}{% endif %}", "refuses the tools (none here)"),
         (
             TEMPLATES["qwen2"].replace("'<|im_end|>\n'", "'\n'"),
             "ends a turn with none of <|im_end|>, as the model does",
