@@ -7,6 +7,7 @@ formed is a call too: it has an error, which is the answer to it.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.errors import ConfigError
 from grpo.wire.json_fields import find_unrecordable
 from grpo.wire.turns import DEEPEST_ARGUMENTS
+
+log = logging.getLogger(__name__)
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _NOT_JSON = ValueError, RecursionError  # what reading JSON raises, the second where it is too deep
@@ -71,8 +74,7 @@ class TurnReader:
         self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
         self._read_calls: Callable[[str], tuple[str, list[Call]]] | None = None
         if schemas and getattr(tokenizer, "response_template", None) is None:
-            name = _find_format(tokenizer, schemas) if parser == "auto" else parser
-            self._read_calls = _FORMATS[name]
+            self._read_calls = _FORMATS[_choose_format(parser, tokenizer, schemas)]
 
     def is_whole(self, ids: Sequence[int]) -> bool:
         """Tell whether the policy ended the turn itself."""
@@ -155,20 +157,33 @@ def _read_mistral(text: str) -> tuple[str, list[Call]]:
 _FORMATS = {"hermes": _read_hermes, "llama3_json": _read_llama3, "mistral": _read_mistral}
 
 
-def _find_format(tokenizer: PreTrainedTokenizerBase, schemas: list[dict]) -> str:
-    """Return the format that the chat template writes. Raises ConfigError where it is none of those."""
-    template = tokenizer.get_chat_template(tools=schemas)
+def _choose_format(parser: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict]) -> str:
+    """Return the format that `tool_call_parser` names. Raises ConfigError where "auto" finds none."""
+    written = _find_format(tokenizer.get_chat_template(tools=schemas))
+    if parser == "auto" and written is None:
+        raise ConfigError(
+            f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no format that is "
+            f"known: set it to one of {', '.join(_FORMATS)} if the model writes so, or use a tokenizer with a "
+            "response_template"
+        )
+    if parser != "auto" and written not in (None, parser):
+        log.warning(
+            "tool_call_parser=%r: the chat template writes calls as %s does, and such calls are not read",
+            parser,
+            written,
+        )
+    return written if parser == "auto" else parser
+
+
+def _find_format(template: str) -> str | None:
+    """Return the format that the chat template writes calls in, None where it is none of those."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
         return "hermes"
     if '"parameters"' in template and "<tool_call>" not in template:
         return "llama3_json"
-    raise ConfigError(
-        f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no format that is "
-        f"known: set it to one of {', '.join(_FORMATS)} if the model writes so, or use a tokenizer with a "
-        "response_template"
-    )
+    return None
 
 
 def _load_call(body: str) -> Call:

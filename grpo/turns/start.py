@@ -60,7 +60,6 @@ class UserTurns:
         """the environment's class by the name of the reward that it gives; empty where it gives none"""
         if environment is not None and environment.gives_reward:
             self.rewards[environment.label] = environment.type
-        reader = TurnReader(tokenizer, eos_token_ids, schemas, config.tool_call_parser)
         template = AnswerTemplate(
             tokenizer,
             eos_token_ids,
@@ -68,6 +67,7 @@ class UserTurns:
             config.chat_template_kwargs,
             answers_as_user=environment is not None and environment.is_game,
         )
+        reader = TurnReader(tokenizer, eos_token_ids, schemas, config.tool_call_parser)
         functions = {name: function for name, (_, function) in loaded.items()}
         longest = config.max_tool_response_length
         processes = None if config.tool_timeout is None else Processes(config)

@@ -133,6 +133,15 @@ def test_a_format_can_be_named_and_must_be_where_none_is_found():
             read("x", template)
 
 
+def test_a_format_that_the_template_does_not_write_is_used_and_said(caplog):
+    for template, parser in (("qwen2", "hermes"), ("qwen2", "auto"), ("gemma", "mistral")):
+        read("x", template, parser)
+    assert not caplog.records
+    assert read(f"[TOOL_CALLS] [{ADD_JSON}]", "qwen2", "mistral").calls == [ADD]
+    (record,) = caplog.records
+    assert "tool_call_parser='mistral': the chat template writes calls as hermes does" in record.getMessage()
+
+
 CODE = '''
 from typing import Literal
 
@@ -265,6 +274,12 @@ def test_a_function_that_a_model_cannot_be_told_of_is_refused(tmp_path, name):
 def test_what_no_call_can_reach_is_refused(tmp_path, name, reason):
     with pytest.raises(ConfigError, match=rf"tools='.*:{name}': .*{reason}"):
         Talks(tmp_path, CODE, tools=[name])
+
+
+@pytest.mark.parametrize("parser", ["auto", "hermes"])
+def test_tools_without_a_chat_template_are_refused(tmp_path, parser):
+    with pytest.raises(ConfigError, match="it has no chat template, so it cannot be told of tools"):
+        Talks(tmp_path, CODE, None, tools=["now"], tool_call_parser=parser)
 
 
 def test_two_tools_of_a_name_are_refused(tmp_path):
