@@ -114,6 +114,9 @@ def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:
     rows |= {f"  {name.split('/', 1)[1].removesuffix('/mean')}": number(name) for name in by_function}
     if "eval_format" in metrics:
         rows["format, greedy"] = percent("eval_format")
+    if "eval_tools/call_frequency" in metrics:
+        rows["calls of tools, greedy"] = f"{metrics['eval_tools/call_frequency']:8.3f}"
+        rows["  of them failed"] = percent("eval_tools/failure_frequency")
     rows["cut off, greedy"] = percent("eval_completions/clipped_ratio")
     rows["tokens a completion, greedy"] = f"{metrics['eval_completions/mean_length']:6.1f}"
     tokens, seconds = metrics["eval_num_tokens"], metrics["eval_runtime"]

@@ -165,6 +165,7 @@ def test_evaluation_and_chat_use_the_tools_as_the_run_did(shop, run):
     done = program("evaluate", *words)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((output / "metrics.json").read_text())
+    assert f"calls of tools, greedy         {metrics['eval_tools/call_frequency']:.3f}\n" in done.stdout
     again = {name: value for name, value in metrics.items() if name != "eval_runtime"}
     assert again == {name: evaluated[name] for name in again}
     assert metrics["eval_tools/call_frequency"] > 0
