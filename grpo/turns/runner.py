@@ -32,7 +32,7 @@ class Place(Protocol):
         ...
 
 
-class Here:
+class LocalPlace:
     """This process: sync code in a thread of its own, async code on the event loop."""
 
     def __init__(self, session: Session, thread: UserThread, slow_calls: SlowCalls):
@@ -54,7 +54,7 @@ class Here:
             return self._session.start(*task)
 
 
-class Elsewhere:
+class ProcessPlace:
     """A process, from the first task until it is released: no other completion uses it in that time."""
 
     def __init__(self, processes: Processes):
@@ -137,14 +137,14 @@ class Runner:
             with self._slow_calls.noted(*task):
                 return await _perform_async(self._tools, self._timeout, *task)
         if self._processes is None:
-            return await Here(self._tools, self._thread, self._slow_calls).perform(*task)
+            return await LocalPlace(self._tools, self._thread, self._slow_calls).perform(*task)
         return await self._processes.run(self._processes.call, *task)
 
     def make_place(self) -> Place:
         """Return where an instance of the environment is to live."""
         if self._processes is None:
-            return Here(self._make_session(), self._thread, self._slow_calls)
-        return Elsewhere(self._processes)
+            return LocalPlace(self._make_session(), self._thread, self._slow_calls)
+        return ProcessPlace(self._processes)
 
     def close(self) -> None:
         """End what runs the user's code."""
