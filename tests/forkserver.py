@@ -71,6 +71,7 @@ _address: str | None = None  # where the fork server listens; None in a process 
 _environment: dict[str, str] = {}  # that the heavy libraries were imported with
 _server: subprocess.Popen | None = None
 _forked = False
+_adopting = threading.Lock()
 
 
 class Popen(subprocess.Popen):
@@ -153,10 +154,11 @@ def _ask(start: dict, files: list[int]) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(_address)
         socket.send_fds(connection, [b"."], files)
-        connection.sendall(json.dumps(start).encode() + b"\n")
-        _adopt(True)  # orphans below this process become its children, for this moment
-        pid = int(connection.makefile("rb").readline())
-        _adopt(False)
+        with _adopting:
+            _adopt(True)  # orphans below this process become its children, for this moment
+            connection.sendall(json.dumps(start).encode() + b"\n")
+            pid = int(connection.makefile("rb").readline())
+            _adopt(False)
         connection.sendall(b".")
     return pid
 
