@@ -7,9 +7,10 @@ held out: no problem of the training split and no demonstration has it, in any s
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 NAMES = ["Tom", "Ana", "Ben", "Mia", "Sam", "Eva", "Leo", "Zoe", "Max", "Ida"]
 THINGS = ["apples", "books", "coins", "pens", "stamps", "shells", "cards", "stones", "cakes", "balls"]
@@ -107,12 +108,25 @@ def problems(rng: random.Random, held_out: bool = False, stories: Sequence[str] 
 
 def write_dataset(folder: Path, seed: int, train_size: int = 4096, test_size: int = 256) -> None:
     """Write train.jsonl and test.jsonl: distinct problems with the columns `question` and `answer`, both text."""
+    write_splits(folder, seed, problems, lambda p: {"question": p.question, "answer": p.answer}, train_size, test_size)
+
+
+def write_splits(
+    folder: Path,
+    seed: int,
+    draw: Callable[[random.Random, bool], Iterator[Any]],
+    row_of: Callable[[Any], dict[str, str]],
+    train_size: int,
+    test_size: int,
+) -> None:
+    """Write train.jsonl and test.jsonl with rows of the first problems of distinct questions that `draw` yields, with
+    the test's held out."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, size, held_out in [("train", train_size, False), ("test", test_size, True)]:
-        chosen: dict[str, Problem] = {}
-        for problem in problems(random.Random(f"{name} {seed}"), held_out):
+        chosen: dict[str, Any] = {}
+        for problem in draw(random.Random(f"{name} {seed}"), held_out):
             chosen[problem.question] = problem
             if len(chosen) == size:
                 break
-        lines = [json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in chosen.values()]
+        lines = [json.dumps(row_of(problem)) + "\n" for problem in chosen.values()]
         (folder / f"{name}.jsonl").write_text("".join(lines))

@@ -35,6 +35,7 @@ from demo.model import (
     train_tokenizer,
 )
 from demo.shop import ITEMS, draw_number, price, stock
+from demo.task import write_splits
 
 # Each wording for the two tools.
 WORDINGS = {
@@ -222,12 +223,8 @@ def build(folder: Path, seed: int) -> None:
 
 def write_dataset(folder: Path, seed: int, train_size: int = 4096, test_size: int = 256) -> None:
     """Write train.jsonl and test.jsonl: distinct problems, with the columns `question`, `answer` and `call`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, size, held_out in [("train", train_size, False), ("test", test_size, True)]:
-        chosen: dict[str, Problem] = {}
-        for problem in problems(random.Random(f"{name} {seed}"), held_out):
-            chosen[problem.question] = problem
-            if len(chosen) == size:
-                break
-        rows = [{"question": p.question, "answer": p.answer, "call": p.call} for p in chosen.values()]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def row_of(problem: Problem) -> dict[str, str]:
+        return {"question": problem.question, "answer": problem.answer, "call": problem.call}
+
+    write_splits(folder, seed, problems, row_of, train_size, test_size)
