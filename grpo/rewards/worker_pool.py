@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import logging
-import os
-import queue
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from grpo.rewards.alone import call_each_alone
 from grpo.rewards.functions import (
@@ -19,7 +14,8 @@ from grpo.rewards.functions import (
     quote_completion,
     text_of,
 )
-from grpo.rewards.process import CallLost, UserProcess
+from grpo.rewards.process import CallLost
+from grpo.rewards.process_pool import ProcessPool
 from grpo.rewards.service import RewardService
 
 log = logging.getLogger(__name__)
@@ -32,13 +28,8 @@ class RewardPool:
 
     def __init__(self, names: list[str], timeout: float, fallback: float, workers: int):
         """`names` are as in `reward_funcs`. A call may take `timeout` seconds; a lost one earns `fallback`."""
-        self._names, self._timeout, self._fallback = names, timeout, fallback
-        self._workers = [UserProcess(RewardService, (names,), names, os.getcwd()) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[UserProcess] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        atexit.register(self.close)
+        self._names, self._fallback = names, fallback
+        self._processes = ProcessPool(RewardService, (names,), names, timeout, threads=workers, started=workers)
 
     def make_function(self, name: str) -> Callable:
         """Return an async function that calls the function of this name in the workers, on each completion alone.
@@ -48,31 +39,22 @@ class RewardPool:
         index, label = self._names.index(name), name.rpartition(":")[2]
 
         async def compute_reward(batch: Batch, logged: Logged) -> float | None:
-            return await asyncio.wrap_future(self._threads.submit(self._call_function, index, label, batch, logged))
+            return await self._processes.run(self._call_function, index, label, batch, logged)
 
         return call_each_alone(compute_reward)
 
     def close(self) -> None:
-        atexit.unregister(self.close)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.kill()  # a call that hangs would not end by itself
-        self._threads.shutdown(wait=True)
-        for worker in self._workers:
-            worker.stop()
+        self._processes.close()
 
     def _call_function(self, index: int, label: str, batch: Batch, logged: Logged) -> float | None:
         (completion,) = map(text_of, batch.completions)
-        worker = self._idle.get()  # there are as many workers as threads
         try:
-            reply = worker.call((index, batch), self._timeout)
+            reply = self._processes.call(index, batch)
         except CallLost as lost:
             # An error, not a warning: ranks other than the first show nothing less.
             shown = quote_completion(completion, _LOGGED_CHARACTERS)
             log.error("reward function %r %s on %s: that earns %g", label, lost, shown, self._fallback)
             return self._fallback
-        finally:
-            self._idle.put(worker)
         if "failed" in reply:
             raise RewardError(f"Reward function {label!r} {reply['failed']}", reply["traceback"])
         if "returned" in reply:

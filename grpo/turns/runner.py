@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from grpo.rewards.process import CallLost, UserProcess
-from grpo.turns.processes import Processes
+from grpo.rewards.process_pool import ProcessPool
 from grpo.turns.session import Reply, Session
 from grpo.turns.slow_calls import SlowCalls
 from grpo.turns.tools import Tool
@@ -57,7 +57,7 @@ class LocalPlace:
 class ProcessPlace:
     """A process, from the first task until it is released: no other completion uses it in that time."""
 
-    def __init__(self, processes: Processes):
+    def __init__(self, processes: ProcessPool):
         self._processes = processes
         self._process: UserProcess | None = None
         self._order = threading.Lock()  # who waits for a call may be cancelled, and not the call
@@ -122,7 +122,7 @@ class UserThread:
 class Runner:
     """Runs tools, and makes a place for each instance of the environment."""
 
-    def __init__(self, make_session: Callable[[], Session], processes: Processes | None):
+    def __init__(self, make_session: Callable[[], Session], processes: ProcessPool | None):
         """Without `processes` all code runs in this one."""
         self._make_session, self._tools = make_session, make_session()
         self._processes = processes

@@ -13,14 +13,15 @@ from grpo.config.turns import TurnsSection
 from grpo.rewards.event_loop import run_in_loop
 from grpo.rewards.functions import RewardError
 from grpo.rewards.prints import PRINTS
-from grpo.rewards.process import CallLost
+from grpo.rewards.process import CallLost, count_processes
+from grpo.rewards.process_pool import ProcessPool
 from grpo.rollouts.records import Example
 from grpo.turns.calls import TurnReader
 from grpo.turns.dialogue import Setup, UserDialogue
 from grpo.turns.environment import EnvironmentClass
 from grpo.turns.instance import Instance
-from grpo.turns.processes import Processes
 from grpo.turns.runner import Runner
+from grpo.turns.service import TurnsService
 from grpo.turns.session import Session
 from grpo.turns.template import AnswerTemplate
 from grpo.turns.tools import load_tools, make_tool
@@ -70,7 +71,12 @@ class UserTurns:
         reader = TurnReader(tokenizer, eos_token_ids, schemas, config.tool_call_parser)
         functions = {name: function for name, (_, function) in loaded.items()}
         longest = config.max_tool_response_length
-        processes = None if config.tool_timeout is None else Processes(config)
+        processes = None
+        if config.tool_timeout is not None:
+            names = [*config.tools, *([config.environment] if config.environment else [])]
+            arguments = config.tools, config.environment, longest
+            # More calls at the same time than there are cores would only use up each other's time.
+            processes = ProcessPool(TurnsService, arguments, names, config.tool_timeout, count_processes())
         runner = Runner(lambda: Session(functions, environment, longest), processes)
         self._setup = Setup(config, tools, environment, reader, template, runner)
         self._live = 0

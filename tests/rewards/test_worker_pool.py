@@ -334,7 +334,7 @@ from grpo.rewards.compute import compute_rewards
 pool = RewardPool([sys.argv[1]], 600.0, 0.0, workers=2)
 function = {"f": pool.make_function(sys.argv[1])}
 compute_rewards(function, ["p"] * 4, ["a"] * 4, {})
-print(*(worker._process.pid for worker in pool._workers), flush=True)
+print(*(worker._process.pid for worker in pool._processes._all), flush=True)
 compute_rewards(function, ["p"] * 2, ["regex", sys.argv[2]], {})
 """
 
