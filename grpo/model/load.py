@@ -141,10 +141,12 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def load_end_ids(config: SharedConfig, settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return what `eos_token_ids` will of the model, before it is loaded: `settings` is its configuration."""
     name = config.model_name_or_path
-    path = find_file(base_of(name) or name, "generation_config.json")
-    if path is None:
-        return _end_ids(GenerationConfig.from_model_config(settings), tokenizer)
-    return _end_ids(GenerationConfig.from_pretrained(Path(path).parent), tokenizer)
+    try:
+        path = find_file(base_of(name) or name, "generation_config.json")
+        made = None if path is None else GenerationConfig.from_pretrained(Path(path).parent)
+    except OSError:  # a damaged file, which transformers takes for none when it loads the model
+        made = None
+    return _end_ids(made or GenerationConfig.from_model_config(settings), tokenizer)
 
 
 def _end_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -142,13 +142,15 @@ def test_every_id_that_ends_is_known(model_folder):
 
 
 @pytest.mark.parametrize("ends", [7, [7, 8], None])
-@pytest.mark.parametrize("has_file", [True, False])
-def test_the_ids_that_end_a_completion_are_known_before_the_model_is_loaded(model_folder, tmp_path, ends, has_file):
+@pytest.mark.parametrize("file", ["whole", "damaged", "none"])
+def test_the_ids_that_end_a_completion_are_known_before_the_model_is_loaded(model_folder, tmp_path, ends, file):
     model, tokenizer = load(model_folder)
     model.generation_config.eos_token_id = model.config.eos_token_id = ends
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    if not has_file:
+    if file == "damaged":
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
+    elif file == "none":
         (tmp_path / "generation_config.json").unlink()
     model, tokenizer = load(tmp_path)
     config = SharedConfig(model_name_or_path=str(tmp_path))
