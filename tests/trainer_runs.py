@@ -40,11 +40,12 @@ def options(model_name_or_path, dataset_name, output_dir, **changes) -> list[str
     ]
 
 
-def start(*arguments) -> subprocess.Popen:
+def start(*arguments, environment: dict | None = None) -> subprocess.Popen:
     """One rank without the launcher."""
     command = [sys.executable, "grpo_ref_split.py", *arguments]
+    shared = ENVIRONMENT | (environment or {})
     return subprocess.Popen(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=REPOSITORY, env=shared, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

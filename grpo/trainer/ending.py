@@ -23,7 +23,8 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
     """Save a checkpoint where the run ends early, and raise EndRun with its reason and how to continue.
 
     EndRun and ServersLost reach every rank after the same step, so all of them save together. Memory ends on one rank
-    alone, which can save nothing: raises OutOfMemory.
+    alone, which can save nothing: raises OutOfMemory. However the run ends, its record is closed: a service that is not
+    told of the end says that the run crashed.
     """
     try:
         yield
@@ -40,6 +41,8 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
     finally:
         if run.pool_run is not None:
             run.pool_run.close()
+        if run.recorder:
+            run.recorder.close()
 
 
 def raise_if_over(run: Run, step: int, result: StepResult) -> None:
@@ -77,5 +80,3 @@ def finish(run: Run) -> None:
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if run.client is not None:
         run.client.close()
-    if run.recorder:
-        run.recorder.close()
