@@ -166,11 +166,10 @@ def run(config: ServerConfig) -> int:
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
 
-    url = f"http://{config.host}:{server.effective_port}"
     source = config.pool_file or config.model_name_or_path
-    log.info("loading %s; listening on %s (to watch it, open that in a browser)", source, url)
+    log.info("loading %s; listening on %s (to watch it, open that in a browser)", source, server.url)
     service.load()
-    log.info("ready: %s, %s", url, service.description())
+    log.info("ready: %s, %s", server.url, service.description())
     next_summary = time.monotonic() + SUMMARY_SECONDS
     while not service.stop.wait(SAMPLE_SECONDS):
         service.monitor.sample(service.held())

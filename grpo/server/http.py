@@ -62,6 +62,11 @@ class HttpServer(TcpWSGIServer):
         self.channel_class = Channel
 
     @property
+    def url(self) -> str:
+        host = self.config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.effective_port}"
+
+    @property
     def unanswered(self) -> int:
         """Connections of admitted clients with a request in work, or an answer that the system has not taken yet."""
         channels = list(self.active_channels.values())

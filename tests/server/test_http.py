@@ -7,14 +7,19 @@ never read as a request of its own.
 import json
 import resource
 import socket
+import threading
 import time
 from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
+import requests
 from conftest import running_server
 from faulty_server import code_for, delay_passes, lower_limits, set_clock_back, shorten_header_deadline
 from safetensors.numpy import load, save
+
+from grpo.config.server import ServerConfig
+from grpo.server.http import HttpServer
 
 HEADER_BYTES = 16 << 10
 HEADER_SECONDS, BODY_SECONDS = 2.0, 3.0
@@ -526,3 +531,17 @@ def test_two_hundred_slow_clients_hold_up_nobody(server):
             assert talk(server, POST + LENGTH + b"Connection: close\r\n\r\n" + BODY)[0][0] == 200
             assert time.monotonic() - began < 5  # a held thread would be waited for until the headers' 10 s are over
             time.sleep(1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_its_url_can_be_asked(host):
+    def app(environment, start_response):
+        start_response("200 OK", [])
+        return [b"here"]
+
+    server = HttpServer(app, ServerConfig(host=host, port=0), lambda path, headers: (True, None), print)
+    threading.Thread(target=server.run, daemon=True).start()
+    try:
+        assert requests.get(server.url, timeout=LATE).content == b"here"
+    finally:
+        server.close()
