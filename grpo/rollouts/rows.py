@@ -17,6 +17,7 @@ from grpo.model.logprobs import Head, body_of, text_at
 from grpo.model.packing import Ids, pack_prompts
 from grpo.model.pictures import Vision
 from grpo.model.shared_cache import Fed, Shape, SharedCache
+from grpo.model.token_pass import TokenPass, is_known
 from grpo.rollouts.draw import draw
 from grpo.rollouts.graphs import StepGraphs
 from grpo.wire.pictures import PicturedPrompt
@@ -64,6 +65,7 @@ class Rows:
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
         self._cache = SharedCache(rows, self.slots, copies, self._longest_prompt, longest)
+        self._token_pass = TokenPass(self._body, self._cache) if is_known(self._body) else self._modules_pass
         self.drawing = 0
         """how many rows draw: the first ones"""
         self.ids, self.logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
@@ -224,7 +226,7 @@ class Rows:
         """Feed each row's last token and draw its next one."""
         slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
         self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
-        hidden = self._forward(tokens.unsqueeze(1), (bases + places).unsqueeze(1))[:, 0]
+        hidden = self._token_pass(tokens, bases + places)
         places += added
         drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
         tokens.copy_(drawn)
@@ -233,6 +235,9 @@ class Rows:
     def _draw(self, hidden: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a token from each last hidden state, [n, hidden size] -> [n]; return its log-prob too."""
         return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
+
+    def _modules_pass(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
         """Return the last hidden states of the model's body."""

@@ -319,9 +319,9 @@ def test_no_more_is_computed_than_rows_that_draw_and_each_answer_once(qwen, toke
 
     def count(_, inputs):
         nonlocal tokens
-        tokens += inputs[0].shape[:2].numel()
+        tokens += inputs[0].numel()
 
-    hook = qwen.model.layers[0].mlp.register_forward_pre_hook(count)
+    hook = qwen.model.embed_tokens.register_forward_pre_hook(count)
     try:
         groups = continuous(qwen, tokenizer, turns).sample(EXAMPLES, 3, 1.0, 3, ids=PLACES)
     finally:

@@ -1,0 +1,90 @@
+"""The pass that is written out has the bits of transformers' own."""
+
+import pytest
+import torch
+from models import CONFIGS, SMALL, build
+from transformers import LlamaConfig, Qwen2Model
+
+from grpo.model.token_pass import TokenPass, is_known
+from grpo.model.tree_attention import switch_on
+from grpo.rollouts import rows
+from grpo.rollouts.continuous import ContinuousSampler
+from grpo.rollouts.records import Example
+
+EXAMPLES = [Example(0, "", ids, {}) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14], [8])]
+LLAMA_3 = LlamaConfig(
+    **SMALL,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+)
+MODELS = {name: CONFIGS[name] for name in ("llama", "mistral, sliding window", "qwen2", "qwen3")} | {"llama 3": LLAMA_3}
+
+
+def drawn(model, tokenizer) -> list[tuple[list[int], list[float]]]:
+    switch_on(model, "segments")
+    sampler = ContinuousSampler(model, tokenizer, [*range(20, 26)], 16, 5, longest_packed=2**31)
+    groups = sampler.sample(EXAMPLES, 4, 1.0, seed=2)
+    return [(rollout.completion_ids, rollout.sampling_logprobs) for rollouts in groups for rollout in rollouts]
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[int]:
+    """The rows of each pass that is written out."""
+    call, counted = TokenPass.__call__, []
+
+    def counting(token_pass, tokens, positions):
+        counted.append(len(tokens))
+        return call(token_pass, tokens, positions)
+
+    monkeypatch.setattr(TokenPass, "__call__", counting)
+    return counted
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_draws_what_the_models_own_modules_draw(name, dtype, with_lora, tokenizer, passes, monkeypatch):
+    model = build(MODELS[name]).to(dtype)
+    for weight in model.parameters():
+        if weight.ndim == 1:  # norms that scale, and biases
+            torch.nn.init.normal_(weight, mean=1.0, std=0.3)
+    if with_lora:
+        peft = pytest.importorskip("peft")
+        model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    written_out = drawn(model, tokenizer)
+    assert len(passes) > 15
+    passes.clear()
+    monkeypatch.setattr(rows, "is_known", lambda body: False)
+    assert drawn(model, tokenizer) == written_out
+    assert passes == []
+
+
+def test_a_model_that_is_not_known_goes_through_its_own_modules(tokenizer, passes):
+    class Changed(Qwen2Model):
+        pass
+
+    changed = build(CONFIGS["qwen2"])
+    changed.model.__class__ = Changed
+    for model in (build(CONFIGS["cohere, scaled"]), build(CONFIGS["granite, divided"]), changed):
+        assert not is_known(model.model)
+        assert drawn(model, tokenizer)
+    assert passes == []
+
+
+def test_a_norm_of_anothers_code_is_not_known():
+    model = build(CONFIGS["qwen3"])
+    assert is_known(model.model)
+
+    class Norm(type(model.model.norm)):
+        pass
+
+    model.model.layers[1].self_attn.k_norm.__class__ = Norm
+    assert not is_known(model.model)
