@@ -1,7 +1,7 @@
 """`grpo_ref_split.py --dry_run`: check everything that a run checks before it loads a model, and print what it needs.
 
-It makes no folder, waits for nobody and loads no weights. It starts no process but one that calls the reward functions
-once, with `reward_timeout`.
+It makes no folder, waits for nobody and loads no weights. It starts no processes but those that `reward_timeout` and
+`tool_timeout` ask for.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _describe_inputs(
     lengths = [len(example.prompt_ids) for example in inputs.examples]
     takes_pictures = inputs.processor is not None
     lines = [
-        "Dry run: no weights were loaded, nothing was started or written.",
+        "Dry run: no weights were loaded, no folder was made.",
         f"  model      {policy_info.name}: {count:,} parameters, {trained:,} of them trained",
         *([f"  vision     {_describe_tower(config, model)}"] if takes_pictures else []),
         f"  tokenizer  {policy_info.vocab_size:,} tokens in the model's vocabulary, {policy_info.max_length:,} in its "

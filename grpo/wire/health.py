@@ -50,7 +50,7 @@ class ServerInfo:
     takes_updates: bool = False
     """whether a trainer may replace the weights"""
     task: str = "logprobs"
-    """what the server computes: logprobs or reward (grpo/wire/rewards.py)"""
+    """what the server computes: logprobs, reward (grpo/wire/rewards.py) or rollouts"""
 
     def to_dict(self) -> dict[str, str | int | bool]:
         """Return the fields of version 1 in their order: server and model in one flat object."""
