@@ -179,17 +179,18 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
 
 
 def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:
-    """Switch `overlap_comm` off for a head that is larger than a bucket, unless it is the embeddings too.
+    """Switch `overlap_comm` off where a trained weight is larger than a bucket, unless it is the embeddings.
 
     While one stream sums such a gradient DeepSpeed 0.19 frees it, on ranks that own no part of it, and the backward
     pass goes on in its memory. After the gradient of the embeddings nothing goes on.
     """
-    head, bucket = model.get_output_embeddings().weight, int(zero.get("reduce_bucket_size", 500_000_000))
-    tied = head is model.get_input_embeddings().weight
-    if zero.get("overlap_comm") and head.requires_grad and not tied and head.numel() > bucket:
+    embeddings, bucket = model.get_input_embeddings().weight, int(zero.get("reduce_bucket_size", 500_000_000))
+    trained = (weight for weight in model.parameters() if weight.requires_grad and weight is not embeddings)
+    largest = max((weight.numel() for weight in trained), default=0)
+    if zero.get("overlap_comm") and largest > bucket:
         zero["overlap_comm"] = False
         log.info(
-            "overlap_comm is off: the head has %d numbers, and beside the backward pass DeepSpeed sums "
+            "overlap_comm is off: a weight has %d numbers, and beside the backward pass DeepSpeed sums "
             "reduce_bucket_size=%d at most",
-            *(head.numel(), bucket),
+            *(largest, bucket),
         )

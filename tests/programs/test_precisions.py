@@ -96,16 +96,22 @@ def test_more_micro_batches_wait_no_more_often_for_the_device(found):
         assert 0 < fetches[kind, 16] == fetches[kind, 2] < 20
 
 
+LARGEST_OF_LAYERS = 192 * 64  # numbers of a matrix of the MLP
+
+
 @pytest.mark.parametrize(
     "tied, bucket, changes, expected",
     [
         (False, 100, {}, False),
         (False, 10**6, {}, True),
-        (True, 100, {}, True),
+        (True, 100, {}, False),
+        (True, LARGEST_OF_LAYERS - 1, {}, False),
+        (True, LARGEST_OF_LAYERS, {}, True),  # the embeddings alone are larger
+        (False, LARGEST_OF_LAYERS, {}, False),
         (False, 100, {"overlap_comm": False}, False),
     ],
 )
-def test_a_head_larger_than_a_bucket_is_not_summed_beside_the_backward_pass(model, tied, bucket, changes, expected):
+def test_what_is_larger_than_a_bucket_is_not_summed_beside_the_backward_pass(model, tied, bucket, changes, expected):
     settings = type(model.config)(**{**model.config.to_dict(), "tie_word_embeddings": tied})
     with torch.device("meta"):
         other = AutoModelForCausalLM.from_config(settings)
@@ -121,7 +127,7 @@ def test_a_frozen_head_has_no_gradient_to_sum(model):
             type(model.config)(**{**model.config.to_dict(), "tie_word_embeddings": False})
         )
     other.lm_head.weight.requires_grad_(False)
-    keep_gradients_apart(zero := {"overlap_comm": True, "reduce_bucket_size": 100}, other)
+    keep_gradients_apart(zero := {"overlap_comm": True, "reduce_bucket_size": LARGEST_OF_LAYERS}, other)
     assert zero["overlap_comm"]
 
 
