@@ -70,6 +70,9 @@ def take_device(local_rank: int) -> torch.device:
 
     Raises ConfigError where the card cannot be used: falling back to the CPU would silently be many times slower.
     """
+    # torch's first choice on an H100 is cuDNN's attention, which makes a new plan for every shape and fails at some of
+    # ours ("Expected mha_graph.execute(...) to be true"). Without it torch takes flash attention.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if not wants_card():
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -74,6 +74,12 @@ def test_who_works_on_a_card(environment, there, expected):
     assert asks_for_card(environment, there) == expected
 
 
+def test_cudnns_attention_is_off_once_a_device_is_chosen():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    take_device(0)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_ranks_on_the_cpu_see_no_cards_whatever_the_launcher_names(monkeypatch):
     """DeepSpeed's launcher, started with CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu, sets the former for its ranks."""
     for name, value in {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": "1"}.items():

@@ -8,8 +8,6 @@ import torch
 from models import CONFIGS, PADDED, SMALL, build
 from transformers import MambaConfig, MistralConfig
 
-from grpo.config.trainer import TrainerConfig
-from grpo.model.load import load_model
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.tree_attention import _aligned, _mask, switch_off, switch_on
@@ -212,9 +210,3 @@ def test_what_varlen_is_given_is_what_segments_compute(name, torchs_own, monkeyp
         switch_on(model, variant)
         logprobs[variant], _ = token_logprobs(model, batch, 1.0)
     torch.testing.assert_close(logprobs["varlen"], logprobs["segments"], atol=1e-5, rtol=0)
-
-
-def test_cudnns_attention_is_off_once_a_model_is_loaded(model_folder):
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    load_model(TrainerConfig(model_name_or_path=str(model_folder)), torch.device("cpu"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
