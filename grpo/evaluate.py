@@ -34,7 +34,7 @@ def run(config: EvaluateConfig) -> None:
     import torch.distributed as dist
 
     from grpo.model.devices import refuse_shortage
-    from grpo.model.load import check_lengths, load_end_ids, load_model, load_settings, load_tokenizer
+    from grpo.model.load import check_lengths, enough_memory, load_end_ids, load_model, load_settings, load_tokenizer
     from grpo.model.pictures import Vision, load_processor
     from grpo.model.trial import make_batcher
     from grpo.rewards.compute import load_reward_funcs, start_rewards
@@ -68,13 +68,14 @@ def run(config: EvaluateConfig) -> None:
     rewarder = Rewarder(rewards, start_rewards(functions, config, device, "evaluate"), config)
     model = load_model(config, device)
     longest_packed = 0
-    if config.sampler != "generate":
-        with torch.no_grad():
-            longest_packed = make_batcher(model, tokenizer.pad_token_id, processor).longest_packed
     vision = Vision(processor, model) if processor is not None else None
-    sampler = make_sampler(
-        model, tokenizer, config.max_completion_length, config.sequences_per_generate, longest_packed, vision, turns
-    )
+    with enough_memory(config):
+        if config.sampler != "generate":
+            with torch.no_grad():
+                longest_packed = make_batcher(model, tokenizer.pad_token_id, processor).longest_packed
+        sampler = make_sampler(
+            model, tokenizer, config.max_completion_length, config.sequences_per_generate, longest_packed, vision, turns
+        )
 
     start = time.perf_counter()
     try:

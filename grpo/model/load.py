@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -70,9 +71,6 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
 
     Raises ConfigError where a package that this needs is not installed, or memory is too small.
     """
-    # torch's first choice on an H100 is cuDNN's attention, which makes a new plan for every shape and fails at some of
-    # ours ("Expected mha_graph.execute(...) to be true"). Without it torch takes flash attention.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
     if device_map is not None:
         require_packages("device_map", device_map, "accelerate")
@@ -85,8 +83,7 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
                 "already: use none, or name the model that they were made from"
             )
         options |= {"quantization_config": layout(config.quantization, dtype), "device_map": device_map or {"": device}}
-    remedy = "free the device's memory, or use dtype bfloat16, quantization or a smaller model"
-    with refuse_shortage("model_name_or_path", config.model_name_or_path, remedy):
+    with enough_memory(config):
         model = load_auto(auto_class(settings), config, config=settings, dtype=dtype, **options)
         keep_layout(model)
         if base_of(config.model_name_or_path) is not None:
@@ -94,6 +91,12 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
         model = model.eval() if options else model.eval().to(device)
     Head.check(model)
     return model
+
+
+def enough_memory(config: SharedConfig) -> AbstractContextManager[None]:
+    """Raise ConfigError where memory is too small for what is done within: to load the model, or to try it out."""
+    remedy = "free the device's memory, or use dtype bfloat16, quantization or a smaller model"
+    return refuse_shortage("model_name_or_path", config.model_name_or_path, remedy)
 
 
 def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedModel:

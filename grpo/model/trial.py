@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from grpo.config.errors import ConfigError
+from grpo.model.devices import is_out_of_memory
 from grpo.model.load import NO_LIMIT
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher, Ids
@@ -93,6 +94,8 @@ def packed_differs(model: PreTrainedModel, padded: Padded, vision: Vision | None
         packed = _answer(model, Batcher(0, longest_packed=2**31 - 1, vision=vision))
     # A model whose code takes no tree may fail in any way; then batches are padded, and the log says why.
     except Exception as error:
+        if is_out_of_memory(error):  # says nothing about the model
+            raise
         return f"takes no packed batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     difference = distance(packed.logprobs, padded.answer.logprobs)
     if not difference <= (1e-4 if model.dtype == torch.float32 else SAME * padded.effect):

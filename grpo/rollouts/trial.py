@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError
+from grpo.model.devices import is_out_of_memory
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
@@ -38,10 +39,10 @@ def check_sampling(
     examples = [Example(0, "", ids, {}) for ids in (prompt, with_more(longer, rest))]
     try:
         drawn, _ = sampler.sample(examples, 2, 1.0, seed=0)
-    except torch.OutOfMemoryError:  # says nothing about the model
-        raise
     # The model's own code may fail in any way.
     except Exception as error:
+        if is_out_of_memory(error):  # says nothing about the model
+            raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
     *_, (different, _) = trial_sequences(model, vision, prompts_at=5)

@@ -44,7 +44,14 @@ class ModelService(Service):
 
         from grpo.model.devices import take_device
         from grpo.model.fingerprint import describe
-        from grpo.model.load import cards_of, device_memory, device_use, load_reference, load_tokenizer
+        from grpo.model.load import (
+            cards_of,
+            device_memory,
+            device_use,
+            enough_memory,
+            load_reference,
+            load_tokenizer,
+        )
         from grpo.model.pictures import load_processor
         from grpo.model.trial import make_batcher
         from grpo.server.fair_queue import FairQueue
@@ -70,7 +77,8 @@ class ModelService(Service):
             tokenizer, model = load_tokenizer(config), load_reference(config, device)
             processor = load_processor(config, model.config, tokenizer)
             info = describe(model, tokenizer, config.model_name_or_path, processor)
-            batcher, compute = make_batcher(model, tokenizer.pad_token_id, processor), completion_logprobs
+            with enough_memory(config):
+                batcher, compute = make_batcher(model, tokenizer.pad_token_id, processor), completion_logprobs
             self._pictures = PictureCheck(processor, batcher.vision)
         if cards := cards_of(model):
             for card in cards:

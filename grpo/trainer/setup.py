@@ -24,6 +24,7 @@ from grpo.model.fingerprint import describe
 from grpo.model.load import (
     check_lengths,
     checkpoint_activations,
+    enough_memory,
     eos_token_ids,
     load_end_ids,
     load_model,
@@ -232,16 +233,17 @@ def set_up(
         adapter_off = AdapterOffReference(model, began_with_adapter)
     if config.gradient_checkpointing:
         checkpoint_activations(model)
-    batcher = make_batcher(model, tokenizer.pad_token_id, inputs.processor)
-    sampler = make_sampler(
-        model,
-        tokenizer,
-        config.max_completion_length,
-        config.sequences_per_generate,
-        longest_packed=batcher.longest_packed if config.sampler != "generate" else 0,
-        vision=batcher.vision,
-        turns=inputs.turns,
-    )
+    with enough_memory(config):
+        batcher = make_batcher(model, tokenizer.pad_token_id, inputs.processor)
+        sampler = make_sampler(
+            model,
+            tokenizer,
+            config.max_completion_length,
+            config.sequences_per_generate,
+            longest_packed=batcher.longest_packed if config.sampler != "generate" else 0,
+            vision=batcher.vision,
+            turns=inputs.turns,
+        )
     publisher = None
     if config.ref_update_steps:
         run_folder = folder if rank == 0 else None

@@ -23,8 +23,10 @@ from transformers import (
 from grpo.config.errors import ConfigError
 from grpo.config.evaluate import EvaluateConfig
 from grpo.config.model import SharedConfig
+from grpo.model import tree_attention
 from grpo.model.load import check_lengths, checkpoint_activations, load_model, longest_sequence
 from grpo.model.logprobs import token_logprobs
+from grpo.model.tree_attention import switch_on
 from grpo.model.trial import make_batcher
 from grpo.rollouts.trial import make_sampler
 
@@ -151,6 +153,24 @@ def test_a_model_that_cannot_draw_is_refused_with_what_it_said(tokenizer):
     said = r"Qwen3NextForCausalLM cannot draw tokens \(ValueError: .*Attention layers.*\): use another model"
     with pytest.raises(ConfigError, match=said):
         make_sampler(model, tokenizer, 8)
+
+
+@pytest.mark.parametrize("trial", ["packed", "sampled"])
+def test_too_little_memory_says_nothing_about_the_model(trial, tokenizer, monkeypatch):
+    """cuBLAS's lack of it, which is no torch.OutOfMemoryError: another program may just be loading on the card."""
+
+    def no_room(*_):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    model = build(CONFIGS["qwen2"])
+    longest_packed = make_batcher(model, 0).longest_packed
+    monkeypatch.setitem(tree_attention.VARIANTS, "segments", no_room)
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        if trial == "packed":
+            make_batcher(model, 0)
+        else:
+            switch_on(model, "segments")
+            make_sampler(model, tokenizer, 8, longest_packed=longest_packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
