@@ -7,7 +7,7 @@
 `python -m benchmarks.gpu --part memory` measures CARD_CASES on a CUDA card in the same way, by torch's own counters.
 
 Each case is a rank (or two), each in its own process and set up as in the trainer: a model loaded from a folder,
-DeepSpeed's engine, then an update, a call of `generate` and an update, of prompts and completions of full length. The
+DeepSpeed's engine, then an update, a round of sampling and an update, of prompts and completions of full length. The
 table shows the peak of resident memory in each phase after the first update, above that of the process before a model
 was loaded. Blocks of 1 MiB and more go back to the system when they are freed (MALLOC_MMAP_THRESHOLD_), so that
 resident memory is the memory of tensors; with --heap they do not. The table goes to stdout, progress to stderr. Linux
@@ -40,7 +40,8 @@ from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter
 from grpo.model.memory import MIB, Memory
 from grpo.model.trial import make_batcher
-from grpo.rollouts.local import LocalSampler
+from grpo.rollouts.continuous import ContinuousSampler
+from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.records import Example, Sample
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config
@@ -235,7 +236,16 @@ def measure(case: Case, folder: str) -> dict[str, int]:
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    sampler = LocalSampler(model, tokenizer, [tokenizer.eos_token_id], config.max_completion_length)
+    never = model.get_input_embeddings().weight.shape[0]  # no completion ends early
+    sampler = ContinuousSampler(
+        model,
+        tokenizer,
+        [never],
+        config.max_completion_length,
+        config.sequences_per_generate,
+        longest_packed=batcher.longest_packed,
+        graphs=StepGraphs if device.type == "cuda" else None,
+    )
     engine, _ = start_engine(config, ds_config, model)
     watched = Watched(engine)
     draw = random.Random(rank)
@@ -246,8 +256,7 @@ def measure(case: Case, folder: str) -> dict[str, int]:
     peaks = {"process": start}
     for turn in range(2):
         prompts = [ids(config.max_prompt_length) for _ in range(config.prompts_per_step // world_size)]
-        at_once = config.sequences_per_generate // config.num_generations
-        examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts[:at_once])]
+        examples = [Example(place, "", prompt, {}, []) for place, prompt in enumerate(prompts)]
         if turn == 1:
             forget_peak()
             sampler.sample(examples, config.num_generations, 1.0, seed=turn)
