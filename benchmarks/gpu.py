@@ -70,7 +70,7 @@ def main() -> None:
     if not (CUDA or options.tiny):
         sys.exit("benchmarks.gpu: needs CUDA; --tiny does without")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a part that is ended ends its servers
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as grpo/model/load.py does
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as take_device does
     print(f"\n## {options.part}\n\n{where()}", flush=True)
     tables = Tables(options.part)
     try:
@@ -302,7 +302,15 @@ def ranks(tiny: bool, clock: Clock, tables: Tables) -> None:
         )
         for rank in range(2)
     ]
-    (times, _), _ = (process.communicate(timeout=max(10.0, clock.left())) for process in processes)
+    try:
+        (times, _), _ = [process.communicate(timeout=max(10.0, clock.left())) for process in processes]
+    except subprocess.TimeoutExpired:
+        print("\nnot measured: the two ranks did not meet in time")
+        return
+    finally:
+        for process in processes:  # ranks that wait for each other would keep the cards
+            process.kill()
+            process.wait()
     tables.head("all-reduce of 2 ranks, MB", "ms", "GB/s")
     for line in times.splitlines():
         tables.row(*line.split())

@@ -27,7 +27,7 @@ rm -f "$json"
 
 {
     echo "# ${card:-no GPU}, $(date +%Y-%m-%d)"
-    for part in ${PARTS:-packed:120 memory:150 generate:70 ranks:20 train:230}; do
+    for part in ${PARTS:-packed:120 memory:150 generate:70 ranks:40 train:210}; do
         limit=${part#*:}
         # The part is told to begin nothing new 20 s before it is ended.
         timeout --kill-after=5 "$limit" "$python" -m benchmarks.gpu --part "${part%:*}" --seconds $((limit - 20)) \

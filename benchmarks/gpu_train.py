@@ -65,7 +65,8 @@ def train(shape: str, build: Callable[[], PreTrainedModel], tiny: bool, clock: C
         print(f"\nnot measured: {len(finished)} steps were done in time; what the programs said last is above")
         return
     tables.head("phase", f"seconds a step, mean of {len(measured)}")
-    for phase in ("time/generate", "time/reward", "time/old_logprobs", "time/wait_ref", "time/update", "step_time"):
+    phases = "generate", "reward", "old_logprobs", "wait_ref", "update", "optimizer"
+    for phase in (*(f"time/{name}" for name in phases), "step_time"):
         if values := [step[phase] for step in measured if phase in step]:
             # A round draws for `rounds` steps: its phases are in the first step's line alone.
             tables.row(phase, f"{sum(values) / len(measured):.3f}")
