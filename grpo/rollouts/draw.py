@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from grpo.model.logprobs import CPU_BLOCK
+from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK
 
 BELOW_1 = 1 - 2**-52
 """times a float64, less than it after rounding: beyond the end of a distribution function there is no token"""
@@ -30,7 +30,7 @@ def uniforms(seed: int, group: int, place: int, count: int) -> np.ndarray:
 def in_blocks(logits: torch.Tensor) -> torch.Tensor:
     """Cut logits into blocks: [rows, vocabulary] -> [blocks, rows, size]."""
     rows, vocabulary = logits.shape
-    size = min(CPU_BLOCK[1], vocabulary)
+    size = min((CUDA_BLOCK if logits.is_cuda else CPU_BLOCK)[1], vocabulary)
     return F.pad(logits, (0, -vocabulary % size), value=-torch.inf).view(rows, -1, size).transpose(0, 1)
 
 
