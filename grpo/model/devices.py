@@ -184,6 +184,7 @@ def describe_shared_cards(held: list[tuple[int, int]]) -> str:
     if not taken:
         return ""
     return (
-        f"other programs hold memory of the trainer's cards, {', '.join(taken)}: if that is the reference server, give "
-        f"the trainer the other cards, such as '{_VISIBLE}=0 deepspeed grpo_ref_split.py' (without --num_gpus)"
+        f"other programs hold memory of the trainer's cards, {', '.join(taken)}: if that is the reference server, and "
+        f"there are other cards, give the trainer those: '{_VISIBLE}=0 deepspeed grpo_ref_split.py' (without "
+        "--num_gpus)"
     )
