@@ -135,7 +135,10 @@ class LocalSampler(Sampler):
         names: list[Name] | None,
         on_group: Callable[[int, list[Rollout]], None] | None,
     ) -> list[list[Rollout]]:
-        """Draw all at once, a segment of each in a call; with its answer that is the context of the next call."""
+        """Draw all at once, a segment of each in a call; with its answer that is the context of the next call.
+
+        A segment that a call leaves without an end goes on in the next one.
+        """
         groups: dict[int, list[Rollout | None]] = {index: [None] * copies for index in range(len(examples))}
         completions: list[_Completion] = []
         try:
@@ -145,42 +148,47 @@ class LocalSampler(Sampler):
                 completions.append(_Completion(number, example.prompt_ids, numbers, self._turns.begin(example)))
             left = completions
             while left:
-                futures = self._draw_segments(left, temperature)
-                unfinished = []
-                for completion, future in zip(left, futures, strict=True):
+                self._draw_on(left, temperature)
+                ended = [completion for completion in left if self._has_ended_segment(completion)]
+                for completion, future in zip(ended, [self._ask(completion) for completion in ended], strict=True):
                     if future is not None and (answer := future.result()) is not None:
                         completion.add(answer, [math.nan] * len(answer), drawn=False)
-                        unfinished.append(completion)
+                        completion.begun = len(completion.ids)
                         continue
                     index, copy = divmod(completion.number, copies)
                     groups[index][copy] = self._rollout(
                         completion.ids, completion.logprobs, completion.drawn, completion.dialogue.outcome
                     )
+                    completion.is_over = True
                     completion.dialogue.close()
                     if on_group is not None and None not in groups[index]:
                         on_group(index, groups[index])
-                left = unfinished
+                left = [completion for completion in left if not completion.is_over]
         finally:
             close_all(completion.dialogue for completion in completions)
         return [*groups.values()]
 
-    def _draw_segments(self, completions: list[_Completion], temperature: float) -> list[Future | None]:
-        """Draw the next segment of each; return their answers to be."""
-        longest, numbers = self._max_new_tokens, None
-        tokens = longest - min(len(completion.ids) for completion in completions)
+    def _draw_on(self, completions: list[_Completion], temperature: float) -> None:
+        """Draw the segment of each on, as far as the fullest of them has room: the call draws as many for every row,
+        and some models cannot compute more than a sequence's largest length."""
+        tokens, numbers = min(self._room(completion) for completion in completions), None
         if completions[0].numbers is not None:
-            numbers = np.zeros((len(completions), tokens))
-            for row, completion in zip(numbers, completions, strict=True):
-                row[: longest - len(completion.ids)] = completion.numbers[len(completion.ids) :]
+            numbers = np.stack([each.numbers[len(each.ids) : len(each.ids) + tokens] for each in completions])
         contexts = [(completion.prompt, completion.ids) for completion in completions]
         draws, width = self._draws(temperature, numbers), max(len(prompt) + len(ids) for prompt, ids in contexts)
         drawn = self._call(contexts, draws, tokens)[:, width:].tolist()
-        futures = []
-        for completion, ids, logprobs in zip(completions, drawn, draws.logprobs().tolist(), strict=True):
-            segment, logprobs = self._to_first_end(ids[: longest - len(completion.ids)], logprobs)
-            completion.add(segment, logprobs, drawn=True)
-            futures.append(completion.dialogue.answer(segment, longest - len(completion.ids)))
-        return futures
+        for completion, *pair in zip(completions, drawn, draws.logprobs().tolist(), strict=True):
+            completion.add(*self._to_first_end(*pair), drawn=True)
+
+    def _has_ended_segment(self, completion: _Completion) -> bool:
+        return completion.ids[-1] in self._eos or self._room(completion) == 0
+
+    def _ask(self, completion: _Completion) -> Future | None:
+        """Have the segment that has ended answered."""
+        return completion.dialogue.answer(completion.ids[completion.begun :], self._room(completion))
+
+    def _room(self, completion: _Completion) -> int:
+        return self._max_new_tokens - len(completion.ids)
 
     def _draws(self, temperature: float, numbers: np.ndarray | None) -> Draws:
         return Draws(temperature, None if numbers is None else torch.from_numpy(numbers).to(self._model.device))
@@ -225,6 +233,9 @@ class _Completion:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
+    begun: int = 0
+    """where in `ids` the segment begins that is drawn"""
+    is_over: bool = False
 
     def add(self, ids: list[int], logprobs: list[float], drawn: bool) -> None:
         """Let a segment follow, or an answer."""

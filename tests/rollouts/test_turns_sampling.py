@@ -12,7 +12,7 @@ from models import CONFIGS, SMALL, build
 from scripted_turns import Scripted, naive
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from grpo.model import shared_cache
 from grpo.model.logprobs import token_logprobs
@@ -27,6 +27,7 @@ from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example, Outcome
 from grpo.rollouts.rows import PROMPT, Rows
 from grpo.rollouts.trial import make_sampler
+from grpo.wire.turns import cut_segments
 
 LENGTH, ENDS = 40, [*range(20, 30)]
 
@@ -334,6 +335,45 @@ def test_no_more_is_computed_than_rows_that_draw_and_each_answer_once(qwen, toke
     segments = [segment for dialogue in turns.dialogues for segment in dialogue.asked]
     assert tokens == prompts + answers + sum(len(drawn) - 1 or room > 0 for drawn, room in segments)
     assert answers > 50
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 5.0, 6.0, 8.0],
+}
+
+
+@pytest.mark.parametrize("make", [continuous, plain])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIGS["gpt2, learned positions"],
+        LlamaConfig(**SMALL | {"max_position_embeddings": 256}, initializer_range=0.3, rope_parameters=LONGROPE),
+    ],
+    ids=["learned", "longrope"],
+)
+def test_no_row_is_computed_beyond_the_largest_length(tokenizer, make, config):
+    """With rows far ahead of others: there is no 65th position to learn, and longrope scales all where there is one."""
+    model = packed(build(config))
+
+    def answer(drawn, turn):
+        return None if turn == 4 else [40 + place % 20 for place in range(35 if turn == 0 and sum(drawn) % 2 else 1)]
+
+    assert max(len(item.prompt_ids) for item in EXAMPLES) + 55 == 64
+    ids, logprobs = drawn_naively(model, copies=3, length=55, answer=answer)
+    turns = Scripted(ENDS, answer)
+    groups = make(model, tokenizer, turns, length=55).sample(EXAMPLES, 3, 1.0, 3, ids=PLACES)
+    assert ids_of(groups) == ids
+    assert logprobs_of(groups) == pytest.approx(logprobs, abs=1e-4)
+    asked = [[segment for segment, _ in dialogue.asked] for dialogue in turns.dialogues]
+    assert asked == [[part for is_drawn, part in cut_segments(*pair) if is_drawn] for pair in ids]
+    # Some long answers fit, and segments after them fill the room; others are still short then.
+    assert max(len(completion) for completion, _ in ids) == 55
+    assert any(35 < len(completion) < 55 for completion, _ in ids)
 
 
 def always(ids):
