@@ -53,9 +53,9 @@ class Session:
     def _call(self, task: str, *arguments: Any) -> Any:
         match task, arguments:
             case "tool", (name, values):
-                return self._functions[name](**values)
+                return self._functions[name](**copy.deepcopy(values))  # the caller keeps what the policy wrote
             case "method", (name, values):
-                return getattr(self._instance, name)(**values)
+                return getattr(self._instance, name)(**copy.deepcopy(values))
             case "reset", (columns,):
                 self._instance = self._environment.type()
                 return self._reset(copy.deepcopy(columns))  # of an EncodedPicture the copy is a PIL image

@@ -205,6 +205,55 @@ def test_async_calls_of_completions_wait_together(talks):
         talk.dialogue.close()
 
 
+CHANGING = '''
+def sort(numbers: list[int]) -> list:
+    """Sort.
+
+    Args:
+        numbers: some
+    """
+    numbers.sort()
+    numbers.append(float("nan"))
+    return numbers
+
+async def tag(row: dict) -> str:
+    """Tag.
+
+    Args:
+        row: it
+    """
+    row["cells"][0]["seen"] = {1, 2}
+    return "tagged"
+
+class Bag:
+    def reset(self):
+        self.things = []
+
+    def keep(self, things: list[str]) -> str:
+        """Keep.
+
+        Args:
+            things: some
+        """
+        self.things = things
+        things.append("more")
+        return "kept"
+'''
+
+
+def test_what_a_tool_changes_in_its_arguments_is_not_what_the_policy_wrote(tmp_path):
+    talks = Talks(tmp_path, CHANGING, tools=["sort", "tag"], environment="Bag")
+    talk = talks.begin()
+    wrote = {"sort": {"numbers": [3, 1]}, "tag": {"row": {"cells": [{}]}}, "keep": {"things": ["a"]}}
+    answers = answers_in(talk.say("".join(call(name, **arguments) for name, arguments in wrote.items())))
+    assert answers == ["[1, 3, NaN]", "tagged", "kept"]
+    talk.say("done")
+    called = [each["function"] for each in talk.dialogue.outcome.messages[0]["tool_calls"]]
+    assert {function["name"]: function["arguments"] for function in called} == wrote
+    talk.dialogue.close()
+    talks.turns.close()
+
+
 # --- limits
 
 
