@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError
+from grpo.turns.template import render_call
 from grpo.wire.json_fields import find_unrecordable
 from grpo.wire.turns import DEEPEST_ARGUMENTS
 
@@ -74,7 +75,7 @@ class TurnReader:
         self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
         self._read_calls: Callable[[str], tuple[str, list[Call]]] | None = None
         if schemas and getattr(tokenizer, "response_template", None) is None:
-            self._read_calls = _FORMATS[_choose_format(parser, tokenizer, schemas)]
+            self._read_calls = _FORMATS[_choose_format(parser, tokenizer, eos_token_ids, schemas)]
 
     def is_whole(self, ids: Sequence[int]) -> bool:
         """Tell whether the policy ended the turn itself."""
@@ -157,9 +158,16 @@ def _read_mistral(text: str) -> tuple[str, list[Call]]:
 _FORMATS = {"hermes": _read_hermes, "llama3_json": _read_llama3, "mistral": _read_mistral}
 
 
-def _choose_format(parser: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict]) -> str:
+def _choose_format(
+    parser: str, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict]
+) -> str:
     """Return the format that `tool_call_parser` names. Raises ConfigError where "auto" finds none."""
     written = _find_format(tokenizer.get_chat_template(tools=schemas))
+    if written is not None:
+        call = Call(schemas[0]["function"]["name"], {"argument": "ValueOfTheArgument"})
+        texts = render_call(tokenizer, eos_token_ids, schemas, call.name, call.arguments)
+        if texts and not any(_FORMATS[written](text)[1] == [call] for text in texts):
+            written = None  # as [TOOL_CALLS]name[ARGS]{...} of newer Mistral models
     if parser == "auto" and written is None:
         raise ConfigError(
             f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no format that is "

@@ -6,6 +6,7 @@ the answer is the text after the end of that turn, up to where the policy goes o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -71,12 +72,7 @@ class AnswerTemplate:
             return "", "".join(f"\n\n{answer['content']}\n\n" for answer in answers)
         turn: dict[str, Any] = {"role": "assistant", "content": _MARK}
         if answers[0]["role"] == "tool":
-            arguments: Any = {_MARK: _MARK}
-            function = {
-                "name": answers[0]["name"],
-                "arguments": json.dumps(arguments) if self._text_arguments else arguments,
-            }
-            turn |= {"content": "", "tool_calls": [{"type": "function", "id": _CALL_ID, "function": function}]}
+            turn = _make_call_turn(answers[0]["name"], {_MARK: _MARK}, self._text_arguments)
             answers = [answer | {"tool_call_id": _CALL_ID} for answer in answers]
         messages: Messages = [{"role": "user", "content": "?"}, turn, *answers]
         if self._in_parts:
@@ -126,6 +122,45 @@ class AnswerTemplate:
             f"{' and '.join(answer['role'] for answer in answers)} answer to the model: it "
             f"{_in_a_line(reasons[0])}: use a model that was trained to be answered so"
         )
+
+
+def render_call(
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    schemas: list[dict],
+    name: str,
+    arguments: dict[str, str],
+) -> list[str]:
+    """Return what the policy is to write for a call of a tool, in each form in which the chat template takes one.
+
+    Where the template writes that turn in another way than the policy begins it, what stands before it is in the text.
+    """
+    ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
+    texts = []
+    for in_parts, text_arguments in itertools.product((False, True), repeat=2):
+        messages = [{"role": "user", "content": _MARK}, _make_call_turn(name, arguments, text_arguments)]
+        if in_parts:
+            messages = place_pictures(messages, None)
+        render = functools.partial(tokenizer.apply_chat_template, tools=schemas, tokenize=False)
+        try:
+            prompt, whole = render(messages[:1], add_generation_prompt=True), render(messages)
+        except Exception:  # a template is a program that comes with the model: it may raise anything
+            continue
+        text = whole.partition(_MARK)[2].removeprefix(prompt.partition(_MARK)[2]).strip()
+        for end in ends:
+            text = text.removesuffix(end)
+        if all(value in text for value in arguments.values()):
+            texts.append(text)
+    return texts
+
+
+def _make_call_turn(name: str, arguments: dict[str, str], text_arguments: bool) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments) if text_arguments else arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": _CALL_ID, "function": function}],
+    }
 
 
 def _in_a_line(reason: str) -> str:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from talks import Talks, call, ids_of, talker
+from talks import TEMPLATES, Talks, call, ids_of, talker
 
 from grpo.config.errors import ConfigError
 from grpo.turns.calls import Call, TurnReader
@@ -131,6 +131,30 @@ def test_a_format_can_be_named_and_must_be_where_none_is_found():
     for template in ("gemma", "<tool_call><function={{ name }}>", "<tool_call>{{ name }}<arg_key>"):
         with pytest.raises(ConfigError, match="tool_call_parser='auto': .* hermes, llama3_json, mistral"):
             read("x", template)
+
+
+# As newer ones of Mistral's; and one that writes arguments as Python does, which is no JSON.
+_NEWER = TEMPLATES["mistral"].replace(
+    "c.function | tojson", "c.function.name + '[ARGS]' + (c.function.arguments | tojson)"
+)
+NEWER_MISTRAL = _NEWER.replace("'[TOOL_CALLS] ['", "'[TOOL_CALLS]'").replace("']<|im_end|>'", "'<|im_end|>'")
+NO_JSON = TEMPLATES["qwen2"].replace("c.function.arguments | tojson", "c.function.arguments.items() | list")
+
+
+def test_a_format_that_would_not_read_the_templates_own_calls_is_not_found():
+    for template in (NEWER_MISTRAL, NO_JSON):
+        with pytest.raises(ConfigError, match="tool_call_parser='auto': .* writes calls in no format that is known"):
+            read("x", template)
+    assert read(f"[TOOL_CALLS] [{ADD_JSON}]", NEWER_MISTRAL, "mistral").calls == [ADD]
+    # A template that refuses calls shows none: the format that its text names is taken.
+    refusing = TEMPLATES["mistral"].replace("c.id | length != 9", "true")
+    assert read(f"[TOOL_CALLS] [{ADD_JSON}]", refusing).calls == [ADD]
+    # Templates that take arguments as text, and messages in parts.
+    for written in ("'' + c.function.arguments", "c.function.arguments", "c.function.arguments | string"):
+        template = TEMPLATES["qwen2"].replace("c.function.arguments | tojson", written)
+        assert read(call("add", a=1, note="x"), template).calls == [ADD]
+    in_parts = TEMPLATES["qwen2"].replace("m.content }}", "(m.content | map(attribute='text') | join) }}")
+    assert read(call("add", a=1, note="x"), in_parts).calls == [ADD]
 
 
 def test_a_format_that_the_template_does_not_write_is_used_and_said(caplog):
