@@ -73,7 +73,7 @@ class TurnReader:
         Raises ConfigError where "auto" finds no format that the chat template has.
         """
         self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
-        self._read_calls: Callable[[str], tuple[str, list[Call]]] | None = None
+        self._read_calls: Callable[[str, bool], tuple[str, list[Call]]] | None = None
         if schemas and getattr(tokenizer, "response_template", None) is None:
             self._read_calls = _FORMATS[_choose_format(parser, tokenizer, eos_token_ids, schemas)]
 
@@ -91,12 +91,16 @@ class TurnReader:
             return self.read_text(ids)
         if self._read_calls is None:
             return self._read_by_template(ids, before)
-        content, calls = self._read_calls(self._tokenizer.decode(ids[:-1], skip_special_tokens=False))
+        in_thought = self._decode(before).rstrip().endswith("<think>")
+        content, calls = self._read_calls(self._decode(ids[:-1]), in_thought)
         if not calls:
             return self.read_text(ids)
         for token in self._tokenizer.all_special_tokens:
             content = content.replace(token, "")
         return Turn(content, calls)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _read_by_template(self, ids: list[int], before: list[int]) -> Turn:
         try:
@@ -111,9 +115,16 @@ class TurnReader:
         return Turn(parsed.get("content") or "", calls, parsed.get("reasoning_content") or "")
 
 
-def _read_hermes(text: str) -> tuple[str, list[Call]]:
-    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after the reasoning."""
-    reasoning, mark, rest = text.rpartition("</think>")
+def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after the reasoning.
+
+    `in_thought`: what the text follows has begun the reasoning.
+    """
+    reasoning, mark, rest = text.partition("</think>")
+    before, first_call, _ = reasoning.partition("<tool_call>")
+    # Reasoning may mention a call, and an argument of a call may have </think> in it.
+    if not mark or (first_call and not in_thought and "<think>" not in before):
+        reasoning, mark, rest = "", "", text
     calls: list[Call] = []
 
     def take_out(match: re.Match) -> str:
@@ -124,7 +135,7 @@ def _read_hermes(text: str) -> tuple[str, list[Call]]:
     return (reasoning + mark + _HERMES.sub(take_out, rest)).strip(), calls
 
 
-def _read_llama3(text: str) -> tuple[str, list[Call]]:
+def _read_llama3(text: str, _: bool) -> tuple[str, list[Call]]:
     """Read `{"name": ..., "parameters": {...}}`, perhaps after <|python_tag|>; several stand with ; between them."""
     stripped = text.strip()
     body = stripped.removeprefix("<|python_tag|>").lstrip()
@@ -142,7 +153,7 @@ def _read_llama3(text: str) -> tuple[str, list[Call]]:
     return stripped if any(call.error for call in calls) else "", calls
 
 
-def _read_mistral(text: str) -> tuple[str, list[Call]]:
+def _read_mistral(text: str, _: bool) -> tuple[str, list[Call]]:
     """Read `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`."""
     content, mark, body = text.partition("[TOOL_CALLS]")
     if not mark:
@@ -166,7 +177,7 @@ def _choose_format(
     if written is not None:
         call = Call(schemas[0]["function"]["name"], {"argument": "ValueOfTheArgument"})
         texts = render_call(tokenizer, eos_token_ids, schemas, call.name, call.arguments)
-        if texts and not any(_FORMATS[written](text)[1] == [call] for text in texts):
+        if texts and not any(_FORMATS[written](text, False)[1] == [call] for text in texts):
             written = None  # as [TOOL_CALLS]name[ARGS]{...} of newer Mistral models
     if parser == "auto" and written is None:
         raise ConfigError(

@@ -120,7 +120,7 @@ def test_the_chat_template_writes_what_the_demonstrations_have(tokenizer):
 
 def test_the_trainer_reads_the_models_calls_and_answers_as_it_has_learned(tokenizer):
     ends, ids = [tokenizer.eos_token_id], tokenizer.encode(CALL + "<|im_end|>")
-    (call,) = TurnReader(tokenizer, ends, TOOLS, "auto").read(ids, "").calls
+    (call,) = TurnReader(tokenizer, ends, TOOLS, "auto").read(ids, []).calls
     assert (call.name, call.arguments, call.error) == ("price", {"item": "mug", "shop": 37}, "")
     template = AnswerTemplate(tokenizer, ends, TOOLS, None, answers_as_user=False)
     answer = template.encode([{"role": "tool", "name": "price", "content": "52"}])

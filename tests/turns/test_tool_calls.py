@@ -111,6 +111,35 @@ def test_a_good_call_beside_a_malformed_one_is_read():
     assert turn.content == "<tool_call>{</tool_call>"
 
 
+THOUGHT_OF = f"or <tool_call>{ADD_JSON}</tool_call>?"
+QUOTED = call("add", note="a </think> b")
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "calls"),
+    [
+        ("", QUOTED, 1),
+        ("", QUOTED * 2, 2),
+        ("", f"Quote it: {QUOTED}", 1),
+        ("", f"<think>{THOUGHT_OF}</think>no", 0),
+        ("", f"<think>{THOUGHT_OF}</think>{QUOTED}", 1),
+        ("", f"\n<think>so</think>{QUOTED}", 1),
+        ("<think>\n", f"{THOUGHT_OF}</think>no", 0),
+        ("<think>\n", f"{THOUGHT_OF}</think>{QUOTED}", 1),
+        ("<think>\n", f"so</think>{QUOTED}", 1),
+        ("<think>\n\n</think>\n\n", QUOTED, 1),
+        # A model that begins its thought without the tag.
+        ("", f"so</think>{QUOTED}", 1),
+    ],
+)
+def test_reasoning_ends_at_its_own_end_and_not_within_a_call(begun, text, calls):
+    turn = read(text, before="<|im_start|>assistant\n" + begun)
+    assert [c.error for c in turn.calls] == [""] * calls
+    assert turn.calls == [Call("add", {"note": "a </think> b"})] * calls
+    expected = text.replace(QUOTED, "")
+    assert turn.content == (expected.strip() if calls else expected)
+
+
 def test_a_response_template_comes_before_the_formats():
     read_so = lambda text, **more: read(text, response_template=RESPONSE_TEMPLATE, **more)  # noqa: E731
     turn = read_so(f"<think>\nso\n</think>\n\n<tool_call>\n{ADD_JSON}\n</tool_call>")
