@@ -73,6 +73,9 @@ class TurnReader:
         Raises ConfigError where "auto" finds no format that the chat template has.
         """
         self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
+        # The tokenizer names one end of a turn, and the model may have others.
+        ends = [token for token in eos_token_ids if not tokenizer.decode([token], skip_special_tokens=True)]
+        self._special = [*tokenizer.all_special_tokens, *(self._decode([token]) for token in ends)]
         self._read_calls: Callable[[str, bool], tuple[str, list[Call]]] | None = None
         if schemas and getattr(tokenizer, "response_template", None) is None:
             self._read_calls = _FORMATS[_choose_format(parser, tokenizer, eos_token_ids, schemas)]
@@ -95,9 +98,7 @@ class TurnReader:
         content, calls = self._read_calls(self._decode(ids[:-1]), in_thought)
         if not calls:
             return self.read_text(ids)
-        for token in self._tokenizer.all_special_tokens:
-            content = content.replace(token, "")
-        return Turn(content, calls)
+        return Turn(self._remove_special(content), calls)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -112,7 +113,13 @@ class TurnReader:
             _make_call(call.get("function", call) if isinstance(call, dict) else call)
             for call in parsed.get("tool_calls") or []
         ]
-        return Turn(parsed.get("content") or "", calls, parsed.get("reasoning_content") or "")
+        content, reasoning = parsed.get("content") or "", parsed.get("reasoning_content") or ""
+        return Turn(self._remove_special(content), calls, self._remove_special(reasoning))
+
+    def _remove_special(self, text: str) -> str:
+        for token in self._special:
+            text = text.replace(token, "")
+        return text
 
 
 def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:

@@ -155,6 +155,21 @@ def test_a_response_template_comes_before_the_formats():
     assert read_so(f"<tool_call>{ADD_JSON}</tool_call>", template="demo", parser="mistral").calls == [ADD]
 
 
+def test_another_end_than_a_response_template_has_is_no_text():
+    tokenizer = talker("qwen2")
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    end = tokenizer.convert_tokens_to_ids("<|begin|>")
+    reader = TurnReader(tokenizer, [tokenizer.eos_token_id, end], [SCHEMA], "auto")
+    before = ids_of(tokenizer, "<|im_start|>assistant\n", ends=False)
+    for text, content, reasoning in (
+        ("3", "3", ""),
+        ("<think>so<|im_start|></think>3", "3", "so"),
+        ("<think>so", "", "so"),
+    ):
+        turn = reader.read([*ids_of(tokenizer, text, ends=False), end], before)
+        assert (turn.content, turn.reasoning) == (content, reasoning)
+
+
 def test_a_format_can_be_named_and_must_be_where_none_is_found():
     assert read(f"<tool_call>{ADD_JSON}</tool_call>", "gemma", "hermes").calls == [ADD]
     for template in ("gemma", "<tool_call><function={{ name }}>", "<tool_call>{{ name }}<arg_key>"):
