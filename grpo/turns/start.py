@@ -26,6 +26,9 @@ from grpo.turns.session import Session
 from grpo.turns.template import AnswerTemplate
 from grpo.turns.tools import load_tools, make_tool
 
+PRINTS_TOGETHER = 128
+"""how many completions share a limit of prints where they overlap without a pause, as on a worker"""
+
 
 def start_turns(
     config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
@@ -79,7 +82,7 @@ class UserTurns:
             processes = ProcessPool(TurnsService, arguments, names, config.tool_timeout, count_processes())
         runner = Runner(lambda: Session(functions, environment, longest), processes)
         self._setup = Setup(config, tools, environment, reader, template, runner)
-        self._live = 0
+        self._live = self._ended = 0
         self._lock = threading.Lock()
 
     def observe(self, columns: dict[str, Any]) -> str:
@@ -114,6 +117,7 @@ class UserTurns:
     def _count_end(self) -> None:
         with self._lock:
             self._live -= 1
-            is_last = self._live == 0
-        if is_last:
+            self._ended += 1
+            ends_batch = self._live == 0 or self._ended % PRINTS_TOGETHER == 0
+        if ends_batch:
             PRINTS.end_batch()

@@ -11,7 +11,7 @@ from talks import Talks, call, ids_of
 
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.turns import close_all
-from grpo.turns.start import start_turns
+from grpo.turns.start import PRINTS_TOGETHER, start_turns
 
 CODE = r'''
 import asyncio, sys, threading, time
@@ -380,6 +380,24 @@ def test_what_tools_print_is_limited_for_all_completions_together(talks, capfd, 
     talk.dialogue.close()
     print("not the tools'" * 10_000)
     assert len(capfd.readouterr().out) == 140_001
+
+
+def test_prints_are_shown_again_where_completions_overlap_without_a_pause(tmp_path, capfd, caplog):
+    talks = Talks(tmp_path, CODE, tools=["odd"])
+    last, shown = talks.begin(), []
+    for n in range(2 * PRINTS_TOGETHER):
+        following = talks.begin()
+        if n % 50 == 0:
+            last.say(call("odd", kind="print"))
+            shown.append((n, capfd.readouterr().out.count("p")))
+        last.dialogue.close()
+        last = following
+    assert shown == [(0, 65536), (50, 0), (100, 0), (150, 65536), (200, 0), (250, 0)]
+    # Each print ends with a line end.
+    counts = [record.getMessage().partition(" more")[0].rpartition(" ")[2] for record in caplog.records]
+    assert counts == [str(3 * 1_000_001 - 65536)] * 2
+    last.dialogue.close()
+    talks.turns.close()
 
 
 @pytest.mark.parametrize(
