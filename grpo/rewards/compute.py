@@ -36,6 +36,7 @@ from grpo.rewards.functions import (
     is_reward,
     load_function,
     make_error,
+    repr_of,
     text_of,
 )
 from grpo.rewards.prints import PRINTS
@@ -171,7 +172,7 @@ def compute_rewards(
             raise make_error(name, error) from error
         for i, reward in enumerate(returned[name]):
             if not is_reward(reward):
-                raise invalid_reward(name, repr(reward), text_of(completions[i]))
+                raise invalid_reward(name, repr_of(reward), text_of(completions[i]))
             values[i] = np.nan if reward is None else reward
     for of_function in logs.values() if logged is not None else ():
         logged.add(of_function)

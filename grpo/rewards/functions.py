@@ -187,7 +187,15 @@ def describe_failure(error: BaseException, completion: str | None = None) -> str
     """Return what a function did wrong, to follow its name in a sentence; `completion` is the one at fault if known."""
     if isinstance(error, Misuse):
         return str(error)
-    return f"failed{'' if completion is None else f' on {quote_completion(completion)}'}: {error!r}"
+    return f"failed{'' if completion is None else f' on {quote_completion(completion)}'}: {repr_of(error)}"
+
+
+def repr_of(value: object) -> str:
+    """Return the repr of an object of the user's; its type's name where its own method for that raises."""
+    try:
+        return repr(value)
+    except Exception:
+        return type(value).__name__
 
 
 def format_user_stack(error: BaseException) -> str:

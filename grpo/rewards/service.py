@@ -12,6 +12,7 @@ from grpo.rewards.functions import (
     format_user_stack,
     is_reward,
     load_function,
+    repr_of,
     text_of,
 )
 
@@ -36,5 +37,5 @@ class RewardService:
             raise returned  # an accident of foreign code like a hang, not a mistake: the process ends
         (reward,) = returned
         if not is_reward(reward):
-            return {"returned": repr(reward)}
+            return {"returned": repr_of(reward)}
         return {"reward": None if reward is None else float(reward), "extra": logged.extra, "metrics": logged.metrics}

@@ -21,7 +21,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from grpo.rewards.functions import Misuse, format_user_stack
+from grpo.rewards.functions import Misuse, format_user_stack, repr_of
 from grpo.turns.environment import EnvironmentClass, read_observation, read_reward, read_step
 
 Reply = dict[str, Any]
@@ -95,7 +95,7 @@ class Session:
     def _explain(self, task: str, error: BaseException) -> Reply:
         if task in ("tool", "method"):
             return {"text": self._cut(describe_failure(_reason_of(error))), "failed": True}
-        reason = str(error) if isinstance(error, Misuse) else f"failed: {error!r}"
+        reason = str(error) if isinstance(error, Misuse) else f"failed: {repr_of(error)}"
         return {"raised": f"{task} {reason}", "traceback": format_user_stack(error)}
 
     def _cut(self, text: str) -> str:

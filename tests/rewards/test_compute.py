@@ -323,6 +323,22 @@ def test_whatever_a_function_raises_is_its_failure(error, kind, quiet_interrupts
     assert compute_rewards({"f": function}, ["p"], ["good"], {}) == [[1.0]]
 
 
+class Unshown(Exception):
+    def __repr__(self):
+        raise AttributeError
+
+
+def test_what_cannot_be_shown_is_named_by_its_type():
+    def fail(**_):
+        raise Unshown
+
+    with pytest.raises(RewardError, match="^Reward function 'f' failed: Unshown$") as caught:
+        compute_rewards({"f": fail}, ["p"], ["a"], {})
+    assert "in fail\n    raise Unshown" in caught.value.traceback
+    with pytest.raises(RewardError, match="^Reward function 'f' returned Unshown for the completion 'a': a reward is"):
+        compute_rewards({"f": lambda **_: [Unshown()]}, ["p"], ["a"], {})
+
+
 def test_no_function_sees_what_another_has_changed():
     """Neither in its lists nor in the dataset's values, which later steps are given again."""
     seen = []

@@ -33,6 +33,8 @@ class Guess:
     def step(self, text):
         if text == "raise":
             raise KeyError("a mistake")
+        if text == "raise what cannot be shown":
+            raise type("Unshown", (Exception,), {"__repr__": None})
         if text.startswith("return "):
             return eval(text[7:])
         guess = int(text)
@@ -330,6 +332,9 @@ def test_what_raises_ends_the_run_with_the_users_lines(begin):
     assert "in step\n    raise KeyError" in caught.value.traceback and "grpo/turns" not in caught.value.traceback
     talk.dialogue.close()
     assert len(module.CLOSED) == 1
+    talk = begin("Guess", {"number": 7})[0]
+    with pytest.raises(RewardError, match="step failed: Unshown$"):
+        talk.say("raise what cannot be shown")
     for number, match in ((9, "get_reward returned 'x': get_reward must return"), (20, "get_reward failed: ZeroDiv")):
         talk = begin("Graded", {"number": number})[0]
         with pytest.raises(RewardError, match=match):
