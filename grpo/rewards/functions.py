@@ -168,7 +168,7 @@ def check_returned(returned: Any, batch: Batch, logged: Logged) -> list:
     if returned is None:
         raise Misuse("returned None: is a `return` missing?")
     if not isinstance(returned, Iterable):
-        raise Misuse(f"returned {returned!r}: it must return a list with one reward for each completion")
+        raise Misuse(f"returned {repr_of(returned)}: it must return a list with one reward for each completion")
     rewards = list(returned)
     if len(rewards) != count:
         raise Misuse(f"returned {len(rewards)} rewards for {count} completions: return one for each")
@@ -207,14 +207,17 @@ def format_user_stack(error: BaseException) -> str:
 
 
 def is_reward(reward: Any) -> bool:
-    return reward is None or (isinstance(reward, Real) and math.isfinite(reward))
+    try:
+        return reward is None or (isinstance(reward, Real) and math.isfinite(reward))
+    except OverflowError:  # an int or a Fraction that float64 does not reach
+        return False
 
 
 def invalid_reward(name: str, shown: str, completion: str) -> RewardError:
     """Make the error for a function that returned something else than a reward; `shown` is its repr."""
     return RewardError(
         f"Reward function {name!r} returned {shown} for {quote_completion(completion)}: "
-        "a reward is a finite number, or None where the function does not apply."
+        "a reward is a finite number of float64's range, or None where the function does not apply."
     )
 
 

@@ -178,6 +178,7 @@ TWICE = [1.0] * 2
             "cannot be called: missing a required argument: 'solution': it is given prompts, completions, answer, "
             "trainer_state, log_extra, log_metric: let it name those that it needs, and end with **kwargs for the rest",
         ),
+        (lambda **_: 10**5000, "returned int: it must return a list with one reward for each"),
         (lambda completions: TWICE, "cannot be called: got an unexpected keyword argument 'prompts': it is given"),
     ],
 )
@@ -258,13 +259,20 @@ def test_a_column_of_the_record_is_not_replaced():
             Logged().log_extra(name, ["x"])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 1j, np.float32("nan")])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 1j, np.float32("nan")),
+        *(10**309, -(10**309), Fraction(10**400, 3), np.longdouble("1e400"), 10**5000),  # beyond float64
+    ],
+    ids=lambda bad: type(bad).__name__,
+)
 def test_a_reward_that_is_no_finite_number_is_refused(bad):
     with pytest.raises(RewardError, match=r"'f' returned .* for the completion 'b': a reward is a finite number"):
         compute_rewards({"f": lambda **_: [1.0, bad]}, ["p"] * 2, ["a", "b"], {})
 
 
-@pytest.mark.parametrize("good", [2, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(3)])
+@pytest.mark.parametrize("good", [2, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(3), 10**308])
 def test_any_real_number_is_a_reward(good):
     assert compute_rewards({"f": lambda **_: [good]}, ["p"], ["a"], {}) == [[float(good)]]
 

@@ -106,6 +106,9 @@ def text(prompts, completions, **columns):
 def too_many(prompts, completions, **columns):
     return [1.0, 2.0]
 
+def huge(prompts, completions, **columns):
+    return [10 ** len(completion) for completion in completions]
+
 async def judged(prompts, completions, **columns):
     if "never" in completions:
         await asyncio.Event().wait()
@@ -313,6 +316,11 @@ def test_what_is_no_reward_is_refused_as_in_the_trainer(pooled):
         rewards(pooled("text"), ["a"])
     with pytest.raises(RewardError, match="'too_many' returned 2 rewards for 1"):
         rewards(pooled("too_many"), ["a"])
+    huge = pooled("huge")
+    assert rewards(huge, ["a" * 308]) == [[1e308]]
+    for digits, shown in ((309, "1" + "0" * 309), (5000, "int")):
+        with pytest.raises(RewardError, match=f"'huge' returned {shown} for the completion 'a+'[.]*: a reward is a"):
+            rewards(huge, ["a" * digits])
 
 
 def test_a_file_that_only_a_worker_cannot_load_ends_the_run(tmp_path):
