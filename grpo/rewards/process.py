@@ -133,14 +133,15 @@ class UserProcess:
 
     def _read_line(self, deadline: float) -> bytes:
         """Read up to the next line end. Raises TimeoutError at the deadline, EOFError where nothing more can come."""
-        while b"\n" not in self._received:
+        chunks = [self._received]
+        while b"\n" not in chunks[-1]:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
             if not (chunk := self._socket.recv(65536)):
                 raise EOFError
-            self._received += chunk
+            chunks.append(chunk)
             if time.monotonic() > deadline:
                 raise TimeoutError
-        line, _, self._received = self._received.partition(b"\n")
+        line, _, self._received = b"".join(chunks).partition(b"\n")
         return line
 
     def _stop_and_explain(self) -> str:

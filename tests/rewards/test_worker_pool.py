@@ -109,6 +109,10 @@ def too_many(prompts, completions, **columns):
 def huge(prompts, completions, **columns):
     return [10 ** len(completion) for completion in completions]
 
+def logs(prompts, completions, log_extra, **columns):
+    log_extra("long", ["x" * int(completion) for completion in completions])
+    return [1.0 for _ in completions]
+
 async def judged(prompts, completions, **columns):
     if "never" in completions:
         await asyncio.Event().wait()
@@ -297,6 +301,11 @@ def test_what_functions_print_is_shown_up_to_a_limit_for_each_batch(functions, p
     assert 65_000 < shown(600_000) <= SHOWN_CHARACTERS * (2 if where == "worker" else 1)
     assert 450_000 < left_out() < 600_000
     assert {record.levelno for record in caplog.records} == {logging.ERROR}
+
+
+@pytest.mark.timed
+def test_a_reply_of_many_megabytes_comes_in_time(pooled):
+    assert rewards(pooled("logs", timeout=4.0), ["50000000"]) == [[1]]
 
 
 def test_code_that_asks_for_input_gets_none(pooled):
