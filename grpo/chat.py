@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, wait
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpo.model.pictures import Vision
+    from grpo.rollouts.conversation import Conversation
     from grpo.rollouts.records import Example, Rollout
-    from grpo.rollouts.turns import Turns
+    from grpo.rollouts.turns import Dialogue, Turns
 
 IMAGE = "/image"
 _LOOK = 0.1  # seconds from one look at Ctrl-C to the next, while a tool or environment is waited for
@@ -45,10 +46,9 @@ _LOOK = 0.1  # seconds from one look at Ctrl-C to the next, while a tool or envi
 
 def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
-    from grpo.model.devices import refuse_shortage
     from grpo.model.load import NO_LIMIT, length_limits, load_end_ids, load_model, load_settings, load_tokenizer
     from grpo.model.pictures import Vision, load_processor
-    from grpo.rollouts.conversation import NEW, Conversation, NotAsked
+    from grpo.rollouts.conversation import NEW, Conversation
     from grpo.run.collective import own_place
     from grpo.turns.start import start_turns
 
@@ -58,17 +58,30 @@ def talk(config: ChatConfig, interactive: bool) -> None:
     processor = load_processor(config, settings, tokenizer)
     ends = load_end_ids(config, settings, tokenizer)
     turns = start_turns(config, tokenizer, ends)
-    model = load_model(config, device)
-    vision = Vision(processor, model) if processor is not None else None
-    # An answer is a batch by itself, so that the limits that exist for batches of several do not hold.
-    longest = length_limits(model.config).get("max_position_embeddings", NO_LIMIT)
-    if interactive:
-        picture = f"{IMAGE} PATH adds a picture, " if processor is not None else ""
-        end = "Ctrl-C stops an answer, Ctrl-D ends"
-        print(f"{config.model_name_or_path}: {picture}{NEW} begins a new conversation, {end}")
+    try:
+        model = load_model(config, device)
+        vision = Vision(processor, model) if processor is not None else None
+        # An answer is a batch by itself, so that the limits that exist for batches of several do not hold.
+        longest = length_limits(model.config).get("max_position_embeddings", NO_LIMIT)
+        conversation = Conversation(config, tokenizer, processor, longest, turns)
+        answerer = Answerer(config, model, tokenizer, ends, vision, turns)
+        if interactive:
+            picture = f"{IMAGE} PATH adds a picture, " if processor is not None else ""
+            end = "Ctrl-C stops an answer, Ctrl-D ends"
+            print(f"{config.model_name_or_path}: {picture}{NEW} begins a new conversation, {end}")
+        answer_lines(config, interactive, conversation, answerer, longest)
+    finally:
+        if turns is not None:
+            turns.close()  # Python would wait for a call that hangs
 
-    conversation = Conversation(config, tokenizer, processor, longest, turns)
-    answerer = Answerer(config, model, tokenizer, ends, vision, turns)
+
+def answer_lines(
+    config: ChatConfig, interactive: bool, conversation: Conversation, answerer: Answerer, longest: int
+) -> None:
+    """Answer the lines of stdin. `longest`: tokens that a conversation may have."""
+    from grpo.model.devices import refuse_shortage
+    from grpo.rollouts.conversation import NEW, NotAsked
+
     for turn, question in enumerate(questions(interactive)):
         if question == NEW:
             conversation.begin()
@@ -147,8 +160,8 @@ class Answerer:
                         print(show_answer(message), flush=True)
                 shown = len(dialogue.messages)
         finally:
-            if stopped and awaited is not None and not awaited.done():  # a call that may hang
-                threading.Thread(target=dialogue.close, name="close", daemon=True).start()
+            if awaited is not None and not awaited.done():  # a call that may hang
+                threading.Thread(target=_close_late, args=[dialogue], name="close", daemon=True).start()
             else:
                 dialogue.close()
         return make_rollout(self._tokenizer, self._end_ids, ids, [], 0, drawn, dialogue.outcome)
@@ -161,6 +174,12 @@ class Answerer:
         rollout = sampler.stream(example, self._config.temperature, seed, printer)
         printer.finish()
         return rollout
+
+
+def _close_late(dialogue: Dialogue) -> None:
+    """Close it after the call that runs, unless the program ends before."""
+    with contextlib.suppress(CancelledError, RuntimeError):  # of a pool of processes that is closed
+        dialogue.close()
 
 
 def questions(interactive: bool) -> Iterator[str]:

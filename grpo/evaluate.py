@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from itertools import chain
 from operator import itemgetter
@@ -28,8 +29,11 @@ from grpo.model.answering import model_settings
 from grpo.run.exit import exit_code
 
 
-def run(config: EvaluateConfig) -> None:
-    """Evaluate, print the table and write the folder. Raises ConfigError, before a model is loaded where it can."""
+def run(config: EvaluateConfig, closing: ExitStack) -> None:
+    """Evaluate, print the table and write the folder. `closing` takes up what runs the user's code.
+
+    Raises ConfigError, before a model is loaded where it can.
+    """
     import torch
     import torch.distributed as dist
 
@@ -61,11 +65,16 @@ def run(config: EvaluateConfig) -> None:
     processor = load_processor(config, settings, tokenizer)
     check_lengths(config, settings)
     turns = start_turns(config, tokenizer, load_end_ids(config, settings, tokenizer))
+    if turns is not None:
+        closing.callback(turns.close)
     rewards = join_rewards(functions, {} if turns is None else turns.rewards)
     check_verdicts(config, rewards)
     examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor, turns)
     check_reward_columns(config, examples)
-    rewarder = Rewarder(rewards, start_rewards(functions, config, device, "evaluate"), config)
+    started, pool = start_rewards(functions, config, device, "evaluate")
+    if pool is not None:
+        closing.callback(pool.close)
+    rewarder = Rewarder(rewards, started, config)
     model = load_model(config, device)
     longest_packed = 0
     vision = Vision(processor, model) if processor is not None else None
@@ -78,12 +87,8 @@ def run(config: EvaluateConfig) -> None:
         )
 
     start = time.perf_counter()
-    try:
-        with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
-            metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
-    finally:
-        if turns is not None:
-            turns.close()
+    with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
+        metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
     metrics["eval_runtime"] = time.perf_counter() - start
     completions = list(chain.from_iterable(gather(completions))) if config.output else []
     if world_size > 1:
@@ -158,7 +163,8 @@ def main() -> int:
     from grpo.rewards.functions import RewardError
 
     config = parse_arguments(EvaluateConfig, __doc__, model_settings=model_settings)
-    return exit_code(lambda: run(config), (RewardError, ServerError, OSError), "interrupted")
+    with ExitStack() as closing:  # also after Ctrl-C: Python would wait for calls that hang
+        return exit_code(lambda: run(config, closing), (RewardError, ServerError, OSError), "interrupted")
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def ratios(make, dataset: str) -> dict:
             )
             engine, batcher, reference = engine_of(config)
             loaded = load_reward_funcs(config.reward_funcs)
-            rewards = Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu")), config)
+            rewards = Rewarder(loaded, start_rewards(loaded, config, torch.device("cpu"))[0], config)
             stream = PromptStream(examples, config.prompts_per_step, config.seed)
             sampler = make_sampler(
                 engine.module, tokenizer, config.max_completion_length, config.sequences_per_generate

@@ -83,15 +83,16 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
 
 def start_rewards(
     rewards: dict[str, Callable | str], config: TrainerConfig | EvaluateConfig, device: torch.device, run: str = ""
-) -> dict[str, Callable | RewardScorer]:
-    """Return the rewards of `load_reward_funcs` ready for use: load models, wait for servers, start processes.
+) -> tuple[dict[str, Callable | RewardScorer], RewardPool | None]:
+    """Return the rewards of `load_reward_funcs` ready for use, and the pool of processes that some of them need: load
+    models, wait for servers, start processes.
 
     `run` is shown on the servers' pages.
 
     Raises what RewardModel and RewardClient raise.
     """
     started: dict[str, Callable | RewardScorer] = {}
-    functions, _ = start_functions(rewards, config, count_processes())
+    functions, pool = start_functions(rewards, config, count_processes())
     for label, reward in rewards.items():
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
             from grpo.client.reward import RewardClient
@@ -104,7 +105,7 @@ def start_rewards(
             started[label] = RewardModel(config, reward, device)
         else:
             started[label] = functions[label]
-    return started
+    return started, pool
 
 
 def start_functions(

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 from grpo.rewards.functions import RewardError
@@ -48,12 +49,13 @@ class UserProcess:
         """
         self._service, self._names, self._folder = pickle.dumps((make_service, arguments)), names, folder
         self._calls = 0
+        self._is_ended = False
         self._start()
 
     def call(self, task: tuple, seconds: float) -> dict[str, Any]:
         """Return the service's reply to a task.
 
-        Raises CallLost without one in time, RewardError where no process starts.
+        Raises CallLost without one in time, RewardError where no process starts, CancelledError after `end`.
         """
         if not self._ready:
             self._wait_ready()
@@ -76,16 +78,19 @@ class UserProcess:
             lost = CallLost(self._stop_and_explain())
         else:
             return reply
+        if self._is_ended:
+            raise CancelledError
         self._start()
         raise lost
 
-    def kill(self) -> None:
-        """Have the guard kill the worker and every process that it started, as any end of this process does."""
-        self._process.stdin.close()
+    def end(self) -> None:
+        """Kill it, and let no other take its place. From any thread: a call that waits for it is cancelled."""
+        self._is_ended = True
+        self._kill()
 
     def stop(self) -> None:
         """Kill the worker and wait until it has ended."""
-        self.kill()
+        self._kill()
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:  # it was stopped, or waits for a process that even SIGKILL does not end
@@ -93,6 +98,10 @@ class UserProcess:
             self._process.wait()
         self._printer.join(1.0)  # another user's process may survive and hold the pipe
         self._socket.close()
+
+    def _kill(self) -> None:
+        """Have the guard kill the worker and every process that it started, as any end of this process does."""
+        self._process.stdin.close()
 
     def _start(self) -> None:
         self._socket, worker_end = socket.socketpair()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from grpo.rewards.process import UserProcess
@@ -18,7 +17,10 @@ _Result = TypeVar("_Result")
 
 
 class ProcessPool:
-    """Processes of one service. Up to `threads` calls run at a time; a process that is needed is started."""
+    """Processes of one service. Up to `threads` calls run at a time; a process that is needed is started.
+
+    A program that ends otherwise than by os._exit closes it, or Python waits for the calls that run.
+    """
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class ProcessPool:
         self._all = [UserProcess(*self._arguments) for _ in range(started)]
         self._idle = deque(self._all)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="user's code")
-        atexit.register(self.close)
+        self._is_closed = False
 
     async def run(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
         """Make a call in a thread of this process, which waits for one of those."""
@@ -54,6 +56,8 @@ class ProcessPool:
     def take(self) -> UserProcess:
         """Return a process that nobody else has until it is given back."""
         with self._lock:
+            if self._is_closed:
+                raise CancelledError
             if self._idle:
                 return self._idle.popleft()
             process = UserProcess(*self._arguments)
@@ -65,11 +69,12 @@ class ProcessPool:
             self._idle.append(process)
 
     def close(self) -> None:
-        """Kill them with all that they started."""
-        atexit.unregister(self.close)
+        """Kill them with all that they started. Calls that wait or run are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._all:
-            process.kill()  # a call that hangs would not end by itself
+        with self._lock:
+            self._is_closed = True
+            for process in self._all:
+                process.end()  # a call that hangs would not end by itself
         self._threads.shutdown(wait=True)
         for process in self._all:
             process.stop()

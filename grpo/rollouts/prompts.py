@@ -207,7 +207,7 @@ def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]
         while batch := [*islice(items, 8 * threads)]:
             yield from pool.map(function, batch)
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C a call may hang until its process is killed
 
 
 def _check_columns(config: AnsweringConfig, names: list[str]) -> None:

@@ -214,7 +214,7 @@ def set_up(
         any_version = config.ref_update_steps > 0 and (resumed or has_begun(folder))
         reference = client.wait_ready(any_version)
     pool = connect(config, folder.name) if config.pool else None
-    started = start_rewards(inputs.reward_funcs, config, device, folder.name)
+    started, _ = start_rewards(inputs.reward_funcs, config, device, folder.name)
     rewarder = Rewarder(inputs.rewards, started, config)
 
     log.info("loading %s", config.model_name_or_path)

@@ -21,6 +21,7 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import left_of, processes_below
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Phi3Config, Phi3ForCausalLM, PhiForCausalLM
 
 from grpo.chat import Answerer, AnswerPrinter, stopped_by_ctrl_c, talk
@@ -190,7 +191,7 @@ def test_a_reader_who_leaves_is_no_disaster(model_folder, long_answer):
 class Terminal:
     """The program at a pseudo-terminal."""
 
-    def __init__(self, arguments: list[str]):
+    def __init__(self, arguments: list[str], errors: int | io.TextIOWrapper):
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
             arguments,
@@ -198,7 +199,7 @@ class Terminal:
             env={**ENVIRONMENT, "TERM": "dumb"},
             stdin=slave,
             stdout=slave,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             start_new_session=True,
         )
         os.close(slave)
@@ -228,8 +229,8 @@ class Terminal:
 def terminal(model_folder):
     started = []
 
-    def run(*options) -> Terminal:
-        started.append(Terminal(command(model_folder, *options)))
+    def run(*options, errors=subprocess.DEVNULL) -> Terminal:
+        started.append(Terminal(command(model_folder, *options), errors))
         return started[-1]
 
     yield run
@@ -448,3 +449,49 @@ def test_ctrl_c_stops_an_answer_whose_tool_hangs(tmp_path, capsys):
         if thread.name == "close":
             thread.join()
     turns.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["terminal", "pipe"])
+@pytest.mark.parametrize("hangs", ["tool", "tool beside an environment", "method"])
+def test_a_call_that_hangs_does_not_keep_the_program_from_its_end(terminal, tmp_path, hangs, at):
+    shop = callers.write(tmp_path)
+    file, begun, said = shop / "tools.py", shop / "begun", shop / "errors"
+    code = file.read_text().replace("return PRICES[item]", f"import time; open({str(begun)!r}, 'w'); time.sleep(600)")
+    file.write_text(code if hangs != "tool beside an environment" else code.replace("    def price(", "    def other("))
+    words = ["--model", str(shop / "model"), "--max_completion_length", "60", "--temperature", "0"]
+    words += ["--tools", f"{file}:price"] if hangs != "method" else []
+    words += ["--environment", f"{file}:Shop"] if hangs != "tool" else []
+    question = json.dumps({"question": "How much is a pen?", "answer": "7"}) if hangs != "tool" else "How much?"
+
+    def wait_for_call() -> None:
+        end = time.monotonic() + 60
+        while not begun.exists():
+            assert time.monotonic() < end, said.read_text()
+            time.sleep(0.02)
+
+    with open(said, "w") as errors:
+        if at == "terminal":
+            chat = terminal(*words, "--tool_timeout", "300", errors=errors)
+            chat.until("\n> ")
+            chat.type(question + "\n")
+            wait_for_call()
+            chat.press_ctrl_c("\n> ")
+            below = processes_below(chat.process)
+            chat.type("\x04")
+            assert chat.process.wait(timeout=30) == 0
+        else:
+            program = command(shop / "model", *words, "--tool_timeout", "300")
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": errors}
+            with subprocess.Popen(program, cwd=REPOSITORY, env=ENVIRONMENT, **pipes) as chat:
+                chat.stdin.write(question.encode() + b"\n")
+                chat.stdin.flush()
+                wait_for_call()
+                below = processes_below(chat)
+                chat.send_signal(signal.SIGINT)
+                try:
+                    assert chat.wait(timeout=30) == 130
+                finally:
+                    chat.kill()
+    assert below and not left_of(below)
+    assert not [word for word in ("Traceback", "ERROR", "lost its process", "cannot") if word in said.read_text()]

@@ -1,15 +1,19 @@
 """`python -m grpo.evaluate` as a user runs it: its table, its folder, its mistakes, alone and under the launcher."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
+import callers
 import pictured
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
+from processes import left_of, processes_below
 
 import reward
 from grpo import evaluate
@@ -134,6 +138,54 @@ def test_rewards_of_ones_own_are_the_numbers(main, capsys, model_folder, data_fo
     assert shown[1].startswith(f"  reward, greedy {' ' * 13}{metrics['eval_reward']:8.3f} ± ")
     assert shown[2].split() == ["letters", f"{metrics['eval_rewards/letters/mean']:.3f}"]
     assert not [line for line in shown if "accuracy" in line or "format" in line]
+
+
+HANGS = """
+import time
+
+def hang(*_, **columns):
+    open({begun!r}, "w").close()
+    time.sleep(600)
+
+class Shop:
+    reset = hang
+
+    def price(self, item: str) -> int:
+        \"\"\"
+        Return the price.
+
+        Args:
+            item: what is sold
+        \"\"\"
+        return 7
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["a reward", "a reset as the data is read"])
+def test_ctrl_c_ends_it_while_a_call_hangs(model_folder, data_folder, tmp_path, what):
+    begun, file = tmp_path / "begun", tmp_path / "hangs.py"
+    file.write_text(HANGS.format(begun=str(begun)))
+    if what == "a reward":
+        settings, model = [f"--reward_funcs={file}:hang", "--reward_timeout=300"], model_folder
+    else:
+        settings, model = [f"--environment={file}:Shop", "--tool_timeout=300"], callers.write(tmp_path) / "model"
+    command = [sys.executable, "-m", "grpo.evaluate", *options(model, data_folder, eval_samples=1), *settings]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, text=True, **pipes) as process:
+        end = time.monotonic() + 60
+        while not begun.exists():
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.02)
+        below = processes_below(process)
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
+        *_, last = process.stderr.read().splitlines()
+    assert last.endswith("error: interrupted")
+    assert below and not left_of(below)
 
 
 @pytest.fixture

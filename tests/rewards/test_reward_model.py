@@ -198,7 +198,8 @@ def test_a_reward_model_judges_the_chat_by_its_own_template(folders, tokenizer):
     assert list(reward_funcs) == ["gpt2"]
     config = TrainerConfig(reward_funcs=[str(folders["gpt2"])])
     rollouts = [Rollout([1], True, text, [0.0], 0) for text in ("one", "two")]
-    table = score_rollouts(start_rewards(reward_funcs, config, CPU), [example] * 2, rollouts, TrainerState())
+    rewards, _ = start_rewards(reward_funcs, config, CPU)
+    table = score_rollouts(rewards, [example] * 2, rollouts, TrainerState())
     chats = [[{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": a}] for a in ("one", "two")]
     np.testing.assert_allclose(table, [exact(folders["gpt2"], chats)], atol=1e-5, rtol=0)
 
@@ -314,7 +315,7 @@ def refusal(answer: requests.Response) -> tuple[int, str]:
 
 def test_served_scores_are_those_of_the_trainer(served, folders, token_file):
     config = TrainerConfig(reward_funcs=[served.url, str(folders["qwen2"])], token_file=token_file)
-    rewards = start_rewards(load_reward_funcs(config.reward_funcs), config, CPU)
+    rewards, _ = start_rewards(load_reward_funcs(config.reward_funcs), config, CPU)
     chats = CHATS * 9  # in several requests
     texts = ["not looked at"] * len(chats)
     remote, local = compute_rewards(rewards, texts, texts, {}, chats)
@@ -478,7 +479,7 @@ def test_a_reward_server_that_is_not_there_or_refuses_is_said(served, token_file
     with pytest.raises(ServersUnavailable, match=rf"no reward server at {url} .*ref_server.py --task reward"):
         start_rewards(load_reward_funcs([url]), config, CPU)
     config = TrainerConfig(reward_funcs=[served.url], token_file=token_file)
-    rewards = start_rewards(load_reward_funcs([served.url]), config, CPU)
+    rewards, _ = start_rewards(load_reward_funcs([served.url]), config, CPU)
     with pytest.raises(ServerError, match="refused a request with 422: sequence 0 has"):
         compute_rewards(rewards, ["p"], ["a"], {}, [[{"role": "user", "content": "0" * 110}]])
 

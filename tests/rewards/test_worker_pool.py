@@ -451,17 +451,29 @@ def test_an_async_object_is_async():
 # --- as configured
 
 
-def started(functions, *names, **settings) -> dict:
-    config = TrainerConfig(reward_funcs=[f"{functions}:{name}" for name in names], **settings)
-    return start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
+@pytest.fixture
+def started(functions):
+    """`started(name, ..., setting=...)`: the functions of these names as a run with these settings calls them."""
+    pools = []
+
+    def start(*names: str, **settings) -> dict:
+        config = TrainerConfig(reward_funcs=[f"{functions}:{name}" for name in names], **settings)
+        rewards, pool = start_rewards(load_reward_funcs(config.reward_funcs), config, torch.device("cpu"))
+        pools.append(pool)
+        return rewards
+
+    yield start
+    for pool in pools:
+        if pool is not None:
+            pool.close()
 
 
-def test_without_a_timeout_functions_stay_in_the_trainer(functions):
-    assert rewards(started(functions, "pid"), ["x"]) == [[os.getpid()]]
+def test_without_a_timeout_functions_stay_in_the_trainer(started):
+    assert rewards(started("pid"), ["x"]) == [[os.getpid()]]
 
 
-def test_with_a_timeout_both_kinds_have_deadlines(functions, caplog):
-    both = started(functions, "length", "judged", reward_timeout=0.5)
+def test_with_a_timeout_both_kinds_have_deadlines(started, caplog):
+    both = started("length", "judged", reward_timeout=0.5)
     assert rewards(both, ["a", "sleep", "never", "dddd"]) == [[1, 0, 5, 4], [1, 5, 0, 4]]
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
