@@ -83,6 +83,12 @@ class UserProcess:
         self._start()
         raise lost
 
+    def replace_if_lost(self) -> None:
+        """Start a new process where this one cannot answer a next call, for a caller who left nothing in it."""
+        if self._is_lost():
+            self.stop()
+            self._start()
+
     def end(self) -> None:
         """Kill it, and let no other take its place. From any thread: a call that waits for it is cancelled."""
         self._is_ended = True
@@ -124,6 +130,21 @@ class UserProcess:
         self._ready, self._received = False, b""
         self._socket.settimeout(_START_SECONDS)
         self._socket.sendall(self._service)
+
+    def _is_lost(self) -> bool:
+        """Tell whether it has ended since its last call, or has written what no call has asked for."""
+        if self._process.poll() is not None:
+            return True
+        if not self._ready:  # what has come says that it is
+            return False
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return bool(self._received)
+        except OSError:
+            pass
+        return True
 
     def _wait_ready(self) -> None:
         try:

@@ -59,7 +59,9 @@ class ProcessPool:
             if self._is_closed:
                 raise CancelledError
             if self._idle:
-                return self._idle.popleft()
+                process = self._idle.popleft()
+                process.replace_if_lost()  # where memory runs out, the system kills these first
+                return process
             process = UserProcess(*self._arguments)
             self._all.append(process)
             return process

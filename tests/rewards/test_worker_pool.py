@@ -27,7 +27,7 @@ from grpo.rewards.worker_pool import RewardPool
 pytestmark = pytest.mark.slow
 
 FUNCTIONS = r'''
-import asyncio, os, re, signal, subprocess, sys, time
+import asyncio, os, re, signal, subprocess, sys, threading, time
 
 def length(prompts, completions, **columns):
     """Return the length of each completion, after running the completion if it is a command."""
@@ -111,6 +111,10 @@ def huge(prompts, completions, **columns):
 
 def logs(prompts, completions, log_extra, **columns):
     log_extra("long", ["x" * int(completion) for completion in completions])
+    return [1.0 for _ in completions]
+
+def later(prompts, completions, **columns):
+    threading.Timer(0.3, run, ["noise"]).start()
     return [1.0 for _ in completions]
 
 async def judged(prompts, completions, **columns):
@@ -219,6 +223,37 @@ def test_processes_are_reused_and_only_a_lost_one_is_replaced(pooled):
     assert rewards({"length": both["length"]}, ["exit"]) == [[-1]]
     assert len((pids() | pids()) & first) == 1
     assert sum(is_alive(int(pid)) for pid in first) == 1
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_process_that_dies_between_two_calls_costs_no_reward(functions, pooled, caplog, began):
+    before = set(psutil.Process().children(recursive=True))
+    length = pooled("length")
+
+    def own() -> list[psutil.Process]:
+        return [one for one in {*psutil.Process().children(recursive=True)} - before if is_worker(one)]
+
+    if began:
+        assert rewards(length, ["a"] * 8) == [[1] * 8]
+    end = time.monotonic() + 20
+    while len(own()) < 4:  # two workers, each below its guard
+        assert time.monotonic() < end
+    workers = [one for one in own() if one.ppid() != os.getpid()]
+    guards = [worker.ppid() for worker in workers]
+    for worker in workers:
+        worker.kill()
+    # Of a process that has not said that it is ready only the guard's end tells.
+    assert all(wait_until_dead(pid, 10) for pid in [*guards, *(worker.pid for worker in workers)][began * 2 :])
+    assert rewards(length, ["a"] * 8) == [[1] * 8]
+    assert not caplog.records
+
+
+def test_what_is_written_between_two_calls_costs_no_reward(pooled, caplog):
+    both = pooled("later", "length")
+    assert rewards({"later": both["later"]}, ["a"] * 2) == [[1, 1]]
+    time.sleep(1.5)
+    assert rewards({"length": both["length"]}, ["a"] * 4) == [[1] * 4]
+    assert not caplog.records
 
 
 def test_a_process_is_replaced_where_the_first_was_started(functions, monkeypatch):

@@ -266,6 +266,45 @@ def test_an_environment_that_is_lost_ends_its_completion_and_no_other(talks, cap
     assert games.begin().say("go")  # with the process that has taken the lost one's place
 
 
+def test_a_death_between_two_calls_costs_only_the_completion_whose_instance_it_was(talks, caplog):
+    games = talks(environment="Game")
+
+    def kill_process_of(talk) -> None:
+        pid = int(talk.say("go").split("user\n")[1].split()[0])
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until_dead(pid, 10)
+
+    talk = games.begin()
+    kill_process_of(talk)
+    assert talk.say("go") is None and talk.dialogue.outcome.rewards == {"Game": 0.0}
+    talk.dialogue.close()
+    (record,) = caplog.records
+    assert "step lost its process (SIGKILL): the completion ends" in record.getMessage()
+
+    caplog.clear()
+    talk = games.begin()
+    pid = int(talk.say("go").split("user\n")[1].split()[0])
+    assert talk.say("done") is None and talk.dialogue.outcome.rewards == {"Game": 5.0}
+    talk.dialogue.close()
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until_dead(pid, 10)
+    talk = games.begin()
+    assert talk.say("done") is None and talk.dialogue.outcome.rewards == {"Game": 5.0}
+    talk.dialogue.close()
+    assert not caplog.records
+
+
+def test_a_tool_whose_process_died_between_two_calls_is_answered(talks, caplog):
+    talk = talks(tools=["do"]).begin()
+    for _ in range(2):
+        (answer,) = answers_in(talk.say(call("do", what="x")))
+        pid = int(answer.removeprefix("x by "))
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until_dead(pid, 10)
+    talk.dialogue.close()
+    assert not caplog.records
+
+
 def test_a_method_that_hangs_ends_the_completion(talks):
     talk = talks(tool_timeout=1.0, environment="Methods").begin(start=3)
     assert talk.say(call("increase", by=1)) is not None
