@@ -117,7 +117,7 @@ CARD_CASES = {
     "... no checkpointing, 4,096 tokens": Case(
         shape("Qwen2.5-1.5B"), CARD | NO_CHECKPOINTS | {"micro_batch_tokens": 4096}
     ),
-    "... LoRA": Case(shape("Qwen2.5-1.5B"), CARD | LORA),
+    "... with LoRA": Case(shape("Qwen2.5-1.5B"), CARD | LORA),
     "Qwen2.5-3B's shape": Case(shape("Qwen2.5-3B"), CARD),
 }
 TINY_CASES = {"tiny": Case(lambda: qwen(**TINY))}

@@ -13,7 +13,7 @@ from scripted_turns import Scripted
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from benchmarks.sampling import NoText
-from benchmarks.train_memory import PHASES, Case, predict, run
+from benchmarks.train_memory import CARD_CASES, CASES, PHASES, TINY_CASES, Case, predict, run
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations
 from grpo.model.lora import train_adapter
@@ -50,6 +50,10 @@ def test_what_stands_by_hand(ranks):
     # Summed in fp32, and read there by AdamW.
     assert memory.phases[STEP]["gradients"] == 4 * share
     assert total(memory.outside) == (900 + 512 * (ranks > 1)) * MIB
+
+
+def test_a_case_is_found_by_its_name():
+    assert len(CASES | CARD_CASES | TINY_CASES) == len(CASES) + len(CARD_CASES) + len(TINY_CASES)
 
 
 def test_an_adapter_keeps_less_and_trains_what_peft_trains():
