@@ -84,7 +84,11 @@ def test_the_phase_that_ran_out_is_named_or_the_one_before(phases, where):
         pass
     checkpoints = SimpleNamespace(way_on=lambda: "begin again")
     run = SimpleNamespace(
-        watchdog=SimpleNamespace(clock=clock, step=7), config=TrainerConfig(), checkpoints=checkpoints, pool_run=None
+        watchdog=SimpleNamespace(clock=clock, step=7),
+        config=TrainerConfig(),
+        checkpoints=checkpoints,
+        pool_run=None,
+        recorder=None,
     )
     with pytest.raises(OutOfMemory, match=f"^out of memory in {where} "), saved_at_the_end(run), ExitStack() as stack:
         for phase in phases:
