@@ -1,6 +1,5 @@
 """Which processes live."""
 
-import os
 import subprocess
 import time
 from contextlib import suppress
@@ -36,10 +35,9 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 def is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between open and read
         return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until_dead(pid: int, seconds: float) -> bool:
