@@ -342,11 +342,9 @@ def test_an_adapter_that_vllm_does_not_know_is_refused_before_it_starts(make_fak
 
 
 def test_a_killed_engine_says_so_and_starts_again(make, run, folders):
-    engine = make()
+    engine, others = make(), {*psutil.Process().children()}  # a test before left an engine with the same folder
     engine.start(run, folders["untied0"], 0)
-    below = psutil.Process().children(recursive=True)
-    servers = [child for child in below if any(str(folders["untied0"]) in word for word in child.cmdline())]
-    server = servers[-1]
+    [server] = [child for child in {*psutil.Process().children()} - others if "--port" in child.cmdline()]
     members = [server.pid, *(child.pid for child in server.children(recursive=True))]
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in members)
     segments = {Path(path) for path in re.findall(r"/dev/shm/psm_\w+", maps)}
