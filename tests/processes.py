@@ -1,5 +1,6 @@
 """Which processes live."""
 
+import signal
 import subprocess
 import time
 from contextlib import suppress
@@ -45,3 +46,23 @@ def wait_until_dead(pid: int, seconds: float) -> bool:
     while is_alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
     return not is_alive(pid)
+
+
+def wait_for_file(path: Path, process: subprocess.Popen, seconds: float = 60) -> None:
+    """Wait until a process has made the file."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.02)
+
+
+def end_by_ctrl_c(process: subprocess.Popen, file: Path) -> list[int]:
+    """Press Ctrl-C when the process has made the file; hold that it ends with 130. Return the processes below it."""
+    try:
+        wait_for_file(file, process)
+        below = processes_below(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+    finally:
+        process.kill()
+    return below

@@ -21,7 +21,7 @@ import torch
 from conftest import ENVIRONMENT, REPOSITORY, thinking_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import left_of, processes_below
+from processes import end_by_ctrl_c, left_of, processes_below, wait_for_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Phi3Config, Phi3ForCausalLM, PhiForCausalLM
 
 from grpo.chat import Answerer, AnswerPrinter, stopped_by_ctrl_c, talk
@@ -464,18 +464,12 @@ def test_a_call_that_hangs_does_not_keep_the_program_from_its_end(terminal, tmp_
     words += ["--environment", f"{file}:Shop"] if hangs != "tool" else []
     question = json.dumps({"question": "How much is a pen?", "answer": "7"}) if hangs != "tool" else "How much?"
 
-    def wait_for_call() -> None:
-        end = time.monotonic() + 60
-        while not begun.exists():
-            assert time.monotonic() < end, said.read_text()
-            time.sleep(0.02)
-
     with open(said, "w") as errors:
         if at == "terminal":
             chat = terminal(*words, "--tool_timeout", "300", errors=errors)
             chat.until("\n> ")
             chat.type(question + "\n")
-            wait_for_call()
+            wait_for_file(begun, chat.process)
             chat.press_ctrl_c("\n> ")
             below = processes_below(chat.process)
             chat.type("\x04")
@@ -486,12 +480,6 @@ def test_a_call_that_hangs_does_not_keep_the_program_from_its_end(terminal, tmp_
             with subprocess.Popen(program, cwd=REPOSITORY, env=ENVIRONMENT, **pipes) as chat:
                 chat.stdin.write(question.encode() + b"\n")
                 chat.stdin.flush()
-                wait_for_call()
-                below = processes_below(chat)
-                chat.send_signal(signal.SIGINT)
-                try:
-                    assert chat.wait(timeout=30) == 130
-                finally:
-                    chat.kill()
+                below = end_by_ctrl_c(chat, begun)
     assert below and not left_of(below)
     assert not [word for word in ("Traceback", "ERROR", "lost its process", "cannot") if word in said.read_text()]

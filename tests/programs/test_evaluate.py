@@ -1,10 +1,8 @@
 """`python -m grpo.evaluate` as a user runs it: its table, its folder, its mistakes, alone and under the launcher."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 
 import callers
 import pictured
@@ -13,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, needs_gsm8k, thinking_model
-from processes import left_of, processes_below
+from processes import end_by_ctrl_c, left_of
 
 import reward
 from grpo import evaluate
@@ -173,16 +171,7 @@ def test_ctrl_c_ends_it_while_a_call_hangs(model_folder, data_folder, tmp_path, 
     command = [sys.executable, "-m", "grpo.evaluate", *options(model, data_folder, eval_samples=1), *settings]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, text=True, **pipes) as process:
-        end = time.monotonic() + 60
-        while not begun.exists():
-            assert time.monotonic() < end and process.poll() is None
-            time.sleep(0.02)
-        below = processes_below(process)
-        process.send_signal(signal.SIGINT)
-        try:
-            assert process.wait(timeout=30) == 130
-        finally:
-            process.kill()
+        below = end_by_ctrl_c(process, begun)
         *_, last = process.stderr.read().splitlines()
     assert last.endswith("error: interrupted")
     assert below and not left_of(below)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
 from servers import status
+from tracker_client import write_client
 from trainer_runs import lines, one_line, options, plain_python, run_ranks, start, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -393,29 +394,13 @@ def test_a_reference_that_dies_in_the_middle_ends_the_run_at_its_deadline(model_
     assert server.url in said and "after 3 s" in said and "ref_deadline" in said
 
 
-WANDB = """
-def init(**settings):
-    return Run()
-
-class Table:
-    def __init__(self, columns, data):
-        pass
-
-class Run:
-    def log(self, values, step):
-        self.last = step
-    def finish(self):
-        print("wandb is told of the end after step", self.last, flush=True)
-"""
-
-
 @pytest.mark.slow
 def test_ctrl_c_ends_in_one_line(model_folder, data_folder, tmp_path):
     run = tmp_path / "run"
-    (tmp_path / "client").mkdir()
-    (tmp_path / "client/wandb.py").write_text(WANDB)
+    calls = tmp_path / "calls.jsonl"
+    client = write_client(tmp_path / "client", "wandb", calls)
     settings = options(model_folder, data_folder, run, beta=0, max_steps=10**6, eval_steps=0, report_to="wandb")
-    process = start(*settings, environment={"PYTHONPATH": str(tmp_path / "client")})
+    process = start(*settings, environment={"PYTHONPATH": str(client)})
     wait_for_steps(process, run, 2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
@@ -424,7 +409,8 @@ def test_ctrl_c_ends_in_one_line(model_folder, data_folder, tmp_path):
     assert said.startswith("grpo_ref_split.py: stopped by signal 2; --resume_from_checkpoint last")
     assert "error" not in output and "Traceback" not in output
     assert (run / f"checkpoint-{said.split()[-1]}").is_dir()
-    assert f"wandb is told of the end after step {said.split()[-1]}" in output
+    *_, (_, last_step, _), end = (json.loads(line) for line in calls.read_text().splitlines())
+    assert last_step == int(said.split()[-1]) and end == ["finish"]
 
 
 @pytest.mark.slow

@@ -6,40 +6,12 @@ import sys
 from dataclasses import asdict
 
 import pytest
+from tracker_client import write_client
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.run.recorder import Recorder
 from grpo.run.trackers import SERVICES, check_report_to, open_trackers
-
-CLIENT = """
-import json
-
-def note(*call):
-    with open({calls!r}, "a") as file:
-        file.write(json.dumps(call) + "\\n")
-
-class Table:
-    def __init__(self, columns, data):
-        self.content = [columns, data]
-
-class Text:
-    def __init__(self, text, caption):
-        self.content = [text, caption]
-
-def content(value):
-    return [content(item) for item in value] if isinstance(value, list) else getattr(value, "content", value)
-
-class Run:
-    def log(self, values, step):
-        note("log", step, {{name: content(value) for name, value in values.items()}})
-    def finish(self):
-        note("finish")
-
-def init(config, **settings):
-    note("init", settings)
-    return Run()
-"""
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -53,9 +25,7 @@ def test_a_service_must_be_installed(name):
 def test_a_run_that_goes_on_continues_under_its_id(name, tmp_path, monkeypatch):
     calls, run = tmp_path / "calls.jsonl", tmp_path / "run"
     run.mkdir()
-    (tmp_path / "client").mkdir()
-    (tmp_path / "client" / f"{name}.py").write_text(CLIENT.format(calls=str(calls)))
-    monkeypatch.syspath_prepend(tmp_path / "client")
+    monkeypatch.syspath_prepend(write_client(tmp_path / "client", name, calls))
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
     config = TrainerConfig(report_to=[name])
