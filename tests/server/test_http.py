@@ -545,3 +545,4 @@ def test_its_url_can_be_asked(host):
         assert requests.get(server.url, timeout=LATE).content == b"here"
     finally:
         server.close()
+        server.task_dispatcher.shutdown()
