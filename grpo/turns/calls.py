@@ -94,8 +94,10 @@ class TurnReader:
             return self.read_text(ids)
         if self._read_calls is None:
             return self._read_by_template(ids, before)
-        in_thought = self._decode(before).rstrip().endswith("<think>")
-        content, calls = self._read_calls(self._decode(ids[:-1]), in_thought)
+        text = self._decode(ids[:-1])
+        # All that stands before is decoded only where it matters: it may be long, and each turn is read.
+        in_thought = "</think>" in text and self._decode(before).rstrip().endswith("<think>")
+        content, calls = self._read_calls(text, in_thought)
         if not calls:
             return self.read_text(ids)
         return Turn(self._remove_special(content), calls)
