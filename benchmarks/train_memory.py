@@ -40,9 +40,8 @@ from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter
 from grpo.model.memory import MIB, Memory
 from grpo.model.trial import make_batcher
-from grpo.rollouts.continuous import ContinuousSampler
-from grpo.rollouts.graphs import StepGraphs
 from grpo.rollouts.records import Example, Sample
+from grpo.rollouts.trial import make_sampler
 from grpo.run.phase_clock import PhaseClock
 from grpo.trainer.engine import engine_config
 from grpo.trainer.memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
@@ -236,16 +235,8 @@ def measure(case: Case, folder: str) -> dict[str, int]:
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     batcher = make_batcher(model, tokenizer.pad_token_id)
-    never = model.get_input_embeddings().weight.shape[0]  # no completion ends early
-    sampler = ContinuousSampler(
-        model,
-        tokenizer,
-        [never],
-        config.max_completion_length,
-        config.sequences_per_generate,
-        longest_packed=batcher.longest_packed,
-        graphs=StepGraphs if device.type == "cuda" else None,
-    )
+    longest, rows = config.max_completion_length, config.sequences_per_generate
+    sampler = make_sampler(model, tokenizer, longest, rows, batcher.longest_packed)
     engine, _ = start_engine(config, ds_config, model)
     watched = Watched(engine)
     draw = random.Random(rank)
