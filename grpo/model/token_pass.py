@@ -30,9 +30,15 @@ def is_known(body: nn.Module) -> bool:
 class TokenPass:
     """The pass of a model's body whose keys and values are in a cache. It reads the weights where they are now."""
 
-    def __init__(self, body: nn.Module, cache: SharedCache):
+    def __init__(self, body: nn.Module, cache: SharedCache, positions: int):
+        """Every position of a token is less than `positions`."""
         self._embed, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, _norm(body.norm)
         self._layers, self._cache = [_Layer(layer) for layer in body.layers], cache
+        self._angles_at = self._angles
+        # The others' angles follow from the largest position of a pass.
+        if body.rotary_emb.rope_type not in ("dynamic", "longrope"):
+            table = self._angles(torch.arange(positions, device=self._embed.weight.device))
+            self._angles_at = partial(table.index_select, 0)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Compute last hidden states, int64 [rows], int64 [rows] -> [rows, hidden size].
@@ -40,10 +46,7 @@ class TokenPass:
         Keeps keys and values, and attends, as the cache's last `step` says.
         """
         hidden = self._embed(tokens)
-        cos, sin = self._rotary(hidden, positions.unsqueeze(1))
-        # rotate_half of transformers moves the halves of a head and negates one of them: here the sine has the sign.
-        half = sin.shape[2] // 2
-        sin = torch.cat([-sin[:, :, :half], sin[:, :, half:]], dim=2)
+        cos, sin = self._angles_at(positions).unbind(dim=1)
         for layer in self._layers:
             query, key, value = layer.project(hidden, cos, sin)
             out = self._cache.attend(layer.number, query, key, value, layer.scaling, softcap=None)
@@ -51,6 +54,13 @@ class TokenPass:
             states = layer.mlp_norm(hidden)
             hidden = hidden + layer.down(layer.activation(layer.gate(states)) * layer.up(states))
         return self._norm(hidden)
+
+    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """Compute the cosines and sines that turn a head at these positions: int64 [n] -> [n, 2, 1, head size]."""
+        cos, sin = self._rotary(self._embed.weight, positions.unsqueeze(1))
+        # rotate_half of transformers moves the halves of a head and negates one of them: here the sine has the sign.
+        half = sin.shape[2] // 2
+        return torch.stack([cos, torch.cat([-sin[:, :, :half], sin[:, :, half:]], dim=2)], dim=1)
 
 
 class _Layer:

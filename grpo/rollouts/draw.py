@@ -6,7 +6,7 @@ its number (Devroye 1986, Non-Uniform Random Variate Generation, section III.2),
 where torch.multinomial needs one for each entry of the vocabulary.
 
 Logits are in blocks of the vocabulary, float32 [blocks, rows, size], -inf beyond its end: a block's sum is computed
-while the block is in cache, and only the block in which a token lies is looked through.
+while the block is in cache, and only the block in which a token lies is looked through. A small vocabulary is one.
 """
 
 from __future__ import annotations
@@ -39,32 +39,42 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tens
 
     Returns tokens and their log-probs. Without numbers each token is the most likely one, the first of equals.
     """
+    if len(logits) == 1:
+        return _draw_from_block(logits[0], numbers)
     top, block = logits.amax(dim=2).max(dim=0, keepdim=True)  # places too, of all, would cost five times as much
     top = top.T
-    if len(logits) == 1:
-        row_logits = logits[0]
-        inside = (row_logits - top).exp_().cumsum(dim=1, dtype=torch.float64)
-        total = inside[:, -1]
-    else:
-        sums = torch.stack([(part - top).exp_().sum(dim=1) for part in logits])
-        ends = sums.cumsum(dim=0, dtype=torch.float64)
-        total = ends[-1]
+    sums = torch.stack([(part - top).exp_().sum(dim=1) for part in logits])
+    ends = sums.cumsum(dim=0, dtype=torch.float64)
+    total = ends[-1]
     if numbers is None:
-        if len(logits) > 1:
-            row_logits = _of_block(logits, block)
+        row_logits = _of_block(logits, block)
         place = row_logits.argmax(dim=1, keepdim=True)
     else:
         target = numbers.clamp(max=BELOW_1) * total
-        if len(logits) > 1:
-            block = (ends <= target).sum(dim=0, keepdim=True).clamp_(max=len(ends) - 1)  # too many where NaN
-            row_logits = _of_block(logits, block)
-            inside = (row_logits - top).exp_().cumsum(dim=1, dtype=torch.float64)
-            # A block's sum, in float32, is not quite the end of its numbers here.
-            share = (target - ends.gather(0, block)[0]) / sums.gather(0, block)[0] + 1
-            target = share.clamp_(0, BELOW_1) * inside[:, -1]
-        place = torch.searchsorted(inside, target.unsqueeze(1), right=True).clamp_(max=logits.shape[2] - 1)
+        block = (ends <= target).sum(dim=0, keepdim=True).clamp_(max=len(ends) - 1)  # too many where NaN
+        row_logits = _of_block(logits, block)
+        inside = (row_logits - top).exp_().cumsum(dim=1, dtype=torch.float64)
+        # A block's sum, in float32, is not quite the end of its numbers here.
+        share = (target - ends.gather(0, block)[0]) / sums.gather(0, block)[0] + 1
+        place = _place(inside, share.clamp_(0, BELOW_1))
     logprobs = row_logits.gather(1, place).double() - top - total.log().unsqueeze(1)
     return block[0] * logits.shape[2] + place[:, 0], logprobs[:, 0].float()
+
+
+def _draw_from_block(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do as `draw` where one block has the whole vocabulary: float32 [rows, size]."""
+    shares = logits.softmax(dim=1)
+    if numbers is None:
+        place = logits.argmax(dim=1, keepdim=True)
+    else:
+        place = _place(shares.cumsum(dim=1, dtype=torch.float64), numbers.clamp(max=BELOW_1))
+    return place[:, 0], shares.gather(1, place)[:, 0].log()
+
+
+def _place(inside: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Find the place of a share, 0 <= share < 1, in a distribution function [rows, size]: int64 [rows, 1]."""
+    target = (share * inside[:, -1]).unsqueeze(1)
+    return torch.searchsorted(inside, target, right=True).clamp_(max=inside.shape[1] - 1)
 
 
 def _of_block(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,9 @@ class Rows:
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
         self._cache = SharedCache(rows, self.slots, copies, self._longest_prompt, longest)
-        self._token_pass = TokenPass(self._body, self._cache) if is_known(self._body) else self._modules_pass
+        self._token_pass = self._modules_pass
+        if is_known(self._body):
+            self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
         self.drawing = 0
         """how many rows draw: the first ones"""
         self.ids, self.logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)

@@ -25,7 +25,15 @@ LLAMA_3 = LlamaConfig(
         "original_max_position_embeddings": 16,
     },
 )
-MODELS = {name: CONFIGS[name] for name in ("llama", "mistral, sliding window", "qwen2", "qwen3")} | {"llama 3": LLAMA_3}
+# Its angles change with the largest position of a pass, from the 12th on.
+DYNAMIC = LlamaConfig(
+    **SMALL | {"max_position_embeddings": 12},
+    rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+)
+MODELS = {name: CONFIGS[name] for name in ("llama", "mistral, sliding window", "qwen2", "qwen3")} | {
+    "llama 3": LLAMA_3,
+    "dynamic": DYNAMIC,
+}
 
 
 def drawn(model, tokenizer) -> list[tuple[list[int], list[float]]]:
