@@ -279,7 +279,7 @@ def samplers(model: PreTrainedModel, new: int, rows: int, longest: int) -> dict[
 
 
 def clock_of_sampling(sampler: LocalSampler, examples: list, clock: Clock) -> list[float]:
-    draw = partial(sampler.sample, examples, 8, 1.0, seed=0, on_group=lambda place, rollouts: None)
+    draw = partial(sampler.sample, examples, 8, 1.0, seed=0, on_groups=lambda groups: None)
     draw()
     return clock.times(draw, most=3)
 

@@ -219,7 +219,7 @@ def alone(folder: Path, chunks: list[list[Group]], options: argparse.Namespace) 
         tokens = options.repeats * sum(completion_tokens(chunk) for chunk in chunks_of_it)
         speeds = [f"{tokens / sum(times[side]):.0f}" for side in sides]
         rows.append([work, *speeds, spread(ratios(times["shared"], times["by itself"]))])
-    head = ["completion tokens/s", "passes shared", "each request by itself", "ratio of pairs"]
+    head = ["completion tokens/s", "passes shared", "each group by itself", "ratio of pairs"]
     print(table(head, rows) + "\n")
 
 

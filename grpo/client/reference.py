@@ -7,8 +7,10 @@ passes: a server that is killed and restarted costs time and nothing else.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -19,6 +21,11 @@ from grpo.wire.health import ModelInfo
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
 
 log = logging.getLogger(__name__)
+
+SHARED_TOKENS = 4096
+"""most tokens of a request of several groups; larger groups gain little from sharing, and servers share them better"""
+
+_Asked = tuple[LogprobsRequest, Future[list[np.ndarray]]]
 
 
 def check_reference(
@@ -130,16 +137,70 @@ class ReferenceClient(TaskClient):
     def request_logprobs(
         self, prompt_ids: list[int], completions: list[list[int]], name: str
     ) -> Future[list[np.ndarray]]:
-        """Request the log-probs of one prompt's completions; return at once.
+        """Request the log-probs of one prompt's completions as `request_groups` does."""
+        return self.request_groups([(name, prompt_ids, completions)])[0]
 
-        The future gives float32 [len(completion)] for each, or raises ServerError. `name` stands for the request in
-        messages.
+    def request_groups(
+        self, groups: Iterable[tuple[str, list[int], list[list[int]]]]
+    ) -> list[Future[list[np.ndarray]]]:
+        """Request the log-probs of groups, each (name in messages, prompt, completions); return at once.
+
+        Small groups share a request. Each group's future gives float32 [len(completion)] for each completion, or raises
+        ServerError.
         """
-        request = LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id)
-        return self._threads.submit(self._get_logprobs, request)
+        asked: list[_Asked] = [
+            (LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id), Future())
+            for name, prompt_ids, completions in groups
+        ]
+        for shared in _cut(asked):
+            self._threads.submit(self._answer, shared).add_done_callback(partial(_cancel_with, shared))
+        return [future for _, future in asked]
+
+    def _answer(self, asked: list[_Asked]) -> None:
+        """Send requests as one, and give each its answer."""
+        asked = [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]
+        if not asked:
+            return
+        try:
+            logprobs = iter(self._get_logprobs(LogprobsRequest.joined([request for request, _ in asked])))
+        # Like an executor's: whatever it is, it is raised where the answer is waited for.
+        except Exception as error:
+            for _, future in asked:
+                future.set_exception(error)
+        else:
+            for request, future in asked:
+                future.set_result([*islice(logprobs, len(request.completion_lengths))])
 
     def _get_logprobs(self, request: LogprobsRequest) -> list[np.ndarray]:
         tokens = int(request.completion_lengths.sum())
         body, decode = encode_request(request), partial(decode_answer, tokens=tokens)
         logprobs = self.balancer.send(body, decode, len(request.input_ids), request.request_id).logprobs
         return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
+
+
+def _cut(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:
+    """Cut what is asked into requests of up to SHARED_TOKENS; a larger one, or one with pictures, is by itself.
+
+    Groups of equal prompts are apart: a deterministic server would compute them together, as it does not otherwise.
+    """
+    shared: list[_Asked] = []
+    prompts: set[bytes] = set()
+    tokens = 0
+    for request, future in asked:
+        size = SHARED_TOKENS if request.pictures else len(request.input_ids)
+        prompt = request.input_ids[: request.prompt_lengths[0]].tobytes()
+        if shared and (tokens + size > SHARED_TOKENS or prompt in prompts):
+            yield shared
+            shared, prompts, tokens = [], set(), 0
+        shared.append((request, future))
+        prompts.add(prompt)
+        tokens += size
+    if shared:
+        yield shared
+
+
+def _cancel_with(asked: list[_Asked], work: Future[None]) -> None:
+    """Where the client was closed before it sent a request, cancel what was asked in it."""
+    if work.cancelled():
+        for _, future in asked:
+            future.cancel()

@@ -46,7 +46,8 @@ class ServingSection(Section):
     )
     deterministic: bool = option(
         False,
-        "compute each request by itself: bitwise the same answer whatever else waits, before and after a restart",
+        "compute each prompt's completions by themselves: bitwise the same answer whatever else waits, before and "
+        "after a restart",
         common=True,
     )
     update_folder: str | None = option(

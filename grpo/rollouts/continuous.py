@@ -24,6 +24,7 @@ from grpo.rollouts.generation import LOOK_EVERY, policy_that_draws
 from grpo.rollouts.local import LocalSampler, Name
 from grpo.rollouts.records import Example, Outcome, Rollout
 from grpo.rollouts.rows import PLACE, Rows
+from grpo.rollouts.sampler import OnGroups
 from grpo.rollouts.turns import Dialogue, close_all
 from grpo.wire.pictures import PicturedPrompt
 
@@ -53,12 +54,13 @@ class ContinuousSampler(LocalSampler):
         copies: int,
         temperature: float,
         names: list[Name] | None,
-        on_group: Callable[[int, list[Rollout]], None] | None,
+        on_groups: OnGroups | None,
     ) -> list[list[Rollout]]:
         longest = max(len(example.prompt_ids) for example in examples) + self._max_new_tokens
         if longest > self._longest_packed:
-            return super()._draw(examples, copies, temperature, names, on_group)
+            return super()._draw(examples, copies, temperature, names, on_groups)
         groups: dict[int, list[Rollout | None]] = {index: [None] * copies for index in range(len(examples))}
+        whole: dict[int, list[Rollout]] = {}
 
         def begin(number: int) -> _Completion:
             turns = self._turns
@@ -67,15 +69,21 @@ class ContinuousSampler(LocalSampler):
         def finish(number: int, *completion) -> None:
             index, copy = divmod(number, copies)
             groups[index][copy] = self._rollout(*completion)
-            if on_group is not None and None not in groups[index]:
-                on_group(index, groups[index])
+            if None not in groups[index]:
+                whole[index] = groups[index]
+
+        def hand_over() -> None:
+            if whole and on_groups is not None:
+                on_groups(dict(whole))
+            whole.clear()
 
         with policy_that_draws(self._model):
             prompts = [example.prompt_ids for example in examples]
             graphs = self._graphs(self._model.device) if self._graphs else None
             arguments = self._max_new_tokens, temperature, names is None, self._eos, graphs, self._vision
             rows = Rows(self._model, prompts, copies, self._rows, *arguments)
-            _Loop(rows, prompts, copies, self._max_new_tokens, names, begin, finish).run(self._look_every)
+            loop = _Loop(rows, prompts, copies, self._max_new_tokens, names, begin, finish, hand_over)
+            loop.run(self._look_every)
         return [*groups.values()]
 
 
@@ -91,9 +99,10 @@ class _Loop:
         names: list[Name] | None,
         begin: Callable[[int], _Completion],
         finish: Finish,
+        hand_over: Callable[[], None],
     ):
         self._rows, self._prompts, self._copies, self._longest = rows, prompts, copies, longest
-        self._names, self._begin, self._finish = names, begin, finish
+        self._names, self._begin, self._finish, self._hand_over = names, begin, finish, hand_over
         self._left = deque(range(len(prompts) * copies))
         """the completions that have not begun"""
         self._in_rows: list[_Completion | None] = [None] * rows.count
@@ -104,7 +113,8 @@ class _Loop:
         self._steps = 0
 
     def run(self, look_every: int) -> None:
-        """Draw all; call `finish` within `look_every` tokens of each completion's end."""
+        """Draw all. Call `finish` within `look_every` tokens of each completion's end, and `hand_over` after each look
+        with such ends."""
         try:
             self._refill()
             while self._rows.drawing or self._waiting:
@@ -116,6 +126,7 @@ class _Loop:
                     self._steps += ANSWER_STEPS  # nobody else would draw meanwhile
                 self._end_segments(ended)
                 if self._take_answers_in() or ended:
+                    self._hand_over()
                     self._refill()
         finally:
             close_all(completion.dialogue for completion in self._in_rows if completion and completion.dialogue)

@@ -17,7 +17,7 @@ from grpo.model.pictures import Vision
 from grpo.rollouts.draw import uniforms
 from grpo.rollouts.generation import Draws, FinishedGroups, TokenStream, generate
 from grpo.rollouts.records import Example, Outcome, Rollout
-from grpo.rollouts.sampler import Sampler
+from grpo.rollouts.sampler import OnGroups, Sampler
 from grpo.rollouts.turns import Dialogue, Turns, close_all, make_rollout
 from grpo.wire.pictures import PicturedPrompt
 
@@ -52,12 +52,12 @@ class LocalSampler(Sampler):
         copies: int,
         temperature: float,
         seed: int,
-        on_group: Callable[[int, list[Rollout]], None] | None = None,
+        on_groups: OnGroups | None = None,
         ids: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
-        """Do what Sampler.sample says. `on_group` is called soon: within LOOK_EVERY tokens of a group's end."""
+        """Do what Sampler.sample says. `on_groups` is called soon: within LOOK_EVERY tokens of a group's end."""
         names = [(seed, group, copy) for group in ids or range(len(examples)) for copy in range(copies)]
-        return self._draw(examples, copies, temperature, names, on_group) if examples else []
+        return self._draw(examples, copies, temperature, names, on_groups) if examples else []
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
         """Do what Sampler.greedy says."""
@@ -79,7 +79,7 @@ class LocalSampler(Sampler):
         copies: int,
         temperature: float,
         names: list[Name] | None,
-        on_group: Callable[[int, list[Rollout]], None] | None,
+        on_groups: OnGroups | None,
     ) -> list[list[Rollout]]:
         """Draw `copies` completions of each example, with the random numbers of these names; greedily without names."""
         groups: list[list[Rollout]] = []
@@ -88,7 +88,7 @@ class LocalSampler(Sampler):
         for start in range(0, len(examples), at_once):
             part = slice(start, start + at_once)
             of_rows = None if names is None else names[start * copies : (start + at_once) * copies]
-            report = None if on_group is None else partial(_shifted, on_group, start)
+            report = None if on_groups is None else partial(_shifted, on_groups, start)
             groups += draw(examples[part], copies, temperature, of_rows, report)
         return groups
 
@@ -98,7 +98,7 @@ class LocalSampler(Sampler):
         copies: int,
         temperature: float,
         names: list[Name] | None,
-        on_group: Callable[[int, list[Rollout]], None] | None = None,
+        on_groups: OnGroups | None = None,
         criteria: Sequence[StoppingCriteria] = (),
     ) -> list[list[Rollout]]:
         """Draw all at once, as completions of one segment."""
@@ -118,10 +118,10 @@ class LocalSampler(Sampler):
                 groups[index] = [
                     self._rollout(*self._to_first_end(*pair)) for pair in zip(drawn[rows], logprobs[rows], strict=True)
                 ]
-                if on_group is not None:
-                    on_group(index, groups[index])
+            if on_groups is not None:
+                on_groups({index: groups[index] for index in new})
 
-        if on_group is not None:
+        if on_groups is not None:
             eos = torch.tensor(self._eos, device=self._model.device)
             criteria = [*criteria, FinishedGroups(len(contexts), copies, width, eos, finish_groups)]
         finish_groups(range(len(examples)), self._call(contexts, draws, self._max_new_tokens, criteria))
@@ -133,7 +133,7 @@ class LocalSampler(Sampler):
         copies: int,
         temperature: float,
         names: list[Name] | None,
-        on_group: Callable[[int, list[Rollout]], None] | None,
+        on_groups: OnGroups | None,
     ) -> list[list[Rollout]]:
         """Draw all at once, a segment of each in a call; with its answer that is the context of the next call.
 
@@ -150,6 +150,7 @@ class LocalSampler(Sampler):
             while left:
                 self._draw_on(left, temperature)
                 ended = [completion for completion in left if self._has_ended_segment(completion)]
+                whole: dict[int, list[Rollout]] = {}
                 for completion, future in zip(ended, [self._ask(completion) for completion in ended], strict=True):
                     if future is not None and (answer := future.result()) is not None:
                         completion.add(answer, [math.nan] * len(answer), drawn=False)
@@ -161,8 +162,10 @@ class LocalSampler(Sampler):
                     )
                     completion.is_over = True
                     completion.dialogue.close()
-                    if on_group is not None and None not in groups[index]:
-                        on_group(index, groups[index])
+                    if None not in groups[index]:
+                        whole[index] = groups[index]
+                if whole and on_groups is not None:
+                    on_groups(whole)
                 left = [completion for completion in left if not completion.is_over]
         finally:
             close_all(completion.dialogue for completion in completions)
@@ -244,5 +247,5 @@ class _Completion:
         self.drawn += [drawn] * len(ids)
 
 
-def _shifted(on_group: Callable[[int, list[Rollout]], None], start: int, index: int, rollouts: list[Rollout]) -> None:
-    on_group(start + index, rollouts)
+def _shifted(on_groups: OnGroups, start: int, groups: dict[int, list[Rollout]]) -> None:
+    on_groups({start + index: rollouts for index, rollouts in groups.items()})

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from grpo.rollouts.records import Example, Rollout
 
+OnGroups = Callable[[dict[int, list[Rollout]]], None]
+"""takes the completions of groups that have ended, by the index of their example"""
+
 
 class Sampler(Protocol):
     """Anything that draws completions from the policy, wherever the policy's weights are.
@@ -29,15 +32,15 @@ class Sampler(Protocol):
         copies: int,
         temperature: float,
         seed: int,
-        on_group: Callable[[int, list[Rollout]], None] | None = None,
+        on_groups: OnGroups | None = None,
         ids: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Draw `copies` completions of each example; return them in the order of the examples.
 
         A completion's random numbers follow from `seed`, its group's id (`ids`; 0, 1, ... where there are none) and its
         number in the group: earlier calls, the other examples and how many rows are drawn at a time change nothing but
-        the last bits of log-probs. `on_group(index, rollouts)` is called once for each example, soon after its last
-        completion ends and while the others are still being drawn.
+        the last bits of log-probs. `on_groups` is called with the completions of examples, by their index, soon after
+        the last of them has ended and while others are still being drawn: once for each example, perhaps with several.
         """
         ...
 

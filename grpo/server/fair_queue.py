@@ -88,10 +88,9 @@ class FairQueue:
         room.
         """
         job = Job(request, client)
+        rows_of_pieces = by_prompt(job.sequences, range(len(job.sequences)))
         if self._deterministic:
-            rows_of_pieces = self._batcher.cut(job.sequences, self.budget)
-        else:
-            rows_of_pieces = by_prompt(job.sequences, range(len(job.sequences)))
+            rows_of_pieces = self._passes(job, rows_of_pieces)
         pieces = [Piece(job, rows) for rows in rows_of_pieces]
         with self._changed:
             self._check_open()
@@ -103,6 +102,17 @@ class FairQueue:
             (self._later if self._exchange else self._waiting).add(client, pieces)
             self._changed.notify()
         return job.future
+
+    def _passes(self, job: Job, rows_of_prompts: list[list[int]]) -> list[list[int]]:
+        """Cut a job into the forward passes of deterministic mode: those of each prompt's completions. Texts, which
+        have no completions, are cut together."""
+        if not any(len(completion) for _, completion in job.sequences):
+            rows_of_prompts = [[*range(len(job.sequences))]]
+        return [
+            [rows[place] for place in places]
+            for rows in rows_of_prompts
+            for places in self._batcher.cut([job.sequences[row] for row in rows], self.budget)
+        ]
 
     def cancel(self, future: Future[Answer], refusal: ProtocolError) -> None:
         """Take back a request whose client is gone: do not score what has not begun."""

@@ -21,7 +21,7 @@ log = logging.getLogger("ref_server")
 
 # Threads that may work and wait at once; the other threads keep /health and refusals quick.
 MOST_REQUESTS = THREADS - 8  # requests for the model
-MOST_SEQUENCES = 4096  # of one request: a trainer sends a group, a hundred at most
+MOST_SEQUENCES = 4096  # of one request: a trainer sends a group or some small ones, some hundred at most
 _MOST_UPDATES = 4  # requests with weights
 _CHECK_SECONDS = 0.5  # how often a thread that waits for the model checks whether its client is still connected
 

@@ -4,8 +4,8 @@ A request is split into pieces, the completions of one prompt each. A forward pa
 turn, and with it every other waiting piece of the same prompt, up to the token budget. So small requests share a pass,
 large ones are spread over several, and a client that has sent a thousand requests delays nobody else.
 
-In deterministic mode a piece is one forward pass of one request, cut without regard to what else waits, and passes are
-not shared: floating-point sums depend on what a sequence is batched with.
+In deterministic mode a piece is one forward pass of one prompt's completions, or of a request's texts, cut without
+regard to what else waits, and passes are not shared: floating-point sums depend on what a sequence is batched with.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Job:
 
 
 class Piece:
-    """Waiting sequences of one request: those of one prompt or, in deterministic mode, those of one forward pass."""
+    """Waiting sequences of one request: those of one prompt; in deterministic mode those of one forward pass."""
 
     def __init__(self, job: Job, rows: list[int]):
         self.job, self.waiting = job, deque(rows)

@@ -8,7 +8,7 @@ With in_flight_weight_updates that policy is the oldest that may draw the round;
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.prompts import PromptStream
 from grpo.rollouts.records import Example, Rollout
-from grpo.rollouts.sampler import Sampler
+from grpo.rollouts.sampler import OnGroups, Sampler
 from grpo.rollouts.turns import make_rollout
 from grpo.run.collective import raise_together
 from grpo.run.folder import SaveError
@@ -120,12 +120,12 @@ class PoolSampler(Sampler):
         copies: int,
         temperature: float,
         seed: int,
-        on_group: Callable[[int, list[Rollout]], None] | None = None,
+        on_groups: OnGroups | None = None,
         ids: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Do what Sampler.sample says, for groups `ids` of the round that update_weights has begun.
 
-        `on_group` is called when a group arrives. `copies` and `temperature` are the run's, and so is the seed but for
+        `on_groups` is called when groups arrive. `copies` and `temperature` are the run's, and so is the seed but for
         its upper half, which says the how-manieth replacement of the groups this is. Raises ServersLost on every rank.
         """
         attempt, groups, lost = seed >> 32, {}, None
@@ -138,11 +138,11 @@ class PoolSampler(Sampler):
                 self._put_tasks_ahead()
                 deadline = GroupDeadline(self._config.pool_deadline)
                 while waiting:
-                    for drawn in self._take([*waiting][:MOST_TASKS], deadline):
-                        index = waiting.pop(drawn.key)
-                        groups[index] = self._rollouts(drawn)
-                        if on_group is not None:
-                            on_group(index, groups[index])
+                    taken = self._take([*waiting][:MOST_TASKS], deadline)
+                    arrived = {waiting.pop(drawn.key): self._rollouts(drawn) for drawn in taken}
+                    groups |= arrived
+                    if arrived and on_groups is not None:
+                        on_groups(arrived)
             except ServerError as error:
                 lost = error
             except Stopped:

@@ -118,21 +118,22 @@ class Rounds:
         """Ask the reference about the groups of a resumed run's batches that had no answer when the run was saved."""
         for batch in batches if self._client is not None else []:
             unanswered = {sample.group_id for sample in batch.samples if sample.ref_logprobs is None}
-            for group in batch.groups:
-                if group.id in unanswered:
-                    self._ask(group)
+            self._ask([group for group in batch.groups if group.id in unanswered])
 
-    def _ask(self, group: Group) -> None:
-        completions = [rollout.completion_ids for rollout in group.rollouts]
-        name = f"group {group.id}"
-        self.requests[group.id] = self._client.request_logprobs(group.example.prompt_ids, completions, name)
+    def _ask(self, groups: list[Group]) -> None:
+        asked = [
+            (f"group {group.id}", group.example.prompt_ids, [rollout.completion_ids for rollout in group.rollouts])
+            for group in groups
+        ]
+        self.requests |= zip((group.id for group in groups), self._client.request_groups(asked), strict=True)
 
     def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
-        """Draw a group for each example. Each goes to the reference soon after its last completion ends."""
+        """Draw a group for each example. Each goes to the reference soon after its last completion ends, together with
+        those that end then too."""
         config = self._config
 
-        def ask(place: int, rollouts: list[Rollout]) -> None:
-            self._ask(Group(ids[place], examples[place], rollouts))
+        def ask(ended: dict[int, list[Rollout]]) -> None:
+            self._ask([Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()])
 
         sampled = self._sampler.sample(
             examples,
@@ -140,7 +141,7 @@ class Rounds:
             config.temperature,
             # A replacement has its group's id, so it is drawn with another seed.
             seed=config.seed + (attempt << 32),
-            on_group=ask if self._client is not None else None,
+            on_groups=ask if self._client is not None else None,
             ids=ids,
         )
         return list(map(Group, ids, examples, sampled))

@@ -68,6 +68,16 @@ class LogprobsRequest:
             [pictures] * len(completions) if pictures else (),
         )
 
+    @classmethod
+    def joined(cls, requests: Sequence[LogprobsRequest]):
+        """Make one request of several of one client, without pictures if they are more than one."""
+        first, *others = requests
+        if not others:
+            return first
+        name = f"{first.request_id} and {len(others)} more"
+        tensors = {field: np.concatenate([getattr(request, field) for request in requests]) for field in _SEQUENCES}
+        return replace(first, request_id=name, **tensors)
+
     def sequences(self) -> list[tuple[np.ndarray | PicturedPrompt, np.ndarray]]:
         """Return (prompt ids, completion ids) of each sequence, in order; a prompt with pictures is a PicturedPrompt.
 

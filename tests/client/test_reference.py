@@ -10,25 +10,28 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import requests
 import trustme
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
 from proxy import Plan, proxy
 from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, answer, eventually, fake, open_client
 
 from grpo.client import base
+from grpo.client.balancer import IN_FLIGHT
 from grpo.client.base import make_client_name
 from grpo.client.errors import ServerError, ServersUnavailable
-from grpo.client.reference import ReferenceClient, check_reference
+from grpo.client.reference import ReferenceClient, _cut, check_reference
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.wire.errors import check_name
 from grpo.wire.health import ModelInfo, ServerInfo
-from grpo.wire.logprobs import LogprobsAnswer, encode_answer
+from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, encode_answer
+from grpo.wire.pictures import PicturedPrompt
 
 
 def test_it_gets_each_completions_logprobs(server):
@@ -36,6 +39,45 @@ def test_it_gets_each_completions_logprobs(server):
         assert client.wait_ready().vocab_size > 0
         rows = client.request_logprobs(PROMPT, COMPLETIONS, "g").result()
         assert [(len(row), row.dtype) for row in rows] == [(3, np.float32), (0, np.float32), (1, np.float32)]
+
+
+def test_small_groups_share_a_request_and_each_gets_its_own(server):
+    def answered() -> float:
+        text = requests.get(server.url + "/metrics", timeout=5).text
+        found = re.search(r'grpo_ref_requests_total\{path="/v1/logprobs",status="200"\} (\S+)', text)
+        return float(found[1]) if found else 0.0
+
+    sizes = [10, 20, 20, 450, 30, 0]  # of the completions; the fourth group fills a request
+    groups = [(f"group {at}", [5, 6, 7 + at], [[8] * size, [9], [10] * size] * 5) for at, size in enumerate(sizes)]
+    groups.append(("group 6", [5, 6, 7 + 4], [[11, 12]]))  # a prompt that is there
+    with open_client(server.url) as client:
+        before = answered()
+        rows = [future.result() for future in client.request_groups(groups)]
+        eventually(lambda: answered() == before + 4, 5)  # 0 to 2; 3; 4 and 5; 6
+        for (name, prompt, completions), of_group in zip(groups, rows, strict=True):
+            alone = client.request_logprobs(prompt, completions, name).result()
+            assert [len(row) for row in of_group] == [len(completion) for completion in completions]
+            np.testing.assert_allclose(np.concatenate(of_group), np.concatenate(alone), atol=1e-5, rtol=0)
+
+
+def test_groups_with_pictures_are_sent_alone():
+    prompts = [[1, 2], PicturedPrompt([3, 4], (b"a picture",)), [5], [6]]
+    asked = [(LogprobsRequest.of(prompt, [[7]], 1.0), Future()) for prompt in prompts]
+    assert [*_cut(asked)] == [asked[:1], asked[1:2], asked[2:]]
+
+
+def test_a_group_that_is_cancelled_is_left_out_and_the_others_are_answered(server):
+    with open_client(server.url, ref_deadline=30) as client:
+        go = threading.Event()
+        for _ in range(IN_FLIGHT):
+            client._threads.submit(go.wait, 30)
+        groups = [(name, [5 + at], [[7, 8], [9]]) for at, name in enumerate("abc")]
+        first, second, third = client.request_groups(groups)
+        assert second.cancel()
+        go.set()
+        assert [len(row) for future in (first, third) for row in future.result(30)] == [2, 1, 2, 1]
+        expected = client.request_logprobs([7], [[7, 8], [9]], "c").result()
+        np.testing.assert_allclose(np.concatenate(third.result()), np.concatenate(expected), atol=1e-5, rtol=0)
 
 
 @pytest.mark.timed

@@ -87,7 +87,7 @@ def test_a_seed_draws_what_its_random_numbers_say(model, tokenizer, examples, te
     """One sequence at a time, without a cache, by NumPy in float64."""
     eos, copies, length = list(range(20)), 3, 20
     draw = sampler(model, tokenizer, eos, length=length).sample
-    groups = draw(examples, copies, temperature, seed=6, on_group=lambda *_: None, ids=[40, 7, 123456789])
+    groups = draw(examples, copies, temperature, seed=6, on_groups=lambda groups: None, ids=[40, 7, 123456789])
     for example, group, rollouts in zip(examples, [40, 7, 123456789], groups, strict=True):
         for place, rollout in enumerate(rollouts):
             numbers = np.random.Generator(np.random.Philox(np.random.SeedSequence((6, group, place)))).random(length)
@@ -108,7 +108,7 @@ def test_what_is_drawn_at_a_time_changes_nothing(model, tokenizer, examples):
     for rows in (1, 3, 6):
         few = LocalSampler(model, tokenizer, list(range(20)), 20, rows)
         handed = {}
-        again = few.sample(examples, 3, 1.0, seed=6, on_group=handed.__setitem__, ids=[5, 6, 7])
+        again = few.sample(examples, 3, 1.0, seed=6, on_groups=handed.update, ids=[5, 6, 7])
         assert handed == dict(enumerate(again))
         assert_alike(again, whole)
     ((last, *_), *_) = sampler(model, tokenizer, list(range(20)), length=20).sample(examples[2:], 1, 1.0, 6, ids=[7])
@@ -301,7 +301,7 @@ def test_no_token_makes_the_host_wait_for_the_sake_of_ours(model, tokenizer, exa
     def waits(length: int) -> Counter:
         with HostWaits() as counted:
             draw = sampler(model, tokenizer, eos=[10**6], length=length).sample
-            draw(examples, 2, 0.9, seed=1, on_group=lambda *_: None)
+            draw(examples, 2, 0.9, seed=1, on_groups=lambda groups: None)
         return counted.counts
 
     tokens = 2 * LOOK_EVERY
@@ -323,7 +323,7 @@ def test_each_group_is_handed_over_once_soon_after_its_last_completion_ends(mode
             4,
             1.0,
             seed=5,
-            on_group=lambda place, rollouts: handed.append((place, rollouts, len(passes))),
+            on_groups=lambda groups: handed.extend((place, group, len(passes)) for place, group in groups.items()),
         )
     finally:
         hook.remove()

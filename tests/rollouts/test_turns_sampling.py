@@ -121,7 +121,7 @@ def test_a_completion_is_what_it_is_alone(qwen, tokenizer, expected, monkeypatch
     for at_once, graphs in ((True, None), (False, StepGraphs)):
         turns, handed = Scripted(ENDS, at_once=at_once), {}
         sampler = continuous(qwen, tokenizer, turns, rows, look_every=look_every, graphs=graphs)
-        groups = sampler.sample(EXAMPLES, 3, 1.0, 3, handed.__setitem__, PLACES)
+        groups = sampler.sample(EXAMPLES, 3, 1.0, 3, handed.update, PLACES)
         assert ids_of(groups) == expected[0]
         assert logprobs_of(groups) == pytest.approx(expected[1], abs=1e-5)
         assert logprobs_of(groups) == pytest.approx(scored(qwen, groups, 1.0), abs=1e-5)
@@ -170,7 +170,7 @@ def test_one_copy_of_each_and_other_prompts_beside_it_change_nothing(qwen, token
 def test_generate_draws_the_same(qwen, tokenizer, expected, rows):
     turns, handed = Scripted(ENDS), []
     sampler = plain(qwen, tokenizer, turns, rows)
-    groups = sampler.sample(EXAMPLES, 3, 1.0, 3, lambda *group: handed.append(group), PLACES)
+    groups = sampler.sample(EXAMPLES, 3, 1.0, 3, lambda groups: handed.extend(groups.items()), PLACES)
     assert ids_of(groups) == expected[0]
     assert logprobs_of(groups) == pytest.approx(expected[1], abs=1e-5)
     assert sorted(index for index, _ in handed) == [*range(5)]
@@ -280,15 +280,15 @@ def test_rows_draw_on_while_another_waits_for_its_answer(qwen, tokenizer):
     """The first completion is answered when all others have been handed over, at which only they are left to wait."""
     turns, order = Waits(), []
 
-    def on_group(index, rollouts):
-        order.append(index)
+    def on_groups(groups):
+        order.extend(groups)
         if len(order) == 3:
             turns.future.set_result([7, 8, 9])
 
     examples = [EXAMPLES[index] for index in (0, 2, 4, 3)]
     timer = threading.Timer(60, lambda: turns.future.done() or turns.future.set_exception(TimeoutError))
     timer.start()
-    groups = continuous(qwen, tokenizer, turns, rows=2).sample(examples, 1, 1.0, 3, on_group)
+    groups = continuous(qwen, tokenizer, turns, rows=2).sample(examples, 1, 1.0, 3, on_groups)
     timer.cancel()
     assert sorted(order[:3]) == [1, 2, 3] and order[3] == 0
     assert False in groups[0][0].drawn
@@ -468,13 +468,13 @@ def test_whatever_fails_every_dialogue_is_closed(qwen, tokenizer, make, where, m
 
 
 def test_a_failure_of_whom_groups_are_handed_to_closes_dialogues_too(qwen, tokenizer):
-    def on_group(index, rollouts):
+    def on_groups(groups):
         raise Broken
 
     for make in (continuous, plain):
         turns = Scripted(ENDS)
         with pytest.raises(Broken):
-            make(qwen, tokenizer, turns, rows=4).sample(EXAMPLES, 3, 1.0, 3, on_group)
+            make(qwen, tokenizer, turns, rows=4).sample(EXAMPLES, 3, 1.0, 3, on_groups)
         assert turns.alive() == 0
 
 

@@ -235,6 +235,13 @@ def test_deterministic_answers_are_the_same_bits_whatever_else_waits():
     assert all(ids.numel() <= 40 for ids in busy.passes)
     assert len(busy.fed()) == len(waiting) + len(quiet.fed())  # no pass is shared
 
+    (prompt, completions), (_, _), (other, others) = requests
+    together = LogprobsRequest.joined(
+        [LogprobsRequest.of(*pair, 1.0) for pair in ((other, others), (prompt, completions))]
+    )
+    values = busy.queue.submit(together).result(30).values
+    assert values.tobytes() == alone[2].values.tobytes() + alone[0].values.tobytes()
+
 
 def test_deterministic_clients_take_turns():
     desk = Desk(budget=20, deterministic=True)

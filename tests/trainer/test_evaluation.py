@@ -136,7 +136,7 @@ class ScriptedSampler(Sampler):
     def greedy(self, examples):
         return [self.rollout(example.gold) for example in examples]
 
-    def sample(self, examples, copies, temperature, seed, on_group=None, ids=None):
+    def sample(self, examples, copies, temperature, seed, on_groups=None, ids=None):
         return [[self.rollout(str(number % 2)) for _ in range(copies)] for number in ids]
 
 
