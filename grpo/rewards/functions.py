@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 import json
-import math
 import signal
 import traceback
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from grpo.wire.rewards import Message
 
 SHOWN_CHARACTERS = 500
+LARGEST_REWARD = 1e100  # the squares of a group's rewards, in its std, are in float64's range then
 _OURS = Path(__file__).parents[1]
 RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
 """what completions.jsonl has of each completion: no name for a column of log_extra"""
@@ -208,7 +208,7 @@ def format_user_stack(error: BaseException) -> str:
 
 def is_reward(reward: Any) -> bool:
     try:
-        return reward is None or (isinstance(reward, Real) and math.isfinite(reward))
+        return reward is None or (isinstance(reward, Real) and abs(float(reward)) <= LARGEST_REWARD)
     except OverflowError:  # an int or a Fraction that float64 does not reach
         return False
 
@@ -217,7 +217,7 @@ def invalid_reward(name: str, shown: str, completion: str) -> RewardError:
     """Make the error for a function that returned something else than a reward; `shown` is its repr."""
     return RewardError(
         f"Reward function {name!r} returned {shown} for {quote_completion(completion)}: "
-        "a reward is a finite number of float64's range, or None where the function does not apply."
+        "a reward is a finite number of at most 1e100, or None where the function does not apply."
     )
 
 

@@ -8,10 +8,8 @@ code import no more than this.
 from __future__ import annotations
 
 import inspect
-import math
 import types
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 from grpo.config.errors import ConfigError
@@ -70,8 +68,8 @@ def read_step(returned: Any) -> tuple[str, float, bool]:
         isinstance(returned, tuple | list)
         and len(returned) == 3
         and (returned[0] is None or isinstance(returned[0], str))
-        and isinstance(returned[1], Real)
-        and math.isfinite(returned[1])
+        and returned[1] is not None
+        and is_reward(returned[1])
         and returned[2] in (True, False)
     ):
         return returned[0] or "", float(returned[1]), bool(returned[2])

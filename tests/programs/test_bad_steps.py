@@ -20,7 +20,7 @@ def own(prompts, completions, answer, trainer_state, log_extra, log_metric, **co
         log_metric("letters", len(text))
     spoiled = Path(__file__).with_name("spoiled").read_text().splitlines()
     rewards = [float(len(text)) for text in completions]
-    return [1e300 if gold in spoiled and place % 2 else one for place, (gold, one) in enumerate(zip(answer, rewards))]
+    return [1e99 if gold in spoiled and place % 2 else one for place, (gold, one) in enumerate(zip(answer, rewards))]
 """
 
 
@@ -61,7 +61,7 @@ def test_bad_steps_are_skipped_and_end_the_run_after_some_in_a_row(launch, model
     assert all(one["gold"] == one["answer"] for one in lines(run / "completions.jsonl"))
     kept = lines(run / "bad_steps.jsonl")
     assert [one["step"] for one in kept] == [step for step in (2, 4, 5, 6, 7, 8) for _ in range(16)]
-    assert {one["answer"] for one in kept if one["reward"] == 1e300} == spoiled
+    assert {one["answer"] for one in kept if one["reward"] == 1e99} == spoiled
     assert all(one["prompt"] and "advantage" in one for one in kept)
 
 
@@ -137,7 +137,7 @@ def test_steps_without_a_token_to_train_on_end_the_run_after_some_in_a_row(model
 def test_what_is_not_finite_is_null_in_every_file(tmp_path):
     bad = {"a": math.nan, "b": -math.inf, "c": 0.5, "d": "NaN"}
     assert read_record(to_json({"step": 1, **bad}).encode()) == {"step": 1, "a": None, "b": None, "c": 0.5, "d": "NaN"}
-    recorder = Recorder(TrainerConfig(report_to=["none"]), tmp_path)
+    recorder = Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=-1)
     recorder.metrics(1, {"a": math.inf})
     recorder.completions(1, "train", [bad])
     for step in (1, 2):

@@ -309,7 +309,16 @@ def test_a_completion_that_is_cut_takes_no_step(begin):
 
 @pytest.mark.parametrize(
     "returned",
-    ["None", "'x'", "('x', 1.0)", "('x', None, True)", "('x', float('nan'), True)", "(3, 1.0, True)", "('x', 1.0, 2)"],
+    [
+        "None",
+        "'x'",
+        "('x', 1.0)",
+        "('x', None, True)",
+        "('x', float('nan'), True)",
+        "('x', 10**400, True)",
+        "(3, 1.0, True)",
+        "('x', 1.0, 2)",
+    ],
 )
 def test_what_is_no_step_ends_the_run(begin, returned):
     talk = begin("Guess", {"number": 7})[0]
