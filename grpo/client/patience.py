@@ -37,6 +37,13 @@ class Patience:
 
         Raises ServersUnavailable after the deadline, FileFailure and ServerError at once, Stopped.
         """
+        try:
+            return self._send(send)
+        finally:
+            with self._lock:
+                self._refused.discard(threading.get_ident())
+
+    def _send(self, send: Callable[[], _Value]) -> _Value:
         failures, stuck_since = 0, 0.0
         while not self._stop.is_set():
             try:

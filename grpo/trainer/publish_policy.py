@@ -57,10 +57,11 @@ class PolicyPublisher:
         batcher: Batcher,
         vocab_size: int,
         folder: Path,
-        deadline: float,
+        ask: Patience,
         stop: threading.Event,
     ):
-        """`folder` is the run's, `vocab_size` that of RunInfo. `deadline` and `stop` are those of Patience."""
+        """`folder` is the run's, `vocab_size` that of RunInfo. `ask` sends to the pool until
+        `stop` is set."""
         self._client, self._model, self._batcher = client, model, batcher
         self._probe = _probe_ids(vocab_size, longest_sequence(model.config))
         self._folder = folder / "policy"
@@ -71,8 +72,7 @@ class PolicyPublisher:
         self._written: Future[Version] | None = None
         self._publication: Future[None] | None = None
         self._version: int | None = None
-        self._stop = stop
-        self._patience = Patience(client, deadline, stop)
+        self._ask, self._stop = ask, stop
 
     def write_base(self) -> tuple[Path, str] | None:
         """Write the weights that the policy's adapter is on; return the file and its SHA-256, None without adapter.
@@ -95,7 +95,7 @@ class PolicyPublisher:
         for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
             left = Version.of_fields(json.loads(path.read_bytes()))
             may_lack = first <= left.version < end and self._path(left.version).exists()
-            if may_lack and self._patience(lambda left=left: self._upload(left)):
+            if may_lack and self._ask(lambda left=left: self._upload(left)):
                 log.info("the pool has version %d, which was not sent when the run ended", left.version)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -177,7 +177,7 @@ class PolicyPublisher:
         base = before.version if delta_bytes else None
         whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
         sent_as = replace(new, whole=whole, base=base, delta=delta_sha256)
-        self._patience(lambda: self._upload(sent_as))
+        self._ask(lambda: self._upload(sent_as))
         # The first says what a whole file costs on its way, the second what a change does. More would be one a step.
         level = logging.INFO if self._published < 2 else logging.DEBUG
         self._last, self._published = new, self._published + 1

@@ -269,9 +269,7 @@ def set_up(
         source = pool or Replay(config.replay, checkpoints.identity())
         ask = Patience(source, config.pool_deadline, stop_waiting)
         if pool is not None and rank == 0:
-            policy = PolicyPublisher(
-                pool, engine.module, batcher, policy_info.vocab_size, folder, config.pool_deadline, stop_waiting
-            )
+            policy = PolicyPublisher(pool, engine.module, batcher, policy_info.vocab_size, folder, ask, stop_waiting)
             pool_run = PoolRun(
                 config, pool, ask, policy, engine.module, tokenizer, folder.name, checkpoints, inputs.turns
             )

@@ -3,7 +3,7 @@
 import ssl
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -124,6 +124,24 @@ def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeyp
     sender.join()
     away = "http://pool said 503: its disk may be full; asking again for 20 s"
     assert caplog.messages == [away, "http://pool answers again"]
+
+
+def test_a_pool_that_refuses_after_a_while_is_not_away_any_more(monkeypatch, caplog):
+    monkeypatch.setattr("grpo.client.patience.seconds_to_next_try", lambda *_: 0.0)
+    caplog.set_level("INFO")
+    patience = Patience(PoolClient("http://pool"), 20, threading.Event())
+    away = RequestFailure("is away")
+    for last in (ResultRefused("these are no completions"), None):
+        answers = iter([away, away, last])
+
+        def send(answers=answers):
+            if answer := next(answers):
+                raise answer
+
+        with suppress(ResultRefused):
+            patience(send)
+    said = "http://pool is away; asking again for 20 s"
+    assert caplog.messages == [said, said, "http://pool answers again"]
 
 
 def test_what_the_pool_refuses_is_sorted_by_what_helps(pool):

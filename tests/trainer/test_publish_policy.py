@@ -85,8 +85,12 @@ def model(model_folder):
 
 
 def publisher_of(pool: Pool, model, folder: Path, deadline: float = 30.0) -> PolicyPublisher:
-    batcher, stop = make_batcher(model, 0), threading.Event()
-    return PolicyPublisher(pool.client, model, batcher, model.config.vocab_size, folder, deadline, stop)
+    ask, stop = patience_with(pool.client, deadline)
+    return PolicyPublisher(pool.client, model, make_batcher(model, 0), model.config.vocab_size, folder, ask, stop)
+
+
+def patience_with(client: PoolClient, deadline: float) -> tuple[Patience, threading.Event]:
+    return Patience(client, deadline, stop := threading.Event()), stop
 
 
 @torch.no_grad()
@@ -288,7 +292,7 @@ def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model
 
 def test_a_pool_that_is_gone_ends_the_run_at_the_next_version(model, tmp_path):
     client = PoolClient("http://127.0.0.1:9")
-    publisher = PolicyPublisher(client, model, make_batcher(model, 0), 100, tmp_path, 0.5, threading.Event())
+    publisher = PolicyPublisher(client, model, make_batcher(model, 0), 100, tmp_path, *patience_with(client, 0.5))
     publisher.publish(0)
     for call in (lambda: publisher.publish(1), publisher.wait):
         with pytest.raises(
@@ -318,7 +322,7 @@ def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypa
 def test_a_run_that_ends_gives_up_what_it_was_sending(model, tmp_path):
     def make() -> PolicyPublisher:
         client, batcher = PoolClient("http://127.0.0.1:9"), make_batcher(model, 0)
-        return PolicyPublisher(client, model, batcher, 100, tmp_path, 60.0, threading.Event())
+        return PolicyPublisher(client, model, batcher, 100, tmp_path, *patience_with(client, 60.0))
 
     publisher = make()
     publisher.publish(0)
