@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import ssl
 from collections.abc import Callable, Iterator
@@ -97,14 +96,14 @@ def read_error_code(response: requests.Response) -> str:
     """Return the code of a refusal of ours; "" where the answer is none."""
     try:
         return str(response.json()["error"]["code"])
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return ""
 
 
 def read_error_message(response: requests.Response) -> str:
     try:
         return response.json()["error"]["message"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return first_line(response)
 
 
