@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.client.errors import RequestFailure, ServersLost
+from grpo.client.errors import RequestFailure, ServerError, ServersLost
 from grpo.client.patience import Patience
 from grpo.client.pool import PoolClient
 from grpo.config.trainer import TrainerConfig
@@ -88,6 +88,8 @@ class PoolRun:
                 self._pool.report_drift(drifts[start : start + MOST_TASKS])
         except RequestFailure as failure:  # the next step says it again
             log.debug("the pool %s was not told of drift: %s", self._pool.url, failure)
+        except ServerError as error:  # the next round ends the run for it, on all ranks
+            log.warning("the pool %s was not told of drift: %s", self._pool.url, error)
 
     def close(self) -> None:
         self._publisher.close()
