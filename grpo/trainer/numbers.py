@@ -13,7 +13,6 @@ from grpo.rewards.functions import RewardError
 from grpo.rollouts.records import Rollout, StepBatch
 from grpo.run.metrics import Stats, add_stats, gather_stats, step_metrics
 from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.rewarding import PUNISHMENT
 from grpo.trainer.setup import Run
 from grpo.trainer.step import DRIFT
 
@@ -69,7 +68,7 @@ def step_result(
     """
     config, progress = run.config, run.progress
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    by_name = dict(zip(run.rounds.reward_names, batch.by_function, strict=True))
+    by_name = dict(zip(run.rewarder.names, batch.by_function, strict=True))
     add_stats(
         stats,
         {
@@ -98,7 +97,7 @@ def step_result(
     masked = "loss" not in everyone
     progress.masked_steps += masked
     is_applied = masked or run.engine.was_step_applied()
-    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.rounds.reward_names if name != PUNISHMENT)
+    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.reward_names)
     flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
     progress.flat_steps = progress.flat_steps + 1 if flat else 0
     progress.bad_steps = [] if is_applied and rewarded and not masked else [*progress.bad_steps, step]

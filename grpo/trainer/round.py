@@ -56,7 +56,7 @@ class Rounds:
         self.logged: dict[str, list[float]] = {}
         """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
         self._state = TrainerState()
-        self.reward_names, self._weights = rewarder.names, rewarder.weights
+        self._weights = rewarder.weights
 
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
         """Draw round `number` (from 0) with the policy as it is after so many updates. All ranks call it together.
@@ -164,7 +164,7 @@ class Rounds:
         """Compute the rewards of greedy completions of the groups' prompts, which are not trained on: float64
         [functions, groups]. With another advantage_estimator than remax nothing is drawn and all are 0."""
         if self._config.advantage_estimator != "remax":
-            return torch.zeros(len(self.reward_names), len(groups), dtype=torch.float64)
+            return torch.zeros(len(self._rewarder.names), len(groups), dtype=torch.float64)
         examples = [group.example for group in groups]
         with clock("generate"):
             rollouts = self._sampler.greedy(examples)
