@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from grpo.rewards.functions import (
@@ -12,12 +11,10 @@ from grpo.rewards.functions import (
     Misuse,
     begin_call,
     check_returned,
+    log_lost_call,
     make_error,
-    quote_completion,
     text_of,
 )
-
-log = logging.getLogger(__name__)
 
 
 def call_each_alone(compute_reward: Callable[[Batch, Logged], Awaitable[float | None]]) -> Callable:
@@ -63,10 +60,7 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
         done, _ = await asyncio.wait([call], timeout=seconds)
         if not done:
             call.cancel()
-            shown = quote_completion(completion, 80)
-            log.error(
-                "reward function %r gave no answer within %g s on %s: that earns %g", label, seconds, shown, fallback
-            )
+            log_lost_call(label, f"gave no answer within {seconds:g} s", completion, fallback)
             return fallback
         try:
             return check_returned(call.result(), batch, logged)[0]

@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import json
+import logging
 import signal
 import traceback
 from collections.abc import Callable, Iterable
@@ -20,6 +21,8 @@ from grpo.config.user_files import load_file
 
 if TYPE_CHECKING:
     from grpo.wire.rewards import Message
+
+log = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 500
 LARGEST_REWARD = 1e100  # the squares of a group's rewards, in its std, are in float64's range then
@@ -223,6 +226,12 @@ def invalid_reward(name: str, shown: str, completion: str) -> RewardError:
 
 def quote_completion(completion: str, characters: int = SHOWN_CHARACTERS) -> str:
     return f"the completion {completion[:characters]!r}" + ("..." if len(completion) > characters else "")
+
+
+def log_lost_call(label: str, how: str, completion: str, fallback: float) -> None:
+    """Log what a call earns that gave no answer. An error: ranks other than the first show nothing less."""
+    shown = quote_completion(completion, 80)
+    log.error("reward function %r %s on %s: that earns %g", label, how, shown, fallback)
 
 
 def text_of(completion: str | list[Message]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from grpo.rewards.alone import call_each_alone
@@ -11,16 +10,12 @@ from grpo.rewards.functions import (
     Logged,
     RewardError,
     invalid_reward,
-    quote_completion,
+    log_lost_call,
     text_of,
 )
 from grpo.rewards.process import CallLost
 from grpo.rewards.process_pool import ProcessPool
 from grpo.rewards.service import RewardService
-
-log = logging.getLogger(__name__)
-
-_LOGGED_CHARACTERS = 80
 
 
 class RewardPool:
@@ -51,9 +46,7 @@ class RewardPool:
         try:
             reply = self._processes.call(index, batch)
         except CallLost as lost:
-            # An error, not a warning: ranks other than the first show nothing less.
-            shown = quote_completion(completion, _LOGGED_CHARACTERS)
-            log.error("reward function %r %s on %s: that earns %g", label, lost, shown, self._fallback)
+            log_lost_call(label, str(lost), completion, self._fallback)
             return self._fallback
         if "failed" in reply:
             raise RewardError(f"Reward function {label!r} {reply['failed']}", reply["traceback"])
