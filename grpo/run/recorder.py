@@ -27,12 +27,12 @@ class Recorder:
     """The files of a run: config.yaml, metrics.jsonl, completions.jsonl, bad_steps.jsonl where a step was skipped,
     pictures/ where prompts have some, and what `report_to` names. Rank 0 has the only one."""
 
-    def __init__(self, config: TrainerConfig, folder: Path, after: int | None = None):
-        """Open the files. `after`: the run goes on after this step (-1: it begins again), and what is recorded of later
-        steps is cut off, to be recorded again; None appends to the files as they are."""
+    def __init__(self, config: TrainerConfig, folder: Path, after: int):
+        """Open the files. The run goes on after step `after` (-1: it begins): what is recorded of later steps is cut
+        off, to be recorded again."""
         write_config(config, folder / "config.yaml")  # a run that goes on may have other settings than it began with
         self._folder, self._bad_steps = folder, folder / BAD_STEPS
-        for name in ("metrics.jsonl", "completions.jsonl", BAD_STEPS) if after is not None else ():
+        for name in ("metrics.jsonl", "completions.jsonl", BAD_STEPS):
             _cut_after(folder / name, after)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._completions = open(folder / "completions.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115

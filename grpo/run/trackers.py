@@ -38,10 +38,10 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files in the run's folder. They have no completions."""
 
-    def __init__(self, folder: Path, after: int | None):
+    def __init__(self, folder: Path, after: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=None if after is None else after + 1)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -187,7 +187,7 @@ SERVICES = {"wandb": Wandb, "trackio": Trackio, "swanlab": SwanLab, "mlflow": Ml
 """the services whose clients must be installed, by the client's module"""
 
 
-def open_trackers(config: TrainerConfig, folder: Path, after: int | None) -> list[Tracker]:
+def open_trackers(config: TrainerConfig, folder: Path, after: int) -> list[Tracker]:
     """Open what `report_to` names. `after` as in Recorder: a run that goes on continues under its id, which is in the
     file run_id of its folder; one that begins has a new one."""
     trackers: list[Tracker] = []

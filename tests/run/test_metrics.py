@@ -159,7 +159,7 @@ def test_a_cpu_has_no_peaks():
 def test_the_record_is_appended_and_nan_is_null(tmp_path):
     config = parse_arguments(TrainerConfig, "", ["--report_to", "tensorboard"])
     for step in (1, 2):
-        recorder = Recorder(config, tmp_path)
+        recorder = Recorder(config, tmp_path, after=step - 1)
         recorder.metrics(step, {"reward": 1.5, "completions/mean_terminated_length": math.nan})
         recorder.completions(step, "train", [{"completion": "ä"}])
         recorder.close()
@@ -191,7 +191,7 @@ def test_a_folder_that_is_gone_ends_the_run_at_its_next_step(tmp_path):
     for number, change in enumerate((shutil.rmtree, lambda run: run.rename(run.with_name("moved")))):
         run = tmp_path / str(number)
         run.mkdir()
-        recorder = Recorder(TrainerConfig(report_to=["none"]), run)
+        recorder = Recorder(TrainerConfig(report_to=["none"]), run, after=-1)
         recorder.metrics(1, {})
         change(run)
         for again in (False, True):  # also where another one is in its place
