@@ -55,6 +55,7 @@ from grpo.trainer.engine import join_ranks
 from grpo.trainer.numbers import coefficients, step_result
 from grpo.trainer.out_of_memory import OutOfMemory
 from grpo.trainer.record import evaluate_policy, progress_bar, record_step
+from grpo.trainer.rewarding import RewardsLost
 from grpo.trainer.setup import Run, read_inputs, set_up
 from grpo.trainer.step import update
 
@@ -124,9 +125,12 @@ def optimize(run: Run) -> None:
         result = step_result(run, step, batch, stats, current, clock)
         progress.step, progress.evaluated = step, {}
         if run.held_out and (step == config.max_steps or step % config.eval_steps == 0):
-            evaluated = evaluate_policy(run, step)
-            result.metrics.update(evaluated)
-            progress.evaluated = evaluated
+            try:
+                evaluated = evaluate_policy(run, step)
+                result.metrics.update(evaluated)
+                progress.evaluated = evaluated
+            except RewardsLost as error:
+                lost = error
         record_step(run, bar, step, batch, result, evaluated)
         if config.save_steps and step % config.save_steps == 0:
             run.checkpoints.save(run.engine, progress)

@@ -36,8 +36,11 @@ class RewardError(RuntimeError):
 
     def __init__(self, message: str, traceback: str = ""):
         """`traceback` is the user's part of the stack, with line ends; empty where the message says all."""
-        super().__init__(message)
+        super().__init__(message, traceback)
         self.traceback = traceback
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class Misuse(Exception):
@@ -220,7 +223,7 @@ def invalid_reward(name: str, shown: str, completion: str) -> RewardError:
     """Make the error for a function that returned something else than a reward; `shown` is its repr."""
     return RewardError(
         f"Reward function {name!r} returned {shown} for {quote_completion(completion)}: "
-        "a reward is a finite number of at most 1e100, or None where the function does not apply."
+        "a reward is a finite number of at most 1e100, or None where the function does not apply"
     )
 
 

@@ -49,9 +49,8 @@ def gather(local_value: Any) -> list[Any]:
     return values
 
 
-def raise_together(error: Exception | None, kind: type[Exception], device: torch.device) -> None:
-    """Raise `kind` on every rank if any rank has an error, with the first one's message. All ranks must call it."""
-    failed = torch.tensor(int(error is not None), device=device)
-    dist.all_reduce(failed, dist.ReduceOp.MAX)
-    if failed:
-        raise kind(next(message for message in gather(str(error) if error else None) if message))
+def raise_together(error: Exception | None, kind: type[Exception]) -> None:
+    """Raise `kind` on every rank if any rank has an error, with what the first one was made of. All ranks call it."""
+    for made_of in gather(error.args if error else None):
+        if made_of is not None:
+            raise kind(*made_of)

@@ -19,10 +19,11 @@ _GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  
 class EndRun(Exception):
     """The end of a run before its last step, on every rank after the same step. The message says why."""
 
-    def __init__(self, message: str, code: int = 1):
-        """`code` is the program's exit code: 1 for a failure, 128 + its number for a signal."""
+    def __init__(self, message: str, code: int = 1, traceback: str = ""):
+        """`code` is the program's exit code: 1 for a failure, 128 + its number for a signal. `traceback` is the user's
+        part of a stack, with line ends."""
         super().__init__(message)
-        self.code = code
+        self.code, self.traceback = code, traceback
 
 
 def how_to_go_on(folder: Path, step: int) -> str:
@@ -51,7 +52,7 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         return 2
     except EndRun as end:
         if end.code == 1:
-            say_once(str(end))
+            say_once(str(end), end.traceback)
         elif first_here():  # a signal, which all ranks act on: no error
             print(f"{program_name()}: {end}", file=sys.stderr, flush=True)
         return end.code

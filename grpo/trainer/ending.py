@@ -13,6 +13,7 @@ from grpo.run.folder import save_model
 from grpo.run.recorder import BAD_STEPS
 from grpo.trainer.numbers import StepResult
 from grpo.trainer.out_of_memory import raise_if_short
+from grpo.trainer.rewarding import RewardsLost
 from grpo.trainer.setup import Run
 
 MOST_BAD_STEPS = 5  # in a row: one or two may be a reward out of scale; five cost little, and nobody watches at night
@@ -22,16 +23,19 @@ MOST_BAD_STEPS = 5  # in a row: one or two may be a reward out of scale; five co
 def saved_at_the_end(run: Run) -> Iterator[None]:
     """Save a checkpoint where the run ends early, and raise EndRun with its reason and how to continue.
 
-    EndRun and ServersLost reach every rank after the same step, so all of them save together. Memory ends on one rank
-    alone, which can save nothing: raises OutOfMemory. However the run ends, its record is closed: a service that is not
-    told of the end says that the run crashed.
+    EndRun, ServersLost and RewardsLost reach every rank after the same step, so all of them save together. Memory ends
+    on one rank alone, which can save nothing: raises OutOfMemory. Weights that are not finite are not worth saving.
+    However the run ends, its record is closed: a service that is not told of the end says that the run crashed.
     """
     try:
         yield
-    except (EndRun, ServersLost) as end:
+    except (EndRun, ServersLost, RewardsLost) as end:
         # What a signal stops may be a wait.
         code = end.code if isinstance(end, EndRun) else 128 + run.stop.asked if run.stop.asked else 1
-        raise EndRun(f"{end}; {run.checkpoints.leave(run.engine, run.progress)}", code) from end
+        way_on = run.checkpoints.leave(run.engine, run.progress)
+        raise EndRun(f"{end}; {way_on}", code, getattr(end, "traceback", "")) from end
+    except FloatingPointError as error:
+        raise EndRun(f"{error}: lower learning_rate; {run.checkpoints.way_on()}") from error
     except (RuntimeError, MemoryError) as error:
         clock, step = run.watchdog.clock, f"step {run.watchdog.step}"
         phase = clock.open[-1] if clock.open else ""

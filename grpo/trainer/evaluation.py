@@ -19,7 +19,7 @@ from grpo.rollouts.records import Example
 from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather
 from grpo.run.metrics import Stats
-from grpo.trainer.rewarding import Rewarder, full_rewards, reward_names, verdicts
+from grpo.trainer.rewarding import Rewarder, fail_together, full_rewards, reward_names, verdicts
 from grpo.wire.pictures import pictures_of
 
 EVALUATION_SEED = 1 << 63  # no seed of training's groups
@@ -41,7 +41,7 @@ def evaluate(
     together: so the number of ranks changes nothing, to the last bit. A completion's `sample` is 0 for the greedy one,
     else its number.
 
-    Reward functions are given `state`, where the training is. What they log is not recorded.
+    Reward functions are given `state`, where the training is. What they log is not recorded. Raises RewardsLost.
 
     `eval_reward` and `eval_rewards/NAME/mean` are of the greedy answers, as all but avg@k and pass@k; so are
     `eval_tools/...`, which exist where something answers the model. `eval_accuracy`, avg@k and pass@k exist where a
@@ -61,34 +61,35 @@ def evaluate(
     rewards = np.zeros((len(rewarder.names), len(examples), 1 + samples))
     completions: list[dict[str, Any]] = []
     bar = {"desc": "evaluate", "unit": "batch", "leave": False}
-    for cells in tqdm(calls[rank::world_size], **bar, disable=None if rank == 0 else True):
-        batch = [examples[problem] for problem, _ in cells]
-        if cells[0][1] == 0:
-            rollouts = sampler.greedy(batch)
-        else:
-            ids = [problem * samples + sample for problem, sample in cells]
-            drawn = sampler.sample(batch, 1, config.temperature, config.seed + EVALUATION_SEED, ids=ids)
-            rollouts = [rollout for (rollout,) in drawn]
-        by_function = rewarder.compute(batch, rollouts, state)
-        judged = _judge(rewarder, by_function)
-        for i, ((problem, sample), example, rollout) in enumerate(zip(cells, batch, rollouts, strict=True)):
-            outcome = rollout.outcome
-            called = (0, 0) if outcome is None else (outcome.tool_calls, outcome.tool_failures)
-            counts[:, problem, sample] = rollout.drawn_tokens, not rollout.finished, *called
-            rewards[:, problem, sample] = by_function[:, i]
-            completions.append(
-                {
-                    "problem": example.index,
-                    "sample": sample,
-                    "prompt": example.prompt,
-                    "completion": rollout.text,
-                    **({} if outcome is None else {"messages": outcome.messages}),
-                    "answer": example.gold,
-                    **{name: values[i].item() for name, values in judged.items()},
-                    "tokens": rollout.drawn_tokens,
-                    "finished": rollout.finished,
-                }
-            )
+    with fail_together():
+        for cells in tqdm(calls[rank::world_size], **bar, disable=None if rank == 0 else True):
+            batch = [examples[problem] for problem, _ in cells]
+            if cells[0][1] == 0:
+                rollouts = sampler.greedy(batch)
+            else:
+                ids = [problem * samples + sample for problem, sample in cells]
+                drawn = sampler.sample(batch, 1, config.temperature, config.seed + EVALUATION_SEED, ids=ids)
+                rollouts = [rollout for (rollout,) in drawn]
+            by_function = rewarder.compute(batch, rollouts, state)
+            judged = _judge(rewarder, by_function)
+            for i, ((problem, sample), example, rollout) in enumerate(zip(cells, batch, rollouts, strict=True)):
+                outcome = rollout.outcome
+                called = (0, 0) if outcome is None else (outcome.tool_calls, outcome.tool_failures)
+                counts[:, problem, sample] = rollout.drawn_tokens, not rollout.finished, *called
+                rewards[:, problem, sample] = by_function[:, i]
+                completions.append(
+                    {
+                        "problem": example.index,
+                        "sample": sample,
+                        "prompt": example.prompt,
+                        "completion": rollout.text,
+                        **({} if outcome is None else {"messages": outcome.messages}),
+                        "answer": example.gold,
+                        **{name: values[i].item() for name, values in judged.items()},
+                        "tokens": rollout.drawn_tokens,
+                        "finished": rollout.finished,
+                    }
+                )
     return _metrics(sum(gather(counts)), sum(gather(rewards)), rewarder, config), completions
 
 

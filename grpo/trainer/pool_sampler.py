@@ -112,7 +112,7 @@ class PoolSampler(Sampler):
                 lost = error
             except Stopped:
                 lost = self._stopped()
-            raise_together(lost, ServersLost, self._ranks.device)
+            raise_together(lost, ServersLost)
 
     def sample(
         self,
@@ -147,7 +147,7 @@ class PoolSampler(Sampler):
                 lost = error
             except Stopped:
                 lost = self._stopped()
-            raise_together(lost, ServersLost, self._ranks.device)
+            raise_together(lost, ServersLost)
         return [groups[index] for index in range(len(examples))]
 
     def _put_tasks_ahead(self) -> None:

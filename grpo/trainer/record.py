@@ -49,7 +49,7 @@ def progress_bar(run: Run) -> tqdm:
 def evaluate_policy(run: Run, step: int) -> dict[str, float]:
     """Return the metrics of an evaluation after this step, and record its first greedy answers.
 
-    All ranks call it together. Raises OutOfMemory, RewardError, ServerError.
+    All ranks call it together. Raises OutOfMemory, RewardsLost.
     """
     with explain_shortage(f"{EVALUATION} after step {step}", EVALUATION, run.config, run.checkpoints.way_on):
         log.info("step %d: evaluating %d held-out problems", step, len(run.held_out))

@@ -3,21 +3,44 @@ which are verdicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from grpo.algorithm.advantages import soft_overlong_punishment
+from grpo.client.errors import ServerError, ServersLost
 from grpo.config.errors import ConfigError
 from grpo.config.rewards import RewardedConfig
 from grpo.rewards.compute import RewardScorer
-from grpo.rewards.functions import Logged, TrainerState
+from grpo.rewards.functions import Logged, RewardError, TrainerState
 from grpo.rollouts.records import Example, Rollout
+from grpo.run.collective import raise_together
 from grpo.trainer.scoring import score_rollouts
 
 PUNISHMENT = "soft_overlong_punishment"
+
+
+class RewardsLost(RewardError):
+    """The failure of a reward, a tool or an environment on some rank. Every rank raises it at the same place."""
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Raise RewardsLost on every rank where one could not draw or reward. All ranks call it together.
+
+    What is done inside is done by each rank alone, but for what raises ServersLost.
+    """
+    lost = None
+    try:
+        yield
+    except ServersLost:
+        raise
+    except (RewardError, ServerError) as error:
+        lost = error
+    raise_together(lost, RewardsLost)
 
 
 class Rewarder:

@@ -28,7 +28,7 @@ from grpo.rollouts.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather, raise_together
 from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.rewarding import Rewarder
+from grpo.trainer.rewarding import Rewarder, fail_together
 from grpo.trainer.step import policy_logprobs, split_masked, wait_for_reference
 
 
@@ -61,7 +61,8 @@ class Rounds:
     def collect(self, number: int, updates: int, beta: float, clock: PhaseClock) -> tuple[list[StepBatch], int]:
         """Draw round `number` (from 0) with the policy as it is after so many updates. All ranks call it together.
 
-        Returns the batch of each of its steps, and how many groups were replaced on all ranks. Raises ServersLost.
+        Returns the batch of each of its steps, and how many groups were replaced on all ranks. Raises ServersLost
+        and RewardsLost.
         """
         config = self._config
         steps, share = config.steps_of_round(number), config.prompts_per_step // self._world_size
@@ -70,10 +71,12 @@ class Rounds:
         self._state = TrainerState(updates, config.max_steps)
         with clock("generate"):
             self._sampler.update_weights(updates)
-            groups = self._draw(examples, ids, attempt=0)
-        with clock("reward"):
-            by_function = self._reward(groups)
-        greedy = self._reward_greedy(groups, clock)
+        with fail_together():
+            with clock("generate"):
+                groups = self._draw(examples, ids, attempt=0)
+            with clock("reward"):
+                by_function = self._reward(groups)
+            greedy = self._reward_greedy(groups, clock)
         replaced = self._replace(groups, by_function, greedy, steps[0], clock)
 
         samples = [sample for group in groups for sample in make_samples(group)]
@@ -187,15 +190,15 @@ class Rounds:
             for group_id in ids:
                 if (request := self.requests.pop(group_id, None)) is not None:
                     request.cancel()
-            with clock("generate"):
-                places = [group_id - first_step * config.prompts_per_step for group_id in ids]
-                examples = self._stream.replacements(first_step, config.steps_per_generation, attempt, places)
-                new_groups = self._draw(examples, ids, attempt)
-            if not rows:
-                continue
-            with clock("reward"):
-                by_function[:, rows] = self._reward(new_groups)
-            greedy[:, rows] = self._reward_greedy(new_groups, clock)
+            with fail_together():
+                with clock("generate"):
+                    places = [group_id - first_step * config.prompts_per_step for group_id in ids]
+                    examples = self._stream.replacements(first_step, config.steps_per_generation, attempt, places)
+                    new_groups = self._draw(examples, ids, attempt)
+                if rows:
+                    with clock("reward"):
+                        by_function[:, rows] = self._reward(new_groups)
+                    greedy[:, rows] = self._reward_greedy(new_groups, clock)
             for row, group in zip(rows, new_groups, strict=True):
                 groups[row] = group
         return replaced
@@ -220,7 +223,7 @@ class Rounds:
                     penalty = beta * torch.stack([summed_kl(sample, self._config.kl_estimator) for sample in samples])
                 except ServerError as error:
                     lost = error
-            raise_together(lost, ServersLost, self._model.device)
+            raise_together(lost, ServersLost)
         return penalty
 
 

@@ -141,7 +141,7 @@ def update(
         if config.num_iterations > 1 and tokens.old_logprobs is None:
             first_samples += rows
             first_logprobs.append(logprobs.detach())
-    raise_together(lost, ServersLost, device)
+    raise_together(lost, ServersLost)
     with clock("optimizer"):
         engine.step()
     if not engine.was_step_applied():

@@ -148,3 +148,16 @@ def test_what_is_not_finite_is_null_in_every_file(tmp_path):
     assert [one["step"] for one in lines(tmp_path / "bad_steps.jsonl")] == [1, 1, 2, 2]
     Recorder(TrainerConfig(report_to=["none"]), tmp_path, after=1).close()
     assert [one["step"] for one in lines(tmp_path / "bad_steps.jsonl")] == [1, 1]
+
+
+@pytest.mark.slow
+def test_weights_that_one_update_has_ruined_are_not_saved(model_folder, data_folder, tmp_path):
+    run = tmp_path / "run"
+    held = {"beta": 0.0, "eval_steps": 0, "max_steps": 3, "learning_rate": 1e25, "max_grad_norm": 0, "save_steps": 0}
+    ended = plain_python(*options(model_folder, data_folder, run, **held, reward_funcs="format_reward"))
+    assert ended.returncode == 1
+    said = one_line(ended.stdout)
+    assert (
+        said.endswith("usable: lower learning_rate; no checkpoint was saved: begin again") and "logits are NaN" in said
+    )
+    assert "Traceback" not in ended.stdout and not [*run.glob("checkpoint-*")]

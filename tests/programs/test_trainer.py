@@ -319,20 +319,32 @@ def test_more_tokens_than_the_model_takes_are_refused(model_folder, data_folder,
     assert "reading" not in ended.stdout and "loading" not in ended.stdout  # the model's config.json says it
 
 
+FAILS = """
+import os
+
+def grade(prompts, completions, trainer_state, **columns):
+    if (os.environ["RANK"], trainer_state.global_step) == FAILING:
+        raise KeyError("a mistake")
+    return [float(len(text)) for text in completions]
+"""
+
+
 @pytest.mark.slow
-def test_a_reward_that_fails_on_one_rank_only_is_still_said(launch, model_folder, data_folder, tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text(
-        "import os\ndef grade(prompts, completions, **columns):\n"
-        "    return [1.0] * (len(completions) - (os.environ['RANK'] == '1' and len(completions) > 2))\n"
-    )
-    settings = options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:grade", beta=0, eval_steps=0)
-    ended = launch(2, "grpo_ref_split.py", *settings)
-    assert ended.returncode != 0
-    assert "Traceback" not in ended.stdout
-    said = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error: rank 1:")]
-    assert len(said) == 1
-    assert said[0].endswith("Reward function 'grade' returned 7 rewards for 8 completions: return one for each")
+def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder, data_folder, tmp_path):
+    """In the third step, and in the evaluation after the last, which rank 0 does alone."""
+    own, run, steps = tmp_path / "own.py", tmp_path / "run", {"max_steps": 4, "eval_steps": 4, "save_steps": 100}
+    words = options(model_folder, data_folder, run, **steps, reward_funcs=f"{own}:grade", beta=0)
+    words += ["--resume_from_checkpoint", "last"]
+    for rank, done in (("1", 2), ("0", 4)):
+        own.write_text(FAILS.replace("FAILING", repr((rank, done))))
+        ended = launch(2, "grpo_ref_split.py", *words)
+        assert ended.returncode != 0
+        (said,) = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error:")]
+        assert "Reward function 'grade' failed: KeyError('a mistake'); " in said
+        assert said.endswith(f"--resume_from_checkpoint last --output_dir {run} goes on after step {done}")
+        assert ended.stdout.count("Traceback") == 1 and 'raise KeyError("a mistake")' in ended.stdout
+        assert (run / f"checkpoint-{done}").is_dir()
+    assert [row["step"] for row in lines(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.slow
