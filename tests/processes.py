@@ -1,5 +1,6 @@
 """Which processes live."""
 
+import re
 import signal
 import subprocess
 import time
@@ -28,10 +29,12 @@ def processes_below(process: subprocess.Popen) -> list[int]:
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Process ids of the ranks."""
-    below = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child.pid for child in below if any("--local_rank" in word for word in child.cmdline())]
-    return [pid for pid in ranks if psutil.Process(pid).ppid() not in ranks]
+    """Return the ranks' process ids, rank 0's first: a later process may have a smaller id."""
+    numbers, parents = {}, {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if number := re.search(r"--local_rank=(\d+)", " ".join(child.cmdline())):
+            numbers[child.pid], parents[child.pid] = int(number[1]), child.ppid()
+    return sorted((pid for pid in numbers if parents[pid] not in numbers), key=numbers.get)
 
 
 def is_alive(pid: int) -> bool:
