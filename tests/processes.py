@@ -29,11 +29,14 @@ def processes_below(process: subprocess.Popen) -> list[int]:
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Return the ranks' process ids, rank 0's first: a later process may have a smaller id."""
-    numbers, parents = {}, {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if number := re.search(r"--local_rank=(\d+)", " ".join(child.cmdline())):
-            numbers[child.pid], parents[child.pid] = int(number[1]), child.ppid()
+    """Return the process ids of the ranks that live, rank 0's first: a later process may have a smaller id."""
+    below, numbers, parents = [], {}, {}
+    with suppress(psutil.NoSuchProcess):  # it has ended
+        below = psutil.Process(process.pid).children(recursive=True)
+    for child in below:
+        with suppress(psutil.NoSuchProcess):
+            if number := re.search(r"--local_rank=(\d+)", " ".join(child.cmdline())):
+                numbers[child.pid], parents[child.pid] = int(number[1]), child.ppid()
     return sorted((pid for pid in numbers if parents[pid] not in numbers), key=numbers.get)
 
 

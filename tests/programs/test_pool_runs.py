@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -242,7 +242,8 @@ def end_one(kind: str, chance: random.Random, crew: list[Worker], process: subpr
         old.end()
         crew.append(Worker(old.url, old.folder, old.name))
     elif kind == "rank" and (ranks := ranks_of(process)):
-        os.kill(chance.choice(ranks), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have ended
+            os.kill(chance.choice(ranks), signal.SIGKILL)
     else:
         os.killpg(process.pid, signal.SIGKILL)
 
