@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -171,8 +171,8 @@ def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, when, tmp_p
                 upper.kill(), upper.wait()
             go.touch()
             read_number()
-            assert psutil.Process(pids["rank"]).ppid() == pids["lower"]
-            if not early:
+            if not early:  # else the rank may have ended
+                assert psutil.Process(pids["rank"]).ppid() == pids["lower"]
                 time.sleep(0 if when == "unseen" else 1)
                 assert psutil.pid_exists(pids["rank"])
                 psutil.Process(pids[whose]).kill()
@@ -183,5 +183,5 @@ def test_a_launcher_that_ends_while_its_ranks_start_ends_them(whose, when, tmp_p
             assert output.endswith("error: the launcher is gone, and no step was done: start it again\n")
         finally:
             for number in pids.values():
-                if psutil.pid_exists(number):
+                with suppress(psutil.NoSuchProcess):
                     psutil.Process(number).kill()
