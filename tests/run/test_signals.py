@@ -58,7 +58,7 @@ def worker(work: str = WORK):
 def send(process, *numbers: int) -> None:
     """All at the same time, as far as the process can see."""
     process.send_signal(signal.SIGSTOP)
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+    while psutil.Process(process.pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
         pass
     for number in numbers:
         process.send_signal(number)
