@@ -222,6 +222,7 @@ def working(seconds, may=None):
     return post
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_work_goes_by_speed():
     with (
