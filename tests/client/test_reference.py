@@ -33,9 +33,11 @@ from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, encode_answer
 from grpo.wire.pictures import PicturedPrompt
 
+PATIENT = {"ref_startup_timeout": 20, "ref_deadline": 30, "ref_request_timeout": 20}
+
 
 def test_it_gets_each_completions_logprobs(server):
-    with open_client(server.url) as client:
+    with open_client(server.url, **PATIENT) as client:
         assert client.wait_ready().vocab_size > 0
         rows = client.request_logprobs(PROMPT, COMPLETIONS, "g").result()
         assert [(len(row), row.dtype) for row in rows] == [(3, np.float32), (0, np.float32), (1, np.float32)]
@@ -50,7 +52,7 @@ def test_small_groups_share_a_request_and_each_gets_its_own(server):
     sizes = [10, 20, 20, 450, 30, 0]  # of the completions; the fourth group fills a request
     groups = [(f"group {at}", [5, 6, 7 + at], [[8] * size, [9], [10] * size] * 5) for at, size in enumerate(sizes)]
     groups.append(("group 6", [5, 6, 7 + 4], [[11, 12]]))  # a prompt that is there
-    with open_client(server.url) as client:
+    with open_client(server.url, **PATIENT) as client:
         before = answered()
         rows = [future.result() for future in client.request_groups(groups)]
         eventually(lambda: answered() == before + 4, 5)  # 0 to 2; 3; 4 and 5; 6
@@ -67,7 +69,7 @@ def test_groups_with_pictures_are_sent_alone():
 
 
 def test_a_group_that_is_cancelled_is_left_out_and_the_others_are_answered(server):
-    with open_client(server.url, ref_deadline=30) as client:
+    with open_client(server.url, **PATIENT) as client:
         go = threading.Event()
         for _ in range(IN_FLIGHT):
             client._threads.submit(go.wait, 30)
@@ -139,7 +141,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, t
 
 
 def test_with_two_servers_one_may_be_dead(server):
-    with open_client(server.url, f"http://127.0.0.1:{free_port()}") as client:
+    with open_client(server.url, f"http://127.0.0.1:{free_port()}", **PATIENT) as client:
         for number in range(4):
             assert len(client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}").result()) == 3
 
@@ -172,10 +174,10 @@ def test_tokens_must_be_the_same(model_folder, tmp_path):
         (tmp_path / token).write_text(token)
     with running_server(model_folder, tmp_path, environment={"GRPO_REF_TOKEN": "right"}) as server:
         server.wait_ready()
-        with open_client(server.url, token_file=str(tmp_path / "right")) as client:
+        with open_client(server.url, token_file=str(tmp_path / "right"), **PATIENT) as client:
             client.wait_ready()
             assert len(client.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
-        with open_client(server.url, token_file=str(tmp_path / "wrong")) as client:
+        with open_client(server.url, token_file=str(tmp_path / "wrong"), **PATIENT) as client:
             with pytest.raises(ServerError, match="wants another token"):
                 client.wait_ready()
             with pytest.raises(ServerError, match="401"):
