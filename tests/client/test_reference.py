@@ -525,8 +525,8 @@ def test_the_first_line_of_waiting_says_how_to_start_a_server_and_no_line_has_a_
     page = (404, {}, b"<!DOCTYPE HTML>\n<html>\n<h1>nothing</h1>\n</html>\n")
     with (
         fake(health=lambda: page) as server,
-        open_client(server.url) as client,
-        pytest.raises(ServersUnavailable, match=r"\(it said 404: a web page: .+\) after 1 s: start 'python ref_s"),
+        open_client(server.url, ref_startup_timeout=2) as client,
+        pytest.raises(ServersUnavailable, match=r"\(it said 404: a web page: .+\) after 2 s: start 'python ref_s"),
     ):
         client.wait_ready()
     first, *later = caplog.messages
