@@ -29,6 +29,7 @@ from grpo.config.server import ServerConfig
 from grpo.pool import leases as leases_module
 from grpo.pool.database import PIECE_BYTES
 from grpo.pool.recording import Recording
+from grpo.server import pool_service as service_module
 from grpo.server.pool_service import PoolService
 from grpo.wire.rollout_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.rollouts import Drawn, Lease, Task, Version
@@ -226,14 +227,15 @@ def test_who_waits_is_answered_as_soon_as_there_is_something(begun):
 
 
 def test_a_worker_loses_its_leases_when_it_is_silent_and_not_while_it_waits(begun, monkeypatch):
-    monkeypatch.setattr(leases_module, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(leases_module, "LEASE_SECONDS", 1)
+    monkeypatch.setattr(service_module, "_CHECK_SECONDS", 0.05)
     assert begun.lease("first", room=2) == TASKS[:2]
-    thread = threading.Thread(target=lambda: begun.lease("first", holds=[(0, 0), (1, 0)], wait=1.2))
+    thread = threading.Thread(target=lambda: begun.lease("first", holds=[(0, 0), (1, 0)], wait=1.5))
     thread.start()
     time.sleep(0.1)
-    assert begun.lease("next", wait=1) == []
+    assert begun.lease("next", wait=1.3) == []
     thread.join()
-    assert begun.lease("next", wait=3) == TASKS[:1]
+    assert begun.lease("next", wait=20) == TASKS[:1]
     assert {worker["name"]: worker["state"] for worker in begun.status()["workers"]} == {
         "first": "silent",
         "next": "drawing",
