@@ -259,7 +259,7 @@ def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, 
 
 
 def test_a_server_that_waits_for_an_answer_is_not_one_that_hangs(make_fake, run, folders, tokenizer):
-    engine, turns = make_fake(stall_seconds=0.5), Scripted(EOS, reply, delay=lambda drawn: 1.5, at_once=False)
+    engine, turns = make_fake(stall_seconds=1.5), Scripted(EOS, reply, delay=lambda drawn: 3.0, at_once=False)
     with_turns = dataclasses.replace(run, turns=TURNS, num_generations=2)
     engine.start(with_turns, folders["untied0"], 0, WorkerTurns(turns, tokenizer))
     task = Task(0, 0, 0, PROMPT)
@@ -404,7 +404,7 @@ def test_a_reload_that_fails_ends_the_engine(make_fake, run, folders, fault, mes
     ],
 )
 def test_a_draw_that_cannot_be_trusted_is_an_error(make_fake, run, folders, fault, message):
-    engine = make_fake(fault, stall_seconds=1.0)
+    engine = make_fake(fault, stall_seconds=1 if fault == "hangs_at_draw" else 30)
     engine.start(run, folders["untied0"], 0)
     with pytest.raises(EngineError, match=message):
         engine.draw(Task(0, 0, 0, PROMPT))
