@@ -134,7 +134,7 @@ def check(run: Training, undisturbed, steps: int) -> None:
 @pytest.mark.timeout(1200)
 def test_a_server_killed_every_third_step_changes_nothing(model_folder, words, undisturbed, steps, tmp_path):
     chance, kills = random.Random(os.environ["TEST_SEED"]), steps // 3
-    moments = sorted(chance.sample(range(1, steps - 1), kills))
+    moments = sorted(chance.sample(range(1, steps - 4), kills))
     with ExitStack() as servers:
         server = servers.enter_context(deterministic(model_folder, tmp_path))
         server.wait_ready()
