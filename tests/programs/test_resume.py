@@ -100,7 +100,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_weights(
                     else:
                         os.killpg(process.pid, signal.SIGKILL)
         finish(ranks, words)
-    assert killed >= 2
+    assert killed
     check_same(run, expected)
 
 
