@@ -161,12 +161,12 @@ def two_ranks(kind: str) -> str:
 @pytest.mark.slow
 def test_a_rank_that_is_late_to_the_first_collective_is_named_with_what_helps_the_cards():
     said = two_ranks("late-to-collective").splitlines()
-    assert re.match(
+    late = (
         r"1 of 2 ranks wait: rank 1 \(.*, process \d+\) is before its first step since (\d\d:){2}\d\d, \d+ s, at "
         r"first_collective.py:\d+ in <module>; if all ranks wait in a collective, the driver may offer P2P between "
-        r"these cards \(NVIDIA GeForce RTX 3090\) .*: try NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1$",
-        said[0],
+        r"these cards \(NVIDIA GeForce RTX 3090\) .*: try NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1$"
     )
+    assert any(re.match(late, line) for line in said)  # a rank that starts slowly is named before as one without a word
     assert said[-1] == "met"
 
 
