@@ -4,10 +4,12 @@ import errno
 import fcntl
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from conftest import REPOSITORY
+from servers import wait_until
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -58,8 +60,15 @@ def test_a_second_trainer_is_refused_and_one_after_its_death_is_let_in(tmp_path,
 
 def test_one_that_is_about_to_end_is_waited_for(tmp_path, caplog):
     caplog.set_level("INFO")
-    with holder(tmp_path) as (trainer, _), subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {trainer.pid}"]):
+
+    def end_when_waited_for(trainer: subprocess.Popen) -> None:
+        wait_until(lambda: "waiting" in caplog.text)
+        trainer.kill()
+
+    with holder(tmp_path) as (trainer, _), ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(end_when_waited_for, trainer)
         lock_run(tmp_path)
+        ended.result()
     assert caplog.text.count("waiting at most 20 s for the end of the trainer (process ") == 1
 
 
