@@ -147,13 +147,10 @@ def test_killed_or_stopped_on_one_machine_all_end_and_the_run_goes_on(cluster, u
                 hit.wait(timeout=60)
                 time.sleep(1)
                 cluster.reference.send_signal(signal.SIGCONT)
-            began = time.monotonic()
             codes = [one.wait(timeout=60) for one in launchers]
-            lasted = time.monotonic() - began
             assert not left_of(below) and 0 not in codes, (name, number)
         said = [cluster.said("node-1"), cluster.said("node-2")]
         if number == signal.SIGKILL:
-            assert lasted < 10  # 2 on a machine that has nothing else to do
             assert "another rank has ended" in said[0] and "Traceback" not in said[0]
         else:
             lines = [
