@@ -89,7 +89,8 @@ def plain_python(*arguments) -> subprocess.CompletedProcess:
 
 
 def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    written = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in written if line.endswith("\n")]  # the last one may be half written
 
 
 def timeless(run) -> list[dict]:
