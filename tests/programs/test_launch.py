@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
+from processes import is_alive
 from trainer_runs import lines, options, wait_for_steps
 
 from grpo.config.errors import ConfigError
@@ -76,10 +77,10 @@ def programs_of(folder: Path) -> dict[int, str]:
         try:
             words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             environment = (process / "environ").read_bytes()
-        except OSError:
+            if "grpo-launch-" in words and str(folder).encode() in environment + Path(words.split()[-1]).read_bytes():
+                found[int(process.name)] = words
+        except OSError:  # it has ended meanwhile
             continue
-        if "grpo-launch-" in words and str(folder).encode() in environment + Path(words.split()[-1]).read_bytes():
-            found[int(process.name)] = words
     return found
 
 
@@ -104,7 +105,7 @@ def test_a_run_lives_through_its_servers_death_stops_at_ctrl_c_and_goes_on(model
     assert "the reference server ended with code -9 and starts again" in output
     assert output.count("stopping after this step") == 1 and output.count(": stopped by signal 2") == 1, output
     assert "Traceback" not in output and "error" not in output
-    assert not any(Path(f"/proc/{number}").exists() for number in started)
+    assert not any(map(is_alive, started))
 
     done = len(lines(run / "metrics.jsonl"))
     (command,) = re.findall(r"stopped by signal 2; python -m grpo.launch (.*) goes on after step \d+", output)
@@ -130,7 +131,7 @@ def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{number}").exists() for number in started):
+    while any(map(is_alive, started)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
