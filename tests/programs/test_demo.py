@@ -11,7 +11,9 @@ import sys
 import time
 
 import pytest
+import trainer_runs
 from conftest import ENVIRONMENT, REPOSITORY
+from processes import left_of, processes_below
 
 from demo.__main__ import TEXT
 
@@ -39,7 +41,7 @@ def run(folder, *options) -> str:
 
 
 def lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return trainer_runs.lines(folder / "run/metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +124,8 @@ def test_an_interrupted_demo_leaves_no_process_behind(built, number, code):
     while not (folder / "run/metrics.jsonl").exists() or not lines(folder):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
+    below = processes_below(process)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == code
-    time.sleep(1)
-    running = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True).stdout
-    assert not [line for line in running.splitlines() if str(folder) in line]
+    assert below and not left_of(below)
