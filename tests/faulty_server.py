@@ -61,16 +61,18 @@ def break_passes() -> None:
     worker.token_logprobs = breaking
 
 
-def delay_loading(seconds: float) -> None:
+def hold_loading(go: str) -> None:
+    """Let the loading of the model wait until the file `go` exists."""
     from grpo.model import load
 
     load_reference = load.load_reference
 
-    def delayed(*arguments):
-        time.sleep(seconds)
+    def held(*arguments):
+        while not Path(go).exists():
+            time.sleep(0.01)
         return load_reference(*arguments)
 
-    load.load_reference = delayed
+    load.load_reference = held
 
 
 def fail_half_way() -> None:

@@ -17,7 +17,7 @@ import pytest
 import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
-from faulty_server import break_passes, code_for, collect_no_garbage, delay_loading, hold_passes, lower_limits
+from faulty_server import break_passes, code_for, collect_no_garbage, hold_loading, hold_passes, lower_limits
 from servers import exact, holding_server, refusal, status, wait_for_requests, wait_until
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -380,8 +380,10 @@ def test_answers_beside_other_work_and_after_a_restart(model_folder, tmp_path, d
 
 @pytest.mark.slow
 def test_503_while_loading(model_folder, tmp_path):
-    with running_server(model_folder, tmp_path, code=code_for(delay_loading, 3)) as server:
-        while True:
+    go = tmp_path / "go"
+    with running_server(model_folder, tmp_path, code=code_for(hold_loading, str(go))) as server:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             try:
                 health = requests.get(server.url + "/health", timeout=5)
                 break
@@ -390,6 +392,7 @@ def test_503_while_loading(model_folder, tmp_path):
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         loading = ask(server, [5], [[6]])
         assert refusal(loading)[:2] == (503, "loading") and int(loading.headers["Retry-After"]) >= 1
+        go.touch()
         server.wait_ready()
         assert ask(server, [5], [[6]]).status_code == 200
 
@@ -429,9 +432,8 @@ def test_a_second_signal_ends_at_once_and_the_drain_time_ends_the_rest(model_fol
 
 @pytest.mark.slow
 def test_a_signal_while_loading_ends_at_once(model_folder, tmp_path):
-    with running_server(model_folder, tmp_path, code=code_for(delay_loading, 60)) as server:
-        while "loading" not in server.log.read_text():
-            time.sleep(0.05)
+    with running_server(model_folder, tmp_path, code=code_for(hold_loading, str(tmp_path / "never"))) as server:
+        wait_until(lambda: "loading" in server.log.read_text())
         time.sleep(1)
         assert server.end(signal.SIGTERM) == 0
 

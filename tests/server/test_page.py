@@ -13,7 +13,7 @@ import pytest
 import requests
 from browser import Browser, chromium, needs_browser
 from conftest import Server, running_server
-from faulty_server import code_for, delay_loading
+from faulty_server import code_for, hold_loading
 from safetensors.numpy import save
 from stored import PROBE, RUN, drawn, sha, weights
 
@@ -123,9 +123,11 @@ def test_it_says_when_the_server_is_gone_and_when_it_is_back(model_folder, tmp_p
         first = browser.text("#since")
         assert first.startswith(" since ") and browser.js("document.querySelector('main').className") == "stale"
         browser.wait(f"document.querySelector('#since').innerText !== {json.dumps(first)}")
-    # Slow to load, to see what the page makes of a server without numbers.
-    with running_server(model_folder, tmp_path, port=server.port, code=code_for(delay_loading, 8)):
+    # Loading until it was seen, to see what the page makes of a server without numbers.
+    go = tmp_path / "go"
+    with running_server(model_folder, tmp_path, port=server.port, code=code_for(hold_loading, str(go))):
         browser.wait("document.querySelector('#status').textContent === 'loading'")
+        go.touch()
         browser.wait(READY)
         assert browser.text("#since") == "" and browser.js("document.querySelector('main').className") == ""
         assert all("ERR_CONNECTION" in line or "ERR_EMPTY" in line for line in browser.console())
