@@ -1,4 +1,4 @@
-"""Run by test_engine.py: one rank with an engine as the trainer starts it, in many settings one after the other.
+"""Run by test_precisions.py: one rank with an engine as the trainer starts it, in many settings one after the other.
 
 python tests/engine_worker.py MODEL DATASET OUT
 """

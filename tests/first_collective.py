@@ -1,4 +1,4 @@
-"""Run as two ranks by test_stalls.py: the second comes late to the first collective, or to the meeting before it.
+"""Run as two ranks by test_watchdog.py: the second comes late to the first collective, or to the meeting before it.
 
 first_collective.py late-to-meet|late-to-collective SECONDS
 """

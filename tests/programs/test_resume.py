@@ -48,12 +48,6 @@ from grpo.run.checkpoint_files import (
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.recorder import Recorder
 
-KINDS = {
-    "full": {},
-    "reference updates": {"ref_update_steps": 4, "ref_mixup_alpha": 0.6},
-    "LoRA": {"use_peft": None, "ref": "adapter_off", "lora_target_modules": "all-linear", "learning_rate": 1e-2},
-}
-
 
 @pytest.fixture(scope="module")
 def undisturbed(setting, model_folder, tmp_path_factory):

@@ -82,7 +82,6 @@ def test_every_phase_has_its_place():
     assert phases == set(_ORDER)
 
 
-SINCE = r"since (?:\d\d:){2}\d\d, [3-9] s"
 REPORT = (
     r"grpo\.run\.watchdog: (?!.*(before its first step|no word of))"  # not of a slow start, with so little patience
 )
