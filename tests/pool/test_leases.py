@@ -5,7 +5,7 @@ import time
 import pytest
 
 from grpo.pool import leases as leases_module
-from grpo.pool.leases import MOST_REFUSALS, Leases, state
+from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Leases, state
 from grpo.wire.rollouts import Lease
 
 
@@ -39,13 +39,14 @@ def test_a_worker_keeps_what_it_holds_when_the_pool_restarts_unless_another_has_
 
 
 def test_a_silent_worker_loses_its_leases_and_a_waiting_one_does_not(leases, monkeypatch):
-    monkeypatch.setattr(leases_module, "LEASE_SECONDS", 0.2)
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     lease(leases, "silent", (0, 0))
     lease(leases, "waiting", (1, 0))
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:
-        leases.renew("waiting")
-        time.sleep(0.02)
+    now += LEASE_SECONDS / 2
+    leases.renew("waiting")
+    assert leases.held() == {(0, 0), (1, 0)}
+    now += LEASE_SECONDS / 2 + 1
     assert leases.held() == {(1, 0)}
     assert {worker.name: state(worker) for worker in leases.workers()} == {"silent": "silent", "waiting": "drawing"}
 
