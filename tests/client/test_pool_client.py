@@ -12,6 +12,7 @@ import pytest
 import trustme
 from pools import RUN, running_pool
 from proxy import Proxy
+from servers import eventually
 
 from grpo.client.errors import RequestFailure, ResultRefused, ServerError
 from grpo.client.http import check_certificates
@@ -115,8 +116,7 @@ def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeyp
 
     sender = threading.Thread(target=patience, args=[send_results])
     sender.start()
-    while not caplog.messages:
-        patience(lambda: None)
+    eventually(lambda: patience(lambda: None) or caplog.messages)
     for _ in range(50):
         patience(lambda: None)
         time.sleep(0.002)

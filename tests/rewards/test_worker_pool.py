@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
 from processes import is_alive, wait_until_dead
+from servers import wait_until
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -282,8 +283,7 @@ def test_a_sigterm_to_all_below_the_trainer_costs_no_reward(pooled, tmp_path):
     assert rewards(length, ["a"]) == [[1]]
 
     def end_all() -> None:
-        while not (file.exists() and file.read_text()):
-            time.sleep(0.01)
+        wait_until(lambda: file.exists() and file.read_text())
         below = psutil.Process().children(recursive=True)
         ours = list(filter(is_worker, below))
         assert len(ours) >= 4  # two workers, each below its guard
