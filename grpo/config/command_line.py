@@ -25,6 +25,7 @@ import yaml
 
 from grpo.config.errors import ConfigError, did_you_mean, program_name, require, say_once
 from grpo.config.help import ALL, COMMON, HelpAction, HelpFormatter, check_topic, is_shown, topic_names
+from grpo.config.yaml_text import load_yaml
 
 _PROGRAMS = (
     "grpo.config.server:ServerConfig",
@@ -214,7 +215,7 @@ def _read_truth(word: str) -> bool:
 
 def _yaml_arguments(path: Path, config_class: type) -> list[str]:
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config='{path}': {error.strerror}: give the path of a YAML file") from error
     except yaml.MarkedYAMLError as error:

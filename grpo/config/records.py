@@ -10,6 +10,7 @@ import yaml
 
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
+from grpo.config.yaml_text import load_yaml
 
 
 @dataclass
@@ -74,7 +75,7 @@ class RecordSection(Section):
         name = self.resume_from_checkpoint
         folder = self.output_dir if name == "last" else name and Path(name).parent
         try:
-            settings = yaml.safe_load((Path(folder) / "config.yaml").read_text(encoding="utf-8")) if folder else {}
+            settings = load_yaml((Path(folder) / "config.yaml").read_text(encoding="utf-8")) if folder else {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             settings = {}  # the checkpoint is compared with what was set instead
         return settings if isinstance(settings, dict) else {}

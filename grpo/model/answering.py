@@ -17,6 +17,7 @@ from grpo.config.errors import ConfigError, is_first_rank, program_name
 from grpo.config.generation import AnswerSection, DataSection
 from grpo.config.rewards import RewardSection
 from grpo.config.turns import TurnsSection
+from grpo.config.yaml_text import load_yaml
 
 ANSWERING = "grpo.yaml"
 """the file in a model's folder, with the settings of SECTIONS by which it was trained"""
@@ -45,7 +46,7 @@ def read_answering(model: str) -> tuple[str, dict[str, Any]]:
     if path is None or not path.is_file():
         return "", {}
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = load_yaml(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise yaml.YAMLError("write one 'field: value' a line")
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
