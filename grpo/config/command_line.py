@@ -44,6 +44,8 @@ _KINDS = {int: "INT", float: "FLOAT", str: "TEXT"}
 _REMEDIES = {int: "a whole number", float: "a number"}
 _QUOTES = "'", '"'
 """what a message begins with that says what is wrong with a word"""
+_VALUE = "\0"
+"""what a word of a list begins with that comes from a file: it is no option, even where a dash follows"""
 
 _ConfigT = TypeVar("_ConfigT")
 
@@ -78,7 +80,10 @@ def parse_arguments(
             raise ConfigError(f"{name}: no such option{hint}; see --help all")
         if model_settings is not None:
             given = _given(parser, config_class, from_file + arguments)
-            of_model = model_settings(parsed.model_name_or_path, {field.name for field in fields(config_class)}, given)
+            settings = {field.name: field for field in fields(config_class)}
+            of_model = model_settings(parsed.model_name_or_path, set(settings), given)
+            for name, value in of_model.items():
+                _check_single(settings[name], value)
             parsed = parser.parse_args(_as_arguments(of_model) + from_file + arguments)
         return config_class(**{field.name: getattr(parsed, field.name) for field in fields(config_class)})
     except ConfigError as error:
@@ -195,6 +200,7 @@ def _add_option(
 
 
 def _read(kind: type, word: str) -> Any:
+    word = word.removeprefix(_VALUE)
     try:
         return kind(word)
     except ValueError:
@@ -244,12 +250,17 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
             continue
         if name not in known:
             raise ConfigError(f"{path}: {name}: no such field{did_you_mean(str(name), known)}; see --help all")
-        for kind in (dict, list):
-            if isinstance(value, kind) and kind.__name__ not in known[name].type:
-                raise ConfigError(f"{path}: {name}={value!r}: give a single value")
+        _check_single(known[name], value, f"{path}: ")
         if name in program_fields:
             read[name] = value
     return _as_arguments(read)
+
+
+def _check_single(field: dataclasses.Field, value: Any, source: str = "") -> None:
+    """Raise ConfigError where a file gives a list or a mapping to a setting that takes none."""
+    for kind in (dict, list):
+        if isinstance(value, kind) and kind.__name__ not in field.type:
+            raise ConfigError(f"{source}{field.name}={value!r}: give a single value")
 
 
 def _as_arguments(settings: dict[str, Any]) -> list[str]:
@@ -257,7 +268,7 @@ def _as_arguments(settings: dict[str, Any]) -> list[str]:
     arguments: list[str] = []
     for name, value in settings.items():
         if isinstance(value, list):
-            arguments += [f"--{name}", *map(_as_word, value)]
+            arguments += [f"--{name}", *(_VALUE + _as_word(each) for each in value)]
         elif value is not None:
             arguments.append(f"--{name}={_as_word(value)}")
     return arguments

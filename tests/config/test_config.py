@@ -407,6 +407,8 @@ def test_one_file_serves_both(file):
         ("output_dir: !!binary aGVsbG8=", "could not determine a constructor for the tag"),
         ('output_dir: "a\\0b"', "line 1, column 13: a text holds the character NUL: leave it out"),
         ("max_steps: many", "settings.yaml: max_steps='many': use a whole number"),
+        ("reward_weights: [1, -1e-3, '--dry_run']", "settings.yaml: reward_weights='--dry_run': use a number"),
+        ("reward_weights: [1, -.inf]", "reward_weights=[1.0, -inf]: use a finite number"),
         ("temperature: 0", "temperature=0.0: "),
         ("lora_dropout: 0.05", "lora_dropout=0.05: log-probs would be those of another distribution"),
     ],
