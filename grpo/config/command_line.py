@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import pkgutil
+import re
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
@@ -111,6 +112,7 @@ class _Parser(ArgumentParser):
             add_help=False,
             exit_on_error=False,
         )
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # Python's own from 3.14 on; before, it has no exponents
         group = self.add_argument_group("options")
         group.add_argument(
             "--help",

@@ -175,6 +175,8 @@ IMPOSSIBLE = [
     (["--max_steps", "many"], "max_steps='many': ", "use a whole number"),
     (["--max_steps"], "max_steps: ", "expected one argument"),
     (["--reward_weights", "1", "x"], "reward_weights='x': ", "use a number"),
+    (["--reward_weights", "-1e-3"], "reward_weights=[-0.001]: ", "give 2 weights"),
+    (["--reward_weights", "-1x"], "reward_weights='-1x': ", "use a number"),
     (["--use_peft", "perhaps"], "use_peft='perhaps': ", "use true or false"),
     (["--dtype", "float16"], "dtype='float16': ", "use auto, bfloat16 or float32"),
     (["--learning_rat", "1"], "--learning_rat: no such option", "did you mean learning_rate?"),
@@ -420,7 +422,7 @@ def test_a_file_is_checked_like_the_command_line(refused, file, text, said):
 def test_what_is_written_beside_the_run_reads_the_same_and_holds_no_token(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_REF_TOKEN", "very-secret")
     nested = '{"enable_thinking": false, "names": ["a", null], "more": {"depth": 1.5}}'
-    options = ["--chat_template_kwargs", nested, "--reward_weights", "1", "0.5", "--no_gradient_checkpointing"]
+    options = ["--chat_template_kwargs", nested, "--reward_weights", "-0.00001", "0.5", "--no_gradient_checkpointing"]
     config = trainer(*options)
     write_config(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
