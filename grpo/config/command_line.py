@@ -42,7 +42,7 @@ _PROGRAMS = (
 _TRUTH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
 
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT"}
-_REMEDIES = {int: "a whole number", float: "a number"}
+_REMEDIES = {int: "a whole number", float: "a number", str: "text in UTF-8"}
 _QUOTES = "'", '"'
 """what a message begins with that says what is wrong with a word"""
 _VALUE = "\0"
@@ -121,9 +121,14 @@ class _Parser(ArgumentParser):
             metavar="[TOPIC]",
             help="show the settings that most people touch, those of a topic, or all (--help all)",
         )
-        group.add_argument("--config", metavar="FILE.yaml", help="read settings, a line 'field: value' for each")
+        group.add_argument(
+            "--config",
+            metavar="FILE.yaml",
+            type=partial(_read, str),
+            help="read settings, a line 'field: value' for each",
+        )
         if positional:
-            self.add_argument(positional, nargs="*", default=SUPPRESS, help=SUPPRESS)
+            self.add_argument(positional, nargs="*", type=partial(_read, str), default=SUPPRESS, help=SUPPRESS)
         self.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it
         sections = [section for section in reversed(config_class.__mro__) if "HEADING" in vars(section)]
         self._headings = [section.HEADING for section in sections]
@@ -204,6 +209,7 @@ def _add_option(
 def _read(kind: type, word: str) -> Any:
     word = word.removeprefix(_VALUE)
     try:
+        word.encode()  # what files record must be writable
         return kind(word)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{word!r}: use {_REMEDIES[kind]}") from None

@@ -80,9 +80,11 @@ def writable(field: str, folder: Path) -> Iterator[None]:
 
 def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None:
     """Raise ConfigError where the folder has an evaluation or a run; with `may_have_begun`, a run that did a step."""
-    metrics = folder / "metrics.jsonl"
-    has_run = _has_step(metrics) if may_have_begun else metrics.exists()
-    if has_run or checkpoints(folder) or (folder / "metrics.json").exists():
+    with writable(field, folder):  # looking into it may fail too, as where its name is too long
+        metrics = folder / "metrics.jsonl"
+        has_run = _has_step(metrics) if may_have_begun else metrics.exists()
+        is_used = has_run or checkpoints(folder) or (folder / "metrics.json").exists()
+    if is_used:
         raise ConfigError(f"{field}='{folder}': it holds a run or an evaluation: name another folder, or delete it")
 
 

@@ -187,6 +187,8 @@ IMPOSSIBLE = [
     (["--resume_from_checkpoint", "last"], "resume_from_checkpoint='last': of which run?", "set output_dir"),
     (["--modle", "x"], "--modle: no such option", "did you mean model?"),
     (["--learn", "1"], "--learn: no such option", "see --help"),
+    (["--output_dir", "x\udcffy"], "output_dir='x\\udcffy': ", "use text in UTF-8"),
+    (["--config", "x\udcff.yaml"], "config='x\\udcff.yaml': ", "use text in UTF-8"),
     (["--config", "nowhere.yaml"], "config='nowhere.yaml': No such file", "give the path"),
 ]
 
@@ -408,6 +410,7 @@ def test_one_file_serves_both(file):
         ("chat_template_kwargs: &a {x: *a}", "line 1, column 23: found unconstructable recursive node"),
         ("output_dir: !!binary aGVsbG8=", "could not determine a constructor for the tag"),
         ('output_dir: "a\\0b"', "line 1, column 13: a text holds the character NUL: leave it out"),
+        ('output_dir: "\\ud800"', "settings.yaml: output_dir='\\ud800': use text in UTF-8"),
         ("max_steps: many", "settings.yaml: max_steps='many': use a whole number"),
         ("reward_weights: [1, -1e-3, '--dry_run']", "settings.yaml: reward_weights='--dry_run': use a number"),
         ("reward_weights: [1, -.inf]", "reward_weights=[1.0, -inf]: use a finite number"),

@@ -60,7 +60,12 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "name, reason",
-    [("file", "Not a directory"), ("file/run", "Not a directory"), ("/proc/self/run", "No such file or directory")],
+    [
+        ("file", "Not a directory"),
+        ("file/run", "Not a directory"),
+        ("/proc/self/run", "No such file or directory"),
+        (300 * "a", "File name too long"),
+    ],
 )
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_made(tmp_path, name, reason):
     (tmp_path / "file").touch()
