@@ -50,6 +50,12 @@ class RewardSection(Section):
         if self.reward_weights is None:
             self.reward_weights = [1.0] * len(self.reward_funcs)
         require(
+            bool(self.reward_funcs) or not self.reward_weights,
+            "reward_weights",
+            self.reward_weights,
+            "no reward function is named: write --reward_weights with nothing after it",
+        )
+        require(
             len(self.reward_weights) == len(self.reward_funcs),
             "reward_weights",
             self.reward_weights,

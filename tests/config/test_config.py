@@ -175,6 +175,7 @@ IMPOSSIBLE = [
     (["--max_steps", "many"], "max_steps='many': ", "use a whole number"),
     (["--max_steps"], "max_steps: ", "expected one argument"),
     (["--reward_weights", "1", "x"], "reward_weights='x': ", "use a number"),
+    (["--reward_weights", "1", "--reward_funcs"], "reward_weights=[1.0]: no reward function", "with nothing after it"),
     (["--reward_weights", "-1e-3"], "reward_weights=[-0.001]: ", "give 2 weights"),
     (["--reward_weights", "-1x"], "reward_weights='-1x': ", "use a number"),
     (["--use_peft", "perhaps"], "use_peft='perhaps': ", "use true or false"),
