@@ -15,7 +15,7 @@ import pkgutil
 import re
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -77,8 +77,7 @@ def parse_arguments(
             if name.endswith((".yaml", ".yml")) and not name.startswith("-"):
                 raise ConfigError(f"{name}: use --config {name}")
             known = [*(field.name for field in fields(config_class)), *getattr(config_class, "SHORT", {})]
-            hint = did_you_mean(name.lstrip("-"), known)
-            raise ConfigError(f"{name}: no such option{hint}; see --help all")
+            raise ConfigError(f"{name}: no such option{_hint(config_class, name, known)}; see --help all")
         if model_settings is not None:
             given = _given(parser, config_class, from_file + arguments)
             settings = {field.name: field for field in fields(config_class)}
@@ -92,6 +91,13 @@ def parse_arguments(
     except argparse.ArgumentError as error:
         name = error.argument_name.split("/")[0].lstrip("-")
         parser.error(f"{name}{'=' if error.message.startswith(_QUOTES) else ': '}{error.message}")
+
+
+def _hint(config_class: type, name: str, known: Iterable[str]) -> str:
+    """Return what to use in the place of an unknown name, as the next part of a sentence; empty where nothing is."""
+    name = name.lstrip("-").replace("-", "_")
+    instead = getattr(config_class, "INSTEAD", {}).get(name)
+    return f": {instead}" if instead else did_you_mean(name, known)
 
 
 class _Parser(ArgumentParser):
@@ -257,7 +263,7 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
             )
             continue
         if name not in known:
-            raise ConfigError(f"{path}: {name}: no such field{did_you_mean(str(name), known)}; see --help all")
+            raise ConfigError(f"{path}: {name}: no such field{_hint(config_class, str(name), known)}; see --help all")
         _check_single(known[name], value, f"{path}: ")
         if name in program_fields:
             read[name] = value

@@ -14,6 +14,9 @@ from grpo.config.records import RecordSection
 from grpo.config.rewards import RewardedConfig
 from grpo.config.training import TrainingSection
 
+_BATCH = "use prompts_per_step and micro_batch_tokens"
+_DRAWN = "leave it out: the loss scores the full distribution, so that is drawn from"
+
 
 @dataclass
 class TrainerConfig(
@@ -31,6 +34,30 @@ class TrainerConfig(
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name"}
     UNCOMMON: ClassVar = {"dataset_test_split", "num_generations_eval", "temperature", "port", "token_file"}
     """settings that most people touch in other programs, and the short `--help` of this one leaves out"""
+    INSTEAD: ClassVar = {
+        "bf16": "use dtype",
+        "fp16": "use dtype",
+        "per_device_train_batch_size": _BATCH,
+        "gradient_accumulation_steps": _BATCH,
+        "generation_batch_size": "use prompts_per_step and steps_per_generation",
+        "per_device_eval_batch_size": "use sequences_per_generate",
+        "num_train_epochs": "use max_steps",
+        "max_new_tokens": "use max_completion_length",
+        "top_p": _DRAWN,
+        "top_k": _DRAWN,
+        "min_p": _DRAWN,
+        "repetition_penalty": _DRAWN,
+        "use_vllm": "use sampler pool, and draw with python generate.py --engine vllm",
+        "load_in_4bit": "use quantization",
+        "load_in_8bit": "use quantization",
+        "sync_ref_model": "use ref_update_steps",
+        "run_name": "use output_dir, whose last part names the run",
+        "logging_steps": "leave it out: every step is recorded",
+        "log_completions": "leave it out: completions.jsonl has some of every step",
+        "hub_token": "set the environment variable HF_TOKEN",
+        "estimate": "use dry_run, or python ref_server.py --estimate",
+    }
+    """what to do for settings of TRL's, and of the reference server, that are none here"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

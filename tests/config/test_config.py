@@ -1,6 +1,8 @@
 """What the configuration refuses, what wins over what, and that one file serves both programs."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -186,6 +188,8 @@ IMPOSSIBLE = [
     (["--tools", "mine.py"], "tools='mine.py': mine.py is not a Python file", "path/to/file.py:function"),
     (["--reward_funcs", "mine:f"], "reward_funcs='mine:f': mine is not a Python file", "path/to/file.py:function"),
     (["--resume_from_checkpoint", "last"], "resume_from_checkpoint='last': of which run?", "set output_dir"),
+    (["--estimate"], "--estimate: no such option: use dry_run, or python ref_server.py --estimate; see", ""),
+    (["--num-train-epochs=3"], "--num-train-epochs: no such option: use max_steps; see", ""),
     (["--modle", "x"], "--modle: no such option", "did you mean model?"),
     (["--learn", "1"], "--learn: no such option", "see --help"),
     (["--output_dir", "x\udcffy"], "output_dir='x\\udcffy': ", "use text in UTF-8"),
@@ -198,6 +202,13 @@ IMPOSSIBLE = [
 def test_the_trainer_refuses_in_one_sentence(refused, options, field, remedy):
     said = refused(TrainerConfig, *options)
     assert field in said and remedy in said
+
+
+def test_what_is_named_for_a_setting_of_trls_is_a_setting_here():
+    names = {field.name for field in dataclasses.fields(TrainerConfig)}
+    assert names.isdisjoint(TrainerConfig.INSTEAD)
+    named = {name for text in TrainerConfig.INSTEAD.values() for name in re.findall(r"use (\w+)|and (\w+_\w+)", text)}
+    assert len(named) > 9 and {first or second for first, second in named} <= names
 
 
 @pytest.mark.parametrize(
@@ -386,6 +397,7 @@ def test_one_file_serves_both(file):
     "text, said",
     [
         ("learning_rat: 1", "learning_rat: no such field; did you mean learning_rate?"),
+        ("bf16: true", "bf16: no such field: use dtype; see --help all"),
         ("max_batch_token: 1", "did you mean max_batch_tokens?"),
         ("7: 1", "no such field"),
         ("beta: {a: 1}", "beta={'a': 1}: give a single value"),
