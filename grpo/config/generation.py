@@ -58,7 +58,7 @@ class AnswerSection(Section):
     system_prompt: str = option(
         "You are a helpful assistant. First think about the problem step by step, then give the final answer. Write "
         "reasoning and answer within tags, like this: <think>reasoning here</think><answer>answer here</answer>",
-        "system message before every prompt; an empty text is none",
+        "system message before every prompt that has none; an empty text adds none",
         common=True,
     )
     chat_template_kwargs: dict | str | None = option(
