@@ -148,10 +148,10 @@ def transcript(sample: Mapping[str, Any]) -> str:
 
 
 def _short(metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> str:
-    """Return a step's most important numbers, and the last evaluation's, in some 60 characters."""
+    """Return a step's most important numbers, and the last evaluation's as held-out, in some 60 characters."""
     words = [f"{metrics['step_time']:.1f} s", f"reward {metrics['reward']:.2f}"]
     if "eval_accuracy" in evaluated:
-        words.append(f"accuracy {evaluated['eval_accuracy']:.1%}")
+        words.append(f"held-out {evaluated['eval_accuracy']:.1%}")
     elif "eval_reward" in evaluated:
         words.append(f"held-out {evaluated['eval_reward']:.2f}")
     if "kl" in metrics:
