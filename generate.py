@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from grpo.config.errors import ConfigError, end_at_ctrl_c
+from grpo.config.errors import ConfigError, end_at_ctrl_c, say_once
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # before the imports that take long
@@ -78,7 +78,7 @@ def run(config: WorkerConfig) -> int:
     for failure in failures:
         if not isinstance(failure, (ServerError, WorkerFailed, ConfigError)):
             traceback.print_exception(failure)  # a defect of ours
-        print(f"generate.py: error: {failure}", file=sys.stderr)
+        say_once(str(failure))
         return 2 if isinstance(failure, ConfigError) else 1
     return 130 if stopped == [signal.SIGINT] else 0
 
@@ -122,7 +122,7 @@ def main() -> int:
     try:
         return run(config)
     except (ConfigError, ServerError) as error:
-        print(f"generate.py: error: {error}", file=sys.stderr)
+        say_once(str(error))
         return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -27,7 +27,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from grpo.config.errors import ConfigError, end_at_ctrl_c
+from grpo.config.errors import ConfigError, end_at_ctrl_c, say_once
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # before the imports that take long
@@ -193,10 +193,9 @@ def run(config: ServerConfig) -> int:
         traceback.print_exception(service.death)
         return 1
     if left := server.unanswered:
-        print(
-            f"ref_server.py: error: drain_timeout={config.drain_timeout:g}: {left} requests were not answered in time: "
-            "their clients will ask again; a larger value lets them finish",
-            file=sys.stderr,
+        say_once(
+            f"drain_timeout={config.drain_timeout:g}: {left} requests were not answered in time: their clients will "
+            "ask again; a larger value lets them finish"
         )
         return 1
     service.close()
@@ -217,7 +216,7 @@ def main() -> int:
             return 0
         return run(config)
     except ConfigError as error:
-        print(f"ref_server.py: error: {error}", file=sys.stderr)
+        say_once(str(error))
         return 2
 
 

@@ -14,6 +14,8 @@ from grpo.client.pool import PoolClient
 LIGHT = """
 import sys
 
+sys.argv[0] = "generate.py"
+
 class Forbidden:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("torch", "transformers", "deepspeed", "datasets", "bottle", "waitress"):
