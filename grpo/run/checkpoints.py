@@ -298,17 +298,17 @@ class Checkpoints:
                 )
 
         run = self._run_info
-        compare("the model's fingerprint", saved["model"], run["model"], "set model_name_or_path to the same model")
-        if not self._config.ref_update_steps:
-            remedy = "start the reference server with the model that it had"
-            compare("the reference's fingerprint", saved["reference"], self._reference, remedy)
-        # A setting that is newer than the checkpoint had its default.
+        # First: some settings change the model, the reference or the prompts. One that is newer than the checkpoint had
+        # its default.
         before = self._defaults() | saved["settings"]
         for name in sorted(saved["settings"].keys() | run["settings"].keys()):
             if name == "max_steps" and self._longer_changes_nothing():
                 continue
             compare(name, before[name], run["settings"].get(name), "leave it as it was")
-        # Last: some settings change the prompts.
+        compare("the model's fingerprint", saved["model"], run["model"], "set model_name_or_path to the same model")
+        if not self._config.ref_update_steps:
+            remedy = "start the reference server with the model that it had"
+            compare("the reference's fingerprint", saved["reference"], self._reference, remedy)
         compare("the prompts' count and sum", saved["prompts"], run["prompts"], "set dataset_name to the same data")
 
 

@@ -487,6 +487,7 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
         ({"prompts": [3, "x"]}, {}, "the prompts' count and sum is .3, 'x'. there and .0"),
         ({}, {"learning_rate": 2e-6}, "learning_rate is 1e-06 there and 2e-06 here: leave it as it was"),
         ({"prompts": [3, "x"]}, {"num_generations": 4}, "num_generations is 8 there and 4 here"),
+        ({"model": "x", "reference": "x"}, {"beta": 0}, "beta is 0.04 there and 0 here: leave it as it was"),
         (
             {},
             {"chat_template_kwargs": {"enable_thinking": False}},
