@@ -7,6 +7,8 @@ drawn and not yet trained on, `progress.json` the rest. Unpickling runs code: re
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import pickle
@@ -44,6 +46,7 @@ from grpo.run.folder import SaveError, put_in_place, to_disk, write_model
 from grpo.run.progress import SHARED, Progress, random_states, set_random_states
 from grpo.run.rearrange import put_steps, share_anew, to_universal
 from grpo.wire.health import fingerprint
+from grpo.wire.picture_files import EncodedPicture
 from grpo.wire.pictures import key_of, pictures_of
 
 log = logging.getLogger(__name__)
@@ -98,13 +101,16 @@ class Checkpoints:
             "ranks": world_size,
             "model": model,
             "prompts": [len(prompts), fingerprint(prompts)],
+            # What rewards and environments are given, the gold answers among it.
+            "columns": {name: _sum_of_column(examples, name) for name in (examples[0].columns if examples else ())},
             "settings": {name: value for name, value in asdict(config).items() if name not in FREE},
             "versions": {name: version(name) for name in (*LIBRARIES, *(["bitsandbytes"] if in_few_bits else []))},
         }
 
     def identity(self) -> str:
         """Return 16 hex digits that are the same for every start of a run, and differ between runs whose completions
-        do: of model, data and settings."""
+        do: of model, prompts and settings. Columns are not among it: with others the policy gets other bits, and what a
+        pool has of a version with other bits is not used."""
         # A default is left out, so that a setting that is added later changes no run's.
         defaults = self._defaults()
         settings = {name: value for name, value in self._run_info["settings"].items() if value != defaults[name]}
@@ -310,6 +316,27 @@ class Checkpoints:
             remedy = "start the reference server with the model that it had"
             compare("the reference's fingerprint", saved["reference"], self._reference, remedy)
         compare("the prompts' count and sum", saved["prompts"], run["prompts"], "set dataset_name to the same data")
+        columns = saved.get("columns", run["columns"])  # an older checkpoint has none
+        for name in sorted(columns.keys() | run["columns"].keys()):
+            remedy = "set dataset_name to the same data, or begin a new run"
+            compare(f"the sum of the column {name!r}", columns.get(name), run["columns"].get(name), remedy)
+
+
+def _sum_of_column(examples: list[Example], name: str) -> str:
+    """Return a fingerprint of a column's values that is the same in every process."""
+    values = [example.columns.get(name) for example in examples]
+    return fingerprint(json.dumps(values, sort_keys=True, default=_as_text).encode())
+
+
+def _as_text(value: Any) -> str:
+    """Return what stands for a value that JSON does not know."""
+    if isinstance(value, EncodedPicture):
+        value = value.file
+    if hasattr(value, "tobytes"):  # an array of numpy, or a PIL image
+        value = value.tobytes()
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # an address differs between processes
 
 
 def _size(engine) -> int:

@@ -11,8 +11,12 @@ import shutil
 import signal
 import time
 from contextlib import suppress
+from datetime import datetime
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
+import PIL.Image
 import psutil
 import pytest
 import torch
@@ -47,6 +51,7 @@ from grpo.run.checkpoint_files import (
 )
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.recorder import Recorder
+from grpo.wire.picture_files import EncodedPicture
 
 
 @pytest.fixture(scope="module")
@@ -500,6 +505,50 @@ def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp
     run_checkpoints = Checkpoints(TrainerConfig(**changes), tmp_path, None, "m", "r", [], 0, 1)
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
         run_checkpoints.load(whole(5, **saved), None)
+
+
+def values_of_a_row() -> dict:
+    """Values that JSON does not know, and others: made anew with each call, as with each start of a run."""
+    picture = PIL.Image.new("RGB", (3, 2), "red")
+    file = BytesIO()
+    picture.save(file, "PNG")
+    return {
+        "answer": "7",
+        "tests": [{"input": "1", "output": None}],
+        "picture": [EncodedPicture(file.getvalue())],
+        "inner": {"image": picture},
+        "bytes": b"\x00\xff",
+        "date": datetime(2026, 1, 2),
+        "array": np.arange(3000),
+        "object": object(),
+    }
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        ("answer", "8"),
+        ("tests", [{"input": "1", "output": 2}]),
+        ("picture", [EncodedPicture(b"another")]),
+        ("inner", {"image": PIL.Image.new("RGB", (3, 2), "blue")}),
+        ("bytes", b"\x00\xfe"),
+        ("date", datetime(2026, 1, 3)),
+        ("array", np.arange(3000) + (np.arange(3000) == 1500)),
+        ("hint", "a column that was not there"),
+    ],
+)
+def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name, other):
+    def run_checkpoints(**changes) -> Checkpoints:
+        example = Example(0, "3 + 4?", [1], values_of_a_row() | changes)
+        return Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [example], 0, 1)
+
+    saved = run_checkpoints()._run_info | {"reference": "r"}
+    run_checkpoints()._check(tmp_path, saved)
+    changed = run_checkpoints(**{name: other})
+    with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*: the sum of the column '{name}' is .* the same"):
+        changed._check(tmp_path, saved)
+    del saved["columns"]  # as in an older checkpoint
+    changed._check(tmp_path, saved)
 
 
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default_there(tmp_path):
