@@ -66,6 +66,9 @@ FREE = {
     *("ref_startup_timeout", "ref_request_timeout", "ref_deadline", "reward_timeout", "tool_timeout"),
 }
 
+# The settings that may name a Python file of the user's, as path/to/file.py:function.
+USER_FILES = {"reward_funcs", "tools", "environment", "loss_type", "advantage_estimator"}
+
 
 class Checkpoints:
     """The writer and reader of a run's checkpoints. Every rank has one, and all ranks call it together."""
@@ -104,6 +107,7 @@ class Checkpoints:
             # What rewards and environments are given, the gold answers among it.
             "columns": {name: _sum_of_column(examples, name) for name in (examples[0].columns if examples else ())},
             "settings": {name: value for name, value in asdict(config).items() if name not in FREE},
+            "directory": os.getcwd(),
             "versions": {name: version(name) for name in (*LIBRARIES, *(["bitsandbytes"] if in_few_bits else []))},
         }
 
@@ -307,10 +311,14 @@ class Checkpoints:
         # First: some settings change the model, the reference or the prompts. One that is newer than the checkpoint had
         # its default.
         before = self._defaults() | saved["settings"]
+        directory = saved.get("directory", run["directory"])  # an older checkpoint does not have it
         for name in sorted(saved["settings"].keys() | run["settings"].keys()):
             if name == "max_steps" and self._longer_changes_nothing():
                 continue
-            compare(name, before[name], run["settings"].get(name), "leave it as it was")
+            now = run["settings"].get(name)
+            if name in USER_FILES and _absolute(before[name], directory) == _absolute(now, run["directory"]):
+                continue
+            compare(name, before[name], now, "leave it as it was")
         compare("the model's fingerprint", saved["model"], run["model"], "set model_name_or_path to the same model")
         if not self._config.ref_update_steps:
             remedy = "start the reference server with the model that it had"
@@ -320,6 +328,13 @@ class Checkpoints:
         for name in sorted(columns.keys() | run["columns"].keys()):
             remedy = "set dataset_name to the same data, or begin a new run"
             compare(f"the sum of the column {name!r}", columns.get(name), run["columns"].get(name), remedy)
+
+
+def _absolute(names: str | list[str] | None, directory: str) -> str | list[str] | None:
+    """Return a setting of USER_FILES with the files in it by their absolute paths."""
+    if isinstance(names, list):
+        return [_absolute(name, directory) for name in names]
+    return os.path.realpath(os.path.join(directory, names)) if names and ".py:" in names else names
 
 
 def _sum_of_column(examples: list[Example], name: str) -> str:

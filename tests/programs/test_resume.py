@@ -551,6 +551,30 @@ def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name
     changed._check(tmp_path, saved)
 
 
+def test_a_file_of_the_users_may_be_given_by_another_path(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "below").mkdir()
+
+    def run_checkpoints(folder: Path, path: str, **changes) -> Checkpoints:
+        monkeypatch.chdir(folder)
+        files = {"reward_funcs": ["format_reward", f"{path}:good"], "loss_type": f"{path}:loss"}
+        files |= {"tools": [f"{path}:tool"], "environment": f"{path}:Game"}
+        return Checkpoints(TrainerConfig(**files | changes), tmp_path, None, "m", "r", [], 0, 1)
+
+    saved = json.loads(json.dumps(run_checkpoints(tmp_path, "mine.py")._run_info | {"reference": "r"}))
+    run_checkpoints(tmp_path / "below", "../mine.py")._check(tmp_path, saved)
+    run_checkpoints(tmp_path / "below", str(tmp_path / "mine.py"))._check(tmp_path, saved)
+    (tmp_path / "below/mine.py").touch()
+    run_checkpoints(tmp_path / "below", "mine.py")._check(tmp_path, saved)  # as where a project was moved
+    for changes in ({"environment": "../mine.py:Other"}, {"reward_funcs": ["../mine.py:good", "format_reward"]}):
+        with pytest.raises(ConfigError, match=f"{next(iter(changes))} is .* leave it as it was"):
+            run_checkpoints(tmp_path / "below", "../mine.py", **changes)._check(tmp_path, saved)
+    del saved["directory"]  # as in an older checkpoint
+    run_checkpoints(tmp_path, "mine.py")._check(tmp_path, saved)
+    with pytest.raises(ConfigError, match=r"environment is 'mine.py:Game' there and '../mine.py:Game' here: leave"):
+        run_checkpoints(tmp_path / "below", "../mine.py")._check(tmp_path, saved)
+
+
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default_there(tmp_path):
     plain = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)
     saved = copy.deepcopy(plain._run_info) | {"reference": "r"}
