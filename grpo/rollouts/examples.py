@@ -41,10 +41,13 @@ def make_example(
     column: PictureColumn | None = None,
     processor: PictureProcessor | None = None,
     turns: Turns | None = None,
-) -> Example:
-    """Make an Example of a dataset row. Its columns have the row's values, and the gold answer as `answer`, unless the
-    dataset has another column of that name. An answer that is a list or dict stays one there. `turns` adds tools and
-    what an environment says to the prompt.
+) -> Example | None:
+    """Make an Example of a dataset row; None where its prompt, with what the environment says, has neither text nor
+    picture.
+
+    Its columns have the row's values, and the gold answer as `answer`, unless the dataset has another column of that
+    name. An answer that is a list or dict stays one there. `turns` adds tools and what an environment says to the
+    prompt.
 
     Raises ConfigError, naming the row, where a value has a wrong type, or the row has pictures and there is no
     `processor`; PictureError or PictureCountError where its pictures cannot be used; RewardError where an environment
@@ -82,6 +85,8 @@ def make_example(
     count = None if column is None or processor is None else len(pictures)
     if turns is not None and (observation := turns.observe(columns)):
         prompt = add_observation(prompt, observation)
+    if not pictures and _is_blank(prompt):
+        return None
     tools = None if turns is None else turns.tools
     rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place, count, tools)
     prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
@@ -130,6 +135,13 @@ def _is_prompt(prompt: Any) -> bool:
             for message in prompt
         )
     )
+
+
+def _is_blank(prompt: str | list[PartMessage]) -> bool:
+    """Tell whether nothing is said in it, or by the system alone."""
+    messages = text_of_messages(chat_messages(prompt, ""))
+    spoken = [message for message in messages if message["role"] != "system"] or messages
+    return not any(message["content"].strip() for message in spoken)
 
 
 def _is_content(content: Any) -> bool:

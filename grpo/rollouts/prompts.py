@@ -45,10 +45,10 @@ def load_examples(
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0.
 
-    Rows without a prompt, without a gold answer, with too long a prompt or with pictures that cannot be used are
-    dropped and counted. Raises ConfigError where the dataset cannot be loaded, lacks a column, has a value of another
-    type, has pictures and there is no `processor` for them, or keeps no example; RewardError where the environment of
-    `turns` fails.
+    Rows without a prompt (null, or neither text nor picture), without a gold answer, with too long a prompt or with
+    pictures that cannot be used are dropped and counted. Raises ConfigError where the dataset cannot be loaded, lacks a
+    column, has a value of another type, has pictures and there is no `processor` for them, or keeps no example;
+    RewardError where the environment of `turns` fails.
     """
     log.info("reading split %s of %s", split, config.dataset_name)
     rows = load_rows(config, split)

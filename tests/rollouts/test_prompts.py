@@ -129,6 +129,22 @@ def test_rows_without_a_gold_answer_or_a_prompt_are_dropped_and_counted(tmp_path
     assert "train: 2 of 10 rows dropped, without a prompt in 'question'" in caplog.text
 
 
+@pytest.mark.parametrize("blank", NOTHING[1:3])
+def test_a_prompt_of_white_space_is_none_unless_the_environment_says_something(tmp_path, tokenizer, caplog, blank):
+    rules, chat = {"role": "system", "content": "Count."}, [{"role": "user", "content": blank}]
+    chats = [chat, [rules, *chat], [rules], [{"role": "user", "content": [{"type": "text", "text": blank}]}]]
+    texts = [{"question": text, "answer": "1", "level": level} for text in (blank, "?") for level in (1, 2)]
+    for rows, turns, kept in [
+        (texts, None, [2, 3]),
+        (texts, Bank(), [1, 2, 3]),  # whose environment says something where the level is above 1
+        ([{"question": messages, "answer": "1"} for messages in chats], None, [2]),
+    ]:
+        path = write(tmp_path / f"{len(kept)}.jsonl", rows)
+        examples = load_examples(config(path), "train", tokenizer, progress=False, turns=turns)
+        assert [example.index for example in examples] == kept
+        assert f"{len(rows) - len(kept)} of 4 rows dropped, without a prompt in 'question'" in caplog.text
+
+
 def test_numbers_are_gold_answers_and_nan_is_none(tmp_path, tokenizer):
     rows = [{"question": "?", "answer": answer} for answer in (2.5, float("nan"), 0.0, None)]
     kept = load_examples(config(write(tmp_path / "rows.jsonl", rows)), "train", tokenizer, progress=False)
