@@ -56,6 +56,11 @@ def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | N
     The same value is the same number (see `to_number`) or, where the `math-verify` package is installed and the gold
     is more than a number, an expression that it finds equal.
     """
+    for gold in answer:
+        if not isinstance(gold, str):
+            raise TypeError(
+                f"the gold answer {gold!r} is no text: make it one in the dataset, or write your own reward"
+            )
     return [score_answer(text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
 
 

@@ -19,7 +19,7 @@ from grpo.config.errors import ConfigError, require
 from grpo.config.generation import AnsweringConfig
 from grpo.rollouts.chat_template import PictureCountError
 from grpo.rollouts.dataset import decoded, load_rows
-from grpo.rollouts.examples import GIVEN_TO_REWARDS, make_example
+from grpo.rollouts.examples import GIVEN_TO_REWARDS, gold_answer, make_example
 from grpo.rollouts.pictures import PictureColumn, decoded_columns, find_column
 from grpo.rollouts.records import Example
 from grpo.rollouts.turns import Turns
@@ -142,7 +142,7 @@ def check_reward_columns(config: AnsweringConfig, examples: Sequence[Example]) -
                 f"dataset_name={config.dataset_name!r}: its column {name!r} has a name under which reward functions "
                 "are given something else: rename the column"
             )
-    if config.dataset_answer_column != "answer" and any(e.columns["answer"] != e.gold for e in examples):
+    if config.dataset_answer_column != "answer" and any(_as_gold(e.columns["answer"]) != e.gold for e in examples):
         log.warning(
             "%s: its column 'answer' is what reward functions are given as `answer`, and evaluation compares with %r: "
             "set dataset_answer_column to answer, or rename the column, unless that is meant",
@@ -193,6 +193,11 @@ class PromptStream:
         epoch, place = divmod(step, self._size // self._per_step)
         order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
         return order[place * self._per_step : (place + 1) * self._per_step]
+
+
+def _as_gold(answer: Any) -> Any:
+    """Return what reward functions are given as `answer` as the gold answer has it: a list or dict as JSON."""
+    return gold_answer(answer) if isinstance(answer, list | dict) else answer
 
 
 def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,6 +256,12 @@ def test_rewards_are_in_the_order_of_the_completions_and_other_columns_are_ignor
     completions = ["<answer>1</answer>", "<answer>$2</answer>", "<answer>4</answer>"]
     assert correctness_reward(["?"] * 3, completions, answer=["1", "2", "3"], level=[1, 2, 3]) == [2.0, 1.5, 0.0]
     assert format_reward(["?"] * 3, completions, answer=["1", "2", "3"]) == [0.4, 0.4, 0.4]
+
+
+@pytest.mark.parametrize("gold", [["14"], 14])
+def test_a_gold_that_is_no_text_is_named(gold):
+    with pytest.raises(TypeError, match=f"the gold answer {re.escape(repr(gold))} is no text: make it one in the data"):
+        correctness_reward(None, ["<answer>14</answer>"], [gold])
 
 
 def test_a_gold_for_each_completion_is_demanded():

@@ -106,6 +106,7 @@ def test_a_list_or_dict_arrives_as_the_dataset_has_it(tmp_path, tokenizer, name,
     assert json.loads(only.gold) == tests and "é" in only.gold
     assert "1 of 2 rows dropped, without a gold answer in 'solution'" in caplog.text
     check_reward_columns(settings, examples)
+    assert "its column 'answer'" not in caplog.text, "it has none"
 
 
 def test_a_prompt_column_under_a_name_of_the_arguments_is_given_as_that_argument(tmp_path, tokenizer):
