@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,7 +65,7 @@ def load_examples(
     bad_picture = "with a picture that cannot be used"
     other_count = "with more or fewer places for pictures than pictures"
     faults: dict[str, str] = {}
-    examples, dropped, without_system, shortest = [], Counter(), 0, math.inf
+    examples, dropped, without_system, shortest = [], Counter(), 0, None
     bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=None if progress else True, leave=False)
 
     def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | PictureError | PictureCountError | None:
@@ -93,7 +92,7 @@ def load_examples(
             dropped[no_gold] += 1
         elif len(example.prompt_ids) > config.max_prompt_length:
             dropped[too_long] += 1
-            shortest = min(shortest, len(example.prompt_ids))
+            shortest = min(shortest or example, example, key=lambda example: len(example.prompt_ids))
         else:
             examples.append(example)
             first = example.messages[0]
@@ -114,10 +113,16 @@ def load_examples(
     if examples:
         return examples
     if dropped[too_long]:
-        remedy = "raise it" if column is None else "raise it, or lower max_pixels"
+        tokens, remedy = f"{len(shortest.prompt_ids)} tokens", "raise it"
+        if config.system_prompt and shortest.messages[0]["content"] == config.system_prompt:
+            of_system = len(tokenizer.encode(config.system_prompt, add_special_tokens=False))
+            tokens += f", {of_system} of them the system prompt's"
+            remedy += ", or leave that out (--system_prompt '')"
+        if column is not None:
+            remedy += ", or lower max_pixels"
         raise ConfigError(
             f"max_prompt_length={config.max_prompt_length}: none of the {dropped[too_long]} prompts of "
-            f"{config.dataset_name} ({split}) is that short, the shortest has {shortest} tokens: {remedy}"
+            f"{config.dataset_name} ({split}) is that short, the shortest has {tokens}: {remedy}"
         )
     if faults:
         reason = max(faults, key=dropped.get)

@@ -75,8 +75,13 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
     assert [example.index for example in kept] == [0, 1]
     assert "1 of 3 rows dropped, longer than max_prompt_length=60" in caplog.text
     shortest = min(len(example.prompt_ids) for example in kept)
-    with pytest.raises(ConfigError, match=f"max_prompt_length=3: none of the 3 .* shortest has {shortest} tokens"):
+    with pytest.raises(ConfigError, match=f"max_prompt_length=3: none of the 3 .* has {shortest} tokens: raise it$"):
         load_examples(config(path, "--max_prompt_length", "3"), "train", tokenizer, progress=False)
+    of_system = (
+        f"tokens, {len(tokenizer.tokenize('Be brief.'))} of them the system prompt's: raise it, or leave that out"
+    )
+    with pytest.raises(ConfigError, match=of_system):
+        load_examples(config(path, "--max_prompt_length", "3", "--system_prompt", "Be brief."), "train", tokenizer)
 
 
 SOLUTION = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
