@@ -14,6 +14,7 @@ from grpo.config.generation import AnsweringConfig
 from grpo.model.hub import can_ask_hub
 
 _FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_SHOWN = 8  # files of a folder that an error names
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
 # What `datasets` says of a JSON and a Parquet file without a row.
 _WITHOUT_ROWS = "corresponds to no data", "BatchSize must be greater than 0"
@@ -115,9 +116,20 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
         named = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
         # A folder of pictures beside the rows may have train-1.png.
         files = [file for file in named if file.suffix in _FILE_TYPES] or named
-    if not files or len({file.suffix for file in files}) > 1 or files[0].suffix not in _FILE_TYPES:
-        names = ", ".join(file.name for file in files) or "none"
+    types = ", ".join(_FILE_TYPES)
+    if not files:
+        others = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+        found = ", ".join([*others[:_SHOWN], *(["..."] if len(others) > _SHOWN else [])])
+        is_train = split == config.dataset_train_split
         raise ConfigError(
-            f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}; found {names}"
+            f"dataset_name='{path}': split {split!r} needs files of one type, {types}, called {split}.* or {split}-*.*"
+            f"; found none{', but ' if others else ''}{found}: rename them, or set "
+            f"dataset_{'train' if is_train else 'test'}_split to what their names begin with"
+            + ("" if is_train else ", or train with eval_steps 0")
+        )
+    if len({file.suffix for file in files}) > 1 or files[0].suffix not in _FILE_TYPES:
+        raise ConfigError(
+            f"dataset_name='{path}': split {split!r} needs files of one type, {types}; found "
+            f"{', '.join(file.name for file in files)}: convert or remove those of another type"
         )
     return files

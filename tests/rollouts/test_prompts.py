@@ -237,8 +237,8 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
         ("latin.jsonl", r"cannot be loaded \(latin.jsonl, line 1: .* can't decode byte"),
         ("lists.jsonl", r"cannot be loaded \(lists.jsonl, line 1: not a JSON object"),
         ("deep.jsonl", "cannot be loaded"),
-        ("empty-folder", "split 'train' needs files .* found none"),
-        ("mixed-folder", "found train-0.jsonl, train-1.parquet"),
+        ("empty-folder", "split 'train' needs files .* found none: rename them, or set dataset_train_split to what"),
+        ("mixed-folder", "found train-0.jsonl, train-1.parquet: convert or remove"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, reason):
@@ -265,6 +265,16 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog
     with pytest.raises(ConfigError, match=reason):
         load_examples(config(name), "train", tokenizer, progress=False)
     assert "Failed to" not in caplog.text, "that one sentence says it"
+
+
+def test_a_folder_without_the_splits_files_says_what_they_are_called_and_what_it_has(tmp_path, tokenizer):
+    for name in ("all", "held_out"):
+        write(tmp_path / f"{name}.jsonl")
+    for split, end in (("train", "begin with"), ("test", "begin with, or train with eval_steps 0")):
+        called = rf"called {split}\.\* or {split}-\*\.\*; found none, but all.jsonl, held_out.jsonl: "
+        with pytest.raises(ConfigError, match=rf"{called}rename them, or set dataset_{split}_split to .* {end}$"):
+            load_examples(config(tmp_path), split, tokenizer, progress=False)
+    assert load_examples(config(tmp_path, "--dataset_test_split", "held_out"), "held_out", tokenizer, progress=False)
 
 
 def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
