@@ -10,6 +10,11 @@ from grpo.config.generation import AnsweringConfig
 from grpo.config.user_files import check_file
 
 
+def is_users_own(name: str) -> bool:
+    """Tell whether a reward is code, a model or a server that only the user may name: not a function of reward.py."""
+    return ":" in name or "/" in name
+
+
 @dataclass
 class RewardSection(Section):
     """The settings by which a completion gets its reward."""

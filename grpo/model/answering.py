@@ -15,7 +15,7 @@ import yaml
 from grpo.config.command_line import to_yaml
 from grpo.config.errors import ConfigError, is_first_rank, program_name
 from grpo.config.generation import AnswerSection, DataSection
-from grpo.config.rewards import RewardSection
+from grpo.config.rewards import RewardSection, is_users_own
 from grpo.config.turns import TurnsSection
 from grpo.config.yaml_text import load_yaml
 
@@ -80,7 +80,7 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
     settings = {name: value for name, value in settings.items() if name in known - given}
     for name in settings.get("reward_funcs", ()):
         # A model that was downloaded must not choose code that this program runs, or where completions are sent.
-        if ":" in name or "/" in name:
+        if is_users_own(name):
             raise ConfigError(
                 f"reward_funcs={name!r}: the model was trained with it ({path}), but code, models and servers are "
                 f"yours to name: add --reward_funcs {' '.join(settings['reward_funcs'])}, or others"

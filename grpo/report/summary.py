@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from grpo.config.rewards import is_users_own
 from grpo.report.read import Run, read_run
 
 _HELD_OUT = {
@@ -64,9 +65,14 @@ def _next_commands(run: Run) -> list[str]:
         code += f" --tools {shlex.join(map(str, tools))}"
     if environment := run.settings.get("environment"):
         code += f" --environment {shlex.quote(str(environment))}"
+    rewards, names = "", list(map(str, run.settings.get("reward_funcs") or []))
+    if any(map(is_users_own, names)):  # evaluation does not take these from the model's folder, nor then their weights
+        rewards = f" --reward_funcs {shlex.join(names)}"
+        if set(weights := run.settings.get("reward_weights") or []) - {1}:
+            rewards += f" --reward_weights {shlex.join(map(str, weights))}"
     return [
         f"talk to it:    python -m grpo.chat --model {folder}/model{code}",
-        f"evaluate it:   python -m grpo.evaluate --model {folder}/model{code}",
+        f"evaluate it:   python -m grpo.evaluate --model {folder}/model{code}{rewards}",
         f"serve it:      as {folder}/model/README.md says",
         f"see its page:  python -m grpo.report {folder}",
     ]

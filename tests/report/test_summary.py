@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from grpo.report.summary import summary
 
 BEFORE = {"step": 0, "eval_n": 64, "eval_accuracy": 0.25, "eval_accuracy_se": 0.054}
@@ -51,3 +53,21 @@ def test_the_commands_name_the_tools_and_the_environment_of_the_run(tmp_path):
     talk, evaluate = write(tmp_path, STEPS)[-4:-2]
     for line in (talk, evaluate):
         assert line.endswith(f"{tmp_path}/model --tools 'my shop.py:price' shop.py:stock --environment game.py:Game")
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ("reward_funcs: [correctness_reward, format_reward]\nreward_weights: [1.0, 0.5]", ""),
+        (
+            "reward_funcs: [format_reward, my own.py:good]\nreward_weights: [1.0, 1.0]",
+            " format_reward 'my own.py:good'",
+        ),
+        ("reward_funcs: [a.py:b, ./c]\nreward_weights: [1.0, -0.5]", " a.py:b ./c --reward_weights 1.0 -0.5"),
+        ("reward_funcs: [http://a:1]", " http://a:1"),
+    ],
+)
+def test_the_command_to_evaluate_names_rewards_that_it_would_not_take_from_the_model(tmp_path, settings, words):
+    (tmp_path / "config.yaml").write_text(settings)
+    talk, evaluate = write(tmp_path, STEPS)[-4:-2]
+    assert evaluate.endswith(f"{tmp_path}/model" + (words and f" --reward_funcs{words}")) and talk.endswith("/model")
