@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from grpo.client.connection import Answer, Connection, WeightsToSend
-from grpo.client.errors import ModelOutdated, RequestFailure, ServerError, ServersUnavailable
+from grpo.client.errors import ModelOutdated, RequestFailure, RequestRefused, ServerError, ServersUnavailable
 from grpo.client.http import seconds_to_next_try
 
 log = logging.getLogger(__name__)
@@ -87,13 +87,14 @@ class Balancer:
         with self._changed:
             self._changed.notify_all()
 
-    def send(self, body: bytes, decode: Callable[[bytes], Answer], size: int, name: str) -> Answer:
+    def send(self, body: bytes, decode: Callable[[bytes], Answer], size: int, name: str, once: bool = False) -> Answer:
         """Send a request to one server after another until one answers; return the decoded answer.
 
-        `size` is what the request costs a server, in tokens; `name` stands for it in messages.
+        `size` is what the request costs a server, in tokens; `name` stands for it in messages. With `once` it is sent
+        to one server, and RequestFailure is raised where that fails.
 
-        Raises ServersUnavailable where none answers in time, ServerError where one refuses the request, or all have
-        changed their model.
+        Raises ServersUnavailable where none answers in time, RequestRefused where one refuses the request, ServerError
+        where all have changed their model.
         """
         deadline = Deadline(self._patience)
         while True:
@@ -103,6 +104,11 @@ class Balancer:
                 return self._connection.request(server.url, body, decode, deadline.seconds_left())
             except RequestFailure as error:
                 failure = error
+                if once:
+                    raise
+            except RequestRefused:
+                load = 0
+                raise
             finally:
                 self._release_server(server, size, load, sent_at, failure)
 
@@ -178,15 +184,17 @@ class Balancer:
     def _release_server(
         self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailure | None
     ) -> None:
-        """Record how a request ended, and take the server out of rotation where it failed."""
+        """Record how a request ended, and take the server out of rotation where it failed. `load` is 0 where the server
+        refused it."""
         now = time.monotonic()
         with self._changed:
             server.requests -= 1
             server.tokens -= size
             if failure is None:
                 server.active_since, server.last_outcome = now, "answered the last time"
-                speed = load / max(now - sent_at, 1e-6)
-                server.speed = 0.75 * server.speed + 0.25 * speed if server.speed else speed
+                if load:  # a refusal comes at once, and says nothing about the speed
+                    speed = load / max(now - sent_at, 1e-6)
+                    server.speed = 0.75 * server.speed + 0.25 * speed if server.speed else speed
                 if server.failures and server.in_rotation:
                     log.info("%s answers again", server.url)
                     server.failures, server.has_trial_request = 0, False

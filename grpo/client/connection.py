@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import requests
 
-from grpo.client.errors import ModelLoading, ModelOutdated, RequestFailure, ServerError
+from grpo.client.errors import ModelLoading, ModelOutdated, RequestFailure, RequestRefused, ServerError
 from grpo.client.http import (
     CONNECT_SECONDS,
     certificate_refused,
@@ -67,7 +67,7 @@ class Connection:
     def request(self, url: str, body: bytes, decode: Callable[[bytes], Answer], seconds: float) -> Answer:
         """Send a request and decode the answer, within `ref_request_timeout` or `seconds`, whichever is less.
 
-        Raises RequestFailure, or ServerError where sending it again cannot help.
+        Raises RequestFailure, or RequestRefused where sending it again cannot help.
         """
         response = self._post(url, TASK_PATHS[self._task], body, seconds)
         try:
@@ -93,7 +93,7 @@ class Connection:
         self._post(url, COMMIT_PATH, b"", seconds, asdict(commit))
 
     def _post(self, url: str, path: str, body: bytes, seconds: float, query: dict | None = None) -> requests.Response:
-        """Return a response with status 200. Raises RequestFailure, ServerError."""
+        """Return a response with status 200. Raises RequestFailure, RequestRefused."""
         read_seconds = max(0.1, min(self._config.ref_request_timeout, seconds))
         try:
             response = self._session().post(
@@ -105,7 +105,7 @@ class Connection:
             reason = f"said {response.status_code}: {read_error_message(response)}"
             raise RequestFailure(reason, read_retry_after(response))
         if response.status_code != 200:
-            raise ServerError(f"{url} refused a request with {response.status_code}: {read_error_message(response)}")
+            raise RequestRefused(f"{url} refused a request with {response.status_code}: {read_error_message(response)}")
         return response
 
     def health(self, url: str) -> ServerInfo:

@@ -3,6 +3,7 @@
 ServerError (a RuntimeError)   the servers cannot serve this run: it ends
 +-- ServersUnavailable         no server answered before the deadline
 +-- ServersLost                a rank has no answer; every rank raises it at the same place
++-- RequestRefused             a server refuses this request; it may take another
 +-- ResultRefused              the pool does not take a worker's completions; the worker may go on
 RequestFailure                 one request failed: the client sends it again
 +-- ModelLoading               the server is loading its model
@@ -23,6 +24,10 @@ class ServersUnavailable(ServerError):
 
 class ServersLost(ServerError):
     """A request of some rank that got no answer. Every rank raises it, with weights as after the last step."""
+
+
+class RequestRefused(ServerError):
+    """A request that a server does not take, however often it is sent."""
 
 
 class ResultRefused(ServerError):

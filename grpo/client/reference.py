@@ -14,8 +14,9 @@ from itertools import islice
 
 import numpy as np
 
+from grpo.client.balancer import Deadline
 from grpo.client.base import TaskClient
-from grpo.client.errors import ServerError
+from grpo.client.errors import RequestFailure, RequestRefused, ServerError
 from grpo.config.trainer import TrainerConfig
 from grpo.wire.health import ModelInfo
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
@@ -101,6 +102,8 @@ class ReferenceClient(TaskClient):
 
     def __init__(self, config: TrainerConfig, run: str = ""):
         super().__init__(config, "logprobs", config.ref_servers, wanted="log-probs", run=run)
+        self._alone = Deadline(0.0)
+        """while it has time left, groups share no request"""
 
     def wait_ready(self, any_version: bool = False) -> ModelInfo:
         """Wait until every server is ready and check that all serve the same model; return it.
@@ -145,36 +148,56 @@ class ReferenceClient(TaskClient):
     ) -> list[Future[list[np.ndarray]]]:
         """Request the log-probs of groups, each (name in messages, prompt, completions); return at once.
 
-        Small groups share a request. Each group's future gives float32 [len(completion)] for each completion, or raises
-        ServerError.
+        Small groups share a request, and none for `ref_deadline` seconds after one of these has failed. Each group's
+        future gives float32 [len(completion)] for each completion, or raises ServerError.
         """
         asked: list[_Asked] = [
             (LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id), Future())
             for name, prompt_ids, completions in groups
         ]
-        for shared in _cut(asked):
+        for shared in _cut(asked) if self._may_share() else ([one] for one in asked):
             self._threads.submit(self._answer, shared).add_done_callback(partial(_cancel_with, shared))
         return [future for _, future in asked]
 
     def _answer(self, asked: list[_Asked]) -> None:
-        """Send requests as one, and give each its answer."""
+        """Send what is cut together, and give each its answer. Where one has none, those after it fail too."""
         asked = [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]
-        if not asked:
-            return
+        answers = self._get_answers([request for request, _ in asked])
         try:
-            logprobs = iter(self._get_logprobs(LogprobsRequest.joined([request for request, _ in asked])))
+            for (_, future), logprobs in zip(asked, answers, strict=True):
+                future.set_result(logprobs)
         # Like an executor's: whatever it is, it is raised where the answer is waited for.
         except Exception as error:
             for _, future in asked:
-                future.set_exception(error)
-        else:
-            for request, future in asked:
-                future.set_result([*islice(logprobs, len(request.completion_lengths))])
+                if not future.done():
+                    future.set_exception(error)
 
-    def _get_logprobs(self, request: LogprobsRequest) -> list[np.ndarray]:
+    def _get_answers(self, requests: list[LogprobsRequest]) -> Iterator[list[np.ndarray]]:
+        """Send requests as one, and one after the other where that fails; yield the log-probs of each.
+
+        A slow server may answer each in time and not all together, and a small queue may have no room for all. So the
+        one is sent once, and each of the others until `ref_deadline`.
+        """
+        if len(requests) > 1 and self._may_share():
+            try:
+                logprobs = iter(self._get_logprobs(LogprobsRequest.joined(requests), once=True))
+            except (RequestFailure, RequestRefused) as failure:
+                self._alone = Deadline(self._config.ref_deadline)
+                log.info("%d groups are sent one by one: their request failed (%s)", len(requests), failure)
+            else:
+                for request in requests:
+                    yield [*islice(logprobs, len(request.completion_lengths))]
+                return
+        for request in requests:
+            yield self._get_logprobs(request)
+
+    def _may_share(self) -> bool:
+        return self._alone.seconds_left() <= 0
+
+    def _get_logprobs(self, request: LogprobsRequest, once: bool = False) -> list[np.ndarray]:
         tokens = int(request.completion_lengths.sum())
         body, decode = encode_request(request), partial(decode_answer, tokens=tokens)
-        logprobs = self.balancer.send(body, decode, len(request.input_ids), request.request_id).logprobs
+        logprobs = self.balancer.send(body, decode, len(request.input_ids), request.request_id, once).logprobs
         return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
 
 

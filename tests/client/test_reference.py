@@ -82,6 +82,31 @@ def test_a_group_that_is_cancelled_is_left_out_and_the_others_are_answered(serve
         np.testing.assert_allclose(np.concatenate(third.result()), np.concatenate(expected), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("bad", [(413, {}, b"{}"), (200, {}, answer()[2][:-1]), None])
+def test_groups_whose_shared_request_fails_are_sent_alone(bad):
+    """It is refused, its answer is damaged, or there is none in time."""
+    groups = [(f"group {at}", [5 + at], COMPLETIONS) for at in range(3)]
+
+    def post(count):
+        if count == 0 and bad is None:
+            time.sleep(1.5)
+        return bad if count == 0 and bad is not None else answer()
+
+    with fake(post) as server, open_client(server.url, ref_deadline=60) as client:
+        for requests_in_all in (4, 7):  # the second time none is tried together
+            for future in client.request_groups(groups):
+                assert [row.tolist() for row in future.result(20)] == [[-1, -2, -3], [], [-4]]
+            assert server.requests == requests_in_all
+
+
+def test_groups_whose_server_is_gone_wait_one_deadline_together():
+    groups = [(f"group {at}", [5 + at], COMPLETIONS) for at in range(3)]
+    with open_client(f"http://127.0.0.1:{free_port()}", ref_deadline=0.5) as client:
+        for future in client.request_groups(groups):
+            with pytest.raises(ServersUnavailable, match="no log-probs for group 0 "):
+                future.result(10)
+
+
 @pytest.mark.timed
 @pytest.mark.slow
 def test_nobody_there_is_said_with_the_url_the_time_and_the_remedy():
@@ -166,6 +191,7 @@ def test_what_the_server_refuses_is_not_sent_again(server):
     refused = pytest.raises(ServerError, match="422: sequence 0 has 601 tokens")
     with open_client(server.url, ref_deadline=60) as client, refused:
         client.request_logprobs([5], [[6] * 600], "g").result(timeout=10)
+    assert client.balancer.servers[0].speed == 0  # which a quick refusal would make the fastest
 
 
 @pytest.mark.slow
@@ -404,7 +430,8 @@ def test_the_start_waits_for_all_together_and_names_those_that_are_missing():
 
 def test_what_still_waits_when_the_client_closes_is_given_up_and_its_threads_end():
     with open_client(f"http://127.0.0.1:{free_port()}", ref_deadline=600) as client:
-        futures = [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
+        futures = client.request_groups([(f"a{number}", [5 + number], COMPLETIONS) for number in range(3)])
+        futures += [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}") for number in range(12)]
         time.sleep(0.5)
     for future in futures:
         with pytest.raises((ServerError, CancelledError)):
