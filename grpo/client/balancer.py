@@ -165,7 +165,8 @@ class Balancer:
                 if deadline.seconds_left() <= 0:
                     raise ServersUnavailable(
                         f"no {self._wanted} for {name} after {deadline.seconds:.0f} s from "
-                        f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait"
+                        f"{list_outcomes(self.servers)}: see the log there; ref_deadline sets how long to wait, "
+                        "ref_request_timeout how long for one answer"
                     )
                 fastest = max(server.speed for server in self.servers) or 1.0
                 usable = [server for server in self.servers if server.is_usable()]
