@@ -22,6 +22,7 @@ from grpo.client.http import (
     read_error_message,
     read_retry_after,
     send_pieces,
+    token_refused,
 )
 from grpo.config.connection import ClientConfig
 from grpo.wire.errors import ProtocolError
@@ -117,7 +118,7 @@ class Connection:
                 raise refusal from error
             raise connection_failed(error) from error
         if response.content == b'{"status": "ok"}':
-            raise ServerError(f"{url} wants another token: give server and trainer the same one")
+            raise token_refused(url, self._config.token, "server and trainer")
         if response.status_code != 200:
             with suppress(ValueError):  # the answer is no ServerInfo: a proxy sent it
                 if (health := ServerInfo.from_json(response.content)).status == "loading":

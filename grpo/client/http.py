@@ -12,6 +12,7 @@ from typing import BinaryIO
 import requests
 
 from grpo.client.errors import RequestFailure, ServerError
+from grpo.config.connection import TOKEN_VARIABLE
 from grpo.wire.weights import Piece
 
 CONNECT_SECONDS = 5.0  # to connect, and for all of /health
@@ -84,6 +85,15 @@ def certificate_refused(url: str, error: requests.RequestException) -> ServerErr
         f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
         "file of the authority that signed it, and write the host as the certificate does"
     )
+
+
+def token_refused(url: str, token: str | None, users: str) -> ServerError:
+    """Return the error of a server that does not take this token, or none. `users` must all have the same one."""
+    if not token:
+        return ServerError(
+            f"{url} wants a token: give {users} the same one, with --token_file FILE or {TOKEN_VARIABLE}"
+        )
+    return ServerError(f"{url} wants another token: give {users} the same one")
 
 
 def root_cause(error: BaseException) -> BaseException:

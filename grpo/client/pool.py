@@ -31,6 +31,7 @@ from grpo.client.http import (
     read_error_message,
     read_retry_after,
     send_pieces,
+    token_refused,
 )
 from grpo.wire.errors import ProtocolError
 from grpo.wire.json_fields import LARGEST_ID
@@ -288,7 +289,7 @@ class PoolClient:
         if code == "no_file":
             raise FileFailure(f"said {status}: {message}")
         if status == 401:
-            raise ServerError(f"{self.url} wants another token: give pool, trainer and workers the same one")
+            raise token_refused(self.url, self._token, "pool, trainer and workers")
         if status == 404:
             raise ServerError(
                 f"{self.url} is no pool of rollouts ({message}): set pool to a server of the task rollouts"

@@ -55,8 +55,9 @@ def answering(status: int, body: bytes):
 
 
 def test_a_wrong_token_is_said_to_be_one(pool):
-    for token in (None, "guess"):
-        with pytest.raises(ServerError, match=f"^{pool.url} wants another token: give pool, trainer and workers"):
+    same = "token: give pool, trainer and workers the same one"
+    for token, says in [(None, f"a {same}, with --token_file FILE or GRPO_REF_TOKEN"), ("guess", f"another {same}")]:
+        with pytest.raises(ServerError, match=f"^{pool.url} wants {says}$"):
             PoolClient(pool.url, token).run()
 
 

@@ -104,12 +104,13 @@ def test_a_signal_in_the_middle_of_a_group_gives_it_back(pool, model_folder, tmp
 
 @pytest.mark.slow
 @pytest.mark.plain_start
-def test_a_wrong_token_is_said_before_an_engine_is_made(tmp_path):
+def test_a_missing_token_is_said_before_an_engine_is_made(tmp_path):
     (tmp_path / "token").write_text("secret")
     with running_pool(tmp_path, "--token_file", str(tmp_path / "token")) as pool:
         process = start("--pool", pool.url, script=("-c", LIGHT))
         _, log = process.communicate(timeout=30)
-    says = f"generate.py: error: {pool.url} wants another token: give pool, trainer and workers the same one\n"
+    same = "give pool, trainer and workers the same one, with --token_file FILE or GRPO_REF_TOKEN"
+    says = f"generate.py: error: {pool.url} wants a token: {same}\n"
     assert (process.returncode, log) == (1, says)
 
 
