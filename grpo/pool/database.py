@@ -45,7 +45,7 @@ class Database:
     where the disk fails."""
 
     def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
-        """Open the file, or make it. `on_damage` is called where it is found to be damaged later on.
+        """Open the file, or make it. `on_damage` is called where it is found to be damaged, or gone, later on.
 
         Raises ConfigError where it is no pool's, damaged, or in use.
         """
@@ -60,6 +60,8 @@ class Database:
         except ConfigError:
             os.close(self._file)
             raise
+        names = (path, f"{path}-wal")
+        self._opened = {name: os.stat(name) for name in names if os.path.exists(name)}
 
     def close(self) -> None:
         with self.lock:
@@ -89,11 +91,24 @@ class Database:
             try:
                 self.sql("BEGIN IMMEDIATE")
                 yield
+                self._check_place()
                 self.sql("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
+
+    def _check_place(self) -> None:
+        """Raise ProtocolError where a later pool would not find what is written: a name has another file, or none."""
+        for name, opened in self._opened.items():
+            try:
+                is_same_file = os.path.samestat(os.stat(name), opened)
+            except FileNotFoundError:
+                is_same_file = False
+            if not is_same_file:
+                reason = f"{name} was moved, replaced or deleted while the pool was writing it"
+                self._on_damage(unusable(self.setting, reason, "put it back or name another file, and start again"))
+                raise ProtocolError(503, "worker_died", f"{reason}: the pool is ending", 5)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

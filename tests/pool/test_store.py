@@ -367,6 +367,21 @@ def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
     store.close()
 
 
+@pytest.mark.parametrize("name", ["run.sqlite", "run.sqlite-wal"])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_nothing_is_accepted_into_a_file_that_is_gone_or_replaced(path, tmp_path, name, is_replaced):
+    said: list[ConfigError] = []
+    with closing(Store(path, said.append)) as store:
+        store.set_run(RUN)
+        (tmp_path / name).rename(tmp_path / "moved")
+        if is_replaced:
+            (tmp_path / name).write_bytes((tmp_path / "moved").read_bytes())
+        with pytest.raises(ProtocolError, match="was moved, replaced or deleted .*: the pool is ending") as refusal:
+            store.put_tasks([Task(0, 0, 0, [7])])
+        assert refusal.value.status == 503 and store.count_open() == 0
+    assert str(said[0]).startswith(f"pool_file={path!r}: {tmp_path / name} was moved, replaced or deleted")
+
+
 def test_one_pool_at_a_time_writes_to_a_file(store, path):
     with pytest.raises(ConfigError, match="another pool writes to it"):
         Store(path, damage)
