@@ -186,12 +186,15 @@ class PromptStream:
     def replacements(self, first_step: int, steps: int, attempt: int, places: Sequence[int]) -> list[Example]:
         """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`.
 
-        None of them is in the round already, as far as the data has others. They do not depend on the number of ranks.
+        None of them is in the round already, nor was given for an earlier attempt, as long as the data has that many
+        others; after that the others are given again, in a new order. They do not depend on the number of ranks.
         """
         in_round = [index for step in range(first_step, first_step + steps) for index in self._indices(step)]
-        order = np.random.default_rng((self._seed, first_step, attempt)).permutation(self._size)
-        order = order[~np.isin(order, in_round)] if len(in_round) < self._size else order
-        return [self._examples[order[place % len(order)]] for place in places]
+        others = np.setdiff1d(np.arange(self._size), in_round)
+        others = others if len(others) else np.arange(self._size)
+        shuffles, turn = divmod(attempt - 1, max(1, len(others) // len(in_round)))
+        order = np.random.default_rng((self._seed, first_step, 1 + shuffles)).permutation(others)
+        return [self._examples[order[(turn * len(in_round) + place) % len(order)]] for place in places]
 
     def _indices(self, step: int) -> np.ndarray:
         """Return the places of all ranks' examples in the dataset: int64 [prompts_per_step]."""

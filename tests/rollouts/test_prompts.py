@@ -472,9 +472,19 @@ def test_other_prompts_are_none_of_the_batch_and_fixed_by_the_seed():
     assert first != stream.replacements(2, 2, 2, [0, 3, 15]) and first != stream.replacements(4, 2, 1, [0, 3, 15])
 
 
+def test_an_attempt_gives_no_prompt_of_an_earlier_one_while_the_data_has_others():
+    stream = PromptStream(range(80), prompts_per_step=8, seed=0)
+    batch, places = stream.examples_of(2) + stream.examples_of(3), range(16)
+    attempts = [stream.replacements(2, 2, attempt, places) for attempt in range(1, 6)]
+    assert len({*batch, *(prompt for attempt in attempts[:4] for prompt in attempt)}) == 80
+    # Then the others are given again, to other places.
+    assert not set(attempts[4]) & set(batch) and attempts[4] not in attempts[:4]
+
+
 def test_where_the_batch_is_all_the_data_any_other_prompt_does():
     stream = PromptStream(range(8), prompts_per_step=8, seed=0)
-    assert set(stream.replacements(0, 1, 1, range(8))) == set(range(8))
+    first, second = (stream.replacements(0, 1, attempt, range(8)) for attempt in (1, 2))
+    assert set(first) == set(second) == set(range(8)) and first != second
 
 
 def test_too_small_a_dataset_is_refused():
