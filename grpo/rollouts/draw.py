@@ -23,7 +23,9 @@ BELOW_1 = 1 - 2**-52
 
 def uniforms(seed: int, group: int, place: int, count: int) -> np.ndarray:
     """Return the first `count` random numbers of a completion: float64 [count], 0 <= number < 1."""
-    words = np.random.SeedSequence((seed, group, place))
+    # NumPy lists 32-bit words and pads with 0: 42 + (1 << 32), 5, 0 would be 42, 1, 5. A spawn key comes after the pad.
+    key = (seed >> 32,) if seed >> 32 else ()
+    words = np.random.SeedSequence((seed & 0xFFFFFFFF, group, place), spawn_key=key)
     return np.random.Generator(np.random.Philox(words)).random(count)
 
 
