@@ -110,10 +110,7 @@ class Rounds:
         for sample, advantage in zip(samples, share_of_rank.flatten().tolist(), strict=True):
             sample.advantage = advantage
 
-        if config.groups_have_signal:
-            signal = groups_with_signal(by_function, self._weights, config, greedy)
-        else:
-            signal = share_of_rank.ne(0).any(dim=1)
+        signal = share_of_rank.ne(0).any(dim=1)
         whole = StepBatch(groups, by_function, total_rewards(by_function, self._weights), signal, samples)
         return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
 

@@ -88,7 +88,8 @@ def test_prompts_without_signal_are_replaced(run, settings, tmp_path):
 
 
 def test_the_kl_in_the_reward_moves_the_advantages(run, tmp_path):
-    rows = run(kl_in_reward=None, kl_estimator="k1", beta=1.0, max_steps=4)
+    """Half of all prompts reward every completion alike: there the KL alone tells them apart."""
+    rows = run("run", "picky", kl_in_reward=None, kl_estimator="k1", beta=1.0, max_steps=4)
 
     def distance(step: int) -> float:
         """Between the advantages that were used and those of the rewards alone."""
@@ -100,6 +101,7 @@ def test_the_kl_in_the_reward_moves_the_advantages(run, tmp_path):
     assert distance(1) < 1e-2  # the same weights still, so no KL beyond rounding
     assert distance(4) > 0.1
     assert abs(rows[0]["kl"]) < 1e-5 < abs(rows[3]["kl"])
+    assert [row["frac_reward_zero_std"] for row in rows[1:]] == [0, 0, 0]
     assert all("time/old_logprobs" in row for row in rows)
 
 
