@@ -70,8 +70,8 @@ class Rewarder:
         """Compute the rewards of rollouts: float64 [names, rollouts], NaN where one does not apply.
 
         `examples` has the prompt of each rollout; `logged` takes up what the functions log. The punishment for length
-        counts the tokens of answers too: max_completion_length, which the completion comes close to, does. Raises
-        RewardError, ServerError.
+        counts the tokens of answers too: max_completion_length, which the completion comes close to, does. It applies
+        where another reward does. Raises RewardError, ServerError.
         """
         config = self._config
         by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged))
@@ -80,6 +80,7 @@ class Rewarder:
         if config.soft_punish_cache:
             lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
             punishment = soft_overlong_punishment(lengths, config.max_completion_length, config.soft_punish_cache)
+            punishment = punishment.masked_fill(by_function.isnan().all(dim=0), torch.nan)
             by_function = torch.cat([by_function, punishment.unsqueeze(0)])
         return by_function
 

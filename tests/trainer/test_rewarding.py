@@ -57,6 +57,8 @@ def test_an_environment_alone_is_enough_and_the_punishment_counts_its_answers_to
     assert (rewarder.names, rewarder.weights.tolist()) == (["Game", "soft_overlong_punishment"], [1.0, 1.0])
     rollouts = [rollout("a", answers, Game=1.0) for answers in (0, 4, 6, 8)]
     assert compute(rewarder, rollouts) == [[1.0] * 4, [0.0, 0.0, -0.5, -1.0]]
+    # Where nothing else applies, it is no reward either.
+    np.testing.assert_array_equal(compute(rewarder, [*rollouts[2:], rollout("a", 6)])[1], [-0.5, -1.0, math.nan])
 
 
 def test_an_environment_that_gives_no_reward_adds_nothing():
