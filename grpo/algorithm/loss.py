@@ -9,6 +9,8 @@ is the loss of the step.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from grpo.algorithm.kl import kl_divergence
@@ -73,9 +75,10 @@ def grpo_loss(
         metrics["sampling/importance_sampling_ratio/max:max"] = weight
         metrics["sampling/importance_sampling_ratio/min:min"] = weight
     if tokens.ref_logprobs is not None:
-        kl = kl_divergence(logprobs, tokens.ref_logprobs, settings.kl_estimator)
         if settings.use_bias_correction_kl:
-            kl = kl * ratio
+            kl = _corrected_kl(tokens, old, settings)
+        else:
+            kl = kl_divergence(logprobs, tokens.ref_logprobs, settings.kl_estimator)
         metrics["kl"] = kl
         if not settings.kl_in_reward:
             per_token = per_token + beta * kl
@@ -127,6 +130,17 @@ def _ratio(tokens: Tokens, old: torch.Tensor, level: str) -> torch.Tensor:
         return exp_bounded(log_ratio)
     log_ratio = sequence_sums(log_ratio, tokens.lengths) / tokens.lengths.clamp(min=1)
     return to_tokens(exp_bounded(log_ratio), tokens.lengths, len(old))
+
+
+def _corrected_kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:
+    """Return KL x ratio, [T] (DeepSeek-V3.2, arXiv:2512.02556).
+
+    Of k3, with d = ref - logp, the slopes of both factors are near exp(d) and cancel but for -d: float32 would lose it.
+    """
+    exact = replace(tokens, logprobs=tokens.logprobs.double())
+    ratio = _ratio(exact, old, settings.importance_sampling_level)
+    kl = kl_divergence(exact.logprobs, tokens.ref_logprobs, settings.kl_estimator) * ratio
+    return kl.to(tokens.logprobs.dtype)
 
 
 def _near_policy(tokens: Tokens, old: torch.Tensor, threshold: float) -> torch.Tensor:

@@ -289,6 +289,16 @@ def test_the_farthest_tokens_keep_their_pull():
         assert slope.item() == pytest.approx(1 - math.exp(at), rel=1e-6)
 
 
+def test_far_below_the_reference_the_corrected_kl_pulls_by_the_distance_in_float32():
+    """d / dlogp (k3 ratio) = -ratio d: both slopes of the product are e^d and more."""
+    settings = LossSection(use_bias_correction_kl=True)
+    for distance, log_ratio in product((0.5, 10.0, 18.0), (0.0, -0.75)):
+        logp = [-distance - 0.5]
+        tokens = tokens_of([Completion(0.0, logp, [1.0], [logp[0] - log_ratio], ref=[-0.5])], torch.float32)
+        value, _ = grpo_loss(tokens, StepSize(1, 1), settings, beta=1.0, **constants(settings))
+        assert gradients(value, tokens)[0].item() == pytest.approx(-math.exp(log_ratio) * distance, rel=1e-5)
+
+
 def test_equal_models_have_no_kl():
     batch = [dataclasses.replace(completion, ref=completion.logp) for completion in completions(seed=2)]
     metrics = compute(batch, LossSection())[1]
