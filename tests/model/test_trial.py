@@ -155,6 +155,18 @@ def test_a_model_that_cannot_draw_is_refused_with_what_it_said(tokenizer):
         make_sampler(model, tokenizer, 8)
 
 
+def test_a_model_whose_step_is_not_quite_its_pass_is_sampled_from_and_named(tokenizer, caplog):
+    """As NemotronH, whose recurrent step of one token is not quite what it is in a pass over all."""
+    model = build(CONFIGS["qwen2"])
+    make_sampler(model, tokenizer, 8)
+    assert not caplog.records
+    model.model.layers[0].register_forward_hook(lambda layer, inputs, out: out * (1.003 if out.shape[1] == 1 else 1))
+    make_sampler(model, tokenizer, 8)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("Qwen2ForCausalLM draws tokens with other log-probs (by ")
+    assert "importance_sampling_mode contain this difference" in line
+
+
 @pytest.mark.parametrize("trial", ["packed", "sampled"])
 def test_too_little_memory_says_nothing_about_the_model(trial, tokenizer, monkeypatch):
     """cuBLAS's lack of it, which is no torch.OutOfMemoryError: another program may just be loading on the card."""
