@@ -203,9 +203,9 @@ def test_tokens_must_be_the_same(model_folder, tmp_path):
         with open_client(server.url, token_file=str(tmp_path / "right"), **PATIENT) as client:
             client.wait_ready()
             assert len(client.request_logprobs(PROMPT, COMPLETIONS, "g").result()) == 3
-        with open_client(server.url, **PATIENT) as client:
-            with pytest.raises(ServerError, match="wants a token: .*GRPO_REF_TOKEN"):
-                client.wait_ready()
+        wants = pytest.raises(ServerError, match="wants a token: .*GRPO_REF_TOKEN")
+        with open_client(server.url, **PATIENT) as client, wants:
+            client.wait_ready()
         with open_client(server.url, token_file=str(tmp_path / "wrong"), **PATIENT) as client:
             with pytest.raises(ServerError, match="wants another token"):
                 client.wait_ready()

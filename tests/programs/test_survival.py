@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 from conftest import ENVIRONMENT, REPOSITORY, launcher, running_server
 from proxy import accidents, proxy
 from trainer_runs import timeless
@@ -154,10 +155,13 @@ def test_one_of_two_servers_killed_for_good_changes_nothing(model_folder, words,
     with deterministic(model_folder, tmp_path) as killed:
         killed.wait_ready()
         with training(words, tmp_path / "run", killed.url, steady.url, max_steps=FEWER) as run:
-            run.reach(5)
+            run.reach(7)
+            metrics = requests.get(killed.url + "/metrics", timeout=5).text
+            assert 'grpo_ref_requests_total{path="/v1/logprobs",status="200"}' in metrics  # it is in use
             killed.end(signal.SIGKILL)
             check(run, undisturbed, FEWER)
-            assert run.count_logged(f"{killed.url} cannot be reached") == 1 and run.count_logged("answers again") == 0
+            # Rank 0 alone says it, if it asks that server once more: it asks the faster of the two.
+            assert run.count_logged(f"{killed.url} cannot be reached") <= 1 and run.count_logged("answers again") == 0
 
 
 @pytest.mark.rare
