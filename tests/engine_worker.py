@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import grpo.trainer.step
 from grpo.algorithm.loss import grpo_loss
 from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
@@ -241,6 +242,17 @@ def fetches(make) -> dict:
     return results
 
 
+def refusal(make, folder: Path) -> str:
+    """Return how the start ends with a setting that DeepSpeed's check of the file lets through."""
+    path = folder / "predivided.json"
+    path.write_text('{"gradient_predivide_factor": 2.0}')
+    try:
+        engine_of(make(deepspeed=path))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def main(model: str, dataset: str, out: str) -> None:
     make, folder = partial(settings, model, dataset), Path(out).parent
     join_ranks(make())
@@ -249,6 +261,7 @@ def main(model: str, dataset: str, out: str) -> None:
         "gradients": gradients(make, folder),
         "ratios": ratios(make, dataset),
         "fetches": fetches(make),
+        "refusal": refusal(make, folder),
     }
     torch.save(results, out)
     dist.destroy_process_group()

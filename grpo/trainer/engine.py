@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,11 +78,17 @@ def join_ranks(config: TrainerConfig) -> Ranks:
 
 
 def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
-    """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps."""
+    """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps.
+
+    Raises ConfigError where DeepSpeed refuses a setting of its file only now.
+    """
     keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)
-    with explain_shortage(START, START, config, lambda: "nothing is lost: no step was done"):
+    with (
+        refused_by_deepspeed(config.deepspeed, AssertionError),
+        explain_shortage(START, START, config, lambda: "nothing is lost: no step was done"),
+    ):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
     # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so what it times is each
     # sampled token, and from the third step on its timer waits for the device before each.
@@ -97,7 +105,8 @@ def _longest_collective(config: TrainerConfig) -> timedelta:
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
-    """Return the file's settings with every "auto" filled. Raises ConfigError where file and settings contradict."""
+    """Return the file's settings with every "auto" filled. Raises ConfigError where file and settings contradict, and
+    where DeepSpeed refuses the file."""
     path = Path(config.deepspeed)
     if not path.is_absolute() and not path.exists():
         path = REPOSITORY / path
@@ -105,10 +114,16 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
         settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"deepspeed='{config.deepspeed}': {error.strerror}: give the path of a JSON file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"deepspeed='{config.deepspeed}': not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"deepspeed='{config.deepspeed}': write a JSON object")
+
+    def find_section(parent: dict[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
+        section = parent.get(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"deepspeed='{path}': {prefix}{key} is {section!r}: write a JSON object, or take it out")
+        return section
 
     def fill(section: dict[str, Any], key: str, value: Any, source: str, prefix: str = "") -> None:
         if section.get(key, "auto") not in ("auto", value):
@@ -121,11 +136,18 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
     for key, instead in (("optimizer", "learning_rate, adam_* and weight_decay"), ("scheduler", "lr_scheduler_type")):
         if key in settings:
             raise ConfigError(f"deepspeed='{path}': {key} is set there, but {instead} decide it: take it out")
-    if settings.get("fp16", {}).get("enabled", False):
-        raise ConfigError(f"deepspeed='{path}': fp16.enabled is true: the dtypes are bfloat16 and float32: take it out")
+    half = {
+        "fp16.enabled": find_section(settings, "fp16").get("enabled", False),
+        "communication_data_type": str(settings.get("communication_data_type")).lower() == "fp16",
+    }
+    for key, is_half in half.items():
+        if is_half:
+            raise ConfigError(
+                f"deepspeed='{path}': {key} asks for float16: the dtypes are bfloat16 and float32: take it out"
+            )
     timers = {
         "wall_clock_breakdown": settings.get("wall_clock_breakdown", False),
-        "flops_profiler.enabled": settings.get("flops_profiler", {}).get("enabled", False),
+        "flops_profiler.enabled": find_section(settings, "flops_profiler").get("enabled", False),
     }
     for key, enabled in timers.items():
         if enabled:
@@ -133,15 +155,21 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
                 f"deepspeed='{path}': {key} is true, but DeepSpeed can time only forward passes through its engine, "
                 "and the trainer's go past it: take it out, metrics.jsonl has the time of each phase"
             )
-    zero = settings.setdefault("zero_optimization", {"stage": 2})
+    settings.setdefault("zero_optimization", {"stage": 2})
+    zero = find_section(settings, "zero_optimization")
     if zero.get("stage") != 2:
         raise ConfigError(
             f"deepspeed='{path}': zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the "
             "whole weights that generation needs"
         )
+    if zero.get("offload_optimizer", {}) is None:  # DeepSpeed's own default
+        del zero["offload_optimizer"]
+    place = find_section(zero, "offload_optimizer", "zero_optimization.").get("device", "none")
+    if place not in ("cpu", "none"):
+        raise ConfigError(f"deepspeed='{path}': zero_optimization.offload_optimizer.device is {place!r}: use 'cpu'")
     if config.optim == "adamw_8bit":
         require_packages("optim", config.optim, "bitsandbytes")
-        if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+        if place != "none":
             raise ConfigError(
                 f"optim={config.optim!r}: '{path}' has zero_optimization.offload_optimizer, which wants AdamW on the "
                 "CPU, in 32 bits: take one of them out"
@@ -155,17 +183,16 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
     fill(settings, "managed_gradient_accumulation", False, "the token-budget cutting into micro-batches")
     fill(settings, "gradient_clipping", config.max_grad_norm, "max_grad_norm")
     fill(settings, "zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,")
-    bf16, dtype = settings.setdefault("bf16", {}), resolve_dtype(config, device)
+    bf16 = settings["bf16"] = find_section(settings, "bf16")
+    dtype = resolve_dtype(config, device)
     fill(bf16, "enabled", dtype == torch.bfloat16, "dtype", "bf16.")
     source = "the check for steps that are not finite"  # such a step is left out
     fill(bf16, "check_grad_overflow", True, source, "bf16.")
     fill(zero, "compute_grad_norm", True, source, "zero_optimization.")
     if zero.get("overlap_comm") == "auto":
         zero["overlap_comm"] = world_size > 1  # one rank has nobody to talk with, and would hold a second bucket
-    place = (zero.get("offload_optimizer") or {}).get("device", "none")
-    if place not in ("cpu", "none"):
-        raise ConfigError(f"deepspeed='{path}': zero_optimization.offload_optimizer.device is {place!r}: use 'cpu'")
-    data_types, known = settings.setdefault("data_types", {}), ("bf16", "fp32") if bf16["enabled"] else ("fp32",)
+    data_types = settings["data_types"] = find_section(settings, "data_types")
+    known = ("bf16", "fp32") if bf16["enabled"] else ("fp32",)
     if data_types.setdefault("grad_accum_dtype", "auto") == "auto":
         # ZeRO-2 takes the memory for fp32 sums of gradients anyway, for AdamW's step, unless the step is on the CPU:
         # then bf16 sums are kept there too, and fp32 ones would stay on the GPU.
@@ -175,7 +202,22 @@ def engine_config(config: TrainerConfig, world_size: int, device: torch.device) 
             f"deepspeed='{path}': data_types.grad_accum_dtype is {data_types['grad_accum_dtype']!r}: with dtype "
             f"{str(dtype).removeprefix('torch.')} use {' or '.join(known)}"
         )
+    # What is left of "auto" is DeepSpeed's default, which it takes where a key is not there.
+    settings["zero_optimization"] = {key: value for key, value in zero.items() if value != "auto"}
+    with refused_by_deepspeed(path, Exception):  # pydantic's, DeepSpeed's own, what a value of another type runs into
+        # Without the whole batch, which it compares with the ranks that have met: in a dry run none have.
+        deepspeed.DeepSpeedConfig({key: value for key, value in settings.items() if key != "train_batch_size"})
     return settings
+
+
+@contextmanager
+def refused_by_deepspeed(path: str | Path, kind: type[Exception]) -> Iterator[None]:
+    """Raise ConfigError where DeepSpeed's checks of the file end the body of the `with` by an error of this kind."""
+    try:
+        yield
+    except kind as error:
+        reason = " ".join(str(error).split()) or repr(error)
+        raise ConfigError(f"deepspeed='{path}': DeepSpeed refuses it: {reason}: correct it there") from error
 
 
 def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """The engine as the trainer starts it: DeepSpeed's files, its process groups, sums of gradients, the optimizer."""
 
 import json
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -51,6 +52,12 @@ def test_every_file_takes_steps_and_leaves_out_one_that_is_not_finite(found):
         assert all(run["fused"])
         bf16 = file == "ds_offload.json" and dtype == "bfloat16"
         assert run["summed in"] == (torch.bfloat16 if bf16 else torch.float32)
+
+
+@pytest.mark.slow
+def test_what_deepspeed_refuses_at_the_start_only_is_one_sentence_too(found):
+    refused = r"deepspeed='.*predivided.json': DeepSpeed refuses it: gradient_predivide_factor .*: correct it there"
+    assert re.fullmatch(refused, found["refusal"])
 
 
 @pytest.mark.slow

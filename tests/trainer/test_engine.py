@@ -73,7 +73,8 @@ def with_file(tmp_path):
             {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
             "zero_optimization.compute_grad_norm is False but the check for steps that are not finite makes it",
         ),
-        ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled asks for float16"),
+        ({"communication_data_type": "FP16"}, "communication_data_type asks for float16"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown is true, but DeepSpeed can time only"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled is true, but DeepSpeed can time only"),
         ({"optimizer": {"type": "Adam"}}, "optimizer is set there, but learning_rate"),
@@ -92,7 +93,31 @@ def with_file(tmp_path):
             "data_types.grad_accum_dtype is 'bf16': with dtype float32 use fp32",
         ),
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "write a JSON object"),
+        ({"fp16": True}, "fp16 is True: write a JSON object"),
+        ({"bf16": "auto"}, "bf16 is 'auto': write a JSON object"),
+        ({"data_types": None}, "data_types is None: write a JSON object"),
+        ({"flops_profiler": []}, r"flops_profiler is \[\]: write a JSON object"),
+        ({"zero_optimization": 2}, "zero_optimization is 2: write a JSON object"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+            "zero_optimization.offload_optimizer is 'cpu'",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "stge": 2}},
+            "DeepSpeed refuses it: .* stge Extra inputs are not permitted",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}},
+            "refuses it: .* reduce_bucket_size .* greater than 0",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}},
+            "refuses it: .* reduce_bucket_size .* integer",
+        ),
+        ({"sparse_gradients": True}, "DeepSpeed refuses it: Sparse compression .* has been removed"),
+        ({"checkpoint": None}, "DeepSpeed refuses it: "),
     ],
 )
 def test_contradictions_are_refused(with_file, settings, said):
@@ -105,6 +130,9 @@ def test_what_agrees_and_what_is_not_ours_is_kept(with_file):
         {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5}}, "--max_grad_norm", "0.5"
     )
     assert filled["gradient_clipping"] == 0.5 and filled["zero_optimization"]["reduce_bucket_size"] == 5
+    # DeepSpeed's own defaults
+    filled = with_file({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": None}})
+    assert not {"reduce_bucket_size", "offload_optimizer"} & {*filled["zero_optimization"]}
 
 
 OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
