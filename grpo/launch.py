@@ -32,6 +32,7 @@ from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import REPOSITORY
 from grpo.config.launch import LaunchConfig
 from grpo.config.ports import free_port
+from grpo.run.checkpoint_files import finished_steps
 from grpo.run.run_folder import find_run_folder
 
 log = logging.getLogger("grpo.launch")
@@ -42,11 +43,14 @@ _SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def launch(config: LaunchConfig) -> int:
-    """Run server and trainer to the trainer's end. Return the exit code of the first rank that failed, or 0.
+    """Run server and trainer to the trainer's end. Return the exit code of the first rank that failed; 0 where the run
+    is done, and 1 where none failed and it is not.
 
     Raises ConfigError where the ranks cannot share a step or a GPU, and as find_run_folder.
     """
-    find_run_folder(config)  # the ranks would refuse it too, after seconds of imports
+    # The ranks would refuse it too, after seconds of imports. Where no folder is named, theirs is this one.
+    run = find_run_folder(config)
+    config.output_dir = str(run)
     server_cards, cards = share_cards(visible_cards(), config.starts_server)
     ranks = config.nproc_per_node or max(1, len(cards))
     if cards and ranks > len(cards):
@@ -66,9 +70,16 @@ def launch(config: LaunchConfig) -> int:
             if config.starts_server:
                 programs.start_server(server_cards, f"http://127.0.0.1:{config.port}")
             programs.start_trainer(ranks, cards)
-            return programs.wait()
+            code = programs.wait()
         finally:
             programs.end()
+    if code == 0 and not config.dry_run and finished_steps(run) < config.max_steps:
+        say_once(
+            f"{run}: the trainer ended with code 0 before its last step: something called os._exit(0): put reward "
+            "functions behind --reward_timeout, tools and an environment behind --tool_timeout"
+        )
+        return 1
+    return code
 
 
 def visible_cards() -> list[str]:
