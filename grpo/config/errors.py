@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import signal
 import sys
@@ -13,6 +14,12 @@ from typing import Any
 
 COMMAND = "GRPO_COMMAND"
 """the environment variable in which grpo.launch tells the programs that it starts what the user typed"""
+
+LAUNCHER_VARIABLES = (
+    "a launcher sets RANK and LOCAL_RANK, both below WORLD_SIZE, and MASTER_ADDR and MASTER_PORT: start under one, "
+    "or unset RANK, LOCAL_RANK and WORLD_SIZE"
+)
+"""the remedy where one of these is missing or wrong"""
 
 
 class ConfigError(ValueError):
@@ -64,8 +71,19 @@ def first_here() -> bool:
 
 
 def rank_count() -> int:
-    """Return the number of ranks that the launcher started; without one it is 1."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of ranks that the launcher started; without one it is 1. Raises ConfigError as
+    launcher_number."""
+    return launcher_number("WORLD_SIZE", 1, least=1)
+
+
+def launcher_number(name: str, default: int, least: int = 0, most: float = math.inf) -> int:
+    """Return a number that a launcher puts into the environment; without one the default.
+
+    Raises ConfigError where it is no whole number of that range.
+    """
+    value = os.environ.get(name, str(default))
+    require(value.isdecimal() and least <= int(value) <= most, name, value, LAUNCHER_VARIABLES)
+    return int(value)
 
 
 def is_first_rank() -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from grpo.config.errors import rank_count
+from grpo.config.errors import LAUNCHER_VARIABLES, launcher_number, rank_count, require
 from grpo.model.devices import take_device
 
 _T = TypeVar("_T")
@@ -19,16 +19,20 @@ def own_place() -> tuple[int, int, torch.device]:
     """Take this rank's device and return (rank, number of ranks, device); without a launcher (0, 1, device).
 
     A rank on a CPU takes an equal share of the cores. Only rank 0 goes on to show progress bars. Raises ConfigError as
-    take_device.
+    take_device, and where the launcher's variables are not all there, or wrong: ranks would wait for others for ever.
     """
-    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    places = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+    for name in (*places, "MASTER_ADDR", "MASTER_PORT") if os.environ.keys() & {*places} else ():
+        require(name in os.environ, name, None, LAUNCHER_VARIABLES)
     world_size = rank_count()
+    rank, local_rank = (launcher_number(name, 0, most=world_size - 1) for name in ("RANK", "LOCAL_RANK"))
+    launcher_number("MASTER_PORT", 1, least=1, most=65535)
     if rank != 0:
         disable_progress_bar()
     device = take_device(local_rank)
     # The launcher does not set it, and each rank would use all cores.
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launcher_number("LOCAL_SIZE", 1, least=1)))
     return rank, world_size, device
 
 

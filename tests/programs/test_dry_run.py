@@ -97,8 +97,15 @@ def test_an_optimizer_in_8_bits_and_one_on_the_cpu_are_choices_but_not_together(
     assert ("optim adamw_8bit" in choices) == plain and ("deepspeed configs/ds_offload.json" in choices) == plain
 
 
+def be_rank(rank: int, monkeypatch) -> None:
+    """Have the variables of one of two ranks."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+
+
 def test_a_step_is_cut_as_the_update_cuts_it(given, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    be_rank(0, monkeypatch)
     dry_run(TrainerConfig(**given))
     said = capsys.readouterr().out
     longest = int(said.split("prompts to train on, of ")[1].split(" to ")[1].split()[0])
@@ -116,8 +123,7 @@ def test_it_logs_in_where_the_model_is_to_be_pushed(given, monkeypatch):
 
 
 def test_only_rank_0_says_it(given, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
+    be_rank(1, monkeypatch)
     dry_run(TrainerConfig(**given))
     assert capsys.readouterr().out == ""
 

@@ -16,7 +16,33 @@ from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import load_reward_funcs
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import sum_files, write_progress
+from grpo.run.collective import own_place
 from grpo.run.preflight import check_alike, describe_inputs, find_run, open_run
+
+PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "environment, wrong",
+    [
+        ({"WORLD_SIZE": "2"}, "RANK=None"),
+        ({"RANK": "0"}, "LOCAL_RANK=None"),
+        ({name: value for name, value in PLACE.items() if name != "LOCAL_RANK"}, "LOCAL_RANK=None"),
+        ({name: value for name, value in PLACE.items() if name != "MASTER_PORT"}, "MASTER_PORT=None"),
+        (PLACE | {"RANK": "2"}, "RANK='2'"),
+        (PLACE | {"RANK": ""}, "RANK=''"),
+        (PLACE | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+        *[(PLACE | {"WORLD_SIZE": count}, f"WORLD_SIZE='{count}'") for count in ("0", "-1", "abc")],
+        *[(PLACE | {"MASTER_PORT": port}, f"MASTER_PORT='{port}'") for port in ("0", "x", "99999")],
+    ],
+)
+def test_a_place_that_no_launcher_gives_is_refused(environment, wrong, monkeypatch):
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{wrong}: a launcher sets .* or unset RANK, LOCAL_RANK and WORLD_SIZE$"):
+        own_place()
 
 
 def examples(answers: str) -> list[Example]:
