@@ -26,12 +26,20 @@ def load_file(field: str, name: str, path: str) -> ModuleType:
     Raises ConfigError as check_file, and whatever the file raises.
     """
     check_file(field, name, path)
-    module_name = str(Path(path).resolve())
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module_name])
-    return sys.modules[module_name]
+    name_of_module = module_name(path)
+    if name_of_module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name_of_module, path)
+        sys.modules[name_of_module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name_of_module])
+    return sys.modules[name_of_module]
+
+
+def module_name(path: str) -> str:
+    """Return the name of the module of a file: its path, with "//" for each dot, which no such path has.
+
+    Of a name with dots pickle, and so multiprocessing, would first import what stands before the first dot.
+    """
+    return str(Path(path).resolve()).replace(".", "//")
 
 
 def load_function(field: str, name: str) -> Callable:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import pickle
 import signal
 from fractions import Fraction
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_functions_of_another_file_are_keyed_by_function_name(user_file):
     assert list(functions) == ["length", "correctness_reward", "other"]
     assert functions["length"](completions=["abc"]) == [3.0]
     assert functions["length"].__globals__ is functions["other"].__globals__
+    assert pickle.loads(pickle.dumps(functions["length"])) is functions["length"]  # as multiprocessing does
 
 
 @pytest.mark.parametrize("name", ["no_such_reward", "TAGS", "", "mine.py"])

@@ -13,6 +13,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.config.user_files import module_name
 from grpo.rewards.compute import load_reward_funcs
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import sum_files, write_progress
@@ -53,7 +54,7 @@ def compare(differs: bool, settings: dict | None = None, train="45", held_out="6
     """Compare this rank's inputs with the other rank's; `differs` is True on the rank whose inputs are changed."""
     settings = {"reward_funcs": ["own.py:own"]} | ((settings or {}) if differs else {})
     Path("own.py").write_text("def own(completions, **_):\n    return [0.0 for _ in completions]\n" + own * differs)
-    sys.modules.pop(str(Path("own.py").resolve()), None)
+    sys.modules.pop(module_name("own.py"), None)
     config = TrainerConfig(**settings)
     data = [examples(train if differs else "45"), examples(held_out if differs else "6")]
     ds_config = (engine if differs else None) or {"stage": 2}

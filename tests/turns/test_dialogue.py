@@ -5,12 +5,12 @@ import re
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from talks import Talks, call, ids_of
 
 from grpo.config.trainer import TrainerConfig
+from grpo.config.user_files import module_name
 from grpo.rollouts.turns import close_all
 from grpo.turns.start import PRINTS_TOGETHER, start_turns
 
@@ -189,7 +189,7 @@ def test_sync_calls_of_all_completions_run_in_one_thread_one_at_a_time(talks):
     ids = talks.tokenizer(call("add", a=1, b=1), add_special_tokens=False)["input_ids"] + [talks.tokenizer.eos_token_id]
     futures = [talk.dialogue.answer(ids, 1000) for _ in range(20) for talk in running]
     assert all("2\n</tool_response>" in talks.tokenizer.decode(future.result(60)) for future in futures)
-    module = sys.modules[str(Path(talks.file).resolve())]
+    module = sys.modules[module_name(talks.file)]
     assert len(module.THREADS) == 1 and threading.get_ident() not in module.THREADS
     for talk in running:
         talk.dialogue.close()

@@ -3,12 +3,12 @@
 import json
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from talks import Talks, call
 
 from grpo.config.errors import ConfigError
+from grpo.config.user_files import module_name
 from grpo.rewards.functions import RewardError
 
 GAME = '''
@@ -165,13 +165,13 @@ def begin(tmp_path):
     def make(name: str, row: dict, length: int = 10_000, messages: list | None = None, **settings):
         talks = Talks(tmp_path, GAME, environment=name, **settings)
         started.append((talks, talk := talks.begin(length, messages, **row)))
-        return talk, sys.modules[str(Path(talks.file).resolve())], talks.turns
+        return talk, sys.modules[module_name(talks.file)], talks.turns
 
     yield make
     for talks, talk in started:
         talk.dialogue.close()
         talks.turns.close()
-        module = sys.modules[str(Path(talks.file).resolve())]
+        module = sys.modules[module_name(talks.file)]
         assert not module.ALIVE and len(module.CLOSED) == len(set(module.CLOSED))
 
 
@@ -408,7 +408,7 @@ def test_instances_are_closed_where_the_sampler_fails(begin):
 
 def test_as_many_are_alive_as_completions_run(tmp_path):
     talks = Talks(tmp_path, GAME, environment="Guess")
-    module = sys.modules[str(Path(talks.file).resolve())]
+    module = sys.modules[module_name(talks.file)]
     for _ in range(3):
         running = [talks.begin(number=number) for number in range(12)]
         for talk in running:

@@ -2,11 +2,11 @@
 
 import copy
 import sys
-from pathlib import Path
 
 import pytest
 from talks import Talks, ids_of
 
+from grpo.config.user_files import module_name
 from grpo.model.trial import make_batcher
 from grpo.rewards.functions import RewardError
 from grpo.rollouts.continuous import ContinuousSampler
@@ -55,7 +55,7 @@ def sampled(policy, tmp_path):
         examples = [
             Example(i, "", ids_of(talks.tokenizer, "ask" * (i + 1), ends=False), row) for i, row in enumerate(columns)
         ]
-        module = sys.modules[str(Path(talks.file).resolve())]
+        module = sys.modules[module_name(talks.file)]
         try:
             groups = sampler.sample(examples, 3, 1.0, 3)
             return [rollout for group in groups for rollout in group], module, talks.tokenizer
