@@ -55,7 +55,8 @@ def run_worker(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as trainer, trainer.makefile("rb") as tasks:
 
         def send(reply: dict[str, Any]) -> None:
-            trainer.sendall(json.dumps(reply).encode() + b"\n")
+            with contextlib.suppress(ConnectionError):  # the trainer has ended: the next task shows it
+                trainer.sendall(json.dumps(reply).encode() + b"\n")
 
         try:
             make_service, arguments = pickle.load(tasks)
@@ -68,7 +69,7 @@ def run_worker(descriptor: int) -> None:
         while True:
             try:
                 number, *task = pickle.load(tasks)
-            except EOFError:
+            except (EOFError, ConnectionError):  # the latter where the trainer has not read all replies
                 return
             reply = service.answer(*task)
             if os.getpid() != worker_pid:

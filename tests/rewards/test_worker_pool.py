@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.rewards import process as process_module
 from grpo.rewards.compute import RewardError, compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.prints import SHOWN_CHARACTERS
+from grpo.rewards.service import RewardService
 from grpo.rewards.worker_pool import RewardPool
 
 pytestmark = pytest.mark.slow
@@ -365,6 +368,25 @@ def test_what_is_no_reward_is_refused_as_in_the_trainer(pooled):
     for digits, shown in ((101, "1" + "0" * 101), (5000, "int")):
         with pytest.raises(RewardError, match=f"'huge' returned {shown} for the completion 'a+'[.]*: a reward is a"):
             rewards(huge, ["a" * digits])
+
+
+def test_a_worker_ends_quietly_where_the_trainer_has_not_read_its_reply():
+    code = "import sys; from grpo.rewards.worker import run_worker; run_worker(int(sys.argv[1]))"
+    trainer, worker = socket.socketpair()
+    with trainer, worker:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(worker.fileno())],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[worker.fileno()],
+            text=True,
+        )
+        trainer.sendall(pickle.dumps((RewardService, (["format_reward"],))))
+        assert trainer.recv(1, socket.MSG_PEEK) == b"{"
+    with process:
+        assert process.stderr.read() == ""
+        assert process.wait() == 0
 
 
 def test_a_file_that_only_a_worker_cannot_load_ends_the_run(tmp_path):
