@@ -75,11 +75,11 @@ class Logged:
             [*values], ensure_ascii=False, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)
         )
         plain = json.loads(text.encode("utf-8", "replace"), parse_constant=lambda _: None)
-        self.extra.setdefault(str(column), []).extend(plain)
+        self.extra.setdefault(_encodable(column), []).extend(plain)
 
     def log_metric(self, name: str, value: float) -> None:
         """Add a value to a metric: the mean of all values that all ranks log is recorded."""
-        self.metrics.setdefault(str(name), []).append(float(value))
+        self.metrics.setdefault(_encodable(name), []).append(float(value))
 
     def add(self, other: Logged) -> None:
         """Take up what another function logged; a column that both have is the other's."""
@@ -242,6 +242,11 @@ def text_of(completion: str | list[Message]) -> str:
     if isinstance(completion, str):
         return completion
     return "\n".join(message["content"] for message in completion if message["role"] == "assistant")
+
+
+def _encodable(name: object) -> str:
+    """Return a name as text, with a question mark for each character that no file can hold."""
+    return str(name).encode("utf-8", "replace").decode()
 
 
 def _list_reward_functions(module: ModuleType) -> list[str]:

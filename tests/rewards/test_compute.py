@@ -261,6 +261,13 @@ def test_a_column_of_the_record_is_not_replaced():
             Logged().log_extra(name, ["x"])
 
 
+def test_a_name_that_no_file_can_hold_is_cleaned_as_values_are():
+    logged = Logged()
+    logged.log_extra("a\ud800", ["b\ud800"])
+    logged.log_metric("a\ud800", 1)
+    assert (logged.extra, logged.metrics) == ({"a?": ["b?"]}, {"a?": [1.0]})
+
+
 @pytest.mark.parametrize(
     "bad",
     [
