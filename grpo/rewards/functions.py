@@ -175,7 +175,8 @@ def check_returned(returned: Any, batch: Batch, logged: Logged) -> list:
         raise Misuse("returned None: is a `return` missing?")
     if not isinstance(returned, Iterable):
         raise Misuse(f"returned {repr_of(returned)}: it must return a list with one reward for each completion")
-    rewards = list(returned)
+    # The elements of a tensor are tensors.
+    rewards = [reward.item() if getattr(reward, "ndim", None) == 0 else reward for reward in returned]
     if len(rewards) != count:
         raise Misuse(f"returned {len(rewards)} rewards for {count} completions: return one for each")
     for column, values in logged.extra.items():

@@ -282,9 +282,18 @@ def test_a_reward_that_is_no_finite_number_is_refused(bad):
         compute_rewards({"f": lambda **_: [1.0, bad]}, ["p"] * 2, ["a", "b"], {})
 
 
-@pytest.mark.parametrize("good", [2, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(3), -(10**100)])
+REAL = 2, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(3), np.bool_(True), -(10**100)
+TENSORS = torch.tensor(0.5, dtype=torch.bfloat16), torch.tensor(True)
+
+
+@pytest.mark.parametrize("good", [*REAL, *TENSORS])
 def test_any_real_number_is_a_reward(good):
     assert compute_rewards({"f": lambda **_: [good]}, ["p"], ["a"], {}) == [[float(good)]]
+
+
+def test_a_tensor_of_rewards_is_as_a_list_of_them():
+    rewards = compute_rewards({"f": lambda **_: torch.tensor([0.5, 2.0])}, ["p"] * 2, ["a", "b"], {})
+    assert rewards.tolist() == [[0.5, 2.0]]
 
 
 def test_a_long_completion_is_cut_in_the_message():
