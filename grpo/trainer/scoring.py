@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.trainer import TrainerConfig
@@ -40,18 +42,33 @@ def score_rollouts(
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     columns["completion_ids"] = [rollout.completion_ids for rollout in rollouts]
     columns["prompt_texts"] = [example.prompt for example in examples]
-    return compute_rewards(
-        functions,
-        [example.conversation or example.prompt for example in examples],
-        [
-            _messages(rollout) if example.conversation else rollout.text
-            for example, rollout in zip(examples, rollouts, strict=True)
-        ],
-        columns,
-        [_converse(example, rollout) for example, rollout in zip(examples, rollouts, strict=True)],
-        state,
-        logged,
-    )
+    with _modes_kept():
+        return compute_rewards(
+            functions,
+            [example.conversation or example.prompt for example in examples],
+            [
+                _messages(rollout) if example.conversation else rollout.text
+                for example, rollout in zip(examples, rollouts, strict=True)
+            ],
+            columns,
+            [_converse(example, rollout) for example, rollout in zip(examples, rollouts, strict=True)],
+            state,
+            logged,
+        )
+
+
+@contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Give torch back the modes that a function has left changed: the update would fail in them, or be another."""
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    autocast = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)
+        for device, is_enabled in autocast.items():
+            torch.set_autocast_enabled(device, is_enabled)
 
 
 def try_rewards(

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pictured
@@ -37,6 +38,23 @@ def example(request, tokenizer) -> Example:
     """A problem whose prompt is a text, or a list of messages."""
     prompt = CHAT[0]["content"] if request.param == "text" else CHAT
     return make_example(CONFIG, tokenizer, 0, {"problem": prompt, "solution": r"$\frac{1}{3}$", "tests": [1, [2]]})
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_torchs_modes_are_after_a_function_what_they_were_before(example, raises):
+    def modes() -> tuple:
+        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+
+    def careless(completions, **columns):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+        return [0.0 / (1 - raises)]
+
+    before = modes()
+    with pytest.raises(RewardError) if raises else nullcontext():
+        score_rollouts({"careless": careless}, [example], [rollout("ab")], STATE)
+    assert modes() == before
 
 
 def test_a_function_is_given_what_trl_gives_it(example):
