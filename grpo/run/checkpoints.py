@@ -42,7 +42,7 @@ from grpo.run.checkpoint_files import (
 )
 from grpo.run.collective import from_first, gather
 from grpo.run.exit import how_to_go_on
-from grpo.run.folder import SaveError, put_in_place, to_disk, write_model
+from grpo.run.folder import SaveError, describe_room, put_in_place, to_disk, write_model
 from grpo.run.progress import SHARED, Progress, random_states, set_random_states
 from grpo.run.rearrange import put_steps, share_anew, to_universal
 from grpo.wire.health import fingerprint
@@ -275,7 +275,8 @@ class Checkpoints:
                 action()
             # Whatever it was, on whichever rank: the other ranks must not go on as if the checkpoint were there.
             except Exception as error:
-                failure = f"{getattr(error, 'strerror', None) or error} (rank {self._rank})"
+                reason = f"{getattr(error, 'strerror', None) or error}{describe_room(self._folder)}"
+                failure = f"{reason} (rank {self._rank})"
         return next(filter(None, gather(failure)), None)
 
     def _delete_old(self) -> None:

@@ -18,6 +18,7 @@ from grpo.model.pictures import PictureProcessor
 from grpo.rollouts.chat_template import with_system_prompt
 from grpo.run.checkpoint_files import write_progress
 from grpo.run.model_card import write_card
+from grpo.run.run_folder import nearest_existing
 
 
 class SaveError(RuntimeError):
@@ -90,8 +91,17 @@ def whole_folder(folder: Path, what: str) -> Iterator[Path]:
     # safetensors reports a full disk as an error of its own, and transformers as several: whatever it was, nothing half
     # written may stay behind.
     except Exception as error:
+        reason = f"{error}{describe_room(folder)}"
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise SaveError(f"the {what} could not be saved to {folder}: {error}: nothing was left there") from error
+        raise SaveError(f"the {what} could not be saved to {folder}: {reason}: nothing was left there") from error
+
+
+def describe_room(folder: Path) -> str:
+    """Say how full the folder's disk is, for the end of a failed write's reason, which may not tell of a full disk."""
+    try:
+        return f" ({shutil.disk_usage(nearest_existing(folder)).free >> 20} MiB of its disk are free)"
+    except OSError:  # the disk itself is gone, which the reason tells
+        return ""
 
 
 def put_in_place(unfinished: Path, folder: Path) -> None:

@@ -121,6 +121,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
         errors = [line for line in output.splitlines() if "could not be saved" in line]
         assert len(errors) == 1 and errors[0].startswith("grpo_ref_split.py: error: ")
         assert "checkpoint-4 could not be saved: " in errors[0] and "MiB: make room" in errors[0]
+        assert "MiB of its disk are free) (rank " in errors[0]
         assert errors[0].endswith("--resume_from_checkpoint last goes on from checkpoint-2")
         assert [path.name for path in run.iterdir() if path.is_dir()] == ["checkpoint-2"]
         assert went_on(finish(2, words)) == 2

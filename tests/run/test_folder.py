@@ -35,7 +35,8 @@ def test_what_an_interrupted_save_left_is_replaced(model, tokenizer, tmp_path):
 
 def test_a_failed_save_says_where_and_leaves_nothing(model, tokenizer, tmp_path):
     (tmp_path / "model").write_text("a file is in the way")
-    with pytest.raises(SaveError, match=f"could not be saved to {tmp_path / 'model'}: .*nothing was left"):
+    said = rf"could not be saved to {tmp_path / 'model'}: .* \(\d+ MiB of its disk are free\): nothing was left"
+    with pytest.raises(SaveError, match=said):
         save_model(model, tokenizer, tmp_path / "model", TrainerConfig())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
