@@ -46,6 +46,7 @@ class TensorBoard:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a thread writes them: a kill would lose steps that a checkpoint has
 
     def completions(self, step: int, phase: str, samples: Samples) -> None:
         pass

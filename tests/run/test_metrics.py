@@ -173,6 +173,17 @@ def test_the_record_is_appended_and_nan_is_null(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 1.5), (2, 1.5)]
 
 
+def test_tensorboard_has_what_a_killed_run_has_recorded(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder, numbers = Recorder(TrainerConfig(report_to=["tensorboard"]), tmp_path, after=-1), range(200)
+    for step in range(5):
+        recorder.metrics(step, {f"number/{number}": step for number in numbers})
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()  # as after a kill: it is not closed
+        assert all(events.Scalars(f"number/{number}")[-1].step == step for number in numbers)
+    recorder.close()
+
+
 def test_the_curves_are_a_picture(tmp_path):
     rows = [{"step": 0, "eval_accuracy": 0.2, "eval_accuracy_se": 0.02, "eval_format": 0.5}]
     rows += [
