@@ -38,6 +38,7 @@ from grpo.run.run_folder import find_run_folder
 log = logging.getLogger("grpo.launch")
 
 _GRACE = 30.0  # seconds in which the other ranks may end by themselves after one has failed
+_AFTER_FIRST = 2.0  # the same after the first rank, whose error the others would say again (say_once)
 _POLL = 0.2  # seconds between two looks at the processes
 _SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -149,6 +150,8 @@ class Programs:
         while None in [process.poll() for process in self._ranks] and time.monotonic() < deadline:
             if not code and (code := self._failure() or self._watch_server()):
                 deadline = time.monotonic() + _GRACE
+            if self._ranks[0].returncode:
+                deadline = min(deadline, time.monotonic() + _AFTER_FIRST)
             time.sleep(_POLL)
         return code or self._failure()
 

@@ -331,13 +331,19 @@ def grade(prompts, completions, trainer_state, **columns):
 
 @pytest.mark.slow
 def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder, data_folder, tmp_path):
-    """In the third step, and in the evaluation after the last, which rank 0 does alone."""
+    """In the third step, and in the evaluation after the last, which rank 0 does alone. Both launchers end the other
+    rank before it says the same."""
     own, run, steps = tmp_path / "own.py", tmp_path / "run", {"max_steps": 4, "eval_steps": 4, "save_steps": 100}
     words = options(model_folder, data_folder, run, **steps, reward_funcs=f"{own}:grade", beta=0)
     words += ["--resume_from_checkpoint", "last"]
     for rank, done in (("1", 2), ("0", 4)):
         own.write_text(FAILS.replace("FAILING", repr((rank, done))))
-        ended = launch(2, "grpo_ref_split.py", *words)
+        if done == 2:
+            ended = launch(2, "grpo_ref_split.py", *words)
+        else:
+            program = [sys.executable, "-m", "grpo.launch", "--nproc_per_node", "2", *words]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            ended = subprocess.run(program, cwd=REPOSITORY, env=ENVIRONMENT, timeout=240, **pipes)
         assert ended.returncode != 0
         (said,) = [line for line in ended.stdout.splitlines() if line.startswith("grpo_ref_split.py: error:")]
         assert "Reward function 'grade' failed: KeyError('a mistake'); " in said
