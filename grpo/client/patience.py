@@ -37,17 +37,19 @@ class Patience:
 
         Raises ServersUnavailable after the deadline, FileFailure and ServerError at once, Stopped.
         """
+        is_answered = False
         try:
-            return self._send(send)
+            answer = self._send(send)
+            is_answered = True
         finally:
-            with self._lock:
-                self._refused.discard(threading.get_ident())
+            self._note_end(is_answered)
+        return answer
 
     def _send(self, send: Callable[[], _Value]) -> _Value:
         failures, stuck_since = 0, 0.0
         while not self._stop.is_set():
             try:
-                answer = send()
+                return send()
             except FileFailure:
                 raise
             except RequestFailure as failure:
@@ -64,9 +66,6 @@ class Patience:
                     self._note_failure(failure)
                 self._stop.wait(seconds_to_next_try(failures, failure.retry_after))
                 failures += 1
-            else:
-                self._note_answer()
-                return answer
         raise Stopped
 
     def _note_failure(self, failure: RequestFailure) -> None:
@@ -75,9 +74,9 @@ class Patience:
                 log.warning("%s %s; asking again for %.0f s", self._client.url, failure, self._deadline)
             self._refused.add(threading.get_ident())
 
-    def _note_answer(self) -> None:
+    def _note_end(self, is_answered: bool) -> None:
         # Others may still wait: a pool with a full disk renews leases, and takes no completions.
         with self._lock:
-            if self._refused == {threading.get_ident()}:
+            if is_answered and self._refused == {threading.get_ident()}:
                 log.info("%s answers again", self._client.url)
             self._refused.discard(threading.get_ident())
