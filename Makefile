@@ -4,6 +4,7 @@
 # make demo-tools   a tiny model learns to look up what only its tools know, in three minutes
 # make test    every promise: all tests but the rare ones, and a part of long series; two at a time
 # make test-all   every test, and every case (CONTRIBUTING.md, Tests: what each runs, and how long it may take)
+# make test-processors  the fast tests as other processors compute; which bounds rounding comes near to
 # make test-vllm  the engine that draws with vLLM, against vLLM on the CPU: 3.3 GB in .venv-vllm, some minutes
 # make check   ruff
 # make setup   only .venv with the pinned requirements, those of the tests too
@@ -15,7 +16,7 @@ READY_TO_TEST := .venv/.ready-to-test
 VLLM ?= .venv-vllm
 READY_VLLM := $(VLLM)/.ready
 
-.PHONY: setup demo demo-pool demo-vision demo-tools test test-all test-vllm check
+.PHONY: setup demo demo-pool demo-vision demo-tools test test-processors test-all test-vllm check
 
 setup: $(READY_TO_TEST)
 
@@ -41,10 +42,16 @@ demo-vision: $(READY)
 demo-tools: $(READY)
 	$(BIN)/python -m demo --tools --seed $(SEED)
 
+# All three parts run, whatever the first finds.
 test: $(READY_TO_TEST)
-	$(BIN)/python -m pytest -n 2 --thin
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "slow and not rare and not timed" --thin --durations=10
-	$(BIN)/python -m pytest -m "timed and not rare" --thin
+	@set -x; failed=0; \
+	$(BIN)/python -m pytest -n 2 --thin || failed=1; \
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "slow and not rare and not timed" --thin --durations=10 || failed=1; \
+	$(BIN)/python -m pytest -m "timed and not rare" --thin || failed=1; \
+	exit $$failed
+
+test-processors: $(READY_TO_TEST)
+	$(BIN)/python tests/processors.py
 
 test-all: $(READY_TO_TEST)
 	$(BIN)/python -m pytest -m "" --durations=20

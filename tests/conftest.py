@@ -17,7 +17,7 @@ from pathlib import Path
 
 # One thread a process, before torch reads it: the tests run several on few cores. torch.set_num_threads would leave a
 # server's threads and those of backward passes as many as there are cores, which spin.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 # Containers set it, and each program would compile all of ours anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -28,7 +28,9 @@ import torch
 from transformers import PreTrainedModel
 
 # What these assert is shown as a test's own.
-pytest.register_assert_rewrite("trainer_runs", "models", "experts", "adapters", "servers", "recorded", "processes")
+pytest.register_assert_rewrite(
+    "trainer_runs", "models", "experts", "adapters", "servers", "recorded", "processes", "rounding"
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

@@ -19,6 +19,7 @@ import requests
 import trustme
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
 from proxy import Plan, proxy
+from rounding import FORMULA, assert_rounded
 from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, answer, eventually, fake, open_client
 
 from grpo.client import base
@@ -59,7 +60,7 @@ def test_small_groups_share_a_request_and_each_gets_its_own(server):
         for (name, prompt, completions), of_group in zip(groups, rows, strict=True):
             alone = client.request_logprobs(prompt, completions, name).result()
             assert [len(row) for row in of_group] == [len(completion) for completion in completions]
-            np.testing.assert_allclose(np.concatenate(of_group), np.concatenate(alone), atol=1e-5, rtol=0)
+            assert_rounded(np.concatenate(of_group), np.concatenate(alone))
 
 
 def test_groups_with_pictures_are_sent_alone():
@@ -79,7 +80,7 @@ def test_a_group_that_is_cancelled_is_left_out_and_the_others_are_answered(serve
         go.set()
         assert [len(row) for future in (first, third) for row in future.result(30)] == [2, 1, 2, 1]
         expected = client.request_logprobs([7], [[7, 8], [9]], "c").result()
-        np.testing.assert_allclose(np.concatenate(third.result()), np.concatenate(expected), atol=1e-5, rtol=0)
+        assert_rounded(np.concatenate(third.result()), np.concatenate(expected))
 
 
 @pytest.mark.parametrize("bad", [(413, {}, b"{}"), (200, {}, answer()[2][:-1]), None])
@@ -162,7 +163,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(model_folder, t
             with running_server(model_folder, tmp_path, port=first.port):
                 for future in waiting:
                     for row, same in zip(future.result(timeout=100), expected, strict=True):
-                        np.testing.assert_allclose(row, same, atol=1e-6)
+                        assert_rounded(row, same, FORMULA)
 
 
 def test_with_two_servers_one_may_be_dead(server):
@@ -470,7 +471,7 @@ def test_an_answer_cut_at_any_byte_is_asked_for_again_and_right(server):
                     rows = np.concatenate(client.request_logprobs(PROMPT, COMPLETIONS, "g").result())
                 if not between.happened:
                     return cut  # the answer ended before
-            np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-5)
+            assert_rounded(rows, expected)
 
     with ThreadPoolExecutor(8) as threads:
         assert sum(threads.map(every_eighth, range(8))) > len(GOOD)
@@ -509,7 +510,7 @@ def test_https_with_an_authority_of_ones_own(server, authority, tmp_path, monkey
             assert client.wait_ready().vocab_size > 0
             rows = [client.request_logprobs(PROMPT, COMPLETIONS, f"g{number}").result() for number in range(3)]
         for row in rows:
-            np.testing.assert_allclose(np.concatenate(row), expected, rtol=0, atol=1e-5)
+            assert_rounded(np.concatenate(row), expected)
         for settings in ({}, {"ref_ca_file": others}):
             started = time.monotonic()
             with (

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from experts import CONFIGS, SMALL, balanced, mixture
+from rounding import GRADIENT, assert_rounded
 from step_worker import sequences
 from transformers import (
     AutoModelForCausalLM,
@@ -46,15 +47,15 @@ def test_any_cut_adds_up_to_the_loss_of_all_tokens_at_once(kind, way):
         share = balance_loss(routers, chosen, step)
         share.backward()
         total += share.item()
-        torch.testing.assert_close(logprobs, token_logprobs(model, batch, 1.0)[0], rtol=0, atol=0)
-    assert total == pytest.approx(value, rel=1e-5)
+        assert torch.equal(logprobs, token_logprobs(model, batch, 1.0)[0])
+    assert_rounded(total, value)
     names = dict(model.named_parameters())
     difference = sum(
         ((0 if names[name].grad is None else names[name].grad.double()) - slope).square().sum()
         for name, slope in slopes.items()
     )
     size = sum(slope.square().sum() for slope in slopes.values())
-    assert (difference / size).sqrt() < 1e-5
+    assert_rounded((difference / size).sqrt(), 0.0, GRADIENT)
 
 
 def test_a_model_without_experts_is_refused(model):

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from models import CONFIGS, PADDED, SEQUENCES, build, by_hand
+from rounding import GRADIENT, assert_rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,8 +28,8 @@ def test_both_paths_equal_float64_log_softmax(config, temperature):
             batch = batcher.make(SEQUENCES, "cpu")
             logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
         assert logprobs.dtype == torch.float32
-        torch.testing.assert_close(logprobs.double(), expected.detach(), atol=1e-5, rtol=0)
-        torch.testing.assert_close(entropy.double(), entropies.detach(), atol=1e-5, rtol=0)
+        assert_rounded(logprobs, expected)
+        assert_rounded(entropy, entropies)
 
 
 def test_all_logits_of_a_few_rows_are_fp32_however_large_the_vocabulary():
@@ -39,7 +40,7 @@ def test_all_logits_of_a_few_rows_are_fp32_however_large_the_vocabulary():
     exact = torch.tanh((hidden.double() @ weight.double().t() + bias.double()) * 0.5 / 20.0) * 20.0 / 0.7
     logits = head.all_logits(hidden)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits.double(), exact, atol=1e-4, rtol=0)
+    assert_rounded(logits, exact)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -62,7 +63,7 @@ def test_log_probs_and_entropies_have_the_gradients_of_float64(config, of_logpro
     ours = gradients(logprobs if of_logprobs else logprobs.detach(), entropy)
     scale = max(one.abs().max() for one in expected)
     for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5 * scale.item(), rtol=1e-4)
+        assert_rounded(one, other, GRADIENT, least=scale.item())
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -106,10 +107,9 @@ def test_both_paths_and_every_block_size_have_the_same_gradients(config, checkpo
         for path, batcher in batchers.items():
             batch = batcher.make(SEQUENCES, "cpu")
             values, gradients = values_and_gradients(token_logprobs(model, batch, 0.8)[0])
-            torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=0)
+            assert_rounded(values, expected)
             for name, gradient in gradients.items():
-                error, size = (gradient - expected_gradients[name]).norm(), expected_gradients[name].norm()
-                assert error <= 1e-5 * size + 1e-5, (path, block, name, error, size)
+                assert_rounded(gradient, expected_gradients[name], GRADIENT, about=(path, block, name))
 
 
 def test_padding_and_neighbours_do_not_matter():
@@ -121,8 +121,8 @@ def test_padding_and_neighbours_do_not_matter():
         shared, _ = token_logprobs(model, packed.make(SEQUENCES, "cpu"), 1.0)
         alone = [token_logprobs(model, packed.make([one], "cpu"), 1.0)[0] for one in SEQUENCES]
     assert torch.equal(together, other_pad)
-    torch.testing.assert_close(together, torch.cat(alone), atol=2e-6, rtol=0)
-    torch.testing.assert_close(shared, torch.cat(alone), atol=2e-6, rtol=0)
+    assert_rounded(together, torch.cat(alone))
+    assert_rounded(shared, torch.cat(alone))
 
 
 def test_bfloat16_weights_still_give_float32_logits():
@@ -132,7 +132,7 @@ def test_bfloat16_weights_still_give_float32_logits():
     rows = torch.log_softmax(hidden.double() @ model.lm_head.weight.double().t(), -1)
     exact = rows.gather(-1, batch.targets[:, None]).squeeze(-1)
     logprobs, _ = token_logprobs(model, batch, 1.0)
-    torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=0)
+    assert_rounded(logprobs, exact)
     rounded = torch.log_softmax((hidden @ model.lm_head.weight.t()).double(), -1).gather(-1, batch.targets[:, None])
     assert (rounded.squeeze(-1) - exact).abs().max() > 1e-3  # what rounding the logits would cost
 

@@ -26,6 +26,7 @@ from adapters import (
 )
 from conftest import free_port, running_server
 from models import distance
+from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
 from safetensors.torch import load_file
 from step_worker import own_share, read_config
 from trainer_runs import lines, options, plain_python, run_ranks
@@ -73,8 +74,7 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(model_folder, 
     flags = {"LoRA": [], "rsLoRA": ["--use_rslora"], "DoRA": ["--use_dora"]}[kind]
     made, began_with_adapter = policy(*flags, "--lora_target_modules", *TARGETS, model=model_folder)
     assert not began_with_adapter
-    difference = (scores(made) - scores(base)).abs().max()
-    assert difference < 1e-5 if kind == "DoRA" else difference == 0
+    assert_rounded(scores(made), scores(base), NETWORK if kind == "DoRA" else 0)
     layers = len(TARGETS) * base.config.num_hidden_layers
     names = trained(made)
     assert len(names) == layers * (3 if kind == "DoRA" else 2) and all(".lora_" in name for name in names)
@@ -100,7 +100,7 @@ def test_an_adapter_computes_what_its_paper_says(model_folder, adapters, kind):
     expected = exact(by_hand(model_folder, adapters[kind]))
     batcher = make_batcher(model, 0)
     assert batcher.longest_packed > 0
-    torch.testing.assert_close(scores(model, batcher).double(), expected, atol=1e-5, rtol=0)
+    assert_rounded(scores(model, batcher), expected)
     base = exact(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64))
     assert (expected - base).abs().mean() > 0.01
     others = [exact(by_hand(model_folder, adapters[other])) for other in KINDS if other != kind]
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_plain_autograd(model_folder, adapters, kind, che
     expected = {name.removeprefix("base_model.model."): weight.grad for name, weight in trained(plain).items()}
     ours = {name: weight.grad for name, weight in trained(model).items()}
     assert ours.keys() == expected.keys()
-    assert distance(ours, expected) < 1e-5
+    assert_rounded(distance(ours, expected), 0.0)
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_the_step_of_two_ranks_is_that_of_plain_autograd(model_folder, adapters,
             terms = -(logp - logp.detach()).exp() * one.advantage + 0.3 * (difference.exp() - difference - 1)
             (terms.mean() / len(every)).backward(retain_graph=True)
     expected = {name.removeprefix("base_model.model."): weight.grad for name, weight in trained(plain).items()}
-    assert distance(torch.load(out)[0]["gradient"], expected) < 1e-5
+    assert_rounded(distance(torch.load(out)[0]["gradient"], expected), 0.0)
 
 
 @kinds
@@ -173,7 +173,7 @@ def test_the_reference_is_the_base_while_a_new_adapter_moves(model_folder, kind)
     assert torch.equal(torch.cat(answers), base)
     for budget in (1, 40):
         cut = reference_scores(own, model, batcher, temperature=0.9, budget=budget)
-        torch.testing.assert_close(torch.cat(cut), base, atol=1e-5, rtol=0)
+        assert_rounded(torch.cat(cut), base)
     # And nothing is left of it.
     assert (moved - base).abs().mean() > 0.01 and torch.equal(scores(model, batcher, temperature=0.9), moved)
     assert equal(before, snapshot(model))
@@ -249,7 +249,7 @@ def test_a_saved_adapter_goes_on_where_it_was(model_folder, adapters, tokenizer,
             assert began_with_adapter and equal(snapshot(again), snapshot(model))
             assert torch.equal(scores(again), scores(model))
             stranger = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
-            torch.testing.assert_close(exact(stranger), scores(model).double(), atol=1e-5, rtol=0)
+            assert_rounded(exact(stranger), scores(model))
 
 
 @kinds
@@ -267,10 +267,10 @@ def test_a_merged_model_is_plain_and_the_run_goes_on_as_if_nothing_was(
         "_name_or_path": ""
     } == original.config.to_dict() | {"_name_or_path": ""}
     assert plain.generation_config.to_dict() == original.generation_config.to_dict()
-    torch.testing.assert_close(exact(plain), expected.double(), atol=1e-5, rtol=0)
+    assert_rounded(exact(plain), expected)
     byhand = by_hand(model_folder, adapters[kind]).state_dict()
     for name, weight in plain.state_dict().items():
-        torch.testing.assert_close(weight.double(), byhand[name], atol=1e-6, rtol=1e-5)
+        assert_rounded(weight, byhand[name], FORMULA)
     AutoTokenizer.from_pretrained(tmp_path / "model")
 
 
@@ -408,7 +408,7 @@ def test_a_server_answers_with_the_adapters_logprobs(model_folder, adapters, tmp
         logits = model(input_ids=torch.tensor([prompt + completion])).logits[0] / 0.9
         rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
         expected = rows[range(len(completion)), completion]
-        torch.testing.assert_close(torch.from_numpy(answer).double(), expected, atol=1e-5, rtol=0)
+        assert_rounded(torch.from_numpy(answer), expected)
 
 
 @pytest.mark.slow
@@ -423,7 +423,7 @@ def test_two_ranks_without_a_server(model_folder, adapters, data_folder, letters
     assert ended.returncode == 0, ended.stdout
     assert "ref is adapter_off: no reference server" in ended.stdout
     rows = lines(run / "metrics.jsonl")
-    assert abs(rows[0]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-6
+    assert abs(rows[0]["kl"]) < NO_KL and rows[-1]["kl"] > 1e-6
     assert all(row["time/ref_logprobs"] > 0 for row in rows)
     for name in ("checkpoint-2", "model"):
         model, began_with_adapter = policy("--dtype", dtype, model=run / name)
@@ -443,7 +443,7 @@ def test_with_a_server_the_kl_begins_at_0_from_a_new_adapter_and_from_an_old_one
         assert ended.returncode == 0, ended.stdout
         assert "has other weights than the policy starts from" not in ended.stdout
         rows = lines(tmp_path / name / "metrics.jsonl")
-        assert abs(rows[0]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-8
+        assert abs(rows[0]["kl"]) < NO_KL and rows[-1]["kl"] > 1e-8
 
     run("new", model_folder, server.url, "--lora_target_modules", "all-linear", "--use_rslora")
     with running_server(adapters["LoRA"], tmp_path) as served:

@@ -11,6 +11,7 @@ from models import distance
 from picture_oracle import Plain
 from pictured import FAMILIES, drawing, save
 from ragged import named
+from rounding import GRADIENT, assert_rounded
 from transformers import AutoConfig
 
 from grpo.config.errors import ConfigError
@@ -142,7 +143,7 @@ def test_pictures_that_a_window_cuts_are_padded(tmp_path):
     assert batch.tree is None
     with torch.no_grad():
         logprobs, _ = token_logprobs(narrow.model, batch, 1.0)
-    assert (logprobs - expected).abs().max() < 1e-5
+    assert_rounded(logprobs, expected)
 
 
 def test_a_groups_pictures_are_seen_once(family):
@@ -160,7 +161,7 @@ def test_log_probs_are_those_of_float64(family):
             with named("packed" if batcher is family.batcher else "padded", budget), torch.no_grad():
                 for rows, logprobs in in_micro_batches(family, batcher, budget):
                     for row, of_row in zip(rows, logprobs, strict=True):
-                        torch.testing.assert_close(of_row.double(), expected[row], atol=1e-5, rtol=0)
+                        assert_rounded(of_row, expected[row])
 
 
 def test_a_picture_moves_log_probs(family):
@@ -192,7 +193,7 @@ def test_the_gradient_is_plain_pytorchs_for_any_cut(family, recomputes):
         with named("micro-batches of", budget):
             assert gradient.keys() == exact.keys()
             towers = {name: exact[name] for name in exact if "visual" in name or "vision" in name or "multi" in name}
-            assert max(distance(gradient, exact), distance(gradient, towers)) < 1e-4
+            assert_rounded([distance(gradient, exact), distance(gradient, towers)], [0.0, 0.0], GRADIENT)
 
 
 def test_gradients_come_in_the_same_order_with_pictures_and_beside_the_filler(family):

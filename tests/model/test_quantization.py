@@ -19,6 +19,7 @@ from adapters import (
     write_adapter,
 )
 from conftest import REPOSITORY, running_server
+from rounding import FEW_BITS, FORMULA, NETWORK, NO_KL, assert_rounded
 from trainer_runs import finish, lines, options, plain_python, timeless, weights
 from transformers import AutoModelForCausalLM
 
@@ -112,7 +113,7 @@ def test_gradients_are_those_on_the_unpacked_weights(model_folder, kind, tmp_pat
 
     plain = plain_copy(model)
     plain.save_pretrained(tmp_path / "plain")
-    torch.testing.assert_close(before.double(), exact(by_hand(tmp_path / "plain", adapter)), atol=1e-4, rtol=0)
+    assert_rounded(before, exact(by_hand(tmp_path / "plain", adapter)), FEW_BITS)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = str(tmp_path / "plain")
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
@@ -120,7 +121,7 @@ def test_gradients_are_those_on_the_unpacked_weights(model_folder, kind, tmp_pat
     expected = torch.autograd.grad(exact(other).float().sum(), [*trained(other).values()])
     for name, slope, known in zip(parameters, slopes, expected, strict=True):
         assert slope.abs().max() > 0, name
-        torch.testing.assert_close(slope, known, rtol=1e-3, atol=1e-4)
+        assert_rounded(slope, known, FEW_BITS)
 
 
 @kinds
@@ -134,7 +135,7 @@ def test_the_kl_is_0_at_first_and_the_base_is_the_reference(model_folder, tokeni
         reference = scores(served, make_batcher(served, 0))
         now = scores(model, batcher)
         # DoRA's (m / norm - 1) x rounds.
-        torch.testing.assert_close(now, reference, rtol=0, atol=1e-5 if kind == "DoRA" else 0.0)
+        assert_rounded(now, reference, NETWORK if kind == "DoRA" else 0)
         move(model)
         assert (scores(model, batcher) - now).abs().max() > 0.01
     assert torch.equal(torch.cat(reference_scores(own, model, batcher)), reference)
@@ -154,7 +155,7 @@ def test_what_is_saved_is_the_policy_and_the_run_goes_on_as_if_nothing_was(model
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     assert not hasattr(plain.config, "quantization_config") and not hasattr(plain, "peft_config")
-    torch.testing.assert_close(exact(plain), now.double(), rtol=0, atol=1e-4)
+    assert_rounded(exact(plain), now, FEW_BITS)
     again, began_with_adapter = quantized(model=tmp_path / "adapter")
     assert began_with_adapter
     with torch.no_grad():
@@ -237,7 +238,7 @@ def test_two_ranks_go_on_as_if_nothing_was(model_folder, data_folder, letters, t
         assert "goes on after step 2" in output
         here, there = weights(again / "model"), weights(run / "model")
         for name in there:
-            torch.testing.assert_close(here[name], there[name], rtol=0, atol=0 if ranks == 2 else 1e-6)
+            assert_rounded(here[name], there[name], 0 if ranks == 2 else FORMULA)
         assert ranks == 1 or timeless(again) == timeless(run)
 
 
@@ -253,7 +254,7 @@ def test_with_a_server_the_kl_begins_at_0(server, model_folder, data_folder, let
     assert ended.returncode == 0, ended.stdout
     assert "has other weights than the policy starts from" not in ended.stdout
     rows = lines(tmp_path / "same/metrics.jsonl")
-    assert abs(rows[0]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-8
+    assert abs(rows[0]["kl"]) < NO_KL and rows[-1]["kl"] > 1e-8
     ended = run("other", server.url)
     assert ended.returncode != 0
     assert "with quantization none, and that of the policy is 4bit, so the KL would not begin at 0" in ended.stdout

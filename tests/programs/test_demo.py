@@ -14,6 +14,7 @@ import pytest
 import trainer_runs
 from conftest import ENVIRONMENT, REPOSITORY
 from processes import left_of, processes_below
+from rounding import NO_KL
 
 from demo.__main__ import TEXT
 
@@ -55,7 +56,7 @@ def check(folder, output) -> None:
     rows = lines(folder)
     assert TEXT.before[0] <= rows[0]["eval_accuracy"] <= TEXT.before[1]
     assert rows[-1]["eval_accuracy"] >= TEXT.after and rows[-1]["eval_n"] == 256
-    assert rows[1]["kl"] < 1e-8
+    assert rows[1]["kl"] < NO_KL
     assert f"{rows[-1]['eval_accuracy']:.3f} ±" in output and output.count("before: ") == 4
     assert (folder / "run/curves.png").stat().st_size > 10_000 and str(folder / "run/curves.png") in output
 

@@ -4,6 +4,7 @@ import re
 from itertools import islice
 
 import pytest
+from rounding import assert_rounded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.model import TAGS, answer_of, build, build_model, build_tokenizer, demonstration_loss, greedy_accuracy
@@ -99,8 +100,8 @@ def test_demonstration_loss_counts_the_completion_with_its_end_alone(saved, toke
     padded = demonstration_loss(model, tokenizer, [(problem, blurt(problem)), long])
     lengths = [len(tokenizer.encode(text + "<|im_end|>")) for text in (blurt(problem), steps(problem))]
     both = lengths[0] * alone + lengths[1] * demonstration_loss(model, tokenizer, [long])
-    assert alone.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert padded.item() == pytest.approx(both.item() / sum(lengths), rel=1e-4)
+    assert_rounded(alone, expected)
+    assert_rounded(padded, both / sum(lengths))
 
 
 def test_untrained_model_answers_nothing_right(saved, tokenizer):

@@ -10,6 +10,7 @@ from itertools import islice
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
+from rounding import assert_rounded
 
 from demo import shop
 from demo.__main__ import TOOLS as DEMO
@@ -139,7 +140,7 @@ def test_the_loss_leaves_out_what_the_tool_said(tokenizer):
     first, second = prompt.shape[1] - 1, prompt.shape[1] - 1 + len(call) + len(said)
     expected = -(logprobs[first : first + len(call)].sum() + logprobs[second:].sum()) / (len(call) + len(answer))
     found = demonstration_loss(model, tokenizer, [(PROBLEM, text)], tools=TOOLS)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_rounded(found, expected)
 
 
 def test_right_calls_are_counted():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rounding import FORMULA, assert_rounded
 from trainer_runs import finish, options, training, weights, went_on
 
 KILLED = "tests/killed_at.py", "grpo.run.checkpoints:Checkpoints._delete_old:before:1", "0"
@@ -28,4 +29,5 @@ def test_killed_twice_it_has_the_weights_of_a_run_without_offload(model_folder, 
     output = finish(2, offloaded)
     assert went_on(output) == 2 and "DeepSpeed rearranges it for 2" in output
     here, there = (weights(tmp_path / run / "model") for run in ("with", "without"))
-    assert max((here[name] - there[name]).abs().max().item() for name in there) < 1e-6
+    for name in there:
+        assert_rounded(here[name], there[name], FORMULA, about=name)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import requests
 from conftest import ENVIRONMENT, REPOSITORY
+from rounding import FORMULA, assert_rounded
 from safetensors.numpy import load, save
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
@@ -46,14 +47,14 @@ def test_the_curl_example_in_the_docs_works(server, right, tmp_path):
     assert text.count(DEFAULT_URL) == 1
     done = run(["sh", "-e", "-c", text.replace(DEFAULT_URL, server.url)], tmp_path)
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(numbers(done.stdout), right, rtol=1e-6)
+    assert_rounded(numbers(done.stdout), right, FORMULA)
 
 
 @needs_node
 def test_the_javascript_client_works(server, right):
     done = run(["node", "examples/client.mjs", server.url])
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(numbers(done.stdout), right, rtol=1e-6)
+    assert_rounded(numbers(done.stdout), right, FORMULA)
 
 
 @needs_node

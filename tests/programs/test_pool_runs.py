@@ -14,6 +14,7 @@ import pytest
 import torch
 from pool_runs import Worker, drawn, pool, workers
 from processes import ranks_of
+from rounding import assert_rounded
 from servers import status
 from trainer_runs import finish, one_line, options, plain_python, run_ranks, start, timeless, training, weights, went_on
 from transformers import AutoModelForCausalLM
@@ -72,7 +73,7 @@ def test_what_workers_draw_for_the_newest_policy_is_what_the_trainer_draws_itsel
     check_same(tmp_path / "run", tmp_path / "own")
     assert sum(row["resampled_groups"] for row in timeless(tmp_path / "run")) > 0
     distances = [row["sampling/sampling_logp_difference/max"] for row in timeless(tmp_path / "run")[:2]]
-    assert max(distances) < 1e-5
+    assert_rounded(distances, [0.0, 0.0])
 
 
 def test_of_an_adapter_workers_draw_the_same_and_a_version_has_its_bytes_alone(words, tmp_path):
@@ -117,7 +118,7 @@ def test_a_round_is_drawn_by_the_policy_of_the_round_before_and_by_no_other(undi
         assert task.version == max(0, now - 1) and group.versions[0][0] == task.version
         for ids, logprobs in zip(group.completions, group.logprobs, strict=True):
             right, newer = (logprobs_of(policies[version], task.prompt_ids, ids) for version in (task.version, now))
-            assert (right - torch.tensor(logprobs)).abs().max() < 1e-5
+            assert_rounded(logprobs, right)
             assert now == 0 or (newer - torch.tensor(logprobs)).abs().max() > 1e-3
     assert [row["sampling/policy_lag"] for row in timeless(undisturbed / "run")] == [0, *[1] * (STEPS - 1)]
 
@@ -165,7 +166,8 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
         for ids, logprobs, versions in zip(group.completions, group.logprobs, group.versions, strict=True):
             (version,) = {*versions}  # this engine changes weights between groups
             right = logprobs_of(policies[version], task.prompt_ids, ids)
-            assert max(0, now - 2) <= version and (right - torch.tensor(logprobs)).abs().max() < 1e-5
+            assert max(0, now - 2) <= version
+            assert_rounded(logprobs, right)
             ages.add(now - version)
     assert len(ages) > 1 and max(ages) <= 2
     assert all(0 <= row["sampling/policy_lag"] <= 2 for row in timeless(tmp_path / "run"))

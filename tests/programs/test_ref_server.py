@@ -18,6 +18,7 @@ import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server, write_model
 from faulty_server import break_passes, code_for, collect_no_garbage, hold_loading, hold_passes, lower_limits
+from rounding import assert_rounded
 from servers import exact, holding_server, refusal, status, wait_for_requests, wait_until
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -46,7 +47,7 @@ def test_logprobs_over_http_are_exact(server, model, temperature):
     prompt, completions = [5, 6, 7], [[8, 9], [10], [11, 12, 13, 14]]
     answer = ask(server, prompt, completions, temperature)
     decoded = decode_answer(answer.content, 7)
-    np.testing.assert_allclose(decoded.logprobs, exact(model, prompt, completions, temperature), atol=1e-5)
+    assert_rounded(decoded.logprobs, exact(model, prompt, completions, temperature))
     assert decoded.request_id == "r"
     assert decoded.model_fingerprint == requests.get(server.url + "/health", timeout=5).json()["model_fingerprint"]
 
@@ -199,7 +200,7 @@ def test_many_clients_each_get_their_own_answer(server, model):
         list(pool.map(client, range(12)))
     assert len(answers) == 60
     for prompt, completions, logprobs in answers:
-        np.testing.assert_allclose(logprobs, exact(model, prompt, completions), atol=1e-5)
+        assert_rounded(logprobs, exact(model, prompt, completions))
 
 
 @pytest.mark.slow
@@ -377,7 +378,7 @@ def test_answers_beside_other_work_and_after_a_restart(model_folder, tmp_path, d
             server.wait_ready()
             rows += answers(server, 0) + answers(server, 20)
     for row in rows:
-        np.testing.assert_allclose(row, rows[0], atol=1e-5)
+        assert_rounded(row, rows[0])
         assert deterministic == "false" or row.tobytes() == rows[0].tobytes()
 
 
@@ -504,7 +505,7 @@ def test_a_server_that_runs_out_of_memory_goes_on_with_smaller_batches(tmp_path,
         answer = requests.post(server.url + "/v1/logprobs", data=body, timeout=60)
         assert answer.status_code == 200
         logprobs = decode_answer(answer.content, 20_000).logprobs.reshape(40, 500)
-        np.testing.assert_allclose(logprobs, logprobs[:1].repeat(40, 0), atol=1e-5)
+        assert_rounded(logprobs, logprobs[:1].repeat(40, 0))
         warnings = [line for line in server.log.read_text().splitlines() if "out of memory" in line]
         assert 1 <= len(warnings) <= 6 and "tokens from now on" in warnings[-1]
         again = requests.post(server.url + "/v1/logprobs", data=body, timeout=60)

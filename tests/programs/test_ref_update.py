@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
+from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
 from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, exact, fake, open_client
 from trainer_runs import lines, options, run_ranks, start, timeless, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,7 +80,7 @@ def server(updated_server):
 def check_answers(client, model) -> None:
     for _ in range(6):
         rows = np.concatenate(client.request_logprobs(PROMPT, COMPLETIONS, "g").result(timeout=60))
-        np.testing.assert_allclose(rows, exact(model, PROMPT, COMPLETIONS), atol=1e-5)
+        assert_rounded(rows, exact(model, PROMPT, COMPLETIONS))
 
 
 def parameters(model) -> dict[str, torch.Tensor]:
@@ -107,7 +108,7 @@ def test_a_mixture_is_that_of_a_computation_by_hand_here_and_on_the_server(serve
             assert [path.name for path in (tmp_path / "run").iterdir()] == [f"reference-{step}"]
             saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / f"reference-{step}")
             for name, tensor in parameters(saved).items():
-                torch.testing.assert_close(tensor, mixed[name], atol=1e-6, rtol=1e-6)
+                assert_rounded(tensor, mixed[name], FORMULA)
             check_answers(client, saved)
 
 
@@ -173,7 +174,7 @@ def test_small_steps_are_not_lost_in_bfloat16(server, policy, tokenizer, tmp_pat
     saved = parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "reference-100"))
     for name, tensor in parameters(policy).items():
         share = 1 - 0.99**100
-        torch.testing.assert_close(saved[name], share * tensor + (1 - share) * first[name], atol=1e-4, rtol=0)
+        assert_rounded(saved[name], share * tensor + (1 - share) * first[name], NETWORK)
 
 
 @pytest.mark.parametrize("reset", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -372,9 +373,9 @@ def test_a_run_whose_kl_begins_anew_with_each_update(model_folder, data_folder, 
     kl = [row["kl"] for row in rows]
     for step in range(1, 5):
         if step in (1, 3):  # the first on a new reference: the same weights
-            assert abs(kl[step - 1]) < 1e-8
+            assert abs(kl[step - 1]) < NO_KL
         else:
-            assert kl[step - 1] > 1e-8
+            assert kl[step - 1] > NO_KL
     assert [row["ref_step"] for row in rows] == [0, 0, 2, 2]
     published = [row["time/publish_ref"] for row in rows if "time/publish_ref" in row]
     assert len(published) == 1 and published[0] > 0  # nobody would ask after the last
@@ -411,5 +412,5 @@ def test_a_server_killed_between_two_updates_changes_no_number_of_the_run(model_
 
     quiet = run("quiet", disturb=False)
     # It grows until the next update; the first step on a new reference has the same weights as that.
-    assert [abs(row["kl"]) < 1e-8 for row in quiet] == [True, False, True, False, True, False, True]
+    assert [abs(row["kl"]) < NO_KL for row in quiet] == [True, False, True, False, True, False, True]
     assert run("disturbed", disturb=True) == quiet

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, GSM8K, REPOSITORY, free_port, needs_gsm8k, running_server, write_model
+from rounding import NO_KL, assert_rounded
 from servers import status
 from tracker_client import write_client
 from trainer_runs import lines, one_line, options, plain_python, run_ranks, start, wait_for_steps
@@ -79,7 +80,7 @@ def check_record(run, model, steps, evaluated, per_step) -> None:
         if "eval_accuracy" in row:
             p, n = row["eval_accuracy"], row["eval_n"]
             assert row["eval_accuracy_se"] == pytest.approx(math.sqrt(p * (1 - p) / n))
-    assert abs(rows[1]["kl"]) < 1e-8 and rows[-1]["kl"] > 1e-8  # the same weights at first, other ones later
+    assert abs(rows[1]["kl"]) < NO_KL and rows[-1]["kl"] > 1e-8  # the same weights at first, other ones later
 
     samples = lines(run / "completions.jsonl")
     for sample in samples:
@@ -171,15 +172,15 @@ def test_fresh_rollouts_have_the_same_logprobs_here_and_there(server, model, tok
     completions = [rollout.completion_ids for group in groups for rollout in group]
     batch = Batcher(0, longest_packed=0).make(list(zip(prompts, completions, strict=True)), "cpu")
     own = token_logprobs(model, batch, config.temperature)[0].detach()
-    torch.testing.assert_close(reference, own, atol=1e-5, rtol=0)
-    assert kl_divergence(own, reference, "k3").mean().abs() < 1e-8
+    assert_rounded(reference, own)
+    assert kl_divergence(own, reference, "k3").mean().abs() < NO_KL
 
     exact = []
     for prompt, completion in zip(prompts, completions, strict=True):
         logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].detach().double() / config.temperature
         rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
         exact.append(rows[range(len(completion)), completion])
-    torch.testing.assert_close(reference.double(), torch.cat(exact), atol=1e-5, rtol=0)
+    assert_rounded(reference, torch.cat(exact))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
 from faulty_server import code_for, lower_limits
+from rounding import assert_rounded
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -179,7 +180,7 @@ def test_scores_are_those_of_one_text_at_a_time(folders, kind, budget):
     expected = exact(folders[kind])
     assert np.ptp(expected) > 0.01
     scores = in_trainer(folders[kind], micro_batch_tokens=budget).score(CHATS)
-    np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=0)
+    assert_rounded(scores, expected)
 
 
 @torch.no_grad()
@@ -187,7 +188,7 @@ def test_without_padding_of_its_own_a_texts_very_last_token_counts_whatever_it_i
     model = AutoModelForSequenceClassification.from_pretrained(folders["qwen2 without padding"]).eval()
     texts = [np.array(ids) for ids in ([5, 6, 0], [7, 8, 9, 10, 1], [3, 0, 0], [2], [4, 4, 0, 3, 3, 3])]
     expected = [model(input_ids=torch.tensor([ids.tolist()])).logits[0, 0].item() for ids in texts]
-    np.testing.assert_allclose(sequence_scores(model, texts), expected, atol=1e-5, rtol=0)
+    assert_rounded(sequence_scores(model, texts), expected)
 
 
 def test_a_reward_model_judges_the_chat_by_its_own_template(folders, tokenizer):
@@ -201,7 +202,7 @@ def test_a_reward_model_judges_the_chat_by_its_own_template(folders, tokenizer):
     rewards, _ = start_rewards(reward_funcs, config, CPU)
     table = score_rollouts(rewards, [example] * 2, rollouts, TrainerState())
     chats = [[{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": a}] for a in ("one", "two")]
-    np.testing.assert_allclose(table, [exact(folders["gpt2"], chats)], atol=1e-5, rtol=0)
+    assert_rounded(table, [exact(folders["gpt2"], chats)])
 
 
 def test_with_the_policys_template_it_reads_what_the_policy_read(folders, tokenizer):
@@ -319,8 +320,8 @@ def test_served_scores_are_those_of_the_trainer(served, folders, token_file):
     chats = CHATS * 9  # in several requests
     texts = ["not looked at"] * len(chats)
     remote, local = compute_rewards(rewards, texts, texts, {}, chats)
-    np.testing.assert_allclose(remote, local, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(remote, exact(folders["qwen2"]) * 9, atol=1e-5, rtol=0)
+    assert_rounded(remote, local)
+    assert_rounded(remote, exact(folders["qwen2"]) * 9)
 
 
 def test_text_in_score_out(served, folders):
@@ -329,7 +330,7 @@ def test_text_in_score_out(served, folders):
     answer = post(served, {"inputs": [*texts, *CHATS], "request_id": "r"})
     assert answer.status_code == 200 and answer.headers["Content-Type"] == "application/json"
     decoded = RewardAnswer.from_json(answer.content, 2 * len(CHATS))
-    np.testing.assert_allclose(decoded.scores, exact(folders["qwen2"]) * 2, atol=1e-5, rtol=0)
+    assert_rounded(decoded.scores, exact(folders["qwen2"]) * 2)
     health = ServerInfo.from_json(requests.get(served.url + "/health", timeout=5, headers=TOKEN).content)
     assert (decoded.model_fingerprint, decoded.request_id) == (health.model.fingerprint, "r")
     assert (health.task, health.status, health.model.max_length) == ("reward", "ready", 100)
@@ -440,7 +441,7 @@ def test_many_clients_share_the_service(served, folders):
         bodies = [RewardRequest([chat], f"{n}", f"client {n % 4}").to_json() for n in range(8) for chat in CHATS]
         answers = list(threads.map(lambda body: post(served, body), bodies))
     scores = [RewardAnswer.from_json(answer.content, 1).scores[0] for answer in answers]
-    np.testing.assert_allclose(scores, expected * 8, atol=1e-5, rtol=0)
+    assert_rounded(scores, expected * 8)
 
 
 @pytest.mark.slow
@@ -558,7 +559,7 @@ def test_a_run_with_a_model_here_a_model_there_and_a_function_that_hangs(
     evaluated = json.loads((tmp_path / "out/metrics.json").read_text())
     assert evaluated.pop("eval_runtime") > 0 and "eval_reward" in evaluated
     recorded = {name: value for name, value in rows[2].items() if name.startswith("eval_")}
-    assert evaluated == pytest.approx(recorded, rel=1e-5)
+    assert_rounded(evaluated, recorded)
     token = {"Authorization": f"Bearer {Path(token_file).read_text().strip()}"}
     clients = requests.get(served.url + "/status", headers=token, timeout=5).json()["clients"]
     places = [client["name"].rsplit(", ", 1)[0] for client in clients]  # without the host, the newest first

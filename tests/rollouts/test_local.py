@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models import CONFIGS, SMALL, build
+from rounding import assert_rounded
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
@@ -56,7 +57,7 @@ def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, te
     with torch.no_grad():
         batch = Batcher(0, 0).make([(prompt.prompt_ids, [token]) for token in range(vocabulary)], "cpu")
         probabilities = token_logprobs(model, batch, temperature)[0].exp().double()
-    assert probabilities.sum().item() == pytest.approx(1.0, abs=1e-4)
+    assert_rounded(probabilities.sum().item(), 1.0)
     top = probabilities.topk(30).indices
     expected = torch.cat([probabilities[top], 1 - probabilities[top].sum(0, keepdim=True)]) * count
     observed = torch.bincount(drawn, minlength=vocabulary)[top].double()
@@ -77,7 +78,7 @@ def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, 
     with torch.no_grad():
         scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)
     drawn_with = [logprob for rollouts in groups for rollout in rollouts for logprob in rollout.sampling_logprobs]
-    torch.testing.assert_close(torch.tensor(drawn_with), scored, atol=1e-4, rtol=0)
+    assert_rounded(drawn_with, scored)
     assert len({len(completion) for _, completion in sequences}) > 2
     assert {rollout.policy_version for rollouts in groups for rollout in rollouts} == {7}
 
@@ -120,7 +121,7 @@ def assert_alike(groups, others) -> None:
     for rollouts, expected in zip(groups, others, strict=True):
         assert [rollout.completion_ids for rollout in rollouts] == [rollout.completion_ids for rollout in expected]
         for rollout, other in zip(rollouts, expected, strict=True):
-            assert rollout.sampling_logprobs == pytest.approx(other.sampling_logprobs, abs=1e-5)
+            assert_rounded(rollout.sampling_logprobs, other.sampling_logprobs)
 
 
 HEADS = ["qwen2", "gemma2, softcapped", "cohere, scaled", "granite, divided", "phi, bias", "with LoRA"]

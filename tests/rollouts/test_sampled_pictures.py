@@ -6,6 +6,7 @@ import pytest
 import torch
 from picture_oracle import Plain
 from pictured import FAMILIES, drawing, save
+from rounding import assert_rounded
 from scripted_turns import Scripted, naive
 
 from grpo.config.server import ServerConfig
@@ -71,7 +72,7 @@ def test_samplers_know_the_log_probs_of_what_they_draw(family):
         logits = family.plain.logits(prompt, pictures_of(prompt), completion).detach()
         expected.append(torch.log_softmax(logits / HOT, -1)[range(len(completion)), completion])
     for logprobs in known.values():
-        torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-5, rtol=0)
+        assert_rounded(logprobs, torch.cat(expected))
 
 
 @pytest.mark.parametrize("kind", ["continuous", "generate"])
@@ -106,4 +107,4 @@ def test_a_completion_goes_on_after_an_answer(family, kind, monkeypatch):
             ids, drawn, logprobs = naive(logits_of, example, Scripted(ends, answer), LENGTH, HOT, (SEED, index, copy))
             assert (rollout.completion_ids, rollout.drawn) == (ids, drawn)
             known = [value for value, was_drawn in zip(rollout.sampling_logprobs, drawn, strict=True) if was_drawn]
-            assert known == pytest.approx(logprobs, abs=1e-5)
+            assert_rounded(known, logprobs)

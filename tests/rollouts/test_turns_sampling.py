@@ -9,6 +9,7 @@ import pytest
 import torch
 from cards import Cards
 from models import CONFIGS, SMALL, build
+from rounding import assert_rounded
 from scripted_turns import Scripted, naive
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -123,8 +124,8 @@ def test_a_completion_is_what_it_is_alone(qwen, tokenizer, expected, monkeypatch
         sampler = continuous(qwen, tokenizer, turns, rows, look_every=look_every, graphs=graphs)
         groups = sampler.sample(EXAMPLES, 3, 1.0, 3, handed.update, PLACES)
         assert ids_of(groups) == expected[0]
-        assert logprobs_of(groups) == pytest.approx(expected[1], abs=1e-5)
-        assert logprobs_of(groups) == pytest.approx(scored(qwen, groups, 1.0), abs=1e-5)
+        assert_rounded(logprobs_of(groups), expected[1])
+        assert_rounded(logprobs_of(groups), scored(qwen, groups, 1.0))
         assert len(handed) == 5 and all(rollouts is groups[index] for index, rollouts in handed.items())
         assert turns.most_alive <= rows and turns.alive() == 0 and len(turns.dialogues) == 15
 
@@ -157,7 +158,7 @@ def test_rows_that_wait_are_unharmed_where_recorded_steps_compute_them_too(qwen,
     groups = few.sample(EXAMPLES, 3, 1.0, 3, ids=PLACES)
     assert sum(map(bool, computed)) > 20
     assert ids_of(groups) == ids_of(alone.sample(EXAMPLES, 3, 1.0, 3, ids=PLACES))
-    assert logprobs_of(groups) == pytest.approx(scored(qwen, groups, 1.0), abs=1e-5)
+    assert_rounded(logprobs_of(groups), scored(qwen, groups, 1.0))
 
 
 def test_one_copy_of_each_and_other_prompts_beside_it_change_nothing(qwen, tokenizer, expected):
@@ -172,7 +173,7 @@ def test_generate_draws_the_same(qwen, tokenizer, expected, rows):
     sampler = plain(qwen, tokenizer, turns, rows)
     groups = sampler.sample(EXAMPLES, 3, 1.0, 3, lambda groups: handed.extend(groups.items()), PLACES)
     assert ids_of(groups) == expected[0]
-    assert logprobs_of(groups) == pytest.approx(expected[1], abs=1e-5)
+    assert_rounded(logprobs_of(groups), expected[1])
     assert sorted(index for index, _ in handed) == [*range(5)]
     assert all(rollouts is groups[index] for index, rollouts in handed)
     assert turns.most_alive <= max(rows, 3) and turns.alive() == 0
@@ -210,8 +211,8 @@ def test_every_architecture_goes_on_after_answers(name, tokenizer, monkeypatch):
     for sampler in samplers:
         groups = sampler.sample(EXAMPLES, 3, 0.8, 3, ids=PLACES)
         assert ids_of(groups) == ids
-        assert logprobs_of(groups) == pytest.approx(logprobs, abs=1e-5)
-        assert logprobs_of(groups) == pytest.approx(scored(model, groups, 0.8), abs=1e-5)
+        assert_rounded(logprobs_of(groups), logprobs)
+        assert_rounded(logprobs_of(groups), scored(model, groups, 0.8))
 
 
 def test_answers_longer_than_a_pass_and_than_a_block_of_queries(qwen, tokenizer, monkeypatch):
@@ -224,7 +225,7 @@ def test_answers_longer_than_a_pass_and_than_a_block_of_queries(qwen, tokenizer,
     feed, passes = SharedCache.feed, []
     monkeypatch.setattr(SharedCache, "feed", lambda cache, fed: (passes.append(fed), feed(cache, fed)))
     groups = sampler.sample(EXAMPLES, 3, 1.0, 3, ids=PLACES)
-    assert logprobs_of(groups) == pytest.approx(scored(qwen, groups, 1.0), abs=1e-5)
+    assert_rounded(logprobs_of(groups), scored(qwen, groups, 1.0))
     counts = [[row.count for row in fed] for fed in passes]
     assert len(counts) > 2 and max(map(max, counts)) == 301 and max(map(len, counts)) > 1
     assert all(sum(part) <= 330 for part in counts)
@@ -368,7 +369,7 @@ def test_no_row_is_computed_beyond_the_largest_length(tokenizer, make, config):
     turns = Scripted(ENDS, answer)
     groups = make(model, tokenizer, turns, length=55).sample(EXAMPLES, 3, 1.0, 3, ids=PLACES)
     assert ids_of(groups) == ids
-    assert logprobs_of(groups) == pytest.approx(logprobs, abs=1e-4)
+    assert_rounded(logprobs_of(groups), logprobs)
     asked = [[segment for segment, _ in dialogue.asked] for dialogue in turns.dialogues]
     assert asked == [[part for is_drawn, part in cut_segments(*pair) if is_drawn] for pair in ids]
     # Some long answers fit, and segments after them fill the room; others are still short then.

@@ -13,6 +13,7 @@ from picture_oracle import Plain
 from pictured import FAMILIES, drawing, save
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from rounding import assert_rounded
 
 from grpo.config.server import ServerConfig
 from grpo.model import pictures
@@ -115,7 +116,7 @@ def test_log_probs_of_prompts_with_pictures_are_those_of_plain_transformers(fold
     with serving(folders(family)) as service:
         answers = ask(service, *(LogprobsRequest.of(prompt, rows, 1.0) for prompt, rows in groups))
     for (prompt, rows), answer in zip(groups, answers, strict=True):
-        np.testing.assert_allclose(answer, exact(plain, prompt, rows), atol=1e-5)
+        assert_rounded(answer, exact(plain, prompt, rows))
     assert np.abs(answers[0][:3] - answers[1][:3]).max() > 1e-3  # the picture matters
 
 
@@ -130,7 +131,7 @@ def test_a_deterministic_server_keeps_other_pictures_apart(folders, plain):
     )
     with serving(folders(FAMILY), deterministic=True) as service:
         (answer,) = ask(service, request)
-    np.testing.assert_allclose(answer, np.concatenate([exact(plain, *group) for group in groups]), atol=1e-5)
+    assert_rounded(answer, np.concatenate([exact(plain, *group) for group in groups]))
 
 
 def test_pictures_are_prepared_before_their_request_waits(service, plain, monkeypatch):
@@ -191,7 +192,7 @@ def test_pictures_that_do_not_fit_are_refused_and_the_next_request_is_answered(s
     good = prompt_of(plain, SMALL)
     requests = [LogprobsRequest.of(prompt, [[5, 6]], 1.0) for prompt, *_ in cases.values()]
     *refusals, answer = ask(service, *requests, LogprobsRequest.of(good, [[5, 6]], 1.0))
-    np.testing.assert_allclose(answer, exact(plain, good, [[5, 6]]), atol=1e-5)
+    assert_rounded(answer, exact(plain, good, [[5, 6]]))
     for (name, (_, status, code, words)), refusal in zip(cases.items(), refusals, strict=True):
         assert isinstance(refusal, ProtocolError), name
         assert (refusal.status, refusal.code) == (status, code), (name, refusal)
@@ -229,7 +230,7 @@ def test_what_is_kept_of_pictures_is_bounded_and_counts_their_files(folders, pla
         prompts = [prompt_of(plain, file) for file in files]
         monkeypatch.setattr(pictures, "KEPT_POSITIONS", 5)
         answers = ask(service, *(LogprobsRequest.of(prompt, [[20, 21]], 1.0) for prompt in prompts))
-    np.testing.assert_allclose(np.stack(answers), [exact(plain, prompt, [[20, 21]]) for prompt in prompts], atol=1e-5)
+    assert_rounded(np.stack(answers), [exact(plain, prompt, [[20, 21]]) for prompt in prompts])
     assert 1 <= len(processor._kept) <= 3 and processor._size <= 1 << 20
     assert len(vision._kept) == 5
 

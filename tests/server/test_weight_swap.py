@@ -17,6 +17,7 @@ import requests
 import torch
 from conftest import ENVIRONMENT, REPOSITORY, running_server
 from faulty_server import code_for, fail_half_way
+from rounding import assert_rounded
 from safetensors.torch import save
 from servers import exact, holding_server, refusal, wait_for_requests
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -108,7 +109,7 @@ def test_after_a_swap_the_answers_are_those_of_the_new_weights(server, make, mod
     for _ in range(2):  # a commit may be asked for again
         assert update.commit(server).json() == {"model_fingerprint": update.becomes}
     after = logprobs(server, prompt, completions)
-    np.testing.assert_allclose(after[0], exact(update.model, prompt, completions), atol=1e-5)
+    assert_rounded(after[0], exact(update.model, prompt, completions))
     assert np.abs(after[0] - before[0]).max() > 1e-2
     assert before[1] != after[1] == update.becomes == served(server)
     health = requests.get(server.url + "/health", timeout=5).json()
@@ -122,7 +123,7 @@ def test_weights_may_come_in_another_dtype(server, make):
     assert len(half.body) < 0.6 * len(make(2).body)
     half.swap(server)
     values, _ = logprobs(server, [5, 6], [[7, 8, 9]])
-    np.testing.assert_allclose(values, exact(half.model, [5, 6], [[7, 8, 9]]), atol=1e-5)
+    assert_rounded(values, exact(half.model, [5, 6], [[7, 8, 9]]))
 
 
 def test_each_answer_beside_swaps_is_wholly_of_one_model(server, make):
@@ -154,7 +155,7 @@ def test_each_answer_beside_swaps_is_wholly_of_one_model(server, make):
     for name, rows in by_model.items():
         (only,) = rows
         expected = exact(models[name].model, prompt, completions)
-        np.testing.assert_allclose(np.frombuffer(only, np.float32), expected, atol=1e-5)
+        assert_rounded(np.frombuffer(only, np.float32), expected)
 
 
 def swapped_names(tensors: dict) -> dict:
@@ -359,7 +360,7 @@ def test_a_model_over_all_devices_takes_updates_too(model_folder, make, tmp_path
         server.wait_ready()
         update.swap(server)
         values, _ = logprobs(server, [5, 6], [[7, 8, 9]])
-        np.testing.assert_allclose(values, exact(update.model, [5, 6], [[7, 8, 9]]), atol=1e-5)
+        assert_rounded(values, exact(update.model, [5, 6], [[7, 8, 9]]))
 
 
 @pytest.mark.slow
@@ -441,4 +442,4 @@ def test_memory_holds_a_piece_and_not_the_model(tokenizer, tmp_path):
             update.send(server, start, start + (16 << 20))
         assert update.commit(server).status_code == 200
         assert mebibytes("VmHWM") - before < 100
-        np.testing.assert_allclose(logprobs(server, [5], [[6, 7]])[0], exact(model, [5], [[6, 7]]), atol=1e-5)
+        assert_rounded(logprobs(server, [5], [[6, 7]])[0], exact(model, [5], [[6, 7]]))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from models import CONFIGS, build
+from rounding import assert_rounded
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
@@ -80,8 +81,8 @@ class Desk:
         return torch.cat([token_logprobs(self.plain, batch, temperature)[0] for batch in batches]).numpy()
 
 
-def close_to(answer: Future, exact: np.ndarray) -> bool:
-    return np.allclose(answer.result(30).values, exact, atol=1e-5, rtol=0)
+def check(answer: Future, exact: np.ndarray) -> None:
+    assert_rounded(answer.result(30).values, exact)
 
 
 def test_what_waits_shares_a_pass_and_equal_prompts_are_fed_once():
@@ -93,7 +94,7 @@ def test_what_waits_shares_a_pass_and_equal_prompts_are_fed_once():
     # The last token of a completion predicts nothing and is not fed.
     assert desk.fed() == [[5, 6, 7, 8, 15, 17, 10, 11, 12, 13]]
     for answer, (prompt, completions, _) in zip(answers, requests, strict=True):
-        assert close_to(answer, desk.exact(prompt, completions))
+        check(answer, desk.exact(prompt, completions))
 
 
 def test_clients_take_turns_however_much_one_of_them_has_queued():
@@ -126,7 +127,8 @@ def test_a_large_request_is_spread_over_passes_and_a_small_one_need_not_wait_for
     small = desk.ask([52], [[1, 2]], "small")
     small.add_done_callback(lambda _: order.append("small"))
     desk.go()
-    assert close_to(answer, desk.exact([50, 51], large)) and close_to(small, desk.exact([52], [[1, 2]]))
+    check(answer, desk.exact([50, 51], large))
+    check(small, desk.exact([52], [[1, 2]]))
     assert order == ["small", "large"]
     assert all(len(row) <= 30 for row in desk.fed())
     assert sum(row.count(50) for row in desk.fed()) == 7  # three completions a pass
@@ -137,8 +139,9 @@ def test_temperatures_are_not_mixed():
     warm = [desk.ask([5], [[6, 7]], "a", 2.0), desk.ask([8], [[9, 10]], "b", 2.0)]
     cold = desk.ask([5], [[6, 7]], "c", 0.5)
     desk.go()
-    assert close_to(warm[0], desk.exact([5], [[6, 7]], 2.0)) and close_to(warm[1], desk.exact([8], [[9, 10]], 2.0))
-    assert close_to(cold, desk.exact([5], [[6, 7]], 0.5))
+    check(warm[0], desk.exact([5], [[6, 7]], 2.0))
+    check(warm[1], desk.exact([8], [[9, 10]], 2.0))
+    check(cold, desk.exact([5], [[6, 7]], 0.5))
 
 
 def refused(desk, prompt, completions, client) -> ProtocolError:
@@ -229,7 +232,7 @@ def test_deterministic_answers_are_the_same_bits_whatever_else_waits():
     busy.go()
     for answer, expected, request in zip(answers, alone, requests, strict=True):
         assert answer.result(30).values.tobytes() == expected.values.tobytes()
-        assert close_to(answer, busy.exact(*request))
+        check(answer, busy.exact(*request))
     for answer in waiting:
         answer.result(30)
     assert all(ids.numel() <= 40 for ids in busy.passes)
@@ -291,7 +294,7 @@ def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(con
     before = len(desk.passes)
     again = [desk.ask(*request, client=str(request[0])) for request in requests]
     for answer, request in zip(answers + again, requests + requests, strict=True):
-        assert close_to(answer, desk.exact(*request))
+        check(answer, desk.exact(*request))
     assert all(ids.numel() <= 20 for ids in desk.passes[before:])
     assert not desk.dead
 
@@ -310,11 +313,11 @@ def test_a_sequence_that_does_not_fit_alone_is_its_requests_507_and_nobody_elses
     huge = desk.ask([5], [[6] * 30, [7] * 2], "huge")
     small = desk.ask([8], [[9, 10]], "small")
     desk.go()
-    assert close_to(small, desk.exact([8], [[9, 10]]))
+    check(small, desk.exact([8], [[9, 10]]))
     with pytest.raises(ProtocolError, match="a sequence of 31 tokens does not fit the memory") as refusal:
         huge.result(30)
     assert (refusal.value.status, refusal.value.code) == (507, "out_of_memory")
-    assert close_to(desk.ask([5], [[7] * 2]), desk.exact([5], [[7] * 2]))
+    check(desk.ask([5], [[7] * 2]), desk.exact([5], [[7] * 2]))
     assert desk.queue.depth == 0 and not desk.dead
 
 
@@ -327,7 +330,8 @@ def test_a_request_that_fails_in_a_shared_pass_fails_alone(error):
     with pytest.raises(ProtocolError, match="token 33 hurts") as refusal:
         bad.result(30)
     assert refusal.value.status == 500
-    assert close_to(good, desk.exact([5], [[1, 2]])) and close_to(second, desk.exact([6], [[1, 2]]))
+    check(good, desk.exact([5], [[1, 2]]))
+    check(second, desk.exact([6], [[1, 2]]))
     assert not desk.dead
 
 
@@ -342,7 +346,7 @@ def test_a_cancelled_request_that_waits_is_not_computed_and_its_room_is_free():
     assert desk.queue.held() == {"": (2, 1)}
     kept = desk.ask([7], [[8] * 30], "b")
     desk.go()
-    assert close_to(kept, desk.exact([7], [[8] * 30]))
+    check(kept, desk.exact([7], [[8] * 30]))
     assert desk.fed() == [[7] + [8] * 29]
     desk.queue.cancel(kept, GONE)  # too late: nothing happens
     assert desk.queue.depth == 0
@@ -400,10 +404,11 @@ def test_an_exchange_waits_for_what_came_before_and_what_comes_later_waits_for_i
     desk.go()
     exchanged.result(30)
     for answer, exact in zip(before, expected, strict=True):
-        assert close_to(answer, exact)
+        check(answer, exact)
     for answer, prompt in zip(after, ([50, 51], [53]), strict=True):
         exact = desk.exact(prompt, long)
-        assert close_to(answer, exact) and not np.allclose(exact[:9], expected[0][:9], atol=1e-3)
+        check(answer, exact)
+        assert np.abs(exact[:9] - expected[0][:9]).max() > 1e-3
     desk.queue.exchange(lambda: None, print, "new").result(30)  # also where nothing waits, and again
     desk.scorer.close()
     with pytest.raises(ProtocolError, match="stopping"):
@@ -419,7 +424,7 @@ def test_an_exchange_that_fails_ends_the_worker_and_answers_everyone():
 
     exchanged, after = desk.queue.exchange(action, print, "new"), desk.ask([5], [[6] * 8])
     desk.go()
-    assert close_to(before, desk.exact([5], [[6] * 8]))
+    check(before, desk.exact([5], [[6] * 8]))
     for lost in (exchanged, after):
         with pytest.raises(ProtocolError, match="died"):
             lost.result(30)

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ENVIRONMENT, REPOSITORY
+from rounding import FORMULA, assert_rounded
 from torch import nn
 from trainer_runs import finish, timeless, training, weights
 from transformers import GPT2Config, Qwen3Config, Trainer, get_scheduler
@@ -71,9 +72,7 @@ def test_only_what_decays_moves_without_a_gradient():
     optimizer.step()
     for name, parameter in model.named_parameters():
         still = "ln_" in name or "bias" in name
-        torch.testing.assert_close(
-            parameter.detach(), before[name] * (1.0 if still else 1 - 0.01 * 0.1), rtol=1e-6, atol=0
-        )
+        assert_rounded(parameter, before[name] * (1.0 if still else 1 - 0.01 * 0.1), FORMULA, least=0)
 
 
 def updated(optim: str, steps: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -105,7 +104,7 @@ def test_moments_are_in_8_bits_but_of_embeddings_norms_and_what_is_small():
         else:
             kinds["others"].append(part)
             assert state["state1"].dtype == state["state2"].dtype == torch.float32
-            torch.testing.assert_close(parameter, known, rtol=1e-5, atol=1e-7)
+            assert_rounded(parameter, known, FORMULA)
     assert {"embed_tokens", "norm", "q_norm", "q_proj"} <= {*kinds["others"]} and len(kinds["large"]) == 7
 
 

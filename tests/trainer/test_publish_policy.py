@@ -13,6 +13,7 @@ import torch
 from adapters import move, policy, write_adapter
 from pools import RUN
 from proxy import Plan, proxy
+from rounding import assert_rounded
 from safetensors.numpy import load
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -171,7 +172,7 @@ def test_a_worker_can_load_and_prove_a_version(pool, model_folder, tmp_path):
     loaded, probe = AutoModelForCausalLM.from_pretrained(folder), version.probe
     assert (len(probe.prompt_ids), len(probe.completion_ids)) == (8, 56)
     assert max(probe.prompt_ids + probe.completion_ids) < model.config.vocab_size
-    assert torch.allclose(exact(loaded, probe), torch.tensor(probe.logprobs).double(), atol=1e-5)
+    assert_rounded(probe.logprobs, exact(loaded, probe))
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()
 
 

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from picture_oracle import Plain
 from pictured import drawing
 from pictured import save as save_pictured
+from rounding import assert_rounded
 from safetensors.numpy import load, save
 from servers import open_client
 from transformers import AutoModelForCausalLM
@@ -362,7 +363,7 @@ def attack(
     def check_server() -> None:
         status, _, body = ask(fixed)
         assert status == 200 and server.process.poll() is None
-        np.testing.assert_allclose(load(body)["logprobs"], right, atol=1e-5)
+        assert_rounded(load(body)["logprobs"], right)
         resident[seen.total()] = resident_bytes(server.process.pid)
 
     @settings(QUIET, max_examples=examples)
@@ -445,7 +446,7 @@ def test_the_trainers_client_gets_log_probs_of_pictures_in_a_request_as_large_as
     assert re.fullmatch("[0-9a-f]{16}", model.processor_fingerprint)
     with torch.no_grad():
         for row, answer in zip(rows, answers, strict=True):
-            np.testing.assert_allclose(answer, plain.logprobs([*prompt], files, row).numpy(), atol=1e-5)
+            assert_rounded(answer, plain.logprobs([*prompt], files, row).numpy())
     body = encode_request(LogprobsRequest.of(prompt, rows, 1.0))
     assert len(body) < sum(map(len, files)) + 4 * (len(prompt) + 3) * len(rows) + 1000
 

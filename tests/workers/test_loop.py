@@ -13,6 +13,7 @@ import pytest
 import torch
 from plain_engine import PlainEngine
 from pools import PROMPTS, Trainer, running_pool
+from rounding import assert_rounded
 from transformers import GenerationConfig
 
 from grpo.client.errors import ServersUnavailable
@@ -292,7 +293,7 @@ def test_between_groups_an_engine_takes_the_newest_version_whatever_the_tasks(po
             with torch.no_grad():
                 logits = policies[version](torch.tensor([task.prompt_ids + ids])).logits[0, -len(ids) - 1 : -1]
             expected = (logits / trainer.run.temperature).log_softmax(-1)[range(len(ids)), ids]
-            assert torch.allclose(expected, torch.tensor(logprobs), atol=1e-5)
+            assert_rounded(logprobs, expected)
     assert {group.versions[0][0] for _, group in drawn} == {0, 2, 4}
     assert drawn[-1][1].versions[0][0] == 4
 
