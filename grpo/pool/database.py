@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,28 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """most bytes of a file in one row, and in one answer"""
-_APPLICATION, _SCHEMA_VERSION = 0x47525031, 1  # "GRP1"; another schema gets another number
+_APPLICATION, _SCHEMA_VERSION = 0x47525031, 2  # "GRP1"; another schema gets another number
 _PAGE_BYTES = 16 << 10  # a piece of 16 MiB is read four times as fast as from pages of 4 KiB
 _SCHEMA = """
-CREATE TABLE run (number INTEGER PRIMARY KEY CHECK (number = 1), info BLOB NOT NULL);
+-- A `checksum` is what `checksum` returns of the row's other values, in the order of its columns.
+CREATE TABLE run (number INTEGER PRIMARY KEY CHECK (number = 1), info BLOB NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE tasks (
     group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, version INTEGER NOT NULL,
     worker TEXT, tokens INTEGER,  -- who drew it, and how many tokens; NULL like `drawn`
+    newest INTEGER,  -- the newest version that drew a token of it; NULL like `drawn`
     prompt_ids BLOB NOT NULL,  -- int32
-    columns TEXT NOT NULL DEFAULT '',  -- of the row, as JSON, for an environment
+    columns TEXT NOT NULL,  -- of the row, as JSON, for an environment
     drawn BLOB,  -- the completions as grpo.wire.rollout_tensors.encode_drawn writes them; NULL while there are none
+    checksum BLOB NOT NULL,
     PRIMARY KEY (group_id, attempt)
 );
 CREATE INDEX open_tasks ON tasks (version, group_id, attempt) WHERE drawn IS NULL;
-CREATE TABLE versions (version INTEGER PRIMARY KEY, info BLOB NOT NULL);
+CREATE TABLE versions (
+    version INTEGER PRIMARY KEY,
+    weights TEXT NOT NULL,  -- their SHA-256
+    info BLOB,  -- NULL once the version was dropped: what it drew stays
+    checksum BLOB NOT NULL
+);
 CREATE TABLE files (sha256 TEXT PRIMARY KEY, size INTEGER NOT NULL, received INTEGER NOT NULL);
 CREATE TABLE pieces (
     sha256 TEXT NOT NULL, start INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (sha256, start)
@@ -84,6 +93,20 @@ class Database:
         with self.lock, self._failures():
             return self._connection.execute(statement, values).fetchall()
 
+    def checked_rows(self, name: str, statement: str, *values: Any) -> list[tuple]:
+        """Return rows without their checksum, the last value. `name` is what a message calls one that is damaged, and
+        may have the row's first values: "version {}"."""
+        rows = self.rows(statement, *values)
+        for row in rows:
+            with self._failures(name.format(*row)):
+                check_row(row)
+        return [row[:-1] for row in rows]
+
+    def store(self, table: str, *values: Any) -> None:
+        """Store a row, in the place of the one with its key, with its checksum."""
+        places = ", ".join("?" * (len(values) + 1))
+        self.sql(f"REPLACE INTO {table} VALUES ({places})", *values, checksum(values))
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Store everything that is done inside, or nothing."""
@@ -111,8 +134,8 @@ class Database:
                 raise ProtocolError(503, "worker_died", f"{reason}: the pool is ending", 5)
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Raise ProtocolError where the disk or the file fails."""
+    def _failures(self, name: str = "") -> Iterator[None]:
+        """Raise ProtocolError where the disk or the file fails. `name` is what is read of it."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -120,7 +143,7 @@ class Database:
             log.error(message)
             raise ProtocolError(503, "no_space", message, retry_after=5) from error
         except sqlite3.DatabaseError as error:
-            self._on_damage(damaged(self.setting, error))
+            self._on_damage(damaged(self.setting, error, name))
             raise ProtocolError(503, "worker_died", f"{self.path} is damaged: the pool is ending", 5) from error
 
 
@@ -161,9 +184,6 @@ def _open(path: str, setting: str) -> sqlite3.Connection:
             kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {_SCHEMA_VERSION};"
             connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
         _check_kind(setting, connection)
-        names = {row[1] for row in connection.execute("PRAGMA table_info(tasks)")}
-        if "columns" not in names:  # a file from before there were any
-            connection.execute("ALTER TABLE tasks ADD COLUMN columns TEXT NOT NULL DEFAULT ''")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk
         connection.execute(f"PRAGMA journal_size_limit = {4 * PIECE_BYTES}")
@@ -183,9 +203,11 @@ def _open(path: str, setting: str) -> sqlite3.Connection:
 
 def _connect(setting: str, uri: str) -> sqlite3.Connection:
     try:
-        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
         raise damaged(setting, error) from error
+    connection.text_factory = lambda data: data.decode(errors="surrogateescape")  # what is no UTF-8 fails its checksum
+    return connection
 
 
 def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
@@ -203,8 +225,26 @@ def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
         raise unusable(setting, reason, "use the release that made it, or name another file")
 
 
-def damaged(setting: str, reason: object) -> ConfigError:
-    return unusable(setting, f"no pool's file, or damaged ({reason})", "name another file, or a copy of this one")
+def checksum(values: Iterable[int | str | bytes | None]) -> bytes:
+    """Return the SHA-256 of a row's values."""
+    digest = hashlib.sha256()
+    for value in values:
+        data = value if isinstance(value, bytes) else repr(value).encode()
+        digest.update(b"%d " % len(data) + data)
+    return digest.digest()
+
+
+def check_row(row: tuple) -> None:
+    """Raise sqlite3.DatabaseError, as SQLite does for a damaged page, where a row does not have the checksum that is
+    its last value."""
+    if checksum(row[:-1]) != row[-1]:
+        raise sqlite3.DatabaseError("its checksum differs")
+
+
+def damaged(setting: str, reason: object, name: str = "") -> ConfigError:
+    """Return the refusal of a damaged file; `name` is what of it is known to be."""
+    what = f"{name} is damaged" if name else "no pool's file, or damaged"
+    return unusable(setting, f"{what} ({reason})", "name another file, or a copy of this one")
 
 
 def unusable(setting: str, reason: str, remedy: str) -> ConfigError:

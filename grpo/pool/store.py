@@ -22,8 +22,12 @@ from grpo.wire.rollouts import Drawn, RunInfo, Task, Version
 
 log = logging.getLogger(__name__)
 
-TASK = "group_id, attempt, version, prompt_ids, columns"
-"""what `read_task` makes a task of"""
+_ROW = "version, worker, tokens, newest, prompt_ids, columns, drawn, checksum"
+TASK_OF_KEY = f"SELECT ?1, ?2, {_ROW} FROM tasks WHERE group_id = ?1 AND attempt = ?2"
+"""the row of a task of this key, for `read_task`"""
+RUN = "SELECT number, info, checksum FROM run"
+_VERSIONS = "SELECT version, weights, info, checksum FROM versions"
+_TASK_NAME = "group {}, attempt {}"
 
 
 class Store:
@@ -37,8 +41,8 @@ class Store:
         self._database = Database(path, on_damage)
         self.files = Files(self._database)
         try:
-            row = self._database.row("SELECT info FROM run")
-            self._run = RunInfo.of_json(row[0]) if row else None
+            rows = self._database.checked_rows("the run", RUN)
+            self._run = RunInfo.of_json(rows[0][1]) if rows else None
             drawn = self._database.row("SELECT count(*), coalesce(sum(drawn IS NOT NULL), 0) FROM tasks")
         except ProtocolError as error:
             self._database.close()
@@ -64,7 +68,7 @@ class Store:
         """Keep the run; the first one stays. Raises ProtocolError, 409, for another one."""
         with self._database.transaction():
             if self._run is None:
-                self._database.sql("INSERT INTO run VALUES (1, ?)", info.to_json())
+                self._database.store("run", 1, info.to_json())
             elif any(getattr(self._run, name) != getattr(info, name) for name in ("run", "base_weights", "turns")):
                 message = f"the pool file is of run {self._run.name}: start the pool with another --pool_file"
                 raise ProtocolError(409, "other_run", message)
@@ -78,13 +82,13 @@ class Store:
     def add_version(self, version: Version) -> list[tuple[int, int]]:
         """Keep a version. Return the tasks that are not to be drawn any more as they were leased.
 
-        A number that is there with other weights says that the run went on from an earlier checkpoint: that version
-        and the later ones are deleted, with what they drew. Raises ProtocolError, 409, where a file is not here.
+        A number that is there, or was dropped, with other weights says that the run went on from an earlier checkpoint:
+        that version and the later ones are deleted, with what they drew. Raises ProtocolError, 409, where a file is not
+        here.
         """
         with self._database.transaction():
-            row = self._database.row("SELECT info FROM versions WHERE version = ?", version.version)
-            known = _version(row[0]) if row else None
-            is_other = known is not None and known.sha256 != version.sha256
+            weights, known = self._find_version(version.version)
+            is_other = weights not in (None, version.sha256)
             if known is not None and not is_other and (known.whole or not version.whole):
                 return []
             self._check_files(version)
@@ -102,18 +106,28 @@ class Store:
                 self._database.sql(
                     "DELETE FROM tasks WHERE version > ?1 OR (version = ?1 AND attempt > 0)", version.version
                 )
-                self._database.sql(
-                    "UPDATE tasks SET worker = NULL, tokens = NULL, drawn = NULL WHERE version = ?", version.version
-                )
+                drawn = "SELECT group_id, attempt FROM tasks WHERE newest >= ?"
+                for key in self._database.rows(drawn, version.version):
+                    self._store_task(self.find_task(key)[0])
             elif known is not None:  # a run that was started again sends whole what it sent as a delta
                 version = replace(known, whole=True)
-            self._database.sql("REPLACE INTO versions VALUES (?, ?)", version.version, version.to_json())
+            self._database.store("versions", version.version, version.sha256, version.to_json())
             self._drop_files_of(removed)
         return void
 
     def versions(self) -> list[Version]:
         """Return all versions, the oldest first."""
-        return [_version(info) for (info,) in self._database.rows("SELECT info FROM versions ORDER BY version")]
+        rows = self._database.checked_rows("version {}", f"{_VERSIONS} WHERE info IS NOT NULL ORDER BY version")
+        return [_version(info) for _, _, info in rows]
+
+    def weights_of(self, number: int) -> str | None:
+        """Return the SHA-256 of a version's weights, also where it was dropped; None where it is not known."""
+        return self._find_version(number)[0]
+
+    def _find_version(self, number: int) -> tuple[str | None, Version | None]:
+        """Return the SHA-256 of a version's weights, and the version, which is None where it was dropped."""
+        rows = self._database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number)
+        return (rows[0][1], _version(rows[0][2]) if rows[0][2] else None) if rows else (None, None)
 
     def drop_versions_below(self, needed: int) -> None:
         """Delete the versions below `needed` that no chain of deltas to a later one begins with, and their files."""
@@ -126,7 +140,7 @@ class Store:
                     kept.add(number)
             removed = [version for number, version in versions.items() if number not in kept]
             for version in removed:
-                self._database.sql("DELETE FROM versions WHERE version = ?", version.version)
+                self._database.store("versions", version.version, version.sha256, None)
             self._drop_files_of(removed)
 
     def _check_files(self, version: Version) -> None:
@@ -137,7 +151,7 @@ class Store:
                 raise ProtocolError(409, "missing_file", f"file {sha256} of version {version.version} is not here")
         if version.whole and sizes[version.sha256] != version.size:
             raise malformed(f"size {version.size}: file {version.sha256} has {sizes[version.sha256]} bytes")
-        is_reached = version.whole or self._database.row("SELECT 1 FROM versions WHERE version = ?", version.base)
+        is_reached = version.whole or self._find_version(version.base)[1] is not None
         if not is_reached or (version.base is not None and version.base >= version.version):
             message = f"version {version.version} leads from version {version.base}, which is not here"
             raise ProtocolError(409, "missing_file", message)
@@ -157,31 +171,17 @@ class Store:
         changed = []
         with self._database.transaction():
             for task in tasks:
-                prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
-                row = self._database.row(
-                    "SELECT version, prompt_ids, columns FROM tasks WHERE group_id = ? AND attempt = ?", *task.key
-                )
-                if row is None:
-                    self._database.sql(
-                        "INSERT INTO tasks (group_id, attempt, version, prompt_ids, columns) VALUES (?, ?, ?, ?, ?)",
-                        *task.key,
-                        task.version,
-                        prompt,
-                        task.columns,
-                    )
-                elif row[1:] != (prompt, task.columns):
+                known, _ = self.find_task(task.key) or (None, False)
+                if known is None:
+                    self._store_task(task)
+                elif (known.prompt_ids, known.columns) != (task.prompt_ids, task.columns):
                     message = (
                         f"group {task.group} has another prompt or row in the pool file: its run had other data: start "
                         "the pool with another --pool_file"
                     )
                     raise ProtocolError(409, "other_run", message)
-                elif row[0] != task.version:
-                    self._database.sql(
-                        "UPDATE tasks SET version = ?, worker = NULL, tokens = NULL, drawn = NULL "
-                        "WHERE group_id = ? AND attempt = ?",
-                        task.version,
-                        *task.key,
-                    )
+                elif known.version != task.version:
+                    self._store_task(task)
                     changed.append(task.key)
         return changed
 
@@ -191,36 +191,37 @@ class Store:
         Where the newest version draws, those are meant that it may draw.
         """
         is_here = "<= (SELECT max(version)" if self._takes_newest() else "IN (SELECT version"
-        rows = self._database.rows(
-            f"SELECT {TASK} FROM tasks WHERE drawn IS NULL "
-            f"AND version {is_here} FROM versions) ORDER BY version, group_id, attempt LIMIT ?",
+        rows = self._database.checked_rows(
+            _TASK_NAME,
+            f"SELECT group_id, attempt, {_ROW} FROM tasks WHERE drawn IS NULL "
+            f"AND version {is_here} FROM versions WHERE info IS NOT NULL) ORDER BY version, group_id, attempt LIMIT ?",
             limit,
         )
-        return [read_task(row) for row in rows]
+        return [read_task(row)[0] for row in rows]
 
     def find_task(self, key: tuple[int, int]) -> tuple[Task, bool] | None:
         """Return a task and whether it has a result; None where it is not here."""
-        row = self._database.row(
-            f"SELECT {TASK}, drawn IS NOT NULL FROM tasks WHERE group_id = ? AND attempt = ?", *key
-        )
-        return None if row is None else (read_task(row[:-1]), bool(row[-1]))
+        if not (rows := self._database.checked_rows(_TASK_NAME, TASK_OF_KEY, *key)):
+            return None
+        task, drawn = read_task(rows[0])
+        return task, drawn is not None
 
     def add_results(self, drawn_tasks: Sequence[tuple[Task, Drawn]], worker: str) -> list[bool]:
         """Keep the completions of tasks; return of each whether it is kept: the first of a task and its version is."""
         kept = []
         with self._database.transaction():
             for task, drawn in drawn_tasks:
-                change = self._database.sql(
-                    "UPDATE tasks SET worker = ?, tokens = ?, drawn = ? "
-                    "WHERE group_id = ? AND attempt = ? AND version = ? AND drawn IS NULL",
-                    worker,
-                    drawn.tokens,
-                    encode_drawn([drawn]),
-                    *task.key,
-                    task.version,
-                )
-                kept.append(change.rowcount == 1)
+                kept.append(self.find_task(task.key) == (task, False))
+                if kept[-1]:
+                    self._store_task(task, drawn, worker)
         return kept
+
+    def _store_task(self, task: Task, drawn: Drawn | None = None, worker: str | None = None) -> None:
+        of_drawn, body = (None, None, None), None
+        if drawn is not None:
+            of_drawn, body = (worker, drawn.tokens, max(map(max, drawn.versions))), encode_drawn([drawn])
+        prompt = np.asarray(task.prompt_ids, "<i4").tobytes()
+        self._database.store("tasks", *task.key, task.version, *of_drawn, prompt, task.columns, body)
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
         """Return the results that are there of these tasks, each as `encode_drawn` writes it.
@@ -230,7 +231,8 @@ class Store:
         results, size = [], 0
         with self._database.lock:
             for key in keys:
-                if (drawn := read_result(self._database.row, key)) is None:
+                rows = self._database.checked_rows(_TASK_NAME, TASK_OF_KEY, *key)
+                if not rows or (drawn := read_task(rows[0])[1]) is None:
                     continue
                 size += len(drawn)
                 if results and size > most_bytes:
@@ -278,19 +280,10 @@ class Store:
         return self._database.row(f"SELECT count(*) FROM tasks WHERE drawn IS NULL{condition}", *values)[0]
 
 
-def read_result(first_row: Callable[..., tuple | None], key: tuple[int, int]) -> bytes | None:
-    """Return a task's completions as the file has them, None where there are none.
-
-    `first_row` is given a statement and its values.
-    """
-    row = first_row("SELECT drawn FROM tasks WHERE group_id = ? AND attempt = ?", *key)
-    return row[0] if row else None
-
-
-def read_task(row: tuple) -> Task:
-    """Make a task of what TASK names, without columns where a file from before there were any has none."""
-    group, attempt, version, prompt, *columns = row
-    return Task(group, attempt, version, np.frombuffer(prompt, "<i4").tolist(), *columns)
+def read_task(row: tuple) -> tuple[Task, bytes | None]:
+    """Return a row's task and its completions as the file has them, None where there are none."""
+    group, attempt, version, _, _, _, prompt, columns, drawn, *_ = row
+    return Task(group, attempt, version, np.frombuffer(prompt, "<i4").tolist(), columns), drawn
 
 
 def _version(info: bytes) -> Version:

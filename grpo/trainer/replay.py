@@ -28,10 +28,14 @@ class Replay:
         """Do nothing: `take` finds what there is of them."""
 
     def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[Drawn]:
-        """Return these groups. Raises ServersLost where one is not in the file."""
+        """Return these groups. Raises ServersLost where one is not in the file, or damaged."""
         drawn = []
         for group, attempt in keys:
-            if (result := self._recording.result((group, attempt))) is None:
+            try:
+                result = self._recording.result((group, attempt))
+            except ConfigError as error:
+                raise ServersLost(str(error)) from error
+            if result is None:
                 raise ServersLost(
                     f"{self.url} has no completions of group {group}, attempt {attempt}: the earlier run ended before: "
                     "go on with a pool on a copy of this file"

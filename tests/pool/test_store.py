@@ -15,13 +15,15 @@ import pytest
 from conftest import REPOSITORY
 from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, damage, drawn, put_file, put_version, sha, weights
 
+from grpo.client.errors import ServersLost
 from grpo.config.errors import ConfigError
 from grpo.pool import files as files_module
 from grpo.pool.database import PIECE_BYTES
 from grpo.pool.recording import Recording
 from grpo.pool.store import Store
+from grpo.trainer.replay import Replay
 from grpo.wire.errors import ProtocolError
-from grpo.wire.rollout_tensors import decode_drawn
+from grpo.wire.rollout_tensors import decode_drawn, encode_drawn
 from grpo.wire.rollouts import Task, Version
 from grpo.wire.weights import Piece
 
@@ -241,22 +243,6 @@ def test_what_a_run_with_turns_needs_is_kept(path):
                 again.set_run(replace(WITH_TURNS, turns=other))
 
 
-def test_a_file_of_a_release_without_columns_is_gone_on_with(path):
-    with closing(Store(path, damage)) as store:
-        store.set_run(RUN)
-        put_version(store, 0)
-        task = Task(1, 0, 0, [5, 6])
-        store.put_tasks([task])
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("ALTER TABLE tasks DROP COLUMN columns")
-    with closing(Recording(path)) as recording:
-        assert recording.task(task.key) == task
-    with closing(Store(path, damage)) as store:
-        assert store.open_tasks(10) == [task]
-        store.put_tasks([task, replace(task, group=2, columns="{}")])
-        assert store.find_task((2, 0)) == (replace(task, group=2, columns="{}"), False)
-
-
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_what_the_later_ones_drew(store):
     store.set_run(RUN)
     for number in range(4):
@@ -275,6 +261,30 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_with_other_weights_loses_
     assert store.find_task((2, 1)) is None is store.find_task((3, 0))
     # The trainer may have put it just before: it stays, and is drawn by the new weights.
     assert store.find_task((2, 0)) == (tasks[4], False)
+
+
+def test_what_a_dropped_version_drew_goes_where_the_version_comes_again_with_other_weights(store):
+    store.set_run(replace(RUN, in_flight_weight_updates=True))
+    made = [put_version(store, number) for number in range(4)]
+    tasks = [Task(group, 0, version, [7]) for group, version in enumerate([0, 0, 1, 2, 3])]
+    store.put_tasks(tasks)
+    results = [(task, drawn(task)) for task in tasks]
+    results[1] = (tasks[1], replace(results[1][1], versions=[[0, 0], [0, 0, 0, 2]]))  # of version 0 and later ones
+    store.add_results(results, "w")
+    store.drop_versions_below(3)
+    put_version(store, 1)
+    assert numbers(store) == [1, 3] and store.count_open() == 0  # the same weights drew the same
+    store.drop_versions_below(3)
+    assert store.weights_of(2) == made[2].sha256 and store.weights_of(4) is None
+    put_version(store, 2, salt=100)
+    assert numbers(store) == [2] and store.weights_of(3) is None
+    assert [store.find_task(task.key) for task in tasks[:4]] == [
+        (tasks[0], True),
+        (tasks[1], False),
+        (tasks[2], True),
+        (tasks[3], False),
+    ]
+    assert store.find_task(tasks[4].key) is None
 
 
 def test_a_recording_reads_the_run_and_its_results_while_the_pool_writes_and_after(store, path):
@@ -327,9 +337,9 @@ def test_a_file_that_is_no_pools_is_refused_in_a_sentence(path, tmp_path):
     os.unlink(path)
     Store(path, damage).close()
     with sqlite3.connect(path) as newer:
-        newer.execute("PRAGMA user_version = 2")
+        newer.execute("PRAGMA user_version = 1")
     newer.close()
-    check("has schema 2, and this program reads 1")
+    check("has schema 1, and this program reads 2: use the release that made it, or name another file")
 
 
 def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
@@ -365,6 +375,50 @@ def test_a_damaged_file_is_refused_at_the_start_or_ends_the_pool(path):
     assert refusal.value.status == 503
     assert str(said[0]).startswith(f"pool_file={path!r}: no pool's file, or damaged (database disk image is malformed)")
     store.close()
+
+
+def test_a_flipped_bit_is_never_read_as_something_else(path):
+    with closing(Store(path, damage)) as store:
+        store.set_run(WITH_TURNS)
+        put_version(store, 0)
+        tasks = [Task(group, 0, 0, [7, 300 + group], '{"secret": "é"}') for group in range(6)]
+        store.put_tasks(tasks)
+        store.add_results([(task, answered(task)) for task in tasks[:5]], "wörker")
+    whole, draw, refusals = Path(path).read_bytes(), random.Random(0), []
+
+    def read() -> list[str]:
+        with closing(Recording(path)) as recording:
+            found = [read(task.key) for task in tasks for read in (recording.task, recording.result)]
+            return [str(each) for each in (recording.run, *found)]
+
+    right = read()
+    with closing(sqlite3.connect(path)) as connection:
+        tables = "SELECT rootpage FROM sqlite_master WHERE name IN ('run', 'tasks', 'sqlite_autoindex_tasks_1')"
+        pages = [page for (page,) in connection.execute(tables)]
+    used = [place for page in pages for place in range((page - 1) * PAGE, page * PAGE) if whole[place]]
+    for place in draw.sample(used, 400):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << draw.randrange(8)
+        Path(path).write_bytes(flipped)
+        try:
+            found = read()
+        except ConfigError as error:
+            refusals.append(str(error))
+            continue
+        # Where the index has another key nothing is found, and a replay says of which group.
+        assert all(each in (expected, "None") for each, expected in zip(found, right, strict=True)), place
+    assert len(refusals) > 300 and all(refusal.startswith(f"replay={path!r}: ") for refusal in refusals)
+    Path(path).write_bytes(whole.replace(encode_drawn([answered(tasks[2])]), encode_drawn([answered(tasks[3])])))
+    said: list[ConfigError] = []
+    with closing(Store(path, said.append)) as store, pytest.raises(ProtocolError, match="is damaged: the pool is end"):
+        store.results([(2, 0)], 1)
+    is_damaged = "group 2, attempt 0 is damaged (its checksum differs): name another file, or a copy of this one"
+    assert str(said[0]) == f"pool_file={path!r}: {is_damaged}"
+    replay = Replay(path, WITH_TURNS.run)
+    assert replay.take([(1, 0)], 0)
+    with pytest.raises(ServersLost) as lost:
+        replay.take([(1, 0), (2, 0)], 0)
+    assert str(lost.value) == f"replay={path!r}: {is_damaged}"
 
 
 @pytest.mark.parametrize("name", ["run.sqlite", "run.sqlite-wal"])
