@@ -90,13 +90,14 @@ def work(url: str, name: str, leases: list[float], uploads: list[float]) -> None
     client = PoolClient(url)
     while True:
         start = time.perf_counter()
-        tasks = client.lease(Lease(name, 8, [], 0.0)).tasks
+        leased = client.lease(Lease(name, 8, [], 0.0))
         leases.append(time.perf_counter() - start)
-        if not tasks:
+        if not leased.tasks:
             return
-        for task in tasks:
+        weights = [(leased.version, leased.sha256)]
+        for task in leased.tasks:
             start = time.perf_counter()
-            client.results(name, [replace(DRAWN, group=task.group)])
+            client.results(name, [replace(DRAWN, group=task.group)], weights)
             uploads.append(time.perf_counter() - start)
 
 

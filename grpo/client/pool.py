@@ -141,12 +141,13 @@ class PoolClient:
 
         return self._decoded(self._post(LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 
-    def results(self, worker: str, drawn: Sequence[Drawn]) -> list[str]:
+    def results(self, worker: str, drawn: Sequence[Drawn], weights: Iterable[tuple[int, str]]) -> list[str]:
         """Send groups; return what became of each: "accepted", "already there" or "not wanted".
 
-        Raises ResultRefused where they are no completions of their tasks.
+        `weights`: number and SHA-256 of the versions that drew them. Raises ResultRefused where they are no completions
+        of their tasks.
         """
-        body = self._post(RESULTS_PATH, encode_drawn(drawn), {"worker": worker})
+        body = self._post(RESULTS_PATH, encode_drawn(drawn, weights), {"worker": worker})
         return self._decoded(body, lambda body: [str(result) for result in json.loads(body)["results"]])
 
     def versions(self) -> list[Version]:

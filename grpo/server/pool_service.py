@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import TypeVar
 
 from grpo.config.server import ServerConfig
@@ -18,7 +19,7 @@ from grpo.server.service import Service
 from grpo.wire.completions import check_drawn
 from grpo.wire.errors import ProtocolError, check_name
 from grpo.wire.health import ModelInfo
-from grpo.wire.rollout_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.rollout_tensors import decode_drawn, decode_results, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.rollouts import Lease, RunInfo, Task, Version
 
 log = logging.getLogger("ref_server")
@@ -101,7 +102,8 @@ class PoolService(Service):
         return encode_drawn([decode_drawn(body)[0] for body in results])
 
     def add_results(self, body: bytes, worker: str) -> list[str]:
-        """Keep completions; return of each whether it was accepted.
+        """Keep completions; return of each whether it was accepted. Those are not wanted that weights drew which have
+        been replaced.
 
         Raises ProtocolError: 403 for a worker that is set apart, 422 where something is no completion of its task:
         then nothing is kept.
@@ -112,15 +114,17 @@ class PoolService(Service):
         run = self.store.run()
         wanted, answers = [], []
         with self._storing:
-            groups = decode_drawn(body)
-            known = {version.version for version in self.store.versions()} if run.in_flight_weight_updates else ()
+            groups, weights = decode_results(body)
+            replaced = {number for number, sha256 in weights if self.store.weights_of(number) != sha256}
             for drawn in groups:
                 task, is_drawn = self.store.find_task(drawn.key) or (None, False)
-                is_wanted = task is not None and not self.leases.is_void(worker, drawn.key)
+                versions = {*chain(*drawn.versions)}
+                is_void = self.leases.is_void(worker, drawn.key) or not versions.isdisjoint(replaced)
+                is_wanted = task is not None and not is_void
                 answers.append("already there" if is_drawn else "accepted" if is_wanted else "not wanted")
                 if answers[-1] == "accepted":
                     try:
-                        check_drawn(drawn, run, task, known)
+                        check_drawn(drawn, run, task)
                     except ProtocolError as error:
                         self._refuse(worker, [drawn.key for drawn in groups], error)
                         raise

@@ -73,8 +73,10 @@ class PoolRun:
         self._release()
         if not draws_this_round:
             self._publisher.wait()  # for the version that draws this round
+        # An earlier start's versions, from this one on, may have drawn tokens of this round, and go where they differ.
+        earlier = self._ask(self._pool.versions) if self._run.in_flight_weight_updates else []
         self._publisher.publish(version)
-        if draws_this_round:
+        if draws_this_round or any(known.version >= version for known in earlier):
             self._publisher.wait()
 
     def end_step(self, drifts: list[tuple[int, float, int]]) -> None:

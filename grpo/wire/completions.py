@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, groupby
 
 from grpo.wire.errors import ProtocolError
@@ -11,11 +11,8 @@ from grpo.wire.rollouts import Drawn, RunInfo, Task
 from grpo.wire.turns import Outcome, RunTurns, cut_segments
 
 
-def check_drawn(drawn: Drawn, run: RunInfo, task: Task, known: Container[int] = ()) -> None:
-    """Raise ProtocolError, 422, where these cannot be completions of this task.
-
-    `known` are the versions that there are, of which any may have drawn with RunInfo.in_flight_weight_updates.
-    """
+def check_drawn(drawn: Drawn, run: RunInfo, task: Task) -> None:
+    """Raise ProtocolError, 422, where these cannot be completions of this task."""
 
     def wrong(message: str) -> ProtocolError:
         return ProtocolError(422, "wrong_completions", f"group {drawn.group}: {message}")
@@ -49,8 +46,6 @@ def check_drawn(drawn: Drawn, run: RunInfo, task: Task, known: Container[int] = 
                 raise wrong(f"drawn by version {versions[0]}: the task is of version {task.version}")
         elif versions != sorted(versions) or versions[0] < task.version:
             raise wrong(f"drawn by versions {_spans(versions)}: the task takes {task.version} and later ones, in order")
-        elif unknown := {version for version in versions if version not in known}:
-            raise wrong(f"drawn by version {min(unknown)}, which is not here")
 
 
 def _check_outcome(

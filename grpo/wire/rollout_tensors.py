@@ -5,12 +5,15 @@ Each list of lists is one tensor with all numbers, and one with the lengths.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from safetensors.numpy import save
 
 from grpo.wire.errors import check_number, malformed
+from grpo.wire.json_fields import check_hex, check_int
 from grpo.wire.rollouts import MOST_TASKS, Drawn, Task
 from grpo.wire.tensors import float32, int32, read_tensors, uint8
 from grpo.wire.turns import Outcome, check_columns
@@ -54,8 +57,11 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     return [Task(group, attempt, version, prompt.tolist(), text) for group, attempt, version, prompt, text in rows]
 
 
-def encode_drawn(groups: Sequence[Drawn]) -> bytes:
-    """Return the body of POST results, and of the answer of POST groups."""
+def encode_drawn(groups: Sequence[Drawn], weights: Iterable[tuple[int, str]] | None = None) -> bytes:
+    """Return the body of POST results, and of the answer of POST groups.
+
+    `weights`, of POST results: number and SHA-256 of the versions that drew them.
+    """
     each = [completion for group in groups for completion in group.completions]
     of_turns = {}
     if any(group.outcomes is not None for group in groups):
@@ -71,7 +77,8 @@ def encode_drawn(groups: Sequence[Drawn]) -> bytes:
             "completion_ids": _joined(each, np.int32),
             "logprobs": _joined([values for group in groups for values in group.logprobs], np.float32),
             "versions": _joined([values for group in groups for values in group.versions], np.int32),
-        }
+        },
+        None if weights is None else {"weights": json.dumps([*weights])},
     )
 
 
@@ -103,6 +110,26 @@ def decode_drawn(body: bytes) -> list[Drawn]:
         Drawn(group, attempt, *(parts[end - count : end] for parts in rows))
         for group, attempt, count, end in zip(groups.tolist(), attempts.tolist(), copies.tolist(), ends, strict=True)
     ]
+
+
+def decode_results(body: bytes) -> tuple[list[Drawn], list[tuple[int, str]]]:
+    """Read groups and `weights` of the body of POST results. Raises as decode_drawn."""
+    groups, (_, metadata) = decode_drawn(body), read_tensors(body)
+    if "weights" not in metadata:
+        raise malformed("the metadata has no weights: update the worker to the release of the pool")
+    try:
+        weights = json.loads(metadata["weights"])
+    except (ValueError, RecursionError) as error:
+        raise malformed("weights in the metadata are not JSON") from error
+    if not isinstance(weights, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in weights):
+        raise malformed("weights in the metadata: send a list of [version, SHA-256]")
+    for number, sha256 in weights:
+        check_int("version", number, least=0)
+        check_hex("weights", sha256, 64)
+    drew = {version for group in groups for version in chain(*group.versions)}
+    if unnamed := drew - {number for number, _ in weights}:
+        raise malformed(f"weights in the metadata: version {min(unnamed)} is missing")
+    return groups, [(number, sha256) for number, sha256 in weights]
 
 
 def _check_names(tensors: dict[str, np.ndarray], known: set[str], more: set[str]) -> bool:

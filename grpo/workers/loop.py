@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,6 +58,7 @@ class Worker:
         self._patience = Patience(self._client, config.pool_deadline, self.stop)
         self._folder = folder
         self._version: Version | None = None  # which the engine has
+        self._loaded: list[tuple[int, str]] = []  # number and SHA-256 of all that the engine had, or was to have
         self._newest: tuple[int, str] | None = None  # as the pool says with in_flight_weight_updates
         self._tally = Tally()
         self._lease_lock = threading.Lock()  # two requests at a time would each free what the other one has got
@@ -99,7 +101,7 @@ class Worker:
                 for task in leased.tasks:
                     with self._changed:
                         self._drawing += 1
-                    drawers.submit(self._draw, task, senders)
+                    drawers.submit(self._draw, task, senders, len(self._loaded) - 1)
         except Stopped:
             return
 
@@ -205,6 +207,7 @@ class Worker:
             if self._engine_error is not None:
                 self._restart(self._engine_error)
             self._is_proved = False
+            self._loaded.append((version.version, version.sha256))
             try:
                 if self._is_started:
                     self._message = f"loading version {version.version}"
@@ -279,8 +282,8 @@ class Worker:
         with self._changed:
             self._holds -= {task.key for task in tasks}
 
-    def _draw(self, task: Task, senders: ThreadPoolExecutor) -> None:
-        """Draw a group in a thread of its own."""
+    def _draw(self, task: Task, senders: ThreadPoolExecutor, first: int) -> None:
+        """Draw a group in a thread of its own, by the version that is `first` in `_loaded`, and perhaps later ones."""
         drawn = None
         try:
             if not self.stop.is_set() and self._engine_error is None:
@@ -299,7 +302,10 @@ class Worker:
         if drawn is None:
             self._forget([task])
         else:
-            senders.submit(self._guarded, lambda: self._send(drawn))
+            versions = {*chain(*drawn.versions)}
+            # Two weights of a number, where the run went back meanwhile: either may have drawn, so both are named.
+            weights = {loaded for loaded in self._loaded[first:] if loaded[0] in versions}
+            senders.submit(self._guarded, lambda: self._send(drawn, sorted(weights)))
         with self._changed:
             self._drawing -= 1
             self._changed.notify_all()
@@ -311,9 +317,9 @@ class Worker:
                 self._changed.wait(0.2)
             return drawn if self._is_proved else None
 
-    def _send(self, drawn: Drawn) -> None:
+    def _send(self, drawn: Drawn, weights: list[tuple[int, str]]) -> None:
         try:
-            (result,) = self._patience(lambda: self._client.results(self.name, [drawn]))
+            (result,) = self._patience(lambda: self._client.results(self.name, [drawn], weights))
         except ResultRefused as refusal:  # after three in a row the pool refuses the worker, which ends it
             log.warning("%s", refusal)
         else:

@@ -13,6 +13,7 @@ import trustme
 from pools import RUN, running_pool
 from proxy import Proxy
 from servers import eventually
+from stored import sha
 
 from grpo.client.errors import RequestFailure, ResultRefused, ServerError
 from grpo.client.http import check_certificates
@@ -93,7 +94,7 @@ def test_https_with_an_authority_of_ones_own(pool, tmp_path):
 def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
     with answering(200, b"{") as url:
         client = PoolClient(url)
-        for ask in (client.versions, partial(client.take, [], 0), partial(client.results, "a", []), client.status):
+        for ask in (client.versions, partial(client.take, [], 0), partial(client.results, "a", [], []), client.status):
             with pytest.raises(RequestFailure, match="sent a damaged answer"):
                 ask()
     with (
@@ -160,9 +161,16 @@ def test_what_the_pool_refuses_is_sorted_by_what_helps(pool):
         client.put_version(Version(0, "b" * 64, 10, True, None, None, Probe([1], [2], [-0.5])))
     with pytest.raises(RequestFailure, match="said 409: what came is not what was announced"):
         client.send_file(b"0123456789", "b" * 64)
+    data = b"weights"
+    client.send_file(data, sha(data))
+    client.put_version(Version(0, sha(data), len(data), True, None, None, Probe([1], [2], [-0.5])))
+    weights = [(0, sha(data))]
     with pytest.raises(ResultRefused, match="refused a request with 422: group 0: 1 completions"):
-        client.results("a worker", [Drawn(0, 0, [[2]], [[-0.5]], [[0]])])
+        client.results("a worker", [Drawn(0, 0, [[2]], [[-0.5]], [[0]])], weights)
     drawn = Drawn(0, 0, [[2]] * 4, [[-0.5]] * 4, [[0]] * 4)
-    assert client.results("a worker", [drawn, drawn]) in (["accepted", "already there"], ["accepted", "accepted"])
-    assert client.results("a worker", [drawn]) == ["already there"]
+    assert client.results("a worker", [drawn, drawn], weights) in (
+        ["accepted", "already there"],
+        ["accepted", "accepted"],
+    )
+    assert client.results("a worker", [drawn], weights) == ["already there"]
     assert client.take([(0, 0)], 0) == [drawn] and client.take([(1, 0)], 0) == []

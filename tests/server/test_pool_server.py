@@ -22,6 +22,7 @@ import pytest
 import requests
 from conftest import ENVIRONMENT, REPOSITORY, free_port, running_server
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.numpy import load, save
 from servers import wait_until
 from stored import FOLDER, PROBE, RUN, drawn, sha, weights
 
@@ -45,8 +46,13 @@ class Pool:
     """A pool's application in this process."""
 
     def __init__(self, path):
-        config = ServerConfig(task="rollouts", pool_file=str(path))
-        self.service = PoolService(config)
+        self.path = path
+        self.start()
+        self.weights = {}
+        """SHA-256 of each version's weights, as put last"""
+
+    def start(self):
+        self.service = PoolService(ServerConfig(task="rollouts", pool_file=str(self.path)))
         self.service.load()
         self.app = make_app(self.service)
 
@@ -83,6 +89,7 @@ class Pool:
         self.put_file(data)
         version = Version(number, sha(data), len(data), True, None, None, PROBE)
         assert self.post("versions", version.to_json()).status == 200
+        self.weights[number] = version.sha256
         return version
 
     def lease(self, name="w", room=1, holds=(), wait=0.0, **rest) -> list[Task]:
@@ -90,8 +97,13 @@ class Pool:
         assert answer.status == 200, answer.refusal
         return decode_tasks(answer.body, RUN.vocab_size)
 
-    def send(self, *groups, name="w") -> list[str]:
-        answer = self.post("results", encode_drawn(groups), worker=name)
+    def results(self, *groups, name="w", weights=None) -> SimpleNamespace:
+        """Send groups as drawn by these weights, by default by those that are there."""
+        weights = self.weights if weights is None else weights
+        return self.post("results", encode_drawn(groups, weights.items()), worker=name)
+
+    def send(self, *groups, **rest) -> list[str]:
+        answer = self.results(*groups, **rest)
         assert answer.status == 200, answer.refusal
         return json.loads(answer.body)["results"]
 
@@ -190,14 +202,19 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
     pool.put_version(2)
     assert newest(0, *TASKS) == ([], "2", sha(weights(2)))
     assert send(TASKS[0], 1, 1, 2, 2) == ["accepted"]
-    for versions, says in {(2, 1, 1, 1): "by versions 2, 1: the", (0, 0, 0, 3): "by version 0, which is not"}.items():
-        body = encode_drawn([Drawn(1, 0, [[3, 4, 5, 2]] * 2, [[-0.5] * 4] * 2, [[*versions]] * 2)])
-        assert says in pool.post("results", body, worker="x").refusal[2]
+    wrong = Drawn(1, 0, [[3, 4, 5, 2]] * 2, [[-0.5] * 4] * 2, [[2, 1, 1, 1]] * 2)
+    assert "by versions 2, 1: the" in pool.results(wrong, name="x").refusal[2]
+    old = dict(pool.weights)
     pool.put_version(2, salt=7)  # the run went back: what is being drawn may have tokens of what is gone
     assert send(TASKS[1], 1, 1, 1, 2) == ["not wanted"]
     assert pool.take((0, 0)) == []  # it had such tokens
     assert newest(9) == ([task.key for task in TASKS], "2", sha(weights(9)))
-    assert send(TASKS[0], 1, 1, 1, 1) == ["accepted"]
+    newer = replace(wrong, versions=[[1, 1, 2, 2]] * 2)
+    assert pool.send(newer, weights=old) == ["not wanted"]
+    # A worker whose engine had both: its label says 2 of either.
+    both = encode_drawn([newer], [*pool.weights.items(), (2, old[2])])
+    assert json.loads(pool.post("results", both, worker="w").body) == {"results": ["not wanted"]}
+    assert pool.send(newer) == ["accepted"] and send(TASKS[0], 1, 1, 1, 1) == ["accepted"]
     pool.post("drift", b'{"groups": [[0, 3.0, 4]]}')
     assert pool.status()["workers"][0]["drift"] == 3.0 and pool.status()["workers"][0]["state"] != "apart"
 
@@ -262,11 +279,12 @@ def test_a_worker_whose_uploads_are_refused_is_set_apart(begun, caplog):
     name = "é liar"
     for _ in range(3):
         assert begun.lease(name, room=2) == TASKS[:2]
-        answer = begun.post("results", encode_drawn([drawn(TASKS[1]), wrong]), worker=name)
+        answer = begun.results(drawn(TASKS[1]), wrong, name=name)
         assert answer.refusal[:2] == (422, "wrong_completions") and "a log-prob is above 0" in answer.refusal[2]
     assert begun.take((1, 0)) == []  # nothing of a refused upload is kept
-    for path, body in (("lease", Lease(name, 1, [], 0).to_json()), ("results", encode_drawn([drawn(TASKS[0])]))):
-        status, code, message = begun.post(path, body, worker=name).refusal
+    lease = begun.post("lease", Lease(name, 1, [], 0).to_json())
+    for answer in (lease, begun.results(drawn(TASKS[0]), name=name)):
+        status, code, message = answer.refusal
         assert (status, code) == (403, "set_apart") and name in message and "a log-prob is above 0" in message
     assert f"worker {name!r} is set apart: 3 uploads in a row were refused, the last: group 0" in caplog.text
     (shown,) = begun.status()["workers"]
@@ -299,6 +317,35 @@ def test_what_was_drawn_with_weights_that_went_is_not_wanted(begun):
     assert begun.send(drawn(TASKS[0]), name="old") == ["not wanted"]
     assert begun.lease("old", room=2) == TASKS[:2]
     assert begun.send(*map(drawn, TASKS[:2]), name="old") == ["accepted"] * 2
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_what_replaced_weights_drew_is_not_wanted_where_the_pool_has_forgotten_its_lease(begun, is_dropped):
+    assert begun.lease("old", room=2) == TASKS[:2] and begun.send(drawn(TASKS[1]), name="old") == ["accepted"]
+    begun.put_version(1)
+    old = dict(begun.weights)
+    if is_dropped:
+        assert begun.post("needed", version=1).status == 200
+    begun.service.close()
+    begun.start()
+    begun.put_version(0, salt=100)
+    assert begun.take((1, 0)) == []
+    assert begun.lease("old", holds=[(0, 0)]) == TASKS[1:2]  # it holds the other one again
+    assert begun.send(drawn(TASKS[0]), name="old", weights=old) == ["not wanted"]
+    assert begun.lease("another") == TASKS[:1]
+    assert begun.send(*map(drawn, TASKS[:2]), name="old") == ["accepted"] * 2
+
+
+def test_a_result_names_the_weights_that_drew_it(begun):
+    of_older_release = begun.post("results", encode_drawn([drawn(TASKS[0])]), worker="w").refusal
+    assert of_older_release[:2] == (400, "malformed") and "has no weights: update the worker" in of_older_release[2]
+    refusal = begun.results(drawn(TASKS[0]), weights={1: begun.weights[0]}).refusal
+    assert refusal == (400, "malformed", "weights in the metadata: version 0 is missing")
+    for weights_sent in ("[1]", "{", '[["0", 5]]', '[[0, "f"]]', "[" * 10**5):
+        body = save(load(encode_drawn([drawn(TASKS[0])])), {"weights": weights_sent})
+        assert begun.post("results", body, worker="w").refusal[:2] == (400, "malformed")
+    begun.post("needed", version=1)  # a late one: its version may be dropped already
+    assert begun.send(drawn(TASKS[0])) == ["accepted"]
 
 
 def test_a_file_is_sent_whole_or_in_parts(begun):
@@ -349,7 +396,7 @@ def test_it_says_how_it_is(begun):
     begun.lease("w", room=1)
     begun.send(drawn(TASKS[0]))
     assert begun.post("drift", json.dumps({"groups": [[0, 0.25, 6]]}).encode()).status == 200
-    begun.post("results", encode_drawn([replace(drawn(TASKS[1]), attempt=0, versions=[[5] * 2, [5] * 4])]), worker="x")
+    begun.results(replace(drawn(TASKS[1]), logprobs=[[0.5] * 2, [0.5] * 4]), name="x")
     begun.lease("w", room=1)
     shown = begun.status()
     assert shown["run"] == {"run": RUN.run, "name": RUN.name} and shown["versions"] == [0]

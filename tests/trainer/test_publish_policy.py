@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo.client.errors import ServersUnavailable
 from grpo.client.patience import Patience, Stopped
 from grpo.client.pool import PoolClient
+from grpo.config.command_line import parse_arguments
 from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
 from grpo.config.worker import WorkerConfig
 from grpo.model.trial import make_batcher
 from grpo.rollouts.records import Example
@@ -29,9 +32,10 @@ from grpo.rollouts.trial import make_sampler
 from grpo.run.folder import SaveError
 from grpo.server.http import HttpServer
 from grpo.server.pool_service import PoolService
+from grpo.trainer.pool_run import PoolRun
 from grpo.trainer.publish_policy import PolicyPublisher, model_files
 from grpo.wire.delta import apply_delta
-from grpo.wire.rollouts import Probe, Task, Version
+from grpo.wire.rollouts import Drawn, Probe, Task, Version
 from grpo.workers.transformers_engine import TransformersEngine
 from grpo.workers.weights import ModelFolder
 from ref_server import make_app
@@ -262,6 +266,32 @@ def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
     assert versions[:2] == before[:2] and versions[2].sha256 != before[2].sha256
     assert versions[2].base == 2 and not versions[2].whole
     assert equal(pool.fetch(versions[2], tmp_path), saved(model))
+
+
+def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_drew(pool, model, model_folder, tmp_path):
+    words = ["--sampler=pool", "--pool=http://box:1", "--max_policy_lag=2", "--in_flight_weight_updates=true"]
+    config, tokenizer = parse_arguments(TrainerConfig, "", words), AutoTokenizer.from_pretrained(model_folder)
+    ask, _ = patience_with(pool.client, 30.0)
+
+    def start(folder: str) -> PoolRun:
+        publisher = publisher_of(pool, model, tmp_path / folder)
+        checkpoints = SimpleNamespace(identity=lambda: RUN.run, oldest=lambda: 0)
+        return PoolRun(config, pool.client, ask, publisher, model, tokenizer, "a", checkpoints, None)
+
+    first = start("first")
+    for version in range(3):
+        first.publish(version, version)
+        train(model)
+    first._publisher.wait()
+    before = {version.version: version.sha256 for version in pool.client.versions()}
+    pool.client.put_tasks([Task(3, 0, 0, [5])])  # of the round that begins with version 2
+    count, longest = config.num_generations, config.max_completion_length
+    row = [5] * longest, [-0.5] * longest, [0] + [2] * (longest - 1)
+    drawn = Drawn(3, 0, *([values] * count for values in row))
+    assert pool.client.results("w", [drawn], before.items()) == ["accepted"]
+    again = start("again")
+    again.publish(2, 2)
+    assert pool.client.versions()[-1].sha256 != before[2] and pool.client.take([(3, 0)], 0) == []
 
 
 def test_a_bad_line_costs_time_only(pool, model, tmp_path):

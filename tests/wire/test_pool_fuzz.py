@@ -28,6 +28,7 @@ from grpo.config.server import ServerConfig
 from grpo.server.pool_service import PoolService
 from grpo.wire.rollout_tensors import encode_drawn, encode_tasks
 from grpo.wire.rollouts import Lease, RunInfo, Task, Version
+from grpo.wire.tensors import read_tensors
 from ref_server import make_app
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20000"))
@@ -69,7 +70,9 @@ def valid(draw: random.Random, run: RunInfo) -> tuple[str, dict, bytes]:
     tasks = [replace(task, version=draw.randrange(2)) for task in draw.sample(tasks_of(run), draw.randint(0, 3))]
     data = weights(draw.randrange(3), 50)
     start = draw.choice([0, 0, 0, 20])
-    results = "results", {"worker": name}, encode_drawn([(answered if run.turns else drawn)(task) for task in tasks])
+    groups, drew = [(answered if run.turns else drawn)(task) for task in tasks], (version, later)
+    body = encode_drawn(groups, [(version.version, version.sha256) for version in drew])
+    results = "results", {"worker": name}, body
     return draw.choice(
         [
             *[results] * 4,
@@ -113,7 +116,7 @@ def fields(draw, body):
 def numbers(draw, body):
     """Tensors that do not fit, in a body that is well made."""
     try:
-        tensors = load(body)
+        tensors, (_, metadata) = load(body), read_tensors(body)
     except SafetensorError:  # it is a piece of a file
         return body
     name = draw.choice([*tensors])
@@ -138,7 +141,7 @@ def numbers(draw, body):
         tensors[name][draw.randrange(len(tensors[name]))] = draw.choice(wrong)
     else:
         tensors[name] = np.zeros(draw.choice([0, 1, 3, 5000]), tensors[name].dtype)
-    return save(tensors)
+    return save(tensors, metadata)
 
 
 def queries(draw, query):

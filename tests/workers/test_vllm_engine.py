@@ -207,7 +207,7 @@ def test_what_is_being_drawn_goes_on_with_new_weights_and_says_which_drew_each_t
         groups = [group.result() for group in drawing]
     assert was_proved_in_flight or length == 300  # vLLM may draw them to their end before it answers
     for task, group in zip((Task(group, 0, 5, prompt) for group, prompt in enumerate(PROMPTS)), groups, strict=True):
-        check_drawn(group, long_run, task, {5, 7})
+        check_drawn(group, long_run, task)
         by_version = {
             5: scored(folders["untied0"], task.prompt_ids, group.completions, run.temperature),
             7: scored(folders["untied1"], task.prompt_ids, group.completions, run.temperature),
@@ -226,7 +226,7 @@ def reply(drawn: list[int], turn: int) -> list[int] | None:
 
 def check_in_turns(task: Task, group: Drawn, run: RunInfo, folders: list[Path]) -> int:
     """Hold what was drawn of a task against plain transformers, with the folder of each token's version."""
-    check_drawn(group, run, task, range(len(folders)))
+    check_drawn(group, run, task)
     by_version = [scored(folder, task.prompt_ids, group.completions, run.temperature) for folder in folders]
     for row, (ids, mask, versions) in enumerate(zip(group.completions, group.drawn, group.versions, strict=True)):
         parts = cut_segments(ids, mask)
