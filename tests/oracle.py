@@ -261,16 +261,26 @@ def spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def advantages(groups: Sequence[Sequence[float]], scale: str, tolerance: float = 0.0) -> list[list[float]]:
+def advantages(
+    groups: Sequence[Sequence[float]],
+    scale: str,
+    tolerance: float = 0.0,
+    penalties: Sequence[Sequence[float]] | None = None,
+) -> list[list[float]]:
     """Return (reward - group mean) / (std + 1e-4), std of the group or of the batch; "none" leaves the division out.
 
-    NaN is in no mean and has advantage 0, and so has a group whose rewards are within `tolerance` of each other.
+    NaN is in no mean and has advantage 0, and so has a group whose rewards are within `tolerance` of each other. The
+    penalties are taken off the rewards first; where the group's own std divides they make no signal.
     """
+    judged = groups
+    if penalties is not None:
+        groups = [[r - p for r, p in zip(*rows, strict=True)] for rows in zip(groups, penalties, strict=True)]
+        judged = judged if scale == "group" else groups
     batch = spread([reward for group in groups for reward in known(group)])
     result = []
-    for group in groups:
-        rewards = known(group)
-        if not rewards or max(rewards) - min(rewards) <= tolerance:
+    for group, to_judge in zip(groups, judged, strict=True):
+        rewards, to_judge = known(group), known(to_judge)
+        if not rewards or max(to_judge) - min(to_judge) <= tolerance:
             result.append([0.0] * len(group))
             continue
         divisor = {"group": spread(rewards) + 1e-4, "batch": batch + 1e-4, "none": 1.0}[scale]

@@ -8,7 +8,7 @@ section 4.1.2; the others' formulas are in estimators.py. Rewards are float64, [
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,11 +33,13 @@ def advantages(
     """
     if settings.advantage_estimator == "grpo":
         return AGGREGATIONS[settings.multi_objective_aggregation].advantages(by_function, weights, settings, penalty)
-    estimator, rewards = find_estimator(settings.advantage_estimator), total_rewards(by_function, weights) - penalty
-    outcomes = Outcomes(rewards, lengths, None if greedy is None else total_rewards(greedy, weights))
+    estimator, rewards = find_estimator(settings.advantage_estimator), total_rewards(by_function, weights)
+    without_kl = Outcomes(rewards, lengths, None if greedy is None else total_rewards(greedy, weights))
+    outcomes = replace(without_kl, rewards=rewards - penalty)
     compared = estimator.advantages(outcomes, settings)
     if estimator.signal is not None:
-        compared = torch.where(estimator.signal(outcomes, settings.reward_tolerance).unsqueeze(1), compared, 0.0)
+        judged = without_kl if settings.divided_by_group else outcomes
+        compared = torch.where(estimator.signal(judged, settings.reward_tolerance).unsqueeze(1), compared, 0.0)
         compared = compared.nan_to_num(nan=0.0)  # where a greedy completion has no reward
     return compared.masked_fill(rewards.isnan(), 0.0)
 
@@ -65,9 +67,15 @@ def total_rewards(by_function: torch.Tensor, weights: torch.Tensor) -> torch.Ten
 def sum_then_normalize(
     by_function: torch.Tensor, weights: torch.Tensor, settings: LossSection, penalty: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """Add the functions' rewards up, and compare the sums within the group."""
-    rewards = total_rewards(by_function, weights) - penalty
-    return group_advantages(rewards, settings.scale_rewards, settings.reward_tolerance)
+    """Add the functions' rewards up, and compare the sums, less the penalty, within the group.
+
+    Equal rewards are no signal where the group's own std divides, whatever the penalty: its differences, mere rounding
+    while the policy is the reference, would be scaled to what a difference of rewards is.
+    """
+    rewards = total_rewards(by_function, weights)
+    judged = rewards if settings.divided_by_group else rewards - penalty
+    compared = group_advantages(rewards - penalty, settings.scale_rewards)
+    return torch.where(has_signal(judged, settings.reward_tolerance).unsqueeze(1), compared, 0.0)
 
 
 def normalize_then_sum(

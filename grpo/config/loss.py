@@ -134,6 +134,11 @@ class LossSection(Section):
         the whole round, and with a function of the user's, which may."""
         return self.advantage_estimator != "reinforce++" and ":" not in self.advantage_estimator
 
+    @property
+    def divided_by_group(self) -> bool:
+        """Tell whether an advantage is divided by the std of its own group."""
+        return self.scale_rewards == "group" and self.advantage_estimator in ("grpo", "passk")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(

@@ -91,15 +91,31 @@ def test_of_several_rewards_they_are_those_of_the_weighted_sum():
     for scale, seed in product(SCALES, range(5)):
         by_function = random_functions(seed)
         sums = [oracle.weighted_sum(rewards, weights) for rewards in zip(*by_function, strict=True)]
-        less = [
-            [reward - penalty for reward, penalty in zip(*group, strict=True)]
-            for group in zip(sums, penalties, strict=True)
-        ]
         settings = LossSection(scale_rewards=scale)
         with named(scale, seed):
             close(advantages(tensor(by_function), tensor(weights), settings), oracle.advantages(sums, scale))
             result = advantages(tensor(by_function), tensor(weights), settings, tensor(penalties))
-            close(result, oracle.advantages(less, scale))
+            close(result, oracle.advantages(sums, scale, penalties=penalties))
+
+
+def test_a_kl_of_mere_rounding_is_not_scaled_to_the_size_of_a_reward():
+    rewards = tensor([[[1.0] * 4, [1.0, 0.0, 0.0, 1.0]]])
+    noise = 1e-2 * torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for estimator, scale in (
+        ("grpo", "group"),
+        ("grpo", "none"),
+        ("grpo", "batch"),
+        ("passk", "group"),
+        ("rloo", "group"),
+    ):
+        settings = LossSection(advantage_estimator=estimator, scale_rewards=scale)
+        with named(estimator, scale):
+            equal, other = advantages(rewards, tensor([1.0]), settings, noise).abs().amax(dim=1).tolist()
+            if settings.divided_by_group:
+                assert equal == 0
+            else:  # as it is: what the objective loses by it
+                assert 0 < equal < 0.05
+            assert other > 0.4 or estimator == "passk"
 
 
 def test_decoupled_ones_are_the_papers():

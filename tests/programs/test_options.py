@@ -88,15 +88,15 @@ def test_prompts_without_signal_are_replaced(run, settings, tmp_path):
 
 
 def test_the_kl_in_the_reward_moves_the_advantages(run, tmp_path):
-    """Half of all prompts reward every completion alike: there the KL alone tells them apart."""
-    rows = run("run", "picky", kl_in_reward=None, kl_estimator="k1", beta=1.0, max_steps=4)
+    """Half of all prompts reward every completion alike: there the KL alone tells them apart, where no std divides."""
+    rows = run("run", "picky", kl_in_reward=None, kl_estimator="k1", beta=1.0, max_steps=4, scale_rewards="none")
 
     def distance(step: int) -> float:
         """Between the advantages that were used and those of the rewards alone."""
         samples = by_step(tmp_path / "run")[step]
         rewards = torch.tensor([[sample["reward"] for sample in samples]], dtype=torch.float64)
         used = torch.tensor([[sample["advantage"] for sample in samples]], dtype=torch.float64)
-        return (group_advantages(rewards) - used).abs().max().item()
+        return (group_advantages(rewards, "none") - used).abs().max().item()
 
     assert distance(1) < 1e-2  # the same weights still, so no KL beyond rounding
     assert distance(4) > 0.1
