@@ -83,6 +83,8 @@ def grpo_loss(
         if not settings.kl_in_reward:
             per_token = per_token + beta * kl
     loss = (per_token * weights).sum()
+    if settings.has_entropy_bonus:
+        metrics["policy_loss:sum"] = loss.unsqueeze(0)
     if entropy_coef > 0:
         acted_on = tokens.entropy if tokens.high_entropy is None else tokens.entropy * tokens.high_entropy
         divisor = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens

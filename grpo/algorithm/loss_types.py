@@ -158,10 +158,13 @@ def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tenso
     bounded = inputs.ratio if settings.delta is None else inputs.ratio.clamp(max=settings.delta)
     low_clipped = (bounded < low) & (advantages < 0)
     high_clipped = (bounded > high) & (advantages > 0)
+    by_sequence = [inputs.to_sequences(clipped.float()) / inputs.lengths for clipped in (low_clipped, high_clipped)]
     metrics = {
         "clip_ratio/low_mean": one_per_ratio(low_clipped, inputs, settings),
         "clip_ratio/high_mean": one_per_ratio(high_clipped, inputs, settings),
         "clip_ratio/region_mean": one_per_ratio(low_clipped | high_clipped, inputs, settings),
+        "clip_ratio/low_min:min": by_sequence[0],
+        "clip_ratio/high_max:max": by_sequence[1],
     }
     return -torch.minimum(bounded * advantages, inputs.ratio.clamp(low, high) * advantages), metrics
 

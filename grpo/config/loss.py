@@ -139,6 +139,11 @@ class LossSection(Section):
         """Tell whether an advantage is divided by the std of its own group."""
         return self.scale_rewards == "group" and self.advantage_estimator in ("grpo", "passk")
 
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Tell whether the loss has, or an adaptive coefficient may give it, a bonus for entropy."""
+        return self.use_adaptive_entropy or self.entropy_coef > 0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(

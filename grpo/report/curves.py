@@ -56,7 +56,7 @@ PANELS = {
     "Policy": [
         Panel("KL to the reference, nats per token", ("kl",), overview=True),
         Panel("entropy, nats per token", ("entropy",)),
-        Panel("loss", ("loss",)),
+        Panel("loss", ("loss", "policy_loss")),
         Panel("gradient norm", ("grad_norm",)),
         Panel("steps skipped, or without a token, so far", ("skipped_steps", "masked_steps")),
         Panel("learning rate", ("learning_rate",)),
@@ -70,7 +70,7 @@ PANELS = {
     "Length": [
         Panel("completion length, tokens", ("completions/mean_length",), overview=True),
         Panel("shortest and longest, tokens", ("completions/min_length", "completions/max_length")),
-        Panel("length of those that ended, tokens", ("completions/mean_terminated_length",)),
+        Panel("length of those that ended, tokens", ("completions/*_terminated_length",)),
         Panel("share cut off", ("completions/clipped_ratio",)),
     ],
     "Tools and turns": [

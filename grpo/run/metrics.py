@@ -65,7 +65,8 @@ class Stats:
 
     @property
     def metric(self) -> float:
-        values = {"mean": self.mean, "std": self.std, "sum": self.total, "min": self.low, "max": self.high}
+        low, high = (self.low, self.high) if self.count else (math.nan, math.nan)
+        values = {"mean": self.mean, "std": self.std, "sum": self.total, "min": low, "max": high}
         return values[self.statistic]
 
 

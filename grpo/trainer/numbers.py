@@ -126,7 +126,7 @@ def step_result(
     if config.use_adaptive_entropy and is_applied and not masked:
         progress.entropy = everyone["entropy_acted_on"].mean
         progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
-    if config.use_adaptive_entropy or config.entropy_coef:
+    if config.has_entropy_bonus:
         metrics["entropy_coef"] = progress.entropy_coef  # the next step's, as TRL has it
     for key, numbers in everyone.items():
         name = key.removeprefix(_LOGGED)
@@ -148,11 +148,14 @@ def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return the numbers of a rank's completions, for add_stats. Lengths are of what the policy drew; the tokens of
     answers are counted beside them."""
     lengths = [rollout.drawn_tokens for rollout in rollouts]
+    terminated = [rollout.drawn_tokens for rollout in rollouts if rollout.finished]
     stats = {
         "completions/mean_length": lengths,
         "completions/min_length:min": lengths,
         "completions/max_length:max": lengths,
-        "completions/mean_terminated_length": [rollout.drawn_tokens for rollout in rollouts if rollout.finished],
+        "completions/mean_terminated_length": terminated,
+        "completions/min_terminated_length:min": terminated,
+        "completions/max_terminated_length:max": terminated,
         "completions/clipped_ratio": [not rollout.finished for rollout in rollouts],
     }
     if outcomes := [rollout.outcome for rollout in rollouts if rollout.outcome is not None]:

@@ -33,7 +33,7 @@ from grpo.algorithm.advantages import soft_overlong_punishment
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
 from grpo.algorithm.loss import grpo_loss
 from grpo.config.loss import LossSection
-from grpo.run.metrics import Stats
+from grpo.run.metrics import Stats, add_stats
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")
 
@@ -193,11 +193,12 @@ def check_against_trl(trl, settings: LossSection, beta: float, batch: list[oracl
     assert our_value.item() == pytest.approx(value, rel=1e-6)
     for our_slope, slope in zip(gradients(our_value, tokens), slopes, strict=True):
         torch.testing.assert_close(our_slope, slope, rtol=1e-5, atol=1e-9)
-    for name in our_metrics.keys() & metrics.keys():
+    add_stats(stats := {}, our_metrics)
+    for name in stats.keys() & metrics.keys():
         # TRL's mean over sequences has the empty ones in it.
-        of_sequences = settings.importance_sampling_level == "sequence" and "clip" in name
-        count = len(batch) if of_sequences else len(our_metrics[name])
-        assert our_metrics[name].double().nansum().item() / count == pytest.approx(metrics[name][0], rel=1e-5), name
+        of_sequences = settings.importance_sampling_level == "sequence" and name.endswith(("_mean", "clip_ratio"))
+        count = len(batch) / stats[name].count if of_sequences else 1
+        assert stats[name].metric / count == pytest.approx(metrics[name][0], rel=1e-5), name
 
 
 @pytest.mark.parametrize("quantile", [1.0, 0.4])
@@ -237,11 +238,14 @@ def test_the_adaptive_entropy_bonus_is_trls(trl, quantile):
 def test_both_report_the_same_metrics(trl):
     batch = completions(seed=1)
     for loss_type in LOSS_TYPES:
-        settings = LossSection(loss_type=loss_type, importance_sampling_level=level_of(loss_type))
-        _, _, metrics = theirs(trl, batch, settings, beta=0.3)
-        _, our_metrics = grpo_loss(tokens_of(batch), step_of(batch), settings, beta=0.3, **constants(settings))
-        with named(loss_type):
-            assert metrics.keys() - {"entropy", "clip_ratio/low_min", "clip_ratio/high_max"} <= our_metrics.keys()
+        for entropy_coef in (0.0, 0.1):
+            level = level_of(loss_type)
+            settings = LossSection(loss_type=loss_type, importance_sampling_level=level, entropy_coef=entropy_coef)
+            _, _, metrics = theirs(trl, batch, settings, beta=0.3)
+            _, ours = grpo_loss(tokens_of(batch), step_of(batch), settings, beta=0.3, **constants(settings))
+            with named(loss_type, entropy_coef):
+                names = {name.partition(":")[0] for name in ours}
+                assert names == metrics.keys() - {"entropy_coef"}  # a coefficient is none of the loss's numbers
 
 
 def test_the_oracles_top_entropies_are_trls(trl):

@@ -1,5 +1,7 @@
 """What a step counts of its completions, over all ranks."""
 
+import math
+
 import pytest
 
 from grpo.rollouts.records import Outcome, Rollout
@@ -30,6 +32,8 @@ def test_lengths_are_of_what_the_policy_drew_and_answers_are_counted_beside_them
         "completions/min_length": 3,
         "completions/max_length": 6,
         "completions/mean_terminated_length": (4 + 3 + 3) / 3,
+        "completions/min_terminated_length": 3,
+        "completions/max_terminated_length": 4,
         "completions/clipped_ratio": 1 / 4,
         "completions/mean_turns": (2 + 1 + 3 + 2) / 4,
         "tools/mean_length": (3 + 0 + 3 + 1) / 4,
@@ -37,6 +41,11 @@ def test_lengths_are_of_what_the_policy_drew_and_answers_are_counted_beside_them
         "tools/failure_frequency": 2 / 8,
     }
     assert metrics(*ranks) == pytest.approx(expected)
+
+
+def test_where_no_completion_ended_there_is_no_length_of_those_that_did():
+    found = metrics([rollout("DD", finished=False)], [rollout("DDD", finished=False)])
+    assert all(math.isnan(found[f"completions/{name}_terminated_length"]) for name in ("mean", "min", "max"))
 
 
 def test_a_step_without_a_call_has_no_failures():
