@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from oracle import Completion, gradient, loss, mark_high_entropy
 from ragged import (
     BOUNDS,
@@ -22,11 +23,14 @@ from ragged import (
     tokens_of,
 )
 
+from grpo.algorithm.advantages import advantages
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
 from grpo.algorithm.kl import adapt_beta, kl_divergence
 from grpo.algorithm.loss import grpo_loss
 from grpo.algorithm.tokens import StepSize, Tokens
+from grpo.config.command_line import parse_arguments
 from grpo.config.loss import LossSection
+from grpo.config.trainer import TrainerConfig
 from grpo.run.metrics import Stats
 
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
@@ -303,6 +307,25 @@ def test_equal_models_have_no_kl():
     batch = [dataclasses.replace(completion, ref=completion.logp) for completion in completions(seed=2)]
     metrics = compute(batch, LossSection())[1]
     assert metrics["kl"].tolist() == [0.0] * sum(len(completion.logp) for completion in batch)
+
+
+def test_the_recipe_of_rloo_is_reinforce_with_the_mean_of_the_others_as_baseline():
+    """Ahmadian et al. 2024, arXiv:2402.14740: the slope of -(R - baseline) log p of each whole completion."""
+    config = parse_arguments(TrainerConfig, "", ["--config", str(REPOSITORY / "configs/rloo.yaml")])
+    batch = [dataclasses.replace(completion, old=None) for completion in completions(seed=3)[1:5]]
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    kl = [config.beta * math.fsum(map(float.__sub__, completion.logp, completion.ref)) for completion in batch]
+    less = [reward - penalty for reward, penalty in zip(rewards, kl, strict=True)]
+    expected = [reward - (math.fsum(less) - reward) / 3 for reward in less]
+    penalty = config.beta * torch.stack(
+        [kl_divergence(*map(torch.tensor, (c.logp, c.ref)), config.kl_estimator).double().sum() for c in batch]
+    )
+    one = torch.ones(1, dtype=torch.float64)
+    found = advantages(one * torch.tensor([[rewards]]), one, config, penalty)[0].tolist()
+    assert found == pytest.approx(expected, rel=1e-5)
+    value, _, tokens = compute([dataclasses.replace(c, advantage=a) for c, a in zip(batch, found, strict=True)], config)
+    slopes = [-advantage / 4 for advantage, c in zip(expected, batch, strict=True) for _ in c.logp]
+    assert gradients(value, tokens)[0].tolist() == pytest.approx(slopes, rel=1e-5)
 
 
 def test_clipping_is_counted_where_it_stops_the_gradient():
