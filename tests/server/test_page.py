@@ -139,6 +139,7 @@ def test_it_asks_for_the_token_and_keeps_it_in_the_tab(model_folder, tmp_path, b
         browser.open(server.url)
         browser.wait("!document.querySelector('#ask').hidden")
         assert browser.text("#wrong") == "" and str(model_folder) not in browser.text("body")
+        assert browser.js("document.title") == "locked · GRPO server"  # whatever its task
         for wrong in ("another", "ключ"):
             browser.type_token(wrong)
             browser.wait("document.querySelector('#wrong').innerText === 'The server refuses this token.'")
@@ -205,6 +206,7 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
         server.wait_ready()
         browser.open(server.url)
         browser.wait(READY)
+        assert browser.js("document.title").endswith(" · pool of rollouts")
         assert browser.text("#model") == "no run yet" and "generate.py --pool" in browser.text("#no-workers")
         data, tasks = weights(0), [Task(group, 0, 0, [7]) for group in range(4)]
         post("files", data, sha256=sha(data), size=len(data), offset=0)
