@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from grpo.report.read import read_run
 
 HOST = "127.0.0.1"
 FILES = ("metrics.jsonl", "completions.jsonl", "config.yaml", "starts.jsonl")
+_THIS_MACHINE = re.compile(r"(localhost|127\.0\.0\.1)(:\d*)?", re.IGNORECASE)
 SHARE = 0.05
 """the most of one core's time that reading the runs may take; large ones are read less often than they change"""
 
@@ -82,7 +84,7 @@ def make_server(config: ReportConfig) -> BaseWSGIServer:
     @app.hook("before_request")
     def refuse_other_names() -> None:
         # A page of another site could let its own name point to this machine, and read the completions by it.
-        if bottle.request.get_header("Host", "").partition(":")[0] not in (HOST, "localhost"):
+        if not _THIS_MACHINE.fullmatch(bottle.request.get_header("Host", "")):
             bottle.abort(403, f"use http://{HOST} or http://localhost")
 
     @app.get("/")

@@ -129,8 +129,10 @@ def test_who_may_not_ask_and_what_cannot_be_served(tmp_path):
     with served(run) as url:
         port = urlsplit(url).port
         # A name of another site that leads here would let its pages read the completions.
-        for host, status in ((f"localhost:{port}", 200), ("127.0.0.1", 200), (f"evil.example:{port}", 403), ("[", 403)):
-            assert requests.get(f"{url}data", headers={"Host": host}, timeout=10).status_code == status, host
+        for host in ("evil.example", f"localhost:{port}@evil.example", f"localhost.evil.example:{port}", "["):
+            assert requests.get(f"{url}data", headers={"Host": host}, timeout=10).status_code == 403, host
+        for host in (f"localhost:{port}", "127.0.0.1"):
+            assert requests.get(f"{url}data", headers={"Host": host}, timeout=10).status_code == 200, host
         assert requests.get(f"{url}other", timeout=10).status_code == 404
         with pytest.raises(ConfigError, match=rf"^port={port}: Address already in use: another program listens there"):
             make_server(ReportConfig(runs=[str(run)], serve=True, port=port))
