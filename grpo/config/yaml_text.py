@@ -18,6 +18,12 @@ def load_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """PyYAML's loader, which lets the last of two equal keys win, and its constructors raise whatever they meet."""
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):  # of a few hundred bytes they make gigabytes, and no setting needs one
+            alias = self.peek_event()
+            raise _error(alias, f"*{alias.anchor} stands for another place's value: write the value itself")
+        return super().compose_node(parent, index)
+
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         names: set[str] = set()
@@ -29,7 +35,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            value = super().construct_object(node, deep=True)  # deep refuses what holds itself
+            value = super().construct_object(node, deep)
             text = str(value)  # raises for an integer of more digits than Python writes
         except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
             kind = node.tag.rpartition(":")[2]
@@ -43,5 +49,5 @@ for _kind in ("binary", "set", "omap", "pairs"):  # no setting is one of these: 
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_undefined)
 
 
-def _error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+def _error(node: yaml.Node | yaml.Event, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)

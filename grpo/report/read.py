@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from grpo.config.errors import ConfigError
+from grpo.config.yaml_text import load_yaml
 from grpo.run.json_lines import read_record, some_of
 
 LONGEST_TEXT = 20_000
@@ -215,12 +216,12 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, int, dict[s
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        json.dumps(settings, default=str)  # YAML can say what nobody can show, such as a list within itself
+        settings = load_yaml(path.read_text(encoding="utf-8"))
+        json.dumps(settings, default=str)  # YAML can say what JSON cannot, such as a date as a key
     except FileNotFoundError:
         notes.append("there is no config.yaml: its settings are unknown")
         return {}
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+    except (yaml.YAMLError, ValueError, TypeError):
         settings = None
     if not isinstance(settings, dict):
         notes.append("config.yaml cannot be read: its settings are unknown")

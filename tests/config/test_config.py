@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import LAUGHS, REPOSITORY
 
 from grpo.config.command_line import parse_arguments, write_config
 from grpo.config.errors import ConfigError
@@ -420,7 +420,8 @@ def test_one_file_serves_both(file):
         pytest.param("seed: " + 5000 * "9", "is no int", id="digits"),
         pytest.param("seed: 0x" + 5000 * "f", "is no int", id="hex digits"),
         pytest.param("seed: " + 1000 * "[", "too many brackets within each other", id="brackets"),
-        ("chat_template_kwargs: &a {x: *a}", "line 1, column 23: found unconstructable recursive node"),
+        ("chat_template_kwargs: &a {x: *a}", "line 1, column 30: *a stands for another place's value: write the value"),
+        pytest.param(LAUGHS, "line 2, column 10: *a0 stands for another place's value", id="aliases"),
         ("output_dir: !!binary aGVsbG8=", "could not determine a constructor for the tag"),
         ('output_dir: "a\\0b"', "line 1, column 13: a text holds the character NUL: leave it out"),
         ('output_dir: "\\ud800"', "settings.yaml: output_dir='\\ud800': use text in UTF-8"),

@@ -2,6 +2,7 @@
 
 import pytest
 from adapters import write_adapter
+from conftest import LAUGHS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.command_line import parse_arguments
@@ -94,7 +95,7 @@ def test_a_word_of_a_list_in_the_file_is_no_option(text, said, tmp_path, capsys)
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["seed: [1", "a text"])
+@pytest.mark.parametrize("content", ["seed: [1", "a text", LAUGHS], ids=["YAML", "text", "aliases"])
 def test_a_damaged_file_is_refused(content, tmp_path, capsys):
     (tmp_path / ANSWERING).write_text(content)
     with pytest.raises(ConfigError, match="^model_name_or_path=.*its grpo.yaml cannot be read"):

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from conftest import LAUGHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import completion, write
@@ -87,7 +88,7 @@ def test_what_is_no_run_is_refused_and_what_is_missing_said(tmp_path):
         "there is no config.yaml: its settings are unknown",
         "there is no completions.jsonl: no completions are shown",
     ]
-    for broken in ("a: [", "- 1", "\x00", "a: &a [*a]", "? [1]\n: 2"):
+    for broken in ("a: [", "- 1", "\x00", "a: &a [*a]", "? [1]\n: 2", LAUGHS):
         run = read_run(write(tmp_path / "broken", [{"step": 1, "reward": 1}], settings=broken))
         assert run.notes == ["config.yaml cannot be read: its settings are unknown"]
 
