@@ -40,9 +40,11 @@ def write_answering(config: Any, folder: Path) -> None:
 def read_answering(model: str) -> tuple[str, dict[str, Any]]:
     """Return the path of a model's grpo.yaml and its settings, those of SECTIONS; without such a file ("", {}).
 
-    `model` is a folder or hub id, of a model or an adapter. Raises ConfigError where the file cannot be read.
+    `model` is a folder or hub id, of a model or an adapter. Raises ConfigError where the file cannot be read, or
+    `model` is a path at which nothing is.
     """
-    path = Path(model) / ANSWERING if Path(model).is_dir() else _find_on_hub(model)
+    folder = Path(model).expanduser()
+    path = folder / ANSWERING if folder.exists() else _find_on_hub(model)
     if path is None or not path.is_file():
         return "", {}
     try:
@@ -97,8 +99,9 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def _find_on_hub(model: str) -> Path | None:
-    from grpo.model.hub import find_file
+    from grpo.model.hub import can_ask_hub, find_file
 
+    can_ask_hub("model_name_or_path", model)
     try:
         path = find_file(model, ANSWERING)
     except OSError:  # there is no such model: loading it fails next, with the reason

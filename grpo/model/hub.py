@@ -1,4 +1,7 @@
-"""Names of models and datasets: a path is never looked up on the hub, and a hub out of reach is tried once."""
+"""Names of models and datasets: a path is never looked up on the hub, and a hub out of reach is tried once.
+
+OWNER/NAME is a path too where the folder OWNER is here, unless the hub, or its cache, may have it.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,11 @@ def can_ask_hub(field: str, name: str) -> bool:
     first, slash, _ = name.partition("/")
     is_file = not slash and name.endswith((".json", ".jsonl", ".parquet"))
     # `runs` is where runs go, also before the first one.
-    is_path = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or (slash and Path(first).is_dir())
-    if is_file or is_path:
+    is_path = is_file or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
+    is_reachable = not is_path and _is_hub_reachable()
+    if is_path or (slash and Path(first).is_dir() and not is_reachable and not _is_cached(name)):
         raise ConfigError(f"{field}={name!r}: there is no such file or folder: correct the path, or give a hub id")
-    return _is_hub_reachable()
+    return is_reachable
 
 
 def find_file(name: str, *files: str) -> str | None:
@@ -49,6 +53,11 @@ def find_file(name: str, *files: str) -> str | None:
     """
     missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
     return next((path for file in files if (path := cached_file(name, file, **missing_is_none))), None)
+
+
+def _is_cached(name: str) -> bool:
+    folder = name.replace("/", "--")
+    return any(Path(constants.HF_HUB_CACHE, f"{kind}--{folder}").is_dir() for kind in ("models", "datasets"))
 
 
 @cache

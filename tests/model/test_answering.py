@@ -117,8 +117,19 @@ def test_a_model_of_the_hub_brings_its_file_too(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("transformers.utils.hub.HF_HUB_CACHE", str(tmp_path), raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    assert read_answering("my/model")[1] == {"seed": 9}
     assert read_answering("my/other") == ("", {})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my").mkdir()
+    assert read_answering("my/model")[1] == {"seed": 9}
+
+
+@pytest.mark.parametrize("name", ["runs/nope", "./nope"])
+def test_a_path_without_a_model_is_answered_without_the_hub(name, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # asking would take half a minute
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        parsed(ChatConfig, "--model", name)
+    assert f"error: model_name_or_path='{name}': there is no such file or folder: correct" in capsys.readouterr().err
 
 
 def test_a_models_file_names_no_tools_but_tells_of_them(model, tokenizer, tmp_path, capsys):

@@ -78,7 +78,6 @@ def test_a_model_that_is_not_there_is_named(monkeypatch, name):
         ("/no/such/folder", "there is no such file or folder"),
         ("~/no/such/folder", "there is no such file or folder"),
         ("runs/nope", "there is no such file or folder"),
-        ("made/nope", "there is no such file or folder"),
         ("nobody/run/model", "there is no such file or folder"),
         ("made", "it is a folder without config.json: name the folder of a model, such as RUN/model"),
         ("made/file", "it is a file: name the folder that the model is in"),
@@ -94,13 +93,17 @@ def test_a_path_is_never_looked_up_on_the_hub(monkeypatch, tmp_path, name, reaso
         load_tokenizer(SharedConfig(model_name_or_path=name))
 
 
-def test_a_hub_out_of_reach_is_tried_once(monkeypatch, caplog):
+def test_a_hub_out_of_reach_is_tried_once(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
     hub._is_hub_reachable.cache_clear()
     for _ in range(2):
         with pytest.raises(ConfigError, match="model_name_or_path='nobody/model': cannot be loaded"):
             load_tokenizer(SharedConfig(model_name_or_path="nobody/model"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ConfigError, match="model_name_or_path='made/nope': there is no such file or folder"):
+        load_tokenizer(SharedConfig(model_name_or_path="made/nope"))
     (message,) = caplog.messages
     assert re.fullmatch(r"http://127.*Connection refused\): only what its cache holds is used", message)
     hub._is_hub_reachable.cache_clear()
