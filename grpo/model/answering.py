@@ -70,6 +70,8 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
     path, settings = read_answering(model)
     if "reward_funcs" in given:  # weights are for the functions that they were written with
         settings.pop("reward_weights", None)
+    if "dataset_name" in given:  # another dataset has other configurations
+        settings.pop("dataset_config", None)
     used = [word for name in CODE if (value := settings.pop(name, None)) for word in _option(name, value)]
     if given.isdisjoint(CODE):
         settings = {name: value for name, value in settings.items() if name not in _TURNS}

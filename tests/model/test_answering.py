@@ -27,6 +27,7 @@ TRAINED = {
     "temperature": 0.7,
     "seed": 3,
     "dataset_name": "my/data",
+    "dataset_config": "hard",
     "dataset_prompt_column": "problem",
     "dataset_answer_column": "solution",
 }
@@ -63,7 +64,7 @@ def test_the_command_line_and_the_file_of_config_win(saved, tmp_path, capsys):
     words = ["--model", saved, "--config", tmp_path / "own.yaml", "--temperature", "1.0", "--dataset", "other"]
     config = parsed(EvaluateConfig, *words, "--dataset-prompt-column=question", "--system_prompt=")
     assert (config.temperature, config.seed, config.max_completion_length) == (1.0, 5, 40)
-    assert (config.dataset_name, config.dataset_prompt_column) == ("other", "question")
+    assert (config.dataset_name, config.dataset_config, config.dataset_prompt_column) == ("other", None, "question")
     assert (config.system_prompt, config.dataset_answer_column) == ("", "solution")
     line = capsys.readouterr().err
     assert "max_completion_length=40" in line

@@ -207,6 +207,8 @@ def test_a_column_that_would_hide_what_reward_functions_are_given_is_refused(tmp
 def test_a_limit_takes_the_first(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", ROWS * 5)
     assert [e.index for e in load_examples(config(path), "train", tokenizer, limit=3, progress=False)] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="^dataset_config='main': dataset_name .* is a path"):
+        load_examples(config(path, "--dataset_config", "main"), "train", tokenizer)
 
 
 def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
