@@ -13,6 +13,7 @@ from oracle import Completion, size
 
 from grpo.algorithm.loss_types import LOSSES
 from grpo.algorithm.tokens import StepSize, Tokens
+from grpo.config.loss import UNUSED_BOUNDS
 
 LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
 LOSS_TYPES = [*LOSSES]
@@ -28,8 +29,8 @@ def cases(options: dict) -> Iterator[tuple[str, str, dict]]:
     for loss_type, level in LEVELS:
         if loss_type == "vespo" and options.get("importance_sampling_mode", "").startswith("sequence"):
             continue
-        without_clip = loss_type in ("cispo", "sapo", "vespo")
-        yield loss_type, level, {name: options[name] for name in options if not (without_clip and name == "delta")}
+        unused = UNUSED_BOUNDS.get(loss_type, ())
+        yield loss_type, level, {name: options[name] for name in options if name not in unused}
 
 
 def level_of(loss_type: str) -> str:

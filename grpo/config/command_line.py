@@ -25,6 +25,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 
 from grpo.config.errors import ConfigError, did_you_mean, program_name, require, say_once
+from grpo.config.fields import default_of
 from grpo.config.help import ALL, COMMON, HelpAction, HelpFormatter, check_topic, is_shown, topic_names
 from grpo.config.yaml_text import load_yaml
 
@@ -182,7 +183,7 @@ def _add_option(
     """Add `--field_name`, `--field-name` and `--short`; for a switch that is on also `--no_field_name`."""
     names = [f"--{field.name}"] + ([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])
     names += [f"--{short}"] if short else []
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = default_of(field)
     options: dict[str, Any] = {"default": default, "dest": field.name}
     if get_origin(kind) in (Union, UnionType):
         kind = str if str in get_args(kind) else get_args(kind)[0]
@@ -204,6 +205,8 @@ def _add_option(
         details.append(
             f"default: {' '.join(map(_as_word, default)) if isinstance(default, list) else _as_word(default)}"
         )
+    if field.metadata["needs"]:
+        details.append(f"needs {field.metadata['needs']}")
     text = field.metadata["help"] + (f" ({'; '.join(details)})" if details else "")
     group.add_argument(*names, help=text.replace("%", "%%") if shown else SUPPRESS, **options)
     if kind is bool and default:

@@ -130,6 +130,7 @@ class ReferenceSection(Section):
     ref_mixup_alpha: float = option(
         1.0,
         "share of the policy in a new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)",
+        needs="ref_update_steps above 0",
         above=0,
         at_most=1,
     )

@@ -42,14 +42,22 @@ class Limits:
 
 
 def option(
-    default: Any, help: str, common: bool = False, off: str = "", may_be_empty: bool = False, **limits: float
+    default: Any,
+    help: str,
+    common: bool = False,
+    off: str = "",
+    may_be_empty: bool = False,
+    needs: str = "",
+    **limits: float,
 ) -> Any:
     """Return a field with its default, its line of `--help`, and the Limits of its number.
 
     `common` settings are in the short `--help`. `off` is what `--no_...` does, of a switch that is on by default. The
     limits of a list are those of each number in it; it has one element at least, unless it `may_be_empty`.
+    `needs` says without what the setting does nothing, as the user writes it: "use_peft", "sampler pool", "beta above
+    0", "tools or environment".
     """
-    metadata = {"help": help, "common": common, "off": off, "may_be_empty": may_be_empty}
+    metadata = {"help": help, "common": common, "off": off, "may_be_empty": may_be_empty, "needs": needs}
     metadata["limits"] = Limits(**limits) if limits else None
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -66,8 +74,31 @@ def check_limits(config: Any) -> None:
                 require(limits is None or number in limits, field.name, number, f"use {limits}")
 
 
+def default_of(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def check_needs(config: Any) -> None:
+    """Raise ConfigError where a setting has another value than its default, and what it needs is not there.
+
+    What a program does not have as a setting passes: its file may be another program's too.
+    """
+    for field in fields(config):
+        needs, value = field.metadata["needs"], getattr(config, field.name)
+        if needs and value != default_of(field):
+            met = any(_is_met(config, *need.split(" ", 1)) for need in needs.split(" or "))
+            require(met, field.name, value, f"it does nothing without {needs}: add it, or leave this out")
+
+
+def _is_met(config: Any, name: str, wanted: str = "above 0") -> bool:
+    value = getattr(config, name, wanted)
+    return value == wanted or (wanted == "above 0" and value not in (None, False, 0, "", "none", []))
+
+
 class Section:
-    """The base of all settings. Every class checks itself when it is made: first the limits of all its fields."""
+    """The base of all settings. Every class checks itself when it is made: first the limits of all its fields, then
+    what they need."""
 
     def __post_init__(self) -> None:
         check_limits(self)
+        check_needs(self)

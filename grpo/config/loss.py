@@ -10,6 +10,12 @@ from grpo.config.fields import Section, option
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """the built-in ones: grpo/algorithm/loss_types.py"""
+UNUSED_BOUNDS = {
+    "cispo": ("epsilon", "delta"),
+    "sapo": ("epsilon", "epsilon_high", "delta"),
+    "vespo": ("epsilon", "epsilon_high", "delta"),
+}
+"""the bounds of the ratio that a loss type passes over"""
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo", "passk")
 """the built-in ones: grpo/algorithm/advantages.py and estimators.py"""
 
@@ -66,29 +72,45 @@ class LossSection(Section):
         0.04, "weight of the KL to the reference; 0 needs no reference server", at_least=0, common=True
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
-        "k3", "how the KL is estimated from single tokens; k3+ has the value of k3 and the gradient of k2"
+        "k3",
+        "how the KL is estimated from single tokens; k3+ has the value of k3 and the gradient of k2",
+        needs="beta above 0",
     )
     kl_in_reward: bool = option(
-        False, "take beta times the sum of a completion's KL off its reward, instead of adding a KL term to the loss"
+        False,
+        "take beta times the sum of a completion's KL off its reward, instead of adding a KL term to the loss",
+        needs="beta above 0",
     )
     kl_target: float | None = option(
-        None, "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is", above=0
+        None,
+        "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is",
+        needs="beta above 0",
+        above=0,
     )
-    use_bias_correction_kl: bool = option(False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)")
+    use_bias_correction_kl: bool = option(
+        False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)", needs="beta above 0"
+    )
     entropy_coef: float = option(
         0.0, "weight of a bonus for the mean entropy of the tokens; with use_adaptive_entropy the first one", at_least=0
     )
     use_adaptive_entropy: bool = option(
         False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
     )
-    entropy_coef_min: float = option(0.0, "lower bound of an adaptive entropy_coef", at_least=0)
-    entropy_coef_max: float = option(1.0, "upper bound of an adaptive entropy_coef", at_least=0)
+    entropy_coef_min: float = option(
+        0.0, "lower bound of an adaptive entropy_coef", needs="use_adaptive_entropy", at_least=0
+    )
+    entropy_coef_max: float = option(
+        1.0, "upper bound of an adaptive entropy_coef", needs="use_adaptive_entropy", at_least=0
+    )
     entropy_coef_delta: float = option(
         0.005,
         "amount by which an adaptive entropy_coef grows after a step with entropy_target or less, and else shrinks",
+        needs="use_adaptive_entropy",
         at_least=0,
     )
-    entropy_target: float = option(0.2, "mean entropy, in nats, of the tokens that the bonus acts on", at_least=0)
+    entropy_target: float = option(
+        0.2, "mean entropy, in nats, of the tokens that the bonus acts on", needs="use_adaptive_entropy", at_least=0
+    )
     router_aux_loss_coef: float = option(
         0.0,
         "weight of the loss that balances the experts of a mixture (TRL's default is the model's own weight)",
@@ -111,9 +133,11 @@ class LossSection(Section):
         "truncated, or its tokens are masked (TRL: vllm_importance_sampling_mode). Unset is token_truncate with "
         "sampler pool, else none, and in a run that is continued what it had",
     )
-    importance_sampling_clip_max: float | None = option(3.0, "upper bound of the ratio of policy and sampler", above=0)
+    importance_sampling_clip_max: float | None = option(
+        3.0, "upper bound of the ratio of policy and sampler", needs="importance_sampling_mode", above=0
+    )
     importance_sampling_clip_min: float | None = option(
-        None, "lower bound of the ratio of policy and sampler", at_least=0
+        None, "lower bound of the ratio of policy and sampler", needs="importance_sampling_mode", at_least=0
     )
     off_policy_mask_threshold: float | None = option(
         None,
@@ -159,12 +183,9 @@ class LossSection(Section):
             self.delta,
             f"it bounds what the clip lets through: use a number above {1 + self.upper_clip:g}, such as 4",
         )
-        require(
-            self.delta is None or self.loss_type not in ("cispo", "sapo", "vespo"),
-            "delta",
-            self.delta,
-            f"{self.loss_type} has no clip to bound: leave it out",
-        )
+        for name in UNUSED_BOUNDS.get(self.loss_type, ()):
+            value, default = getattr(self, name), getattr(LossSection, name)
+            require(value == default, name, value, f"loss_type {self.loss_type} has no such clip: leave it out")
         require(
             self.loss_type != "luspo" or self.importance_sampling_level == "sequence",
             "importance_sampling_level",
@@ -196,10 +217,6 @@ class LossSection(Section):
             low,
             f"it is above importance_sampling_clip_max={high}: lower it",
         )
-        for name in ("kl_in_reward", "kl_target"):
-            require(
-                self.beta > 0 or not getattr(self, name), name, getattr(self, name), "beta is 0: set beta, such as 0.04"
-            )
         require(
             not (self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum"),
             "kl_in_reward",
@@ -227,6 +244,12 @@ class LossSection(Section):
             self.scale_rewards,
             f"advantage_estimator {estimator} does not divide by the std of the batch's rewards: leave this out"
             + (", or use reinforce++" if "reinforce" not in estimator else ""),
+        )
+        require(
+            estimator not in ("reinforce++", "reinforce++_baseline") or self.scale_rewards == "group",
+            "scale_rewards",
+            self.scale_rewards,
+            f"advantage_estimator {estimator} always divides by the std over the round: leave this out",
         )
         require(
             estimator == "grpo" or self.multi_objective_aggregation == "sum_then_normalize",

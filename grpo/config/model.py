@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from grpo.config.errors import require
 from grpo.config.fields import Section, option
 
 
@@ -69,29 +68,24 @@ class AdapterSection(Section):
         "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names",
         common=True,
     )
-    lora_r: int = option(16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", above=0)
-    lora_alpha: int = option(32, "the product of the adapter's two matrices is scaled by lora_alpha / lora_r", above=0)
+    lora_r: int = option(
+        16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", needs="use_peft", above=0
+    )
+    lora_alpha: int = option(
+        32, "the product of the adapter's two matrices is scaled by lora_alpha / lora_r", needs="use_peft", above=0
+    )
     lora_target_modules: list[str] | None = option(
         None,
         "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model, and "
         "all-linear where it has none, as for models with a vision tower",
+        needs="use_peft",
     )
-    use_rslora: bool = option(False, "scale that product by lora_alpha / sqrt(lora_r) instead (rsLoRA)")
-    use_dora: bool = option(False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction")
-    merge_on_save: bool = option(False, "save whole models, the adapter merged into the base, instead of adapters")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, unused in (
-            ("merge_on_save", False),
-            ("use_rslora", False),
-            ("use_dora", False),
-            ("lora_target_modules", None),
-        ):
-            value = getattr(self, name)
-            require(
-                self.use_peft or value == unused,
-                name,
-                value,
-                "there is no adapter without use_peft: add it, or leave this out",
-            )
+    use_rslora: bool = option(
+        False, "scale that product by lora_alpha / sqrt(lora_r) instead (rsLoRA)", needs="use_peft"
+    )
+    use_dora: bool = option(
+        False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction", needs="use_peft"
+    )
+    merge_on_save: bool = option(
+        False, "save whole models, the adapter merged into the base, instead of adapters", needs="use_peft"
+    )

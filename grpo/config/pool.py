@@ -22,46 +22,37 @@ class PoolSection(Section):
         f"{LOCAL_SAMPLERS}. pool lets workers on any machine draw (generate.py); the trainer then draws held-out "
         "answers alone, by continuous",
     )
-    pool: str | None = option(None, "URL of the pool that brings tasks to workers: a server with --task rollouts")
+    pool: str | None = option(
+        None, "URL of the pool that brings tasks to workers: a server with --task rollouts", needs="sampler pool"
+    )
     max_policy_lag: int = option(
         0,
         "rounds of generation that workers draw ahead, with a policy that is as many rounds old: 0 lets the trainer "
         "wait for them, 1 lets both work at the same time",
+        needs="sampler pool",
         at_least=0,
     )
     in_flight_weight_updates: bool = option(
         False,
         "workers take each new policy as soon as it is there, in the middle of completions too: for long answers. A "
         "round is then drawn by policies that are at most max_policy_lag rounds old, and other ones in each run",
+        needs="max_policy_lag above 0",
     )
     pool_deadline: float = option(
-        900.0, "seconds without any new group, or without an answer of the pool, after which the run ends", above=0
+        900.0,
+        "seconds without any new group, or without an answer of the pool, after which the run ends",
+        needs="sampler pool",
+        above=0,
     )
     replay: str | None = option(
-        None, "file of an earlier run's pool, to train on what was drawn then, without pool and workers"
+        None,
+        "file of an earlier run's pool, to train on what was drawn then, without pool and workers",
+        needs="sampler pool",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_pool = self.sampler == "pool"
-        for name in ("pool", "replay"):
-            value = getattr(self, name)
-            require(is_pool or value is None, name, value, "nobody would ask it: add sampler pool, or leave this out")
-        require(
-            is_pool or self.max_policy_lag == 0,
-            "max_policy_lag",
-            self.max_policy_lag,
-            "this sampler draws and trains by turns, so older completions would make nothing faster: add sampler pool, "
-            "or use 0",
-        )
-        require(
-            self.max_policy_lag > 0 or not self.in_flight_weight_updates,
-            "in_flight_weight_updates",
-            self.in_flight_weight_updates,
-            "without a lag nothing is drawn while the policy changes: add a max_policy_lag of 1 or more, or leave this "
-            "out",
-        )
-        if not is_pool:
+        if self.sampler != "pool":
             return
         require(
             (self.pool is None) != (self.replay is None),

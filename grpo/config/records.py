@@ -32,6 +32,7 @@ class RecordSection(Section):
         None,
         "metric of the evaluation by which the best checkpoint is kept, the higher the better: accuracy, reward, "
         "rewards/NAME/mean and others; unset is accuracy where a reward function is a verdict, else reward",
+        needs="eval_steps above 0",
     )
     save_steps: int = option(
         100, "number of updates between checkpoints, to use or continue from; 0 is never", at_least=0, common=True
@@ -48,10 +49,14 @@ class RecordSection(Section):
         False, "push the model to the Hugging Face hub at the end, with the token of 'hf auth login' or HF_TOKEN"
     )
     hub_model_id: str | None = option(
-        None, "repository to push to, OWNER/NAME or NAME, made if missing; unset is the run folder's name"
+        None,
+        "repository to push to, OWNER/NAME or NAME, made if missing; unset is the run folder's name",
+        needs="push_to_hub",
     )
     hub_private_repo: bool = option(
-        False, "make that repository private; unset leaves it to the owner's settings on the hub"
+        False,
+        "make that repository private; unset leaves it to the owner's settings on the hub",
+        needs="push_to_hub",
     )
     resume_from_checkpoint: str | None = option(
         None,
@@ -88,18 +93,6 @@ class RecordSection(Section):
             self.resume_from_checkpoint,
             "of which run? set output_dir to its folder",
         )
-        require(
-            self.push_to_hub or self.hub_model_id is None,
-            "hub_model_id",
-            self.hub_model_id,
-            "nothing would be pushed there: add push_to_hub, or leave this out",
-        )
         for name in self.report_to:
             known = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
             require(name in known, "report_to", name, "use tensorboard, wandb, trackio, swanlab, mlflow or none")
-        require(
-            self.metric_for_best_model is None or self.eval_steps > 0,
-            "metric_for_best_model",
-            self.metric_for_best_model,
-            "nothing is evaluated with eval_steps=0: leave it out",
-        )

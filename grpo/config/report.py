@@ -37,7 +37,12 @@ class ReportConfig(Section):
         common=True,
     )
     port: int = option(
-        59880, "the TCP port of --serve (0 lets the system choose one)", at_least=0, at_most=65535, common=True
+        59880,
+        "the TCP port of --serve (0 lets the system choose one)",
+        needs="serve",
+        at_least=0,
+        at_most=65535,
+        common=True,
     )
 
     POSITIONAL: ClassVar = "runs"

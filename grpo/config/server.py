@@ -27,6 +27,7 @@ class ServingSection(Section):
         None,
         "file of a pool of rollouts, for task rollouts: tasks, completions and versions of the policy of one run; made "
         "where there is none, and read again after a restart",
+        needs="task rollouts",
         common=True,
     )
     host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
@@ -42,6 +43,7 @@ class ServingSection(Section):
     device_map: str | None = option(
         None,
         "auto spreads the model over all visible GPUs, for one too big for a single card (needs accelerate)",
+        needs="task logprobs",
         common=True,
     )
     deterministic: bool = option(
@@ -54,6 +56,7 @@ class ServingSection(Section):
         None,
         "let trainers replace the weights (their ref_update_steps): new ones lie in this folder until they are whole, "
         "beside those that are served, so its disk needs room for two models; unset refuses them",
+        needs="task logprobs",
         common=True,
     )
     max_queue_tokens: int = option(
@@ -77,6 +80,7 @@ class ServingSection(Section):
     estimate: bool = option(
         False,
         "print the memory that this model, these lengths and this dtype need, load no weights, and end",
+        needs="task logprobs",
         common=True,
     )
 
@@ -102,20 +106,14 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, off in (("device_map", None), ("quantization", "none"), ("estimate", False), ("update_folder", None)):
-            # A pool has no model, and passes over what its trainer's file says of one.
-            is_unused = self.task == "logprobs" or (self.task == "rollouts" and name == "quantization")
-            value = getattr(self, name)
-            require(is_unused or value == off, name, value, f"not for task {self.task}: leave it out")
-        is_pool = self.task == "rollouts"
-        require(
-            is_pool or self.pool_file is None,
-            "pool_file",
-            self.pool_file,
-            "only for task rollouts: leave one of them out",
+        require(  # a pool has no model, and passes over what its trainer's file says of one
+            self.task != "reward" or self.quantization == "none",
+            "quantization",
+            self.quantization,
+            "not for task reward: leave it out",
         )
         require(
-            not is_pool or self.pool_file is not None,
+            self.task != "rollouts" or self.pool_file is not None,
             "pool_file",
             self.pool_file,
             "a pool keeps its run in a file: name one, such as run.sqlite",

@@ -60,12 +60,12 @@ class TrainerConfig(
     """what to do for settings of TRL's, and of the reference server, that are none here"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         recorded = self.recorded_settings()
-        self.fill_in_unset(recorded, rank_count(), self.use_peft)
         if self.importance_sampling_mode is None:
             default = "token_truncate" if self.sampler == "pool" else "none"
             self.importance_sampling_mode = recorded.get("importance_sampling_mode", default)
+        super().__post_init__()
+        self.fill_in_unset(recorded, rank_count(), self.use_peft)
         self.check_ranks(rank_count())
         require(
             self.temperature > 0,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo.config.errors import require
 from grpo.config.fields import Section, option
 from grpo.config.user_files import check_file
+
+ANSWERED = "tools or environment"
 
 
 @dataclass
@@ -28,6 +29,7 @@ class TurnsCodeSection(Section):
         None,
         "seconds that a call of a tool or environment may take: all but async tools run in other processes, which are "
         "killed if they hang; unset runs them in this process",
+        needs=ANSWERED,
         above=0,
     )
 
@@ -37,17 +39,10 @@ class TurnsCodeSection(Section):
             check_file("tools", name, name.rpartition(":")[0])
         if self.environment is not None:
             check_file("environment", self.environment, self.environment.rpartition(":")[0])
-        self.check_answered("tool_timeout")
 
     @property
     def has_turns(self) -> bool:
         return bool(self.tools) or self.environment is not None
-
-    def check_answered(self, *names: str) -> None:
-        """Raise ConfigError where one of these settings is given, and nothing answers the model."""
-        for name in names:
-            value = getattr(self, name)
-            require(self.has_turns or value is None, name, value, "nothing answers: add tools or environment")
 
 
 @dataclass
@@ -57,19 +52,22 @@ class TurnsSection(TurnsCodeSection):
     HEADING = "tools and environments"
 
     max_tool_calling_iterations: int | None = option(
-        None, "most turns of a completion whose calls are answered; unset is as many as there is room for", above=0
+        None,
+        "most turns of a completion whose calls are answered; unset is as many as there is room for",
+        needs=ANSWERED,
+        above=0,
     )
     max_turns: int | None = option(
-        None, "most turns of the model in a completion; unset is as many as there is room for", above=0
+        None,
+        "most turns of the model in a completion; unset is as many as there is room for",
+        needs=ANSWERED,
+        above=0,
     )
     max_tool_response_length: int = option(
-        2048, "characters of an answer, of a tool or an environment, beyond which it is cut", above=0
+        2048, "characters of an answer, of a tool or an environment, beyond which it is cut", needs=ANSWERED, above=0
     )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = option(
         "auto",
         "how the model writes calls, where its tokenizer has no response template; auto looks into the chat template",
+        needs=ANSWERED,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_answered("max_tool_calling_iterations", "max_turns")

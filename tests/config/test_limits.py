@@ -9,7 +9,7 @@ import pytest
 from grpo.config.connection import ConnectionSection, ReferenceConfig, ReferenceSection, ServersSection
 from grpo.config.errors import ConfigError
 from grpo.config.evaluate import EvaluateSection
-from grpo.config.fields import Limits
+from grpo.config.fields import Limits, default_of
 from grpo.config.generation import (
     AnswerSection,
     ChatSection,
@@ -75,6 +75,28 @@ def test_a_section_alone_refuses_a_number_outside_its_limits(section, field):
             continue  # no bound there
         with pytest.raises(ConfigError, match=rf"^{field.name}=\[?{number}\]?: use "):
             section(**settings_with(section, field, number))
+
+
+WITH_NEEDS = [
+    (section, field) for section in SECTIONS for field in dataclasses.fields(section) if field.metadata["needs"]
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), WITH_NEEDS, ids=[f"{section.__name__}-{field.name}" for section, field in WITH_NEEDS]
+)
+def test_a_section_refuses_a_setting_without_what_it_needs_unless_it_is_the_default(section, field):
+    needs = field.metadata["needs"]
+    needed = {need.split()[0] for need in needs.split(" or ")}
+    assert needed <= {other.name for other in dataclasses.fields(section)}
+    there = {"beta": 0, "eval_steps": 0, "task": "reward"}  # these are what is needed by default, and so not here
+    without = {name: value for name, value in there.items() if name in needed}
+    words = [word for word in re.findall(r"'(.*?)'", field.type) if word != field.default]  # of a Literal
+    value = {"bool": True, "int": 7, "float": 0.7}.get(field.type.split()[0], [*words, "x"][0])
+    other = settings_with(section, field, value)
+    with pytest.raises(ConfigError, match=rf"^{field.name}=.*: it does nothing without {needs}: add it, or leave"):
+        section(**other | without)
+    section(**other | without | {field.name: default_of(field)})
 
 
 @pytest.mark.parametrize(

@@ -489,8 +489,8 @@ def test_a_reward_server_that_is_not_there_or_refuses_is_said(served, token_file
     "settings, reason",
     [
         (dict(quantization="8bit"), "quantization='8bit': not for task reward"),
-        (dict(device_map="auto"), "device_map='auto': not for task reward"),
-        (dict(estimate=True), "estimate=True: not for task reward"),
+        (dict(device_map="auto"), "device_map='auto': it does nothing without task logprobs"),
+        (dict(estimate=True), "estimate=True: it does nothing without task logprobs"),
     ],
 )
 def test_what_a_reward_server_has_not_is_refused(settings, reason):

@@ -89,7 +89,7 @@ def test_a_model_that_cannot_be_pushed_stays(hub, model, tokenizer, tmp_path, fa
 
 def test_nothing_is_asked_without_push_to_hub(tmp_path):
     open_hub(TrainerConfig(), tmp_path, rank=0)
-    with pytest.raises(ConfigError, match=re.escape("hub_model_id='me/model': nothing would be pushed there")):
+    with pytest.raises(ConfigError, match=re.escape("hub_model_id='me/model': it does nothing without push_to_hub")):
         TrainerConfig(hub_model_id="me/model")
 
 

@@ -433,13 +433,16 @@ def test_it_says_how_it_is(begun):
     ("options", "says"),
     [
         (["--task", "rollouts"], "pool_file=None: a pool keeps its run in a file: name one"),
-        (["--pool_file", "x"], "pool_file='x': only for task rollouts"),
-        (["--task", "reward", "--pool_file", "x"], "pool_file='x': only for task rollouts"),
+        (["--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
+        (["--task", "reward", "--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
         (
             ["--task", "rollouts", "--pool_file", "x", "--update_folder", "y"],
-            "update_folder='y': not for task rollouts",
+            "update_folder='y': it does nothing without task logprobs",
         ),
-        (["--task", "rollouts", "--pool_file", "x", "--estimate"], "estimate=True: not for task rollouts"),
+        (
+            ["--task", "rollouts", "--pool_file", "x", "--estimate"],
+            "estimate=True: it does nothing without task logprobs",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(options, says, capsys):

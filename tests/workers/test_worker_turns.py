@@ -94,6 +94,6 @@ def test_functions_that_the_model_was_told_otherwise_of_are_refused(worker, foun
 
 
 def test_a_time_limit_needs_something_that_it_limits(worker):
-    with pytest.raises(ConfigError, match="^tool_timeout=5.0: nothing answers: add tools or environment$"):
+    with pytest.raises(ConfigError, match="^tool_timeout=5.0: it does nothing without tools or environment"):
         worker(tool_timeout=5.0)
     assert worker(tools=["{file}:add"], tool_timeout=5.0).tool_timeout == 5.0
