@@ -15,7 +15,7 @@ import pkgutil
 import re
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
-from grpo.config.errors import ConfigError, did_you_mean, program_name, require, say_once
+from grpo.config.errors import ConfigError, did_you_mean, program_name, say_once
 from grpo.config.fields import default_of
 from grpo.config.help import ALL, COMMON, HelpAction, HelpFormatter, check_topic, is_shown, topic_names
 from grpo.config.yaml_text import load_yaml
@@ -46,6 +46,8 @@ _KINDS = {int: "INT", float: "FLOAT", str: "TEXT"}
 _REMEDIES = {int: "a whole number", float: "a number", str: "text in UTF-8"}
 _QUOTES = "'", '"'
 """what a message begins with that says what is wrong with a word"""
+_OPTION = re.compile(r"--|\+*\w+(\.\w+)+=")
+"""the beginning of an unknown word that is a name, also as verl is given them: trainer.nnodes=1"""
 _VALUE = "\0"
 """what a word of a list begins with that comes from a file: it is no option, even where a dash follows"""
 
@@ -74,11 +76,12 @@ def parse_arguments(
         # The file's settings go before the command line's, so that argparse lets the latter win.
         parsed, unknown = parser.parse_known_args(from_file + arguments)
         if unknown:
-            name = unknown[0].split("=")[0]  # a value may be a secret
-            if name.endswith((".yaml", ".yml")) and not name.startswith("-"):
-                raise ConfigError(f"{name}: use --config {name}")
+            if unknown[0].endswith((".yaml", ".yml")) and not unknown[0].startswith("-"):
+                raise ConfigError(f"{unknown[0]}: use --config {unknown[0]}")
+            words = unknown[:1] + [word for word in unknown[1:] if _OPTION.match(word)]
+            names = [word.split("=")[0] for word in words]  # a value may be a secret
             known = [*(field.name for field in fields(config_class)), *getattr(config_class, "SHORT", {})]
-            raise ConfigError(f"{name}: no such option{_hint(config_class, name, known)}; see --help all")
+            raise _no_such("option", names, known, getattr(config_class, "INSTEAD", {}))
         if model_settings is not None:
             given = _given(parser, config_class, from_file + arguments)
             settings = {field.name: field for field in fields(config_class)}
@@ -94,11 +97,22 @@ def parse_arguments(
         parser.error(f"{name}{'=' if error.message.startswith(_QUOTES) else ': '}{error.message}")
 
 
-def _hint(config_class: type, name: str, known: Iterable[str]) -> str:
+def _no_such(kind: str, names: Iterable[str], known: Collection[str], instead: Mapping[str, str]) -> ConfigError:
+    """Make the error for all unknown names together, each with what to use in its place."""
+    hints = {name: _hint(name, known, instead) for name in names}
+    if len(hints) == 1:
+        ((name, hint),) = hints.items()
+        return ConfigError(f"{name}: no such {kind}{hint}; see --help all")
+    listed = ", ".join(name + (f" ({hint.lstrip(':; ')})" if hint else "") for name, hint in hints.items())
+    return ConfigError(f"no such {kind}s: {listed}; see --help all")
+
+
+def _hint(name: str, known: Collection[str], instead: Mapping[str, str]) -> str:
     """Return what to use in the place of an unknown name, as the next part of a sentence; empty where nothing is."""
-    name = name.lstrip("-").replace("-", "_")
-    instead = getattr(config_class, "INSTEAD", {}).get(name)
-    return f": {instead}" if instead else did_you_mean(name, known)
+    section, _, name = name.lstrip("-+").replace("-", "_").rpartition(".")
+    if section and name in known:
+        return f": use {name}"
+    return f": {instead[name]}" if name in instead else did_you_mean(name, known)
 
 
 class _Parser(ArgumentParser):
@@ -252,25 +266,28 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
     if not isinstance(settings, dict):
         raise ConfigError(f"config='{path}': write one 'field: value' a line")
     program_fields = known = {field.name: field for field in fields(config_class)}
+    if settings.get("lora_dropout") == 0:  # in files for TRL
+        del settings["lora_dropout"]
     if settings.keys() - program_fields.keys():
-        classes = map(pkgutil.resolve_name, _PROGRAMS)
+        classes = [*map(pkgutil.resolve_name, _PROGRAMS)]
         known = {field.name: field for config in classes for field in fields(config)} | program_fields
+        if unknown := [*_unknown(settings, known)]:
+            instead = {name: text for config in classes for name, text in getattr(config, "INSTEAD", {}).items()}
+            raise ConfigError(f"{path}: {_no_such('field', unknown, known, instead)}")
     read: dict[str, Any] = {}
     for name, value in settings.items():
-        if name == "lora_dropout":  # in files for TRL
-            require(
-                value == 0,
-                "lora_dropout",
-                value,
-                "log-probs would be those of another distribution than was sampled from: use 0, or leave it out",
-            )
-            continue
-        if name not in known:
-            raise ConfigError(f"{path}: {name}: no such field{_hint(config_class, str(name), known)}; see --help all")
         _check_single(known[name], value, f"{path}: ")
         if name in program_fields:
             read[name] = value
     return _as_arguments(read)
+
+
+def _unknown(settings: dict[Any, Any], known: Collection[str], section: str = "") -> Iterator[str]:
+    """Yield the names of a file that no program knows; of a section, which other trainers' files have, all in it."""
+    for name, value in settings.items():
+        if section or name not in known:
+            path = f"{section}.{name}" if section else str(name)
+            yield from _unknown(value, known, path) if isinstance(value, dict) and value else [path]
 
 
 def _check_single(field: dataclasses.Field, value: Any, source: str = "") -> None:

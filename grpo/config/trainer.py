@@ -14,8 +14,60 @@ from grpo.config.records import RecordSection
 from grpo.config.rewards import RewardedConfig
 from grpo.config.training import TrainingSection
 
-_BATCH = "use prompts_per_step and micro_batch_tokens"
-_DRAWN = "leave it out: the loss scores the full distribution, so that is drawn from"
+_RENAMED = {
+    "advantage_estimator": "adv_estimator",
+    "beta": "kl_coef init_kl_coef kl_loss_coef use_kl_loss disable_kl",
+    "dataset_answer_column": "answer_key label_key",
+    "dataset_image_column": "image_key",
+    "dataset_name": "train_files data_path prompt_data",
+    "dataset_prompt_column": "prompt_key input_key",
+    "deepspeed": "zero_stage",
+    "delta": "clip_ratio_c clip_ratio_dual",
+    "dtype": "bf16 fp16 torch_dtype",
+    "epsilon": "clip_ratio clip_ratio_low clip_param eps_clip",
+    "epsilon_high": "clip_ratio_high",
+    "eval_steps": "val_freq test_freq val_before_train eval_strategy eval_on_start",
+    "gradient_checkpointing": "enable_gradient_checkpointing",
+    "kl_estimator": "kl_penalty kl_loss_type",
+    "kl_in_reward": "use_kl_in_reward",
+    "learning_rate": "lr actor_learning_rate",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "target_modules",
+    "loss_type": "loss_agg_mode",
+    "lr_scheduler_type": "lr_scheduler",
+    "max_completion_length": "max_new_tokens max_response_length generate_max_len",
+    "max_grad_norm": "max_norm grad_clip",
+    "max_prompt_length": "prompt_max_len",
+    "max_resample": "online_filtering dynamic_filtering filter_groups",
+    "max_steps": "num_train_epochs all_steps total_training_steps total_epochs max_epochs num_episodes",
+    "model_name_or_path": "model_path pretrain",
+    "num_generations": "n num_pre_Q n_samples_per_prompt",
+    "num_iterations": "ppo_epochs",
+    "output_dir": "save_path save_checkpoint_path default_local_dir",
+    "prompts_per_step": "Q_batch_size",
+    "quantization": "load_in_4bit load_in_8bit",
+    "ref_mixup_alpha": "ref_model_mixup_alpha",
+    "ref_servers": "ref_server",
+    "ref_update_steps": "sync_ref_model ref_model_sync_steps",
+    "report_to": "logger use_wandb use_tensorboard",
+    "resume_from_checkpoint": "load_checkpoint load_checkpoint_path find_last_checkpoint resume_mode",
+    "reward_funcs": "reward_function reward_pretrain remote_rm_url",
+    "save_steps": "save_freq save_strategy",
+    "save_total_limit": "save_limit max_ckpt_num max_actor_ckpt_to_keep",
+    "sequences_per_generate": "per_device_eval_batch_size micro_rollout_batch_size",
+    "steps_per_generation": "gen_update_steps",
+    "warmup_steps": "lr_warmup_steps lr_warmup_ratio warmup_ratio",
+    "weight_decay": "l2",
+}
+"""our settings, and what TRL, verl and EasyR1, OpenRLHF and simple_GRPO call them"""
+_BATCH = (
+    "per_device_train_batch_size gradient_accumulation_steps train_batch_size micro_train_batch_size global_batch_size "
+    "ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_batch_size_per_device_for_update"
+)
+_ROUND = "generation_batch_size rollout_batch_size"
+_DRAWN = "top_p top_k min_p repetition_penalty generation_kwargs"
+_VLLM = "use_vllm vllm_mode vllm_num_engines gpu_memory_utilization vllm_gpu_memory_utilization"
+_ATTENTION = "attn_implementation flash_attn"
 
 
 @dataclass
@@ -35,29 +87,22 @@ class TrainerConfig(
     UNCOMMON: ClassVar = {"dataset_test_split", "num_generations_eval", "temperature", "port", "token_file"}
     """settings that most people touch in other programs, and the short `--help` of this one leaves out"""
     INSTEAD: ClassVar = {
-        "bf16": "use dtype",
-        "fp16": "use dtype",
-        "per_device_train_batch_size": _BATCH,
-        "gradient_accumulation_steps": _BATCH,
-        "generation_batch_size": "use prompts_per_step and steps_per_generation",
-        "per_device_eval_batch_size": "use sequences_per_generate",
-        "num_train_epochs": "use max_steps",
-        "max_new_tokens": "use max_completion_length",
-        "top_p": _DRAWN,
-        "top_k": _DRAWN,
-        "min_p": _DRAWN,
-        "repetition_penalty": _DRAWN,
-        "use_vllm": "use sampler pool, and draw with python generate.py --engine vllm",
-        "load_in_4bit": "use quantization",
-        "load_in_8bit": "use quantization",
-        "sync_ref_model": "use ref_update_steps",
+        **{theirs: f"use {ours}" for ours, names in _RENAMED.items() for theirs in names.split()},
+        **dict.fromkeys(_BATCH.split(), "use prompts_per_step and micro_batch_tokens"),
+        **dict.fromkeys(_ROUND.split(), "use prompts_per_step and steps_per_generation"),
+        **dict.fromkeys(_DRAWN.split(), "leave it out: the loss scores the full distribution, so that is drawn from"),
+        **dict.fromkeys(_VLLM.split(), "use sampler pool, and draw with python generate.py --engine vllm"),
+        **dict.fromkeys(_ATTENTION.split(), "leave it out: the trainer chooses the attention itself"),
+        "compute_gen_logps": "leave it out: the trainer computes them before each update",
+        "lora_dropout": "leave it out: log-probs would be those of another distribution than was sampled from",
         "run_name": "use output_dir, whose last part names the run",
+        "experiment_name": "use output_dir, whose last part names the run",
         "logging_steps": "leave it out: every step is recorded",
         "log_completions": "leave it out: completions.jsonl has some of every step",
         "hub_token": "set the environment variable HF_TOKEN",
         "estimate": "use dry_run, or python ref_server.py --estimate",
     }
-    """what to do for settings of TRL's, and of the reference server, that are none here"""
+    """what to do for settings of other trainers, and of the reference server, that are none here"""
 
     def __post_init__(self) -> None:
         recorded = self.recorded_settings()

@@ -190,6 +190,16 @@ IMPOSSIBLE = [
     (["--num-train-epochs=3"], "--num-train-epochs: no such option: use max_steps; see", ""),
     (["--modle", "x"], "--modle: no such option", "did you mean model?"),
     (["--learn", "1"], "--learn: no such option", "see --help"),
+    (
+        ["--lr", "1e-6", "--beta", "0", "--kl-coef=-1", "--n", "-2", "--modle", "x", "--all_steps", "9"],
+        "error: no such options: --lr (use learning_rate), --kl-coef (use beta), --n (use num_generations), ",
+        "--modle (did you mean model?), --all_steps (use max_steps); see --help all",
+    ),
+    (
+        ["algorithm.adv_estimator=grpo", "+data.max_prompt_length=512"],
+        "no such options: algorithm.adv_estimator (use advantage_estimator), ",
+        "+data.max_prompt_length (use max_prompt_length); see",
+    ),
     (["--output_dir", "x\udcffy"], "output_dir='x\\udcffy': ", "use text in UTF-8"),
     (["--config", "x\udcff.yaml"], "config='x\\udcff.yaml': ", "use text in UTF-8"),
     (["--config", "nowhere.yaml"], "config='nowhere.yaml': No such file", "give the path"),
@@ -427,7 +437,14 @@ def test_one_file_serves_both(file):
         ("reward_weights: [1, -1e-3, '--dry_run']", "settings.yaml: reward_weights='--dry_run': use a number"),
         ("reward_weights: [1, -.inf]", "reward_weights=[1.0, -inf]: use a finite number"),
         ("temperature: 0", "temperature=0.0: "),
-        ("lora_dropout: 0.05", "lora_dropout=0.05: log-probs would be those of another distribution"),
+        ("lora_dropout: 0.05", "lora_dropout: no such field: leave it out: log-probs would be those of another distr"),
+        ("lr: 1e-5\nbeta: 0\nmodle: x", "settings.yaml: no such fields: lr (use learning_rate), modle; see --help all"),
+        (
+            "data: {rollout_batch_size: 4, max_prompt_length: 9, shuffle: {seed: 1}}\nalgorithm: {adv_estimator: grpo}",
+            "no such fields: data.rollout_batch_size (use prompts_per_step and steps_per_generation), "
+            "data.max_prompt_length (use max_prompt_length), data.shuffle.seed (use seed), "
+            "algorithm.adv_estimator (use advantage_estimator); see --help all",
+        ),
     ],
 )
 def test_a_file_is_checked_like_the_command_line(refused, file, text, said):
