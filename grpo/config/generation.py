@@ -26,7 +26,7 @@ class DataSection(Section):
     HEADING = "data"
 
     dataset_name: str = option(
-        "openai/gsm8k", "a hub id, a local .json, .jsonl or .parquet file, or a folder of such files", common=True
+        "openai/gsm8k", "a hub id, a local .json, .jsonl, .csv or .parquet file, or a folder of such files", common=True
     )
     dataset_config: str | None = option(None, "name of the hub dataset's configuration; unset is main for openai/gsm8k")
     dataset_train_split: str = option("train", "split to train on")

@@ -37,7 +37,7 @@ def check_model_name(field: str, name: str) -> None:
 def can_ask_hub(field: str, name: str) -> bool:
     """Tell whether the hub can be asked for a name that is no file or folder. Raises ConfigError for a path."""
     first, slash, _ = name.partition("/")
-    is_file = not slash and name.endswith((".json", ".jsonl", ".parquet"))
+    is_file = not slash and name.endswith((".json", ".jsonl", ".parquet", ".csv"))
     # `runs` is where runs go, also before the first one.
     is_path = is_file or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
     is_reachable = not is_path and _is_hub_reachable()

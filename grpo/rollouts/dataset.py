@@ -13,7 +13,7 @@ from grpo.config.errors import ConfigError, require
 from grpo.config.generation import AnsweringConfig
 from grpo.model.hub import can_ask_hub
 
-_FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_FILE_TYPES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _SHOWN = 8  # files of a folder that an error names
 _DEFAULT_HUB_CONFIG = {"openai/gsm8k": "main"}
 # What `datasets` says of a JSON and a Parquet file without a row.
@@ -36,9 +36,9 @@ def load_rows(config: AnsweringConfig, split: str):
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error says what it would log
     try:
         if files:
-            return datasets.load_dataset(
-                _FILE_TYPES[files[0].suffix], data_files=[glob.escape(str(file)) for file in files], split="train"
-            )
+            kind = _FILE_TYPES[files[0].suffix]
+            paths, options = [glob.escape(str(file)) for file in files], _csv_options(config) if kind == "csv" else {}
+            return datasets.load_dataset(kind, data_files=paths, split="train", **options)
         if not can_ask_hub("dataset_name", name):
             datasets.config.HF_HUB_OFFLINE = True
         return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
@@ -49,6 +49,13 @@ def load_rows(config: AnsweringConfig, split: str):
     # StopIteration is what `datasets` makes of an empty file, RecursionError of JSON that is too deep.
     except (OSError, ValueError, StopIteration, RecursionError, datasets.exceptions.DatasetsError) as error:
         raise _cannot_load(config, split, error) from error
+
+
+def _csv_options(config: AnsweringConfig) -> dict[str, Any]:
+    """Return how pandas reads CSV: prompts and gold answers as the text that they are, so that 007 stays 007, and NA a
+    word; an empty cell of another column as null."""
+    columns = config.dataset_prompt_column, config.dataset_answer_column
+    return {"converters": dict.fromkeys(columns, str), "keep_default_na": False, "na_values": [""]}
 
 
 def decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -89,7 +96,7 @@ def _fault(file: Path) -> str:
         except (ValueError, RecursionError) as error:
             return f"{file.name}: {error}"
     with open(file, "rb") as lines:
-        for number, line in enumerate(lines if file.suffix != ".parquet" else (), 1):
+        for number, line in enumerate(lines if _FILE_TYPES[file.suffix] == "json" else (), 1):
             try:
                 row = json.loads(line) if line.strip() else {}
                 json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text

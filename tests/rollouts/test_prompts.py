@@ -68,6 +68,14 @@ def test_other_datasets_name_their_columns(tmp_path, tokenizer):
         load_examples(config(path, *options[:2]), "train", tokenizer, progress=False)
 
 
+def test_csv_is_read_with_prompts_and_answers_as_the_text_that_they_are(tmp_path, tokenizer):
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffquestion,answer,level,note\n"One, ""two""\nand?",007,1,\nNA,NA,2,x\n3,,3,\n')
+    first, second = load_examples(config(path), "train", tokenizer, progress=False)
+    assert first.columns == {"question": 'One, "two"\nand?', "answer": "007", "level": 1, "note": None}
+    assert second.columns == {"question": "NA", "answer": "NA", "level": 2, "note": "x"}
+
+
 def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
     rows = [*ROWS, {"question": "word " * 200, "answer": "1", "level": 3}]
     path = write(tmp_path / "rows.jsonl", rows)
@@ -223,7 +231,10 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
     "name, reason",
     [
         ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
-        ("rows.csv", "needs files of one type, .json, .jsonl, .parquet; found rows.csv"),
+        ("rows.tsv", "needs files of one type, .json, .jsonl, .parquet, .csv; found rows.tsv"),
+        ("header.csv", r"cannot be loaded \(header.csv: there is no row in it\)"),
+        ("empty.csv", r"cannot be loaded \(empty.csv is empty\)"),
+        ("uneven.csv", r"cannot be loaded \(uneven.csv: .* line 3, saw 3\)"),
         ("nothing.jsonl", "dataset_name='nothing.jsonl': there is no such file or folder"),
         ("./nothing", "dataset_name='./nothing': there is no such file or folder: correct the path"),
         ("empty-folder/rows.jsonl", "there is no such file or folder"),
@@ -246,7 +257,10 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
 def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, reason):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.csv").write_text("question,answer\n")
+    (tmp_path / "rows.tsv").write_text("question\tanswer\n")
+    (tmp_path / "header.csv").write_text("question,answer\n")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "uneven.csv").write_text("question,answer\nx,1\nx,y,1\n")
     good = json.dumps(ROWS[0]) + "\n"
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
