@@ -70,7 +70,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     rewards = join_rewards(functions, {} if turns is None else turns.rewards)
     check_verdicts(config, rewards)
     examples = load_examples(config, _split(config), tokenizer, config.eval_samples, rank == 0, processor, turns)
-    check_reward_columns(config, examples)
+    check_reward_columns(config, examples, functions)
     started, pool = start_rewards(functions, config, device, "evaluate")
     if pool is not None:
         closing.callback(pool.close)

@@ -36,7 +36,8 @@ class DataSection(Section):
     )
     dataset_answer_column: str = option(
         "answer",
-        "column that holds the gold answer; where the text has '####', the answer is what follows",
+        "column that holds the gold answer; where the text has '####', the answer is what follows. Without a column "
+        "answer in the dataset, or with an empty text here, it has prompts alone, for rewards that need no gold answer",
         common=True,
     )
     dataset_image_column: str | None = option(

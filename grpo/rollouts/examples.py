@@ -45,15 +45,15 @@ def make_example(
     """Make an Example of a dataset row; None where its prompt, with what the environment says, has neither text nor
     picture.
 
-    Its columns have the row's values, and the gold answer as `answer`, unless the dataset has another column of that
-    name. An answer that is a list or dict stays one there. `turns` adds tools and what an environment says to the
-    prompt.
+    Its columns have the row's values, and the gold answer, if there is one, as `answer`, unless the dataset has another
+    column of that name. An answer that is a list or dict stays one there. `turns` adds tools and what an environment
+    says to the prompt.
 
     Raises ConfigError, naming the row, where a value has a wrong type, or the row has pictures and there is no
     `processor`; PictureError or PictureCountError where its pictures cannot be used; RewardError where an environment
     fails.
     """
-    answer, prompt = row[config.dataset_answer_column], row[config.dataset_prompt_column]
+    answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
     place = f"row {index} (from 0)"
     if isinstance(answer, bytes):
         raise ConfigError(
@@ -69,7 +69,7 @@ def make_example(
     # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
     given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
     columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
-    if config.dataset_answer_column == "answer" or "answer" not in row:
+    if config.dataset_answer_column in row and (config.dataset_answer_column == "answer" or "answer" not in row):
         columns["answer"] = answer if isinstance(answer, list | dict) else gold
     if column is not None and row[column.name] and processor is None:
         raise ConfigError(

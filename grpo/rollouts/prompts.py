@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections import Counter
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError, require
-from grpo.config.generation import AnsweringConfig
+from grpo.config.generation import AnsweringConfig, DataSection
 from grpo.rollouts.chat_template import PictureCountError
 from grpo.rollouts.dataset import decoded, load_rows
 from grpo.rollouts.examples import GIVEN_TO_REWARDS, gold_answer, make_example
@@ -44,14 +45,16 @@ def load_examples(
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0.
 
-    Rows without a prompt (null, or neither text nor picture), without a gold answer, with too long a prompt or with
-    pictures that cannot be used are dropped and counted. Raises ConfigError where the dataset cannot be loaded, lacks a
-    column, has a value of another type, has pictures and there is no `processor` for them, or keeps no example;
-    RewardError where the environment of `turns` fails.
+    Rows without a prompt (null, or neither text nor picture), without a gold answer where there is a column of them,
+    with too long a prompt or with pictures that cannot be used are dropped and counted. Raises ConfigError where the
+    dataset cannot be loaded, lacks a column, has a value of another type, has pictures and there is no `processor` for
+    them, or keeps no example; RewardError where the environment of `turns` fails.
     """
     log.info("reading split %s of %s", split, config.dataset_name)
     rows = load_rows(config, split)
-    _check_columns(config, rows.column_names)
+    has_gold = _check_columns(config, rows.column_names)
+    if not has_gold:
+        log.info("%s: no column with gold answers: it has %s", split, ", ".join(rows.column_names))
     image_column = find_column(config, rows.column_names)
     column = None if image_column is None else PictureColumn(image_column, config.dataset_name)
     others = [PictureColumn(name, config.dataset_name) for name in decoded_columns(rows) if name != image_column]
@@ -88,7 +91,7 @@ def load_examples(
             reason = bad_picture if isinstance(example, PictureError) else other_count
             dropped[reason] += 1
             faults.setdefault(reason, f" (the first is row {index} from 0: {example})")
-        elif not example.gold:
+        elif has_gold and not example.gold:
             dropped[no_gold] += 1
         elif len(example.prompt_ids) > config.max_prompt_length:
             dropped[too_long] += 1
@@ -130,24 +133,40 @@ def load_examples(
             f"dataset_image_column={image_column!r}: {dropped[reason]} of the {len(rows)} rows ({split}) are dropped, "
             f"{reason}{faults[reason]}, and none is left: mend the dataset, or name another column"
         )
+    wanted = f"a prompt in {prompt_column!r}"
+    if has_gold:
+        wanted = f"both {wanted} and a gold answer in {answer_column!r}"
     raise ConfigError(
-        f"dataset_name={config.dataset_name!r}: none of its {len(rows)} rows ({split}) has both a prompt in "
-        f"{prompt_column!r} and a gold answer in {answer_column!r}: name the columns that hold them"
+        f"dataset_name={config.dataset_name!r}: none of its {len(rows)} rows ({split}) has {wanted}: name the columns "
+        "that hold them"
     )
 
 
-def check_reward_columns(config: AnsweringConfig, examples: Sequence[Example]) -> None:
-    """Refuse a dataset whose columns a reward function cannot be given; log where `answer` is not the gold answer.
+def check_reward_columns(
+    config: AnsweringConfig, examples: Sequence[Example], rewards: Mapping[str, Callable | str]
+) -> None:
+    """Refuse a dataset whose columns a reward function cannot be given, or without gold answers where one of `rewards`
+    (load_reward_funcs) asks for them; log where `answer` is not the gold answer.
 
     Raises ConfigError.
     """
+    without = next((example for example in examples if "answer" not in example.columns), None)
+    for name, reward in rewards.items() if without is not None else ():
+        require(
+            not _asks_for_gold(reward),
+            "reward_funcs",
+            name,
+            f"it asks for gold answers, and {config.dataset_name} has the columns {', '.join(without.columns)}: name "
+            "the one that holds them as dataset_answer_column, or leave this function out",
+        )
     for name in examples[0].columns:
         if name in GIVEN_TO_REWARDS:
             raise ConfigError(
                 f"dataset_name={config.dataset_name!r}: its column {name!r} has a name under which reward functions "
                 "are given something else: rename the column"
             )
-    if config.dataset_answer_column != "answer" and any(_as_gold(e.columns["answer"]) != e.gold for e in examples):
+    is_other = config.dataset_answer_column not in ("", "answer")
+    if is_other and any(_as_gold(example.columns["answer"]) != example.gold for example in examples):
         log.warning(
             "%s: its column 'answer' is what reward functions are given as `answer`, and evaluation compares with %r: "
             "set dataset_answer_column to answer, or rename the column, unless that is meant",
@@ -223,16 +242,30 @@ def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]
         pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C a call may hang until its process is killed
 
 
-def _check_columns(config: AnsweringConfig, names: list[str]) -> None:
-    for field in ("dataset_prompt_column", "dataset_answer_column"):
-        if getattr(config, field) not in names:
+def _asks_for_gold(reward: Callable | str) -> bool:
+    """Tell whether it is a function that cannot be called without `answer`."""
+    try:
+        answer = inspect.signature(reward).parameters.get("answer")
+    except (TypeError, ValueError):  # a reward model or server; a function written in C
+        return False
+    return answer is not None and answer.default is answer.empty
+
+
+def _check_columns(config: AnsweringConfig, names: list[str]) -> bool:
+    """Tell whether there are gold answers. Raises ConfigError where a column that was named is not there."""
+    prompt, answer = config.dataset_prompt_column, config.dataset_answer_column
+    named = {"dataset_prompt_column": prompt, "dataset_answer_column": answer}
+    if answer in ("", DataSection.dataset_answer_column):
+        del named["dataset_answer_column"]
+    for field, name in named.items():
+        if name not in names:
             raise ConfigError(
-                f"{field}={getattr(config, field)!r}: {config.dataset_name} has the columns {', '.join(names)}: name "
-                "one of them"
+                f"{field}={name!r}: {config.dataset_name} has the columns {', '.join(names)}: name one of them"
             )
     require(
-        config.dataset_answer_column != config.dataset_prompt_column,
+        answer != prompt,
         "dataset_answer_column",
-        config.dataset_answer_column,
-        "it is dataset_prompt_column too: name the column with the gold answers",
+        answer,
+        "it is dataset_prompt_column too: name the column with the gold answers, or '' if no reward needs them",
     )
+    return answer in names

@@ -78,13 +78,15 @@ def try_rewards(
     example: Example,
 ) -> None:
     """Call each function of `load_reward_funcs` once, as the run will, on two completions of the example, its gold
-    answer and an empty one, and log what it gives. A mistake shows here, not after minutes of sampling.
+    answer (without one its prompt) and an empty one, and log what it gives. A mistake shows here, not after minutes of
+    sampling.
 
     Reward models are left out: none is loaded yet. Raises RewardError.
     """
     functions, pool = start_functions(rewards, config, workers=1)
     folder = os.getcwd()
-    answer = Rollout(tokenizer(example.gold, add_special_tokens=False)["input_ids"], True, example.gold, [], 0)
+    text, what = (example.gold, "gold answer") if example.gold else (example.prompt, "text")
+    answer = Rollout(tokenizer(text, add_special_tokens=False)["input_ids"], True, text, [], 0)
     empty = Rollout([tokenizer.eos_token_id], True, "", [], 0)
     try:
         values = score_rollouts(functions, [example] * 2, [answer, empty], TrainerState(0, config.max_steps))
@@ -94,7 +96,9 @@ def try_rewards(
             pool.close()
     for name, pair in zip(functions, values.tolist(), strict=True):
         shown = ["None" if np.isnan(value) else value for value in pair]
-        log.info("%s gives %s for the gold answer of the first prompt, %s for an empty completion", name, *shown)
+        log.info(
+            "%s gives %s for the %s of the first prompt, %s for an empty completion", name, shown[0], what, shown[1]
+        )
 
 
 def _messages(rollout: Rollout) -> list[dict[str, Any]]:

@@ -166,7 +166,12 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     if progress:
         warn_of_other_question(config)
     examples = load_examples(config, config.dataset_train_split, tokenizer, 0, progress, processor, turns)
-    check_reward_columns(config, examples)
+    held_out = []
+    if config.eval_steps:
+        held_out = load_examples(
+            config, config.dataset_test_split, tokenizer, config.eval_samples, progress, processor, turns
+        )
+    check_reward_columns(config, [*examples, *held_out], reward_funcs)
     require(
         config.sampler != "pool" or not any(pictures_of(example.prompt_ids) for example in examples),
         "sampler",
@@ -175,11 +180,6 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     )
     check_rows(config, examples)
     stream = PromptStream(examples, config.prompts_per_step, config.seed)
-    held_out = []
-    if config.eval_steps:
-        held_out = load_examples(
-            config, config.dataset_test_split, tokenizer, config.eval_samples, progress, processor, turns
-        )
     try_rewards(config, reward_funcs, tokenizer, examples[0])
     return Inputs(reward_funcs, rewards, ds_config, tokenizer, processor, turns, examples, stream, held_out)
 

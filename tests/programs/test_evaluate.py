@@ -115,6 +115,18 @@ def test_problems_with_pictures_are_asked_with_them(main, tmp_path):
     assert answers[0] == answers[1] and answers[0][0] != answers[0][1]
 
 
+def test_prompts_alone_get_rewards_and_no_accuracy(main, capsys, model_folder, tmp_path):
+    (tmp_path / "rows.csv").write_text("question\n2+2?\n3+3?\n")
+    words = options(model_folder, tmp_path / "rows.csv", output=tmp_path / "out")
+    assert main(*words) == 2
+    assert "reward_funcs='correctness_reward': it asks for gold answers, and " in capsys.readouterr().err
+    assert main(*words, "--reward_funcs", "format_reward") == 0
+    metrics, completions = result(tmp_path / "out")
+    assert "eval_accuracy" not in metrics and {"eval_reward", "eval_completions/mean_length"} < metrics.keys()
+    assert [completion["answer"] for completion in completions] == ["", ""]
+    assert "accuracy" not in capsys.readouterr().out
+
+
 def test_rewards_of_ones_own_are_the_numbers(main, capsys, model_folder, data_folder, tmp_path):
     own = tmp_path / "own.py"
     own.write_text(

@@ -64,8 +64,29 @@ def test_other_datasets_name_their_columns(tmp_path, tokenizer):
     assert only.columns == {"problem": "x?", "solution": 7, "answer": "7", "hint": "seven"} and only.gold == "7"
     with pytest.raises(ConfigError, match=r"dataset_prompt_column='question': .*columns problem, solution, hint"):
         load_examples(config(path), "train", tokenizer, progress=False)
-    with pytest.raises(ConfigError, match=r"dataset_answer_column='answer': .*name one of them"):
-        load_examples(config(path, *options[:2]), "train", tokenizer, progress=False)
+    with pytest.raises(ConfigError, match=r"dataset_answer_column='gold': .*name one of them"):
+        load_examples(config(path, *options[:3], "gold"), "train", tokenizer, progress=False)
+
+
+def test_prompts_alone_are_for_rewards_that_ask_for_no_gold_answer(tmp_path, tokenizer):
+    plain = write(tmp_path / "plain.jsonl", [{"question": "x?", "hint": "seven"}])
+    others = write(tmp_path / "others.jsonl", [{"question": "x?", "answer": None}])
+    rewards = {"asks": lambda completions, answer, **_: [], "model": "org/model", "one": lambda completions, **_: []}
+    rewards["may"] = lambda completions, answer=None, **_: []
+    for settings, columns in (
+        (config(plain), {"question": "x?", "hint": "seven"}),
+        (config(others, "--dataset_answer_column", ""), {"question": "x?", "answer": None}),
+    ):
+        (only,) = load_examples(settings, "train", tokenizer, progress=False)
+        assert only.columns == columns and only.gold == ""
+    examples = load_examples(config(write(tmp_path / "rows.jsonl")), "train", tokenizer, progress=False)
+    check_reward_columns(config(plain), examples, rewards)
+    examples += load_examples(config(plain), "train", tokenizer, progress=False)  # as held out
+    with pytest.raises(
+        ConfigError, match=r"^reward_funcs='asks': it asks for gold .* columns question, hint: name the"
+    ):
+        check_reward_columns(config(plain), examples, rewards)
+    check_reward_columns(config(plain), examples, {name: rewards[name] for name in rewards if name != "asks"})
 
 
 def test_csv_is_read_with_prompts_and_answers_as_the_text_that_they_are(tmp_path, tokenizer):
@@ -101,7 +122,7 @@ def test_a_column_called_answer_that_is_not_the_gold_answer_stays_what_it_is(tmp
     examples = load_examples(settings, "train", tokenizer, progress=False)
     assert [example.columns for example in examples] == rows
     assert [example.gold for example in examples] == ["7", "7"]
-    check_reward_columns(settings, examples)
+    check_reward_columns(settings, examples, {})
     assert (
         "its column 'answer' is what reward functions are given as `answer`, and evaluation compares with 'solution'"
         in caplog.text
@@ -118,7 +139,7 @@ def test_a_list_or_dict_arrives_as_the_dataset_has_it(tmp_path, tokenizer, name,
     assert only.columns == rows[0] | {"answer": tests}
     assert json.loads(only.gold) == tests and "é" in only.gold
     assert "1 of 2 rows dropped, without a gold answer in 'solution'" in caplog.text
-    check_reward_columns(settings, examples)
+    check_reward_columns(settings, examples, {})
     assert "its column 'answer'" not in caplog.text, "it has none"
 
 
@@ -127,7 +148,7 @@ def test_a_prompt_column_under_a_name_of_the_arguments_is_given_as_that_argument
     settings = config(path, "--dataset_prompt_column", "prompts")
     (only,) = examples = load_examples(settings, "train", tokenizer, progress=False)
     assert only.columns == {"answer": "7"}
-    check_reward_columns(settings, examples)
+    check_reward_columns(settings, examples, {})
 
 
 NOTHING = [None, "", " \n\N{NO-BREAK SPACE}", "He has none.\n#### "]

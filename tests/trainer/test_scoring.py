@@ -287,6 +287,11 @@ def test_each_function_is_called_once_before_the_run_on_two_completions(tokenize
         for name, (gold, empty) in given.items()
     ]
     assert [record.getMessage() for record in caplog.records] == expected
+    caplog.clear()
+    prompt_alone = make_example(TrainerConfig(system_prompt=""), tokenizer, 0, {"question": "2+2?"})
+    with caplog.at_level(logging.INFO):
+        try_rewards(TrainerConfig(reward_funcs=names[1:2]), load_reward_funcs(names[1:2]), tokenizer, prompt_alone)
+    assert caplog.messages == ["no_value gives None for the text of the first prompt, None for an empty completion"]
     calls = functions["plain"].__globals__["CALLS"]
     assert calls == ([([example.prompt] * 2, ["4", ""], os.getpid())] if timeout is None else [])
 
