@@ -23,6 +23,7 @@ from grpo.wire.turns import DEEPEST_ARGUMENTS
 log = logging.getLogger(__name__)
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_BETWEEN_CALLS = re.compile(r"[; \n]*")  # in llama3_json
 _NOT_JSON = ValueError, RecursionError  # what reading JSON raises, the second where it is too deep
 _UNKNOWN = "unknown"  # the name of a call that has none, as in TRL
 
@@ -150,15 +151,17 @@ def _read_llama3(text: str, _: bool) -> tuple[str, list[Call]]:
     body = stripped.removeprefix("<|python_tag|>").lstrip()
     if body == stripped and not re.match(r'\{\s*"name"', body):
         return text, []
-    calls = []
-    while body:
+    calls, place = [], 0
+    while place < len(body):
         try:
-            value, end = json.JSONDecoder().raw_decode(body)
+            value, place = json.JSONDecoder().raw_decode(body, place)
         except _NOT_JSON as error:
+            if isinstance(error, json.JSONDecodeError):  # it names the place in all calls, not in this one
+                error = json.JSONDecodeError(error.msg, body[place:], error.pos - place)
             calls.append(_failed(f"the call is not JSON: {error}"))
             break
         calls.append(_make_call(value))
-        body = body[end:].lstrip("; \n")
+        place = _BETWEEN_CALLS.match(body, place).end()
     return stripped if any(call.error for call in calls) else "", calls
 
 

@@ -1,12 +1,13 @@
 """What is read of a turn: in every format, well formed or not, and whether the arguments fit."""
 
 import json
+import time
 
 import pytest
 from talks import TEMPLATES, Talks, call, ids_of, talker
 
 from grpo.config.errors import ConfigError
-from grpo.turns.calls import Call, TurnReader
+from grpo.turns.calls import Call, TurnReader, _read_llama3
 from grpo.turns.tools import load_tools
 
 SCHEMA = {
@@ -103,6 +104,13 @@ def test_a_malformed_call_is_a_call_with_an_error(template, text, error):
     assert [error in c.error for c in turn.calls] == [True]
     assert "tool_calls" not in turn.to_message()
     assert turn.content == text
+
+
+def test_a_long_turn_with_many_calls_is_read_in_one_pass():
+    begun = time.process_time()
+    _, calls = _read_llama3(LLAMA_JSON * 4000 + '{"name": "' + "x" * 10**7, False)
+    assert calls[:-1] == [ADD] * 4000 and "line 1 column 10 (" in calls[-1].error
+    assert time.process_time() - begun < 1
 
 
 def test_a_good_call_beside_a_malformed_one_is_read():
