@@ -138,7 +138,7 @@ class Answerer:
 
         if self._turns is None:
             return self._draw(example, limit, seed, stopped)
-        dialogue, shown, awaited = self._turns.begin(example), 0, None
+        dialogue, shown, awaited = self._turns.begin(example, (seed, 0, 0)), 0, None
         ids: list[int] = []
         drawn: list[bool] = []
         try:

@@ -298,10 +298,14 @@ def launch() -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def letters(tmp_path_factory) -> list[str]:
-    """A third reward function that even the text of random weights earns something from, so that weights move."""
+    """A third reward function that even the text of random weights earns something from, so that weights move. It
+    draws, too: runs that are compared draw alike."""
     path = tmp_path_factory.mktemp("rewards") / "own.py"
     path.write_text(
-        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
+        "import random\nimport numpy as np\nimport torch\n\n"
+        "def letters(prompts, completions, **columns):\n"
+        "    chance = random.random() + np.random.random() + torch.rand(1).item()\n"
+        "    return [(len(text) + chance * random.random()) / 100 for text in completions]\n"
     )
     return ["--reward_funcs", "correctness_reward", "format_reward", f"{path}:letters"]
 

@@ -37,7 +37,7 @@ class Scripted:
         self.dialogues: list[Scripts] = []
         self.most_alive = 0
 
-    def begin(self, example: Example) -> Scripts:
+    def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Scripts:
         self.dialogues.append(Scripts(self, example))
         self.most_alive = max(self.most_alive, self.alive())
         return self.dialogues[-1]

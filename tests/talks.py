@@ -112,8 +112,8 @@ def call(name: str, **arguments) -> str:
 class Talk:
     """A completion, whose policy says what a test wants."""
 
-    def __init__(self, turns: UserTurns, tokenizer: PreTrainedTokenizerBase, example: Example, length: int):
-        self.dialogue = turns.begin(example)
+    def __init__(self, turns: UserTurns, tokenizer: PreTrainedTokenizerBase, example: Example, length: int, name=None):
+        self.dialogue = turns.begin(example, name)
         self._tokenizer, self._room = tokenizer, length
         self.answers: list[str | None] = []
 
@@ -146,7 +146,7 @@ class Talks:
         self.ends = [self.tokenizer.eos_token_id, *ends]
         self.turns = start_turns(TrainerConfig(**settings), self.tokenizer, self.ends)
 
-    def begin(self, length: int = 10_000, messages: list | None = None, **columns) -> Talk:
-        """Begin a completion of at most `length` tokens for a row of these columns."""
+    def begin(self, length: int = 10_000, messages: list | None = None, name=None, **columns) -> Talk:
+        """Begin a completion of at most `length` tokens, with this name, for a row of these columns."""
         prompt = ids_of(self.tokenizer, "a question", ends=False)
-        return Talk(self.turns, self.tokenizer, Example(0, "", prompt, columns, messages or []), length)
+        return Talk(self.turns, self.tokenizer, Example(0, "", prompt, columns, messages or []), length, name)

@@ -9,6 +9,7 @@ import torch
 from grpo.algorithm.estimators import ESTIMATORS, Estimator, Outcomes
 from grpo.config.errors import ConfigError
 from grpo.config.loss import LossSection
+from grpo.config.user_code import modes_kept
 from grpo.config.user_files import load_function
 
 
@@ -24,7 +25,8 @@ def find_estimator(name: str) -> Estimator:
 
     def checked(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
         rewards = outcomes.rewards
-        result = function(rewards.clone())
+        with modes_kept():
+            result = function(rewards.clone())
         if not isinstance(result, torch.Tensor) or result.shape != rewards.shape:
             raise ConfigError(
                 f"advantage_estimator={name!r}: for rewards of shape {tuple(rewards.shape)} it returned "

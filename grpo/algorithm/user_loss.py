@@ -11,6 +11,7 @@ import torch
 from grpo.algorithm.loss_types import LOSSES, LossFunction, LossInputs, LossTerms
 from grpo.config.errors import ConfigError
 from grpo.config.loss import LossSection
+from grpo.config.user_code import modes_kept
 from grpo.config.user_files import load_function
 
 
@@ -25,7 +26,8 @@ def find_loss(loss_type: str) -> LossFunction:
     function = load_function("loss_type", loss_type)
 
     def checked(inputs: LossInputs, settings: LossSection) -> LossTerms:
-        terms = function(inputs, settings)
+        with modes_kept():
+            terms = function(inputs, settings)
         if not _are_terms(terms, len(inputs.logprobs)):
             raise ConfigError(
                 f"loss_type={loss_type!r}: for {len(inputs.logprobs)} tokens it returned {_describe(terms)}: return "

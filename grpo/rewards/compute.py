@@ -22,6 +22,7 @@ import numpy as np
 from grpo.config.errors import ConfigError
 from grpo.config.evaluate import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.config.user_code import Key
 from grpo.rewards.alone import add_deadline
 from grpo.rewards.event_loop import run_in_loop
 from grpo.rewards.functions import (
@@ -136,19 +137,21 @@ def compute_rewards(
     conversations: Sequence[list[Message]] = (),
     state: TrainerState | None = None,
     logged: Logged | None = None,
+    key: Key = (),
 ) -> np.ndarray:
     """Call each function once on the whole batch, with `columns` as keyword arguments: the dataset's, and others that
     have a value for each completion.
 
     Reward models are given `conversations`, each prompt's chat with the completion. Async functions, reward models on
     servers and functions in worker processes all run at the same time, while the others run one after the other.
-    `logged` takes up what they log, in their order.
+    `logged` takes up what they log, in their order. What functions in worker processes draw at random follows from
+    `key`.
 
     Returns float64 [len(functions), len(completions)], NaN where a function returned None: it does not apply there.
     Raises RewardError, with the function's name and the user's part of the stack, where a function raises, or returns
     the wrong number of rewards or a reward that is not a finite number.
     """
-    batch = Batch(prompts, completions, columns, state or TrainerState())
+    batch = Batch(prompts, completions, columns, state or TrainerState(), key)
     logs = {name: Logged() for name in functions}
     awaitable = {name: function for name, function in functions.items() if not _is_blocking(function)}
     pending = run_in_loop(_await_all(awaitable, batch, conversations, logs)) if awaitable else None

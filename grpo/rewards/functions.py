@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.errors import ConfigError, did_you_mean
+from grpo.config.user_code import Key
 from grpo.config.user_files import load_file
 
 if TYPE_CHECKING:
@@ -97,11 +98,13 @@ class Batch:
     columns: dict[str, list]
     """the other arguments that are lists with a value for each completion"""
     state: TrainerState
+    key: Key = ()
+    """what random numbers of the functions follow from"""
 
     def select(self, i: int) -> Batch:
         """Return completion `i` as a batch of one."""
         columns = {name: values[i : i + 1] for name, values in self.columns.items()}
-        return Batch(self.prompts[i : i + 1], self.completions[i : i + 1], columns, self.state)
+        return Batch(self.prompts[i : i + 1], self.completions[i : i + 1], columns, self.state, (*self.key, i))
 
     def make_arguments(self, logged: Logged) -> dict[str, Any]:
         """Make the arguments of a call. No other function and no later step may see what a function changes in them.

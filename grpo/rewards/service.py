@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo.config.user_code import user_code
 from grpo.rewards.functions import (
     Batch,
     Logged,
@@ -27,7 +28,8 @@ class RewardService:
     def answer(self, index: int, batch: Batch) -> dict[str, Any]:
         """Call a function on a batch of one completion. Raises sys.exit and other ends of a process."""
         logged = Logged()
-        returned = call_function(self._functions[index], batch, logged)
+        with user_code(*batch.key, index):
+            returned = call_function(self._functions[index], batch, logged)
         if isinstance(returned, BaseException):
             if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
                 return {

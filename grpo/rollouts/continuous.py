@@ -63,8 +63,10 @@ class ContinuousSampler(LocalSampler):
         whole: dict[int, list[Rollout]] = {}
 
         def begin(number: int) -> _Completion:
-            turns = self._turns
-            return _Completion(number, None if turns is None else turns.begin(examples[number // copies]))
+            if self._turns is None:
+                return _Completion(number, None)
+            name = None if names is None else names[number]
+            return _Completion(number, self._turns.begin(examples[number // copies], name))
 
         def finish(number: int, *completion) -> None:
             index, copy = divmod(number, copies)

@@ -143,9 +143,9 @@ class LocalSampler(Sampler):
         completions: list[_Completion] = []
         try:
             for number in range(len(examples) * copies):
-                example = examples[number // copies]
-                numbers = None if names is None else uniforms(*names[number], self._max_new_tokens)
-                completions.append(_Completion(number, example.prompt_ids, numbers, self._turns.begin(example)))
+                example, name = examples[number // copies], None if names is None else names[number]
+                numbers = None if name is None else uniforms(*name, self._max_new_tokens)
+                completions.append(_Completion(number, example.prompt_ids, numbers, self._turns.begin(example, name)))
             left = completions
             while left:
                 self._draw_on(left, temperature)

@@ -54,8 +54,12 @@ class Turns(Protocol):
         """
         ...
 
-    def begin(self, example: Example) -> Dialogue:
-        """Begin a completion of this example. The sampler closes it."""
+    def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Dialogue:
+        """Begin a completion of this example. The sampler closes it.
+
+        `name` is what its random numbers follow from, the answers' too: seed, group, number in the group; None for a
+        greedy one.
+        """
         ...
 
 

@@ -62,7 +62,7 @@ def evaluate(
     completions: list[dict[str, Any]] = []
     bar = {"desc": "evaluate", "unit": "batch", "leave": False}
     with fail_together():
-        for cells in tqdm(calls[rank::world_size], **bar, disable=None if rank == 0 else True):
+        for number, cells in tqdm([*enumerate(calls)][rank::world_size], **bar, disable=None if rank == 0 else True):
             batch = [examples[problem] for problem, _ in cells]
             if cells[0][1] == 0:
                 rollouts = sampler.greedy(batch)
@@ -70,7 +70,7 @@ def evaluate(
                 ids = [problem * samples + sample for problem, sample in cells]
                 drawn = sampler.sample(batch, 1, config.temperature, config.seed + EVALUATION_SEED, ids=ids)
                 rollouts = [rollout for (rollout,) in drawn]
-            by_function = rewarder.compute(batch, rollouts, state)
+            by_function = rewarder.compute(batch, rollouts, state, key=("evaluation", number))
             judged = _judge(rewarder, by_function)
             for i, ((problem, sample), example, rollout) in enumerate(zip(cells, batch, rollouts, strict=True)):
                 outcome = rollout.outcome

@@ -14,6 +14,7 @@ from grpo.algorithm.advantages import soft_overlong_punishment
 from grpo.client.errors import ServerError, ServersLost
 from grpo.config.errors import ConfigError
 from grpo.config.rewards import RewardedConfig
+from grpo.config.user_code import Key
 from grpo.rewards.compute import RewardScorer
 from grpo.rewards.functions import Logged, RewardError, TrainerState
 from grpo.rollouts.records import Example, Rollout
@@ -66,15 +67,17 @@ class Rewarder:
         rollouts: Sequence[Rollout],
         state: TrainerState,
         logged: Logged | None = None,
+        key: Key = (),
     ) -> torch.Tensor:
         """Compute the rewards of rollouts: float64 [names, rollouts], NaN where one does not apply.
 
-        `examples` has the prompt of each rollout; `logged` takes up what the functions log. The punishment for length
-        counts the tokens of answers too: max_completion_length, which the completion comes close to, does. It applies
-        where another reward does. Raises RewardError, ServerError.
+        `examples` has the prompt of each rollout; `logged` takes up what the functions log. Their random numbers follow
+        from the run's seed, the step in `state`, and `key`, which no other batch of the step has. The punishment for
+        length counts the tokens of answers too: max_completion_length, which the completion comes close to, does. It
+        applies where another reward does. Raises RewardError, ServerError.
         """
-        config = self._config
-        by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged))
+        config, key = self._config, (self._config.seed, state.global_step, *key)
+        by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged, key))
         if self._of_environment:
             by_function = torch.cat([by_function, self._given_by_environment(rollouts)])
         if config.soft_punish_cache:

@@ -75,8 +75,8 @@ class Rounds:
             with clock("generate"):
                 groups = self._draw(examples, ids, attempt=0)
             with clock("reward"):
-                by_function = self._reward(groups)
-            greedy = self._reward_greedy(groups, clock)
+                by_function = self._reward(groups, attempt=0)
+            greedy = self._reward_greedy(groups, clock, attempt=0)
         replaced = self._replace(groups, by_function, greedy, steps[0], clock)
 
         samples = [sample for group in groups for sample in make_samples(group)]
@@ -146,12 +146,12 @@ class Rounds:
         )
         return list(map(Group, ids, examples, sampled))
 
-    def _reward(self, groups: list[Group]) -> torch.Tensor:
+    def _reward(self, groups: list[Group], attempt: int) -> torch.Tensor:
         """Compute the groups' rewards: float64 [functions, groups, num_generations], NaN where one does not apply."""
         logged = Logged()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         examples = [group.example for group in groups for _ in group.rollouts]
-        by_function = self._rewarder.compute(examples, rollouts, self._state, logged)
+        by_function = self._rewarder.compute(examples, rollouts, self._state, logged, (self._rank, attempt))
         for name, values in logged.metrics.items():
             self.logged.setdefault(name, []).extend(values)
         if logged.extra:
@@ -160,7 +160,7 @@ class Rounds:
                 group.extra[:] = [next(rows) for _ in group.rollouts]
         return by_function.view(len(by_function), len(groups), -1)
 
-    def _reward_greedy(self, groups: list[Group], clock: PhaseClock) -> torch.Tensor:
+    def _reward_greedy(self, groups: list[Group], clock: PhaseClock, attempt: int) -> torch.Tensor:
         """Compute the rewards of greedy completions of the groups' prompts, which are not trained on: float64
         [functions, groups]. With another advantage_estimator than remax nothing is drawn and all are 0."""
         if self._config.advantage_estimator != "remax":
@@ -169,7 +169,7 @@ class Rounds:
         with clock("generate"):
             rollouts = self._sampler.greedy(examples)
         with clock("reward"):
-            return self._rewarder.compute(examples, rollouts, self._state)
+            return self._rewarder.compute(examples, rollouts, self._state, key=(self._rank, attempt, "greedy"))
 
     def _replace(
         self, groups: list[Group], by_function: torch.Tensor, greedy: torch.Tensor, first_step: int, clock: PhaseClock
@@ -194,8 +194,8 @@ class Rounds:
                     new_groups = self._draw(examples, ids, attempt)
                 if rows:
                     with clock("reward"):
-                        by_function[:, rows] = self._reward(new_groups)
-                    greedy[:, rows] = self._reward_greedy(new_groups, clock)
+                        by_function[:, rows] = self._reward(new_groups, attempt)
+                    greedy[:, rows] = self._reward_greedy(new_groups, clock, attempt)
             for row, group in zip(rows, new_groups, strict=True):
                 groups[row] = group
         return replaced

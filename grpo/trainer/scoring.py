@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.trainer import TrainerConfig
+from grpo.config.user_code import Key, user_code
 from grpo.rewards.compute import compute_rewards, start_functions
 from grpo.rewards.functions import Logged, TrainerState
 from grpo.rollouts.records import Example, Rollout
@@ -28,9 +27,10 @@ def score_rollouts(
     rollouts: Sequence[Rollout],
     state: TrainerState,
     logged: Logged | None = None,
+    key: Key = (),
 ) -> np.ndarray:
     """Compute the rewards of rollouts of these examples, one example for each rollout. `logged` takes up what the
-    functions log.
+    functions log; their random numbers follow from `key`.
 
     A prompt that is a list of messages in the dataset, and its completion, are given as lists of messages, as TRL does;
     with tools or an environment the completion has several. A prompt that is text is given as the model reads it, its
@@ -42,7 +42,7 @@ def score_rollouts(
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     columns["completion_ids"] = [rollout.completion_ids for rollout in rollouts]
     columns["prompt_texts"] = [example.prompt for example in examples]
-    with _modes_kept():
+    with user_code(*key):
         return compute_rewards(
             functions,
             [example.conversation or example.prompt for example in examples],
@@ -54,21 +54,8 @@ def score_rollouts(
             [_converse(example, rollout) for example, rollout in zip(examples, rollouts, strict=True)],
             state,
             logged,
+            key,
         )
-
-
-@contextmanager
-def _modes_kept() -> Iterator[None]:
-    """Give torch back the modes that a function has left changed: the update would fail in them, or be another."""
-    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    autocast = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(gradients)
-        torch.set_default_dtype(dtype)
-        for device, is_enabled in autocast.items():
-            torch.set_autocast_enabled(device, is_enabled)
 
 
 def try_rewards(

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from grpo.config.turns import TurnsSection
+from grpo.config.user_code import Key
 from grpo.rewards.event_loop import run_in_loop
 from grpo.rewards.prints import PRINTS
 from grpo.rewards.process import CallLost
@@ -39,11 +40,12 @@ class UserDialogue:
     What happens to it happens on the event loop, one thing after another.
     """
 
-    def __init__(self, setup: Setup, example: Example, on_close: Callable[[], None]):
-        """Begin to reset an instance of the environment, where there is one."""
+    def __init__(self, setup: Setup, example: Example, key: Key, on_close: Callable[[], None]):
+        """Begin to reset an instance of the environment, where there is one. `key` is what the random numbers of the
+        user's code follow from."""
         self.outcome: Outcome | None = None
         self.messages: Messages = []
-        self._setup, self._on_close = setup, on_close
+        self._setup, self._key, self._on_close = setup, key, on_close
         self._before = example.prompt_ids[:]  # what the next turn follows
         self._turns = self._answered_turns = self._calls = self._failures = 0
         self._is_closed = False
@@ -51,7 +53,7 @@ class UserDialogue:
         self._instance: Instance | None = None
         self._reset: Future | None = None
         if setup.environment is not None:
-            self._instance = Instance(setup.environment, setup.runner.make_place())
+            self._instance = Instance(setup.environment, setup.runner.make_place(), key)
             self._reset = run_in_loop(self._open(self._instance, example))
 
     def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
@@ -140,7 +142,7 @@ class UserDialogue:
         if tool.is_method:
             return await self._instance.call_method(call.name, call.arguments)
         try:
-            return await self._setup.runner.call_tool(tool, call.arguments)
+            return await self._setup.runner.call_tool((*self._key, "tool", self._calls), tool, call.arguments)
         except CallLost as lost:
             return _fail(f"{call.name} {lost}")
 

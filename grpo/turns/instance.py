@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from grpo.config.user_code import Key
 from grpo.rewards.functions import RewardError
 from grpo.rewards.process import CallLost
 from grpo.rollouts.records import Example
@@ -21,8 +22,9 @@ class Instance:
     """The environment of one completion. Its calls raise CallLost where it hangs or ends its process, which is logged;
     and RewardError where it fails."""
 
-    def __init__(self, environment: EnvironmentClass, place: Place):
-        self._environment = environment
+    def __init__(self, environment: EnvironmentClass, place: Place, key: Key):
+        """`key` is what the random numbers of its calls follow from, each call's others."""
+        self._environment, self._key, self._calls = environment, key, 0
         self._place: Place | None = place
         self._steps_reward = 0.0
         self.is_lost = False
@@ -62,7 +64,7 @@ class Instance:
             return
         try:
             if not self.is_lost:
-                reply = await self._place.perform("close")
+                reply = await self._place.perform((*self._key, "close"), "close")
                 if "raised" in reply:
                     log.error("%s%s%s", reply["traceback"], self._prefix, reply["raised"])
         except CallLost as lost:
@@ -72,8 +74,9 @@ class Instance:
             self._place = None
 
     async def _perform(self, task: str, *arguments: Any) -> Reply:
+        self._calls += 1
         try:
-            reply = await self._place.perform(task, *arguments)
+            reply = await self._place.perform((*self._key, self._calls), task, *arguments)
         except CallLost as lost:
             self.is_lost = True
             # An error, not a warning: ranks other than the first show nothing less.

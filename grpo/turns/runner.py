@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from grpo.config.user_code import Key, async_user_code, user_code
 from grpo.rewards.process import CallLost, UserProcess
 from grpo.rewards.process_pool import ProcessPool
 from grpo.turns.session import Reply, Session
@@ -23,8 +24,8 @@ from grpo.turns.tools import Tool
 class Place(Protocol):
     """Where the code of one completion runs."""
 
-    async def perform(self, task: str, *arguments: Any) -> Reply:
-        """Do one of the tasks of grpo/turns/session.py. Raises CallLost."""
+    async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
+        """Do one of the tasks of grpo/turns/session.py; its random numbers follow from `key`. Raises CallLost."""
         ...
 
     def release(self) -> None:
@@ -38,19 +39,19 @@ class LocalPlace:
     def __init__(self, session: Session, thread: UserThread, slow_calls: SlowCalls):
         self._session, self._thread, self._slow_calls = session, thread, slow_calls
 
-    async def perform(self, task: str, *arguments: Any) -> Reply:
+    async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
         """Do a task; nothing ends it before it ends itself."""
-        started = await asyncio.wrap_future(self._thread.submit(self._start, task, *arguments))
+        started = await asyncio.wrap_future(self._thread.submit(self._start, key, task, *arguments))
         if isinstance(started, dict):
             return started
-        with self._slow_calls.noted(task, *arguments):
+        with self._slow_calls.noted(task, *arguments), async_user_code(*key):
             return await self._session.finish(task, started)
 
     def release(self) -> None:
         """Leave nothing: the session goes with the completion."""
 
-    def _start(self, *task: Any) -> Reply | Awaitable:
-        with self._slow_calls.noted(*task):
+    def _start(self, key: Key, *task: Any) -> Reply | Awaitable:
+        with self._slow_calls.noted(*task), user_code(*key):
             return self._session.start(*task)
 
 
@@ -62,9 +63,9 @@ class ProcessPlace:
         self._process: UserProcess | None = None
         self._order = threading.Lock()  # who waits for a call may be cancelled, and not the call
 
-    async def perform(self, task: str, *arguments: Any) -> Reply:
+    async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
         """Do a task; it may take `tool_timeout` seconds."""
-        return await self._processes.run(self._call, task, *arguments)
+        return await self._processes.run(self._call, key, task, *arguments)
 
     def release(self) -> None:
         """Give the process back."""
@@ -130,15 +131,15 @@ class Runner:
         self._thread = UserThread()
         self._slow_calls = SlowCalls(self._timeout)
 
-    async def call_tool(self, tool: Tool, arguments: dict[str, Any]) -> Reply:
-        """Call one of `tools`. Raises CallLost."""
+    async def call_tool(self, key: Key, tool: Tool, arguments: dict[str, Any]) -> Reply:
+        """Call one of `tools`; its random numbers follow from `key`. Raises CallLost."""
         task = "tool", tool.name, arguments
         if tool.is_async:
-            with self._slow_calls.noted(*task):
+            with self._slow_calls.noted(*task), async_user_code(*key):
                 return await _perform_async(self._tools, self._timeout, *task)
         if self._processes is None:
-            return await LocalPlace(self._tools, self._thread, self._slow_calls).perform(*task)
-        return await self._processes.run(self._processes.call, *task)
+            return await LocalPlace(self._tools, self._thread, self._slow_calls).perform(key, *task)
+        return await self._processes.run(self._processes.call, key, *task)
 
     def make_place(self) -> Place:
         """Return where an instance of the environment is to live."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from grpo.config.user_code import Key, user_code
 from grpo.config.user_files import load_function
 from grpo.turns.environment import EnvironmentClass
 from grpo.turns.session import Reply, Session
@@ -19,9 +20,10 @@ class TurnsService:
         self._session = Session(functions, EnvironmentClass(environment) if environment else None, longest)
         self._loop = asyncio.new_event_loop()
 
-    def answer(self, *task: Any) -> Reply:
-        """Return the reply to a task."""
-        started = self._session.start(*task)
-        if isinstance(started, dict):
-            return started
-        return self._loop.run_until_complete(self._session.finish(task[0], started))
+    def answer(self, key: Key, *task: Any) -> Reply:
+        """Return the reply to a task, whose random numbers follow from `key`."""
+        with user_code(*key):
+            started = self._session.start(*task)
+            if isinstance(started, dict):
+                return started
+            return self._loop.run_until_complete(self._session.finish(task[0], started))

@@ -94,18 +94,19 @@ class UserTurns:
             return ""
         return run_in_loop(self._observe(self.environment, columns)).result()
 
-    def begin(self, example: Example) -> UserDialogue:
-        """Begin a completion of this example. The caller closes it."""
+    def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> UserDialogue:
+        """Begin a completion of this example, which has this name. The caller closes it."""
         with self._lock:
             self._live += 1
-        return UserDialogue(self._setup, example, self._count_end)
+        key = ("greedy", example.index) if name is None else name
+        return UserDialogue(self._setup, example, key, self._count_end)
 
     def close(self) -> None:
         """End what runs the user's code; every completion must be closed by then."""
         self._setup.runner.close()
 
     async def _observe(self, environment: EnvironmentClass, columns: dict[str, Any]) -> str:
-        instance = Instance(environment, self._setup.runner.make_place())
+        instance = Instance(environment, self._setup.runner.make_place(), ("observe",))
         with PRINTS.limited():
             try:
                 return await instance.reset(columns)

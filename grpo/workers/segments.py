@@ -54,8 +54,9 @@ def draw_in_turns(
     """
     example, failed = turns.make_example(task), threading.Event()
 
-    def draw_completion(_: int) -> Completion:
-        dialogue, completion = turns.begin(example), Completion()
+    def draw_completion(place: int) -> Completion:
+        name = run.seed + (task.attempt << 32), task.group, place
+        dialogue, completion = turns.begin(example, name), Completion()
         try:
             while not failed.is_set():  # else the group is lost
                 segment = draw_segment([*task.prompt_ids, *completion.ids], _room(completion))

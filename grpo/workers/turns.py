@@ -36,8 +36,8 @@ class WorkerTurns:
         prompt = self._tokenizer.decode(task.prompt_ids, skip_special_tokens=False)
         return Example(task.group, prompt, task.prompt_ids, json.loads(task.columns or "{}"))
 
-    def begin(self, example: Example) -> Dialogue:
-        return self._turns.begin(example)
+    def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Dialogue:
+        return self._turns.begin(example, name)
 
     def close(self) -> None:
         self._turns.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from careless import unchanged
 from conftest import REPOSITORY
 
 from grpo.algorithm.advantages import advantages
@@ -26,13 +27,15 @@ def documented(folder: Path) -> str:
 
 def test_a_copy_of_rloo_is_rloo(tmp_path):
     (tmp_path / "copy.py").write_text(
-        "def rloo(rewards):\n    n = rewards.shape[1]\n"
+        "from careless import change_modes\n\n"
+        "def rloo(rewards):\n    n = rewards.shape[1]\n    change_modes()\n"
         "    return rewards - (rewards.sum(dim=1, keepdim=True) - rewards) / (n - 1)\n"
     )
     by_function, weights = torch.randn(2, 6, 5, dtype=torch.float64), torch.tensor([1.0, 0.5], dtype=torch.float64)
     penalty = torch.rand(6, 5, dtype=torch.float64)
     built_in = advantages(by_function, weights, LossSection(advantage_estimator="rloo"), penalty)
-    copied = advantages(by_function, weights, LossSection(advantage_estimator=f"{tmp_path}/copy.py:rloo"), penalty)
+    with unchanged():
+        copied = advantages(by_function, weights, LossSection(advantage_estimator=f"{tmp_path}/copy.py:rloo"), penalty)
     torch.testing.assert_close(copied, built_in)
 
 

@@ -31,7 +31,7 @@ from grpo.rewards.worker_pool import RewardPool
 pytestmark = pytest.mark.slow
 
 FUNCTIONS = r'''
-import asyncio, os, re, signal, subprocess, sys, threading, time
+import asyncio, os, random, re, signal, subprocess, sys, threading, time
 
 def length(prompts, completions, **columns):
     """Return the length of each completion, after running the completion if it is a command."""
@@ -121,6 +121,9 @@ def later(prompts, completions, **columns):
     threading.Timer(0.3, run, ["noise"]).start()
     return [1.0 for _ in completions]
 
+def chance(prompts, completions, **columns):
+    return [random.random() for _ in completions]
+
 async def judged(prompts, completions, **columns):
     if "never" in completions:
         await asyncio.Event().wait()
@@ -161,6 +164,14 @@ def is_worker(process: psutil.Process) -> bool:
 
 def rewards(functions: dict, completions: list[str], **columns: list) -> list[list[float]]:
     return compute_rewards(functions, ["p"] * len(completions), completions, columns).tolist()
+
+
+def test_what_a_function_draws_is_the_same_in_whichever_process(pooled):
+    def draws(key: tuple) -> list[float]:
+        return compute_rewards(pooled("chance"), ["p"] * 8, ["a"] * 8, {}, key=key)[0].tolist()
+
+    first, others = draws((7, 3)), draws((7, 4))
+    assert draws((7, 3)) == first and len({*first, *others}) == 16
 
 
 @pytest.mark.timed

@@ -258,7 +258,7 @@ class Waits:
     def __init__(self):
         self.future, self.begun = Future(), 0
 
-    def begin(self, example):
+    def begin(self, example, name=None):
         self.begun += 1
         return WaitingDialogue(self.future if self.begun == 1 else None)
 
@@ -435,12 +435,12 @@ def test_whatever_fails_every_dialogue_is_closed(qwen, tokenizer, make, where, m
     turns = Scripted(ENDS)
     begin, count = turns.begin, 0
 
-    def failing_begin(example):
+    def failing_begin(example, name):
         nonlocal count
         count += 1
         if where == "begin" and count == 4:
             raise Broken
-        dialogue = begin(example)
+        dialogue = begin(example, name)
         if count == 3:
             answer, close = dialogue.answer, dialogue.close
 

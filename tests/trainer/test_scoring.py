@@ -3,13 +3,11 @@
 import io
 import logging
 import os
-import random
 from contextlib import nullcontext
 
-import numpy as np
 import pictured
 import pytest
-import torch
+from careless import change_modes, draw, unchanged
 from PIL import ExifTags, Image
 
 from grpo.config.trainer import TrainerConfig
@@ -41,20 +39,25 @@ def example(request, tokenizer) -> Example:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_torchs_modes_are_after_a_function_what_they_were_before(example, raises):
-    def modes() -> tuple:
-        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
-
+def test_torchs_modes_and_random_states_are_after_a_function_what_they_were_before(example, raises):
     def careless(completions, **columns):
-        torch.set_grad_enabled(False)
-        torch.set_default_dtype(torch.float64)
-        torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+        draw()
+        change_modes()
         return [0.0 / (1 - raises)]
 
-    before = modes()
-    with pytest.raises(RewardError) if raises else nullcontext():
+    with unchanged(), pytest.raises(RewardError) if raises else nullcontext():
         score_rollouts({"careless": careless}, [example], [rollout("ab")], STATE)
-    assert modes() == before
+
+
+def test_what_a_function_draws_follows_from_the_key_alone(example):
+    def draws(key: tuple) -> list[float]:
+        functions = {"first": lambda **_: [draw()] * 2, "second": lambda **_: [draw()] * 2}
+        return score_rollouts(functions, [example] * 2, [rollout("ab"), rollout("c")], STATE, key=key)[:, 0].tolist()
+
+    first = draws((7, 3, 0))
+    draw()
+    assert draws((7, 3, 0)) == first
+    assert len({*first, *draws((7, 3, 1)), *draws((7, 4, 0)), *draws((73, 0))}) == 8
 
 
 def test_a_function_is_given_what_trl_gives_it(example):
@@ -277,10 +280,8 @@ def test_each_function_is_called_once_before_the_run_on_two_completions(tokenize
     functions = load_reward_funcs([*names, "org/model"])
     config = TrainerConfig(reward_funcs=[*names, "org/model"], reward_timeout=timeout)
     example = make_example(CONFIG, tokenizer, 0, {"problem": "2+2?", "solution": "2+2=4\n#### 4"})
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    with caplog.at_level(logging.INFO):
+    with unchanged(), caplog.at_level(logging.INFO):
         try_rewards(config, functions, tokenizer, example)
-    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     given = {"plain": (0.5, 9.0), "no_value": (None, None), "later": (float(len(tokenizer("4")["input_ids"])), 1.0)}
     expected = [
         f"{name} gives {gold} for the gold answer of the first prompt, {empty} for an empty completion"

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from careless import draw, unchanged
 from talks import Talks, call, ids_of
 
 from grpo.config.trainer import TrainerConfig
@@ -252,6 +253,57 @@ def test_what_a_tool_changes_in_its_arguments_is_not_what_the_policy_wrote(tmp_p
     called = [each["function"] for each in talk.dialogue.outcome.messages[0]["tool_calls"]]
     assert {function["name"]: function["arguments"] for function in called} == wrote
     talk.dialogue.close()
+    talks.turns.close()
+
+
+DRAWING = '''
+from careless import change_modes, draw
+
+def chance() -> float:
+    """Draw."""
+    drawn = draw()
+    change_modes()
+    return drawn
+
+async def later() -> float:
+    """Draw, too."""
+    drawn = draw()
+    change_modes()
+    return drawn
+
+class Casino:
+    def reset(self):
+        self.luck = draw()
+
+    def play(self) -> float:
+        """Play."""
+        drawn = draw()
+        change_modes()
+        return self.luck + drawn
+
+    async def wait(self) -> float:
+        """Wait."""
+        return draw()
+'''
+
+
+@pytest.mark.parametrize("timeout", [None, pytest.param(20.0, marks=pytest.mark.slow)])
+def test_what_user_code_draws_follows_from_the_completions_name_and_it_leaves_no_mode(tmp_path, timeout):
+    talks = Talks(tmp_path, DRAWING, tools=["chance", "later"], environment="Casino", tool_timeout=timeout)
+
+    def draws(*name: int) -> list[str]:
+        talk = talks.begin(name=name or None)
+        tools = [call(tool) for tool in ("chance", "chance", "later", "play", "play", "wait")]
+        answers = [answer for text in tools for answer in answers_in(talk.say(text))]
+        talk.dialogue.close()
+        return answers
+
+    with unchanged():
+        first = draws(7, 3, 1)
+    draw()
+    assert draws(7, 3, 1) == first
+    others = draws(7, 3, 2), draws(7, 4, 1), draws(8, 3, 1), draws()
+    assert len({*first, *(number for numbers in others for number in numbers)}) == 5 * len(first)
     talks.turns.close()
 
 

@@ -63,7 +63,7 @@ def test_a_completion_waits_for_its_own_answers_alone(tokenizer):
     ended = []
 
     class Slow:
-        def begin(self, example):
+        def begin(self, example, name=None):
             return Dialogue()
 
     class Dialogue:
