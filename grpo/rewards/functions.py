@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo.config.errors import ConfigError, did_you_mean
 from grpo.config.user_code import Key
-from grpo.config.user_files import load_file
+from grpo.config.user_files import imported, load_file
 
 if TYPE_CHECKING:
     from grpo.wire.rewards import Message
@@ -123,10 +123,14 @@ class Batch:
 def load_function(name: str) -> Callable:
     """Return a function of the top-level `reward.py`, or of another file: "path/to/file.py:function".
 
-    Raises ConfigError where there is no such file or function.
+    Raises ConfigError where there is no such file or function, or the file cannot be imported.
     """
     path, _, function_name = name.rpartition(":")
-    module = load_file("reward_funcs", name, path) if path else importlib.import_module("reward")
+    if path:
+        module = load_file("reward_funcs", name, path)
+    else:
+        with imported("reward_funcs", name, "reward.py"):
+            module = importlib.import_module("reward")
     function = getattr(module, function_name, None)
     if not callable(function):
         defined = _list_reward_functions(module)

@@ -24,7 +24,7 @@ class EnvironmentClass:
 
     def __init__(self, name: str):
         """Raises ConfigError where there is no such file or class, or it has not the methods of either form."""
-        loaded = load_function("environment", name)
+        loaded = load_function("environment", name, "class")
         methods = dict(inspect.getmembers(loaded, _is_method)) if inspect.isclass(loaded) else {}
         if "reset" not in methods:
             raise ConfigError(f"environment={name!r}: it is no class with a method reset: write one")

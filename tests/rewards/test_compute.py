@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from careless import unchanged
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
@@ -80,6 +81,22 @@ def test_a_missing_file_is_refused(path, tmp_path, monkeypatch):
     Path("notes.txt").touch()
     with pytest.raises(ConfigError, match=f"^reward_funcs='{path}:f': {path} is not a Python file"):
         load_reward_funcs([f"{path}:f"])
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("\ndef f(", r":2 cannot be imported \(SyntaxError: '\(' was never closed\)"),
+        ("\n\nimport nothing\n", r":3 cannot be imported \(ModuleNotFoundError: No module named 'nothing'\)"),
+        ("\nwith open('nowhere'): pass", r":2 cannot be imported \(FileNotFoundError: .*'nowhere'\)"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_refused_with_the_line(tmp_path, code, why):
+    path = tmp_path / "mine.py"
+    path.write_text(f"from careless import change_modes, draw; draw(); change_modes(){code}")
+    for _ in range(2):
+        with unchanged(), pytest.raises(ConfigError, match=rf"^reward_funcs='{path}:f': {path}{why}: correct it$"):
+            load_reward_funcs([f"{path}:f"])
 
 
 def test_two_functions_of_one_name_are_refused(user_file):

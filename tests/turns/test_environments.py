@@ -373,7 +373,7 @@ def test_what_close_raises_is_said_and_ends_nothing(begin, caplog):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Nowhere", "has no such function"),
+        ("Nowhere", "has no such class"),
         ("add", "it is no class with a method reset"),
         ("NoReset", "it is no class with a method reset"),
         ("Nothing", "it has nothing that answers"),
