@@ -42,9 +42,11 @@ class Progress:
     """the number of updates that did nothing, as every completion was masked"""
     resampled: int = 0
     """the number of groups that were replaced in this round, on all ranks"""
+    most_calls_failed: bool = False
+    """whether most calls of tools failed in the last step; of rank 0 alone, and in no checkpoint"""
 
 
-SHARED = [name for name in Progress.__dataclass_fields__ if name != "batches"]
+SHARED = [name for name in Progress.__dataclass_fields__ if name not in ("batches", "most_calls_failed")]
 """the fields that all ranks share, and that a checkpoint's progress.json holds"""
 
 

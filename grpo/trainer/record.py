@@ -121,6 +121,14 @@ def record_step(
         names = ", ".join(run.reward_names)
         where = "see 'Steps have no reward' in docs/troubleshooting.md"
         log.warning("step %d has no reward: %s returned None for every completion: %s", step, names, where)
+    failed = metrics.get("tools/failure_frequency", 0.0)
+    if failed > 0.5 and not run.progress.most_calls_failed:
+        log.warning(
+            "step %d: %.0f %% of the calls of tools failed: their answers are in %s, and the first failure of a tool "
+            "that raised is above, or in the log of a pool's worker",
+            *(step, 100 * failed, run.folder / "completions.jsonl"),
+        )
+    run.progress.most_calls_failed = failed > 0.5
     if run.progress.flat_steps == FLAT_STEPS:
         estimator, reason = run.config.advantage_estimator, "all completions of each prompt earned the same reward"
         if estimator != "grpo":

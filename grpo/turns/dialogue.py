@@ -15,7 +15,7 @@ from grpo.rewards.process import CallLost
 from grpo.rollouts.records import Example, Outcome
 from grpo.turns.calls import Call, Turn, TurnReader
 from grpo.turns.environment import EnvironmentClass
-from grpo.turns.instance import Instance, check_observation
+from grpo.turns.instance import Failures, Instance, check_observation
 from grpo.turns.runner import Runner
 from grpo.turns.session import Reply, clean, describe_failure
 from grpo.turns.template import AnswerTemplate, Messages
@@ -32,6 +32,7 @@ class Setup:
     reader: TurnReader
     template: AnswerTemplate
     runner: Runner
+    failures: Failures
 
 
 class UserDialogue:
@@ -53,7 +54,7 @@ class UserDialogue:
         self._instance: Instance | None = None
         self._reset: Future | None = None
         if setup.environment is not None:
-            self._instance = Instance(setup.environment, setup.runner.make_place(), key)
+            self._instance = Instance(setup.environment, setup.runner.make_place(), key, setup.failures)
             self._reset = run_in_loop(self._open(self._instance, example))
 
     def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
@@ -139,12 +140,21 @@ class UserDialogue:
             return _fail(f"there is no tool {call.name!r:.200}: there are {', '.join(tools)}")
         if misfit := tool.find_misfit(call.arguments):
             return _fail(misfit)
-        if tool.is_method:
-            return await self._instance.call_method(call.name, call.arguments)
+        failures = self._setup.failures
         try:
-            return await self._setup.runner.call_tool((*self._key, "tool", self._calls), tool, call.arguments)
+            if tool.is_method:
+                reply = await self._instance.call_method(call.name, call.arguments)
+            else:
+                key = *self._key, "tool", self._calls
+                reply = await self._setup.runner.call_tool(key, tool, call.arguments)
         except CallLost as lost:
+            if tool.is_method:
+                raise
+            failures.note(f"tool {call.name!r} {lost}")
             return _fail(f"{call.name} {lost}")
+        if "error" in reply:
+            failures.note(f"tool {call.name!r} raised {reply['error']}", reply["traceback"])
+        return reply
 
     async def _take_step(self, turn: Turn) -> tuple[Messages | None, bool]:
         """Return what the environment says to a turn, None where it answers no more, and whether it is done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 from grpo.config.user_code import Key
@@ -18,13 +19,30 @@ log = logging.getLogger(__name__)
 _FALLBACK = 0.0  # the reward of a completion whose environment hangs or ends its process, as of a reward function
 
 
+class Failures:
+    """Failures of the user's code that end nothing: the first of each kind is logged, and then how many there are."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def note(self, kind: str, traceback: str = "") -> None:
+        """Count a failure of this kind; `traceback` is the user's part of the stack, with line ends."""
+        self._counts[kind] += 1
+        # Errors, not warnings: ranks other than the first show nothing less.
+        if (count := self._counts[kind]) == 1:
+            log.error("%s%s: the run goes on, and more of these are counted", traceback, kind)
+        elif str(count).rstrip("0") == "1":
+            log.error("%s, %d times by now", kind, count)
+
+
 class Instance:
     """The environment of one completion. Its calls raise CallLost where it hangs or ends its process, which is logged;
     and RewardError where it fails."""
 
-    def __init__(self, environment: EnvironmentClass, place: Place, key: Key):
+    def __init__(self, environment: EnvironmentClass, place: Place, key: Key, failures: Failures):
         """`key` is what the random numbers of its calls follow from, each call's others."""
         self._environment, self._key, self._calls = environment, key, 0
+        self._failures = failures
         self._place: Place | None = place
         self._steps_reward = 0.0
         self.is_lost = False
@@ -65,10 +83,10 @@ class Instance:
         try:
             if not self.is_lost:
                 reply = await self._place.perform((*self._key, "close"), "close")
-                if "raised" in reply:
-                    log.error("%s%s%s", reply["traceback"], self._prefix, reply["raised"])
+                if "error" in reply:
+                    self._failures.note(f"{self._prefix}close raised {reply['error']}", reply["traceback"])
         except CallLost as lost:
-            log.error("%sclose %s", self._prefix, lost)
+            self._failures.note(f"{self._prefix}close {lost}")
         finally:
             self._place.release()
             self._place = None

@@ -10,7 +10,8 @@ Tasks and their arguments are
     close                            the instance is closed
 
 and a reply is {"text", "failed"} of a tool or method, {"text"} of reset, {"text", "reward", "done"} of step, {"reward"}
-of get_reward, {} of close, or {"raised", "traceback"} where one of these four failed.
+of get_reward, {} of close, or {"raised"} where one of these four failed; with "error", the exception's type, and
+"traceback" where something was raised.
 """
 
 from __future__ import annotations
@@ -93,10 +94,11 @@ class Session:
         return {}
 
     def _explain(self, task: str, error: BaseException) -> Reply:
+        reply = {"error": type(error).__name__, "traceback": format_user_stack(error)}
         if task in ("tool", "method"):
-            return {"text": self._cut(describe_failure(_reason_of(error))), "failed": True}
+            return reply | {"text": self._cut(describe_failure(_reason_of(error))), "failed": True}
         reason = str(error) if isinstance(error, Misuse) else f"failed: {repr_of(error)}"
-        return {"raised": f"{task} {reason}", "traceback": format_user_stack(error)}
+        return reply | {"raised": f"{task} {reason}"}
 
     def _cut(self, text: str) -> str:
         """Return a text of at most `longest` characters, and where it is cut a mark that says so."""

@@ -19,7 +19,7 @@ from grpo.rollouts.records import Example
 from grpo.turns.calls import TurnReader
 from grpo.turns.dialogue import Setup, UserDialogue
 from grpo.turns.environment import EnvironmentClass
-from grpo.turns.instance import Instance
+from grpo.turns.instance import Failures, Instance
 from grpo.turns.runner import Runner
 from grpo.turns.service import TurnsService
 from grpo.turns.session import Session
@@ -81,7 +81,7 @@ class UserTurns:
             # More calls at the same time than there are cores would only use up each other's time.
             processes = ProcessPool(TurnsService, arguments, names, config.tool_timeout, count_processes())
         runner = Runner(lambda: Session(functions, environment, longest), processes)
-        self._setup = Setup(config, tools, environment, reader, template, runner)
+        self._setup = Setup(config, tools, environment, reader, template, runner, Failures())
         self._live = self._ended = 0
         self._lock = threading.Lock()
 
@@ -106,7 +106,7 @@ class UserTurns:
         self._setup.runner.close()
 
     async def _observe(self, environment: EnvironmentClass, columns: dict[str, Any]) -> str:
-        instance = Instance(environment, self._setup.runner.make_place(), ("observe",))
+        instance = Instance(environment, self._setup.runner.make_place(), ("observe",), self._setup.failures)
         with PRINTS.limited():
             try:
                 return await instance.reset(columns)

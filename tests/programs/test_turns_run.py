@@ -1,6 +1,7 @@
 """A run with tools and an environment, server and trainer, and what evaluates and talks to its model after it."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,17 @@ def test_killed_between_two_steps_of_a_round_it_goes_on_bit_for_bit(shop, run, t
         assert row["tools/call_frequency"] > 0.5 and 0 < row["tools/failure_frequency"] < 1
         assert row["rewards/Shop/mean"] > 0 and row["completions/mean_turns"] > 1
     check_records(run.of("undisturbed"))
+
+
+def test_a_tool_that_always_raises_is_shown_and_warned_of_once(shop, run, tmp_path):
+    (tmp_path / "broken.py").write_text(callers.TOOLS.replace("return PRICES[item]", "return {}[item]"))
+    output = finish(1, run("broken", tools=f"{tmp_path}/broken.py:price", beta=0, eval_steps=0, max_steps=2))
+    assert [row["tools/failure_frequency"] for row in timeless(run.of("broken"))] == [1.0, 1.0]
+    assert (
+        output.count("tool 'price' raised KeyError: the run goes on") == output.count("in price\n    return {}[") == 1
+    )
+    warned = re.findall(r"step (\d): 100 % of the calls of tools failed: .*/broken/completions.jsonl, and", output)
+    assert warned == ["1"]
 
 
 def test_workers_with_the_runs_environment_draw_what_the_trainer_draws(shop, run, tmp_path):

@@ -307,6 +307,24 @@ def test_what_user_code_draws_follows_from_the_completions_name_and_it_leaves_no
     talks.turns.close()
 
 
+def test_a_tool_that_always_raises_is_shown_once_and_then_counted(tmp_path, caplog):
+    talks = Talks(tmp_path, CODE, tools=["odd", "wait"])
+    talk = talks.begin(length=10**6)
+    calls = [call("odd", kind=kind) for kind in [*["raise"] * 105, "none", "empty"]]
+    talk.say("\n".join([*calls, call("odd"), call("nothing"), call("wait", seconds=-1.0)]))
+    shown = [record.getMessage() for record in caplog.records if record.name == "grpo.turns.instance"]
+    assert "in odd\n" in shown[0] and "\nKeyError: 'a mistake'\ntool 'odd'" in shown[0] and "grpo/" not in shown[0]
+    assert [message.splitlines()[-1] for message in shown] == [
+        "tool 'odd' raised KeyError: the run goes on, and more of these are counted",
+        "tool 'odd' raised KeyError, 10 times by now",
+        "tool 'odd' raised KeyError, 100 times by now",
+        "tool 'odd' raised ValueError: the run goes on, and more of these are counted",
+        "tool 'wait' raised ValueError: the run goes on, and more of these are counted",
+    ]
+    talk.dialogue.close()
+    talks.turns.close()
+
+
 # --- limits
 
 

@@ -363,11 +363,15 @@ def test_a_reset_that_cannot_be_used_ends_the_run(begin):
         turns.observe({"number": 1, "first": 3})
 
 
-def test_what_close_raises_is_said_and_ends_nothing(begin, caplog):
-    talk, module, _ = begin("Careless", {"number": 7})
+def test_what_close_raises_is_said_once_then_counted_and_ends_nothing(begin, caplog):
+    talk, module, turns = begin("Careless", {"number": 7})
     assert talk.say("7") is None and talk.dialogue.outcome.rewards == {"Careless": 1.0}
-    (record,) = caplog.records
-    assert "close failed: ValueError('at the end')" in record.getMessage() and len(module.CLOSED) == 1
+    for _ in range(98):
+        turns.observe({"number": 7})
+    first, tenth = (record.getMessage() for record in caplog.records)
+    assert 'raise ValueError("at the end")\nValueError: at the end\nenvironment=' in first and len(module.CLOSED) == 99
+    assert first.endswith(":Careless': close raised ValueError: the run goes on, and more of these are counted")
+    assert tenth.endswith(":Careless': close raised ValueError, 10 times by now")
 
 
 @pytest.mark.parametrize(
