@@ -76,7 +76,7 @@ def launch(config: LaunchConfig) -> int:
             programs.end()
     if code == 0 and not config.dry_run and finished_steps(run) < config.max_steps:
         say_once(
-            f"{run}: the trainer ended with code 0 before its last step: something called os._exit(0): put reward "
+            f"{run}: the trainer ended with code 0 before its last step: something ended its process: put reward "
             "functions behind --reward_timeout, tools and an environment behind --tool_timeout"
         )
         return 1

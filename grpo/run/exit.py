@@ -7,8 +7,10 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from grpo.config.console import start_logging
 from grpo.config.errors import COMMAND, ConfigError, first_here, is_first_rank, program_name, say_once
@@ -46,7 +48,8 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
     """
     start_logging(logging.INFO if is_first_rank() else logging.ERROR)
     try:
-        work()
+        with _no_success_before_the_end():
+            work()
     except ConfigError as error:
         say_once(str(error))
         return 2
@@ -76,3 +79,24 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
         say_once(f"sys.exit was called at {caller.filename}:{caller.lineno} in {caller.name}, before the work was done")
         return 1
     return 0
+
+
+@contextmanager
+def _no_success_before_the_end() -> Iterator[None]:
+    """Let os._exit(0) end this process with 1 and a line, as sys.exit does. It is so in Python's os alone: what calls
+    the C library's _exit is not stopped."""
+    process, end = os.getpid(), os._exit
+
+    def end_with_failure(code: int) -> NoReturn:
+        if code % 256 == 0 and os.getpid() == process:  # a process that is forked from it may do what it likes
+            caller = sys._getframe(1)
+            where = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
+            say_once(f"os._exit({code}) was called at {where}, before the work was done")
+            code = 1
+        end(code)
+
+    os._exit = end_with_failure
+    try:
+        yield
+    finally:
+        os._exit = end

@@ -139,7 +139,7 @@ def test_a_killed_launcher_leaves_no_process(model_folder, data_folder, tmp_path
 @pytest.mark.slow
 def test_a_trainer_that_ends_with_0_before_its_last_step_is_a_failure(model_folder, data_folder, tmp_path):
     run, rewards = tmp_path / "run", tmp_path / "rewards.py"
-    rewards.write_text("import os\n\ndef ends(completions, **columns):\n    os._exit(0)\n")
+    rewards.write_text("import ctypes\n\ndef ends(completions, **columns):\n    ctypes.CDLL(None)._exit(0)\n")
     words = options(model_folder, data_folder, run, beta=0, eval_steps=0, reward_funcs=f"{rewards}:ends")
     process = begin(words)
     output, _ = process.communicate(timeout=120)

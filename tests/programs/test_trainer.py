@@ -359,12 +359,13 @@ def test_a_reward_that_fails_on_one_rank_only_costs_no_step(launch, model_folder
 
 
 @pytest.mark.slow
-def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tmp_path):
+@pytest.mark.parametrize(("call", "name"), [("sys.exit()", "sys.exit"), ("os._exit(0)", "os._exit(0)")])
+def test_an_end_that_is_not_the_runs_is_no_success(model_folder, data_folder, tmp_path, call, name):
     own = tmp_path / "own.py"
-    own.write_text("import sys\n\ndef main():\n    sys.exit()\n\nmain()\n")
+    own.write_text(f"import os, sys\n\ndef main():\n    os.fork() or os._exit(0)\n    {call}\n\nmain()\n")
     ended = plain_python(*options(model_folder, data_folder, tmp_path / "run", reward_funcs=f"{own}:f", beta=0))
     assert ended.returncode == 1
-    assert f"sys.exit was called at {own}:4 in main, before the work was done" in one_line(ended.stdout)
+    assert f"{name} was called at {own}:5 in main, before the work was done" in one_line(ended.stdout)
 
 
 LEAVES = """
