@@ -46,15 +46,15 @@ def check_run_folder(config: RecordSection, rank: int) -> None:
 def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
     """Return (checkpoint to continue from, run folder, whether the run is done already); None as checkpoint: it begins.
 
-    Rank 0 alone finds the checkpoint. A folder that is there is locked; a new one is not made before `open_run`, so
-    that a start that fails or is killed leaves none. Raises ConfigError on every rank: as find_run_folder and
-    make_run_folder, where a machine does not see the folder, as whole_checkpoint, and where a run that has ended would
-    be erased.
+    Rank 0 alone finds the checkpoint. The folder is locked before anything is looked for in it: another trainer may
+    just write there. One that nothing is looked for in, of a new run, is not made before `open_run`, so that a start
+    that fails or is killed leaves none. Raises ConfigError on every rank: as find_run_folder and make_run_folder, where
+    a machine does not see the folder, as whole_checkpoint, and where a run that has ended would be erased.
     """
 
     def mark() -> tuple[Path, Path]:
         folder = find_run_folder(config)
-        if folder.exists():
+        if folder.exists() or config.resume_from_checkpoint is not None:
             make_run_folder(config, folder)
         # A new name: an older file may be seen on another disk.
         marker = nearest_existing(folder) / f"seen-{secrets.token_hex(4)}"

@@ -251,6 +251,7 @@ def set_up(
     log.info("starting DeepSpeed on %d x %s", world_size, device)
     engine, schedule = start_engine(config, inputs.ds_config, model)
 
+    open_run(config, rank, folder)
     reference_model = reference.fingerprint if client is not None else ""
     checkpoints = Checkpoints(
         config,
@@ -280,7 +281,6 @@ def set_up(
         progress = checkpoints.load(checkpoint, engine)
     else:
         progress = Progress(config.beta, config.entropy_coef, reference=reference_model)
-    open_run(config, rank, folder)
     if publisher and resumed:
         publisher.resume(progress.ref_step, progress.reference)
     elif publisher:
