@@ -183,9 +183,12 @@ class Checkpoints:
             if self._rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             last = next(reversed(readable(self._folder)), None)
+            size = _size(engine) >> 20
+            remedy = (
+                "A file has that name: move it away" if final.is_file() else f"It takes about {size} MiB: make room"
+            )
             raise SaveError(
-                f"{final} could not be saved: {reason}: nothing was left there. A checkpoint takes about "
-                f"{_size(engine) >> 20} MiB: make room, and "
+                f"{final} could not be saved: {reason}: nothing was left there. {remedy}, and "
                 + (f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again")
             )
         if self._rank == 0:

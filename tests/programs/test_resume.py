@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import datetime
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -51,6 +52,8 @@ from grpo.run.checkpoint_files import (
     write_progress,
 )
 from grpo.run.checkpoints import Checkpoints
+from grpo.run.folder import SaveError
+from grpo.run.progress import Progress
 from grpo.run.recorder import Recorder
 from grpo.wire.picture_files import EncodedPicture
 
@@ -411,6 +414,14 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
         Checkpoints(config, run, None, "m", "r", [], 0, 1, best_by=best_by)._delete_old()
         assert [step_of(path) for path in checkpoints(run)] == kept
         assert len([*run.iterdir()]) == len(kept)
+
+
+def test_a_file_with_a_checkpoints_name_is_to_be_moved_away(model, tokenizer, tmp_path):
+    (tmp_path / "checkpoint-5").touch()
+    engine = SimpleNamespace(module=model, save_checkpoint=lambda *_, **__: None)
+    with pytest.raises(SaveError, match="/checkpoint-5 could not .* A file has that name: move it away, and begin"):
+        Checkpoints(TrainerConfig(), tmp_path, tokenizer, "m", "r", [], 0, 1).save(engine, Progress(0.0, 0.0, step=5))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
 def written(folder: Path) -> Path:
