@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from grpo.config.errors import ConfigError, end_at_ctrl_c, say_once
+from grpo.config.errors import ConfigError, allow_open_files, end_at_ctrl_c, say_once
 
 if __name__ == "__main__":
     end_at_ctrl_c()  # before the imports that take long
@@ -120,6 +120,7 @@ def main() -> int:
     config = parse_arguments(WorkerConfig, __doc__)
     start_logging()
     try:
+        allow_open_files()
         return run(config)
     except (ConfigError, ServerError) as error:
         say_once(str(error))

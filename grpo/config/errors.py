@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -20,6 +21,9 @@ LAUNCHER_VARIABLES = (
     "or unset RANK, LOCAL_RANK and WORLD_SIZE"
 )
 """the remedy where one of these is missing or wrong"""
+
+OPEN_FILES = 256
+"""the files and connections that a trainer or worker may open; processes of reward functions and tools have most"""
 
 
 class ConfigError(ValueError):
@@ -84,6 +88,21 @@ def launcher_number(name: str, default: int, least: int = 0, most: float = math.
     value = os.environ.get(name, str(default))
     require(value.isdecimal() and least <= int(value) <= most, name, value, LAUNCHER_VARIABLES)
     return int(value)
+
+
+def allow_open_files(needed: int = OPEN_FILES, other_remedy: str = "") -> None:
+    """Let this process open so many files. Raises ConfigError where the system allows it fewer.
+
+    Without it a program fails wherever it opens the first that is too many, or asks a server again and again.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"the system allows this process {hard} open files, and it may need {needed}: raise the limit "
+            f"(ulimit -Hn){other_remedy}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def is_first_rank() -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from grpo.config.console import start_logging
-from grpo.config.errors import COMMAND, ConfigError, first_here, is_first_rank, program_name, say_once
+from grpo.config.errors import COMMAND, ConfigError, allow_open_files, first_here, is_first_rank, program_name, say_once
 
 _GONE = "Connection closed by peer", "Connection reset by peer", "Broken pipe"  # gloo, of a rank that has ended
 
@@ -48,6 +48,7 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
     """
     start_logging(logging.INFO if is_first_rank() else logging.ERROR)
     try:
+        allow_open_files()
         with _no_success_before_the_end():
             work()
     except ConfigError as error:

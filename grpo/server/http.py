@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import resource
 import socket
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from waitress.adjustments import Adjustments
 from waitress.server import TcpWSGIServer
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, allow_open_files
 from grpo.config.server import ServerConfig
 from grpo.server.channel import BODY_BYTES, HEADER_BYTES, Channel
 from grpo.wire.errors import ProtocolError
@@ -27,6 +26,7 @@ log = logging.getLogger(__name__)
 
 THREADS = 128  # each waits for the model on behalf of one request
 _LARGEST_BODIES = 16  # all bodies together may have this many times BODY_BYTES
+_ACCEPT_PAUSE = 5.0  # seconds in which nobody is let in, where the system allows no more open files
 _OTHER_FILES = 128  # open files beside connections: the model's, the log, pipes of threads
 
 Admit = Callable[[str, dict[str, str]], "tuple[bool, ProtocolError | None]"]
@@ -44,11 +44,14 @@ class HttpServer(TcpWSGIServer):
         Raises ConfigError where the address is taken or not this machine's, or the system allows too few open files.
         """
         self.config, self.admit, self.on_refused = config, admit, on_refused
-        self._next_check = time.monotonic()
+        self._next_check = self._next_accept = time.monotonic()
         # waitress warns of every request for which no thread is free, and repeats the paths that strangers send.
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)
         logging.getLogger("waitress").setLevel(logging.WARNING)
-        _allow_files(config.max_connections + _OTHER_FILES)
+        allow_open_files(
+            config.max_connections + _OTHER_FILES,
+            f", or lower max_connections={config.max_connections}, beside which it needs {_OTHER_FILES}",
+        )
         adjustments = Adjustments(
             threads=THREADS,
             max_request_header_size=HEADER_BYTES + 1,  # waitress refuses the limit itself
@@ -87,6 +90,20 @@ class HttpServer(TcpWSGIServer):
                 over -= channel.body_bytes
                 channel.give_up_body()
         return over <= 0
+
+    def accept(self) -> tuple[socket.socket, tuple] | None:
+        """Take a connection, or return None. Where the system has no file for it, it waits with those behind it."""
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # The listener stays ready: without a pause this thread would do nothing but try again.
+            self._next_accept = time.monotonic() + _ACCEPT_PAUSE
+            log.warning(
+                "a connection waits: %s: raise the limit (ulimit -Hn), or lower max_connections", error.strerror
+            )
+            return None
 
     def handle_accept(self) -> None:
         if len(self.active_channels) < self.config.max_connections:
@@ -134,7 +151,7 @@ class HttpServer(TcpWSGIServer):
             self._next_check = now + 1
             for channel in list(self.active_channels.values()):
                 channel.check_deadlines(self.config)
-        return True
+        return now >= self._next_accept
 
 
 def _raw(error: ProtocolError) -> bytes:
@@ -151,14 +168,3 @@ def _bind(config: ServerConfig) -> socket.socket:
         taken = error.errno == errno.EADDRINUSE
         remedy = "another process listens there: stop it, or choose another port" if taken else "choose another host"
         raise ConfigError(f"host={config.host!r} port={config.port}: {error.strerror or error}: {remedy}") from error
-
-
-def _allow_files(needed: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            f"max_connections={needed - _OTHER_FILES}: the system allows this process {hard} open files: use "
-            f"{hard - _OTHER_FILES} or less, or raise the limit (ulimit -Hn)"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -39,3 +39,15 @@ def test_a_terminal_has_colour_and_lines_of_their_own_above_the_bar():
     lines = [line.rpartition("\r")[2] for line in shown.decode().replace("\r\n", "\n").split("\n")]
     assert sum(line.endswith("grpo.x: hello") and "it/s" not in line for line in lines) == 2
     assert sum(line.startswith("\033[33m") and line.endswith("careful\033[0m") for line in lines) == 2
+
+
+def test_too_few_open_files_are_said_at_the_start():
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from grpo.run.exit import exit_code
+exit(exit_code(print, (), ""))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    said = "the system allows this process 64 open files, and it may need 256: raise the limit (ulimit -Hn)"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"-c: error: {said}\n")

@@ -12,11 +12,13 @@ import time
 from contextlib import ExitStack, suppress
 
 import numpy as np
+import psutil
 import pytest
 import requests
 from conftest import running_server
 from faulty_server import code_for, delay_passes, lower_limits, set_clock_back, shorten_header_deadline
 from safetensors.numpy import load, save
+from servers import wait_until
 
 from grpo.config.server import ServerConfig
 from grpo.server.http import HttpServer
@@ -464,6 +466,23 @@ def test_a_full_disk_is_said_and_the_next_request_is_served(model_folder, tmp_pa
         assert refused(answer) == (503, "no_space") and answer[1]["retry-after"] == "5"
         assert b"File too large" in answer[2] and "the server's disk is full" in server.log.read_text()
         assert [status for status, _, _ in talk(server, POST + LENGTH + b"Connection: close\r\n\r\n" + BODY)] == [200]
+
+
+@pytest.mark.slow
+def test_a_connection_without_an_open_file_for_it_waits(model_folder, tmp_path):
+    with running_server(model_folder, tmp_path) as server:
+        server.wait_ready()
+        soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, hard))
+        with connect(server) as connection:
+            connection.sendall(GET + b"\r\n")
+            wait_until(lambda: "a connection waits: Too many open files: raise" in server.log.read_text())
+            used = psutil.Process(server.process.pid).cpu_times().user
+            time.sleep(1)
+            assert psutil.Process(server.process.pid).cpu_times().user - used < 0.5
+            resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+            assert [status for status, _, _ in read(connection, 1)] == [200]
+        assert server.log.read_text().count("a connection waits") == 1
 
 
 @pytest.mark.slow
