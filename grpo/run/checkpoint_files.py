@@ -121,6 +121,15 @@ def read_progress(folder: Path) -> dict[str, Any]:
     raise Damaged(f"{PROGRESS} is not as it was written")
 
 
+def check_format(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Raise ConfigError where the content of progress.json is of another format."""
+    if content["format"] != FORMAT:
+        raise ConfigError(
+            f"resume_from_checkpoint='{checkpoint}': the checkpoint's format is {content['format']!r} there and "
+            f"{FORMAT} here: use the version of this program that wrote it"
+        )
+
+
 def sum_files(folder: Path, names: Iterable[str]) -> Sums:
     """Return size and SHA-256 of each of these files. Raises OSError."""
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -137,11 +146,7 @@ def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
         content = read_progress(checkpoint)
     except Damaged as damaged:
         return str(damaged)
-    if content["format"] != FORMAT:
-        raise ConfigError(
-            f"resume_from_checkpoint='{checkpoint}': the checkpoint's format is {content['format']!r} there and "
-            f"{FORMAT} here: use the version of this program that wrote it"
-        )
+    check_format(checkpoint, content)
     written: Sums = content["files"]
 
     def check_file(name: str) -> str | None:

@@ -20,8 +20,8 @@ from grpo.config.records import RecordSection
 from grpo.config.trainer import TrainerConfig
 from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
-from grpo.run.checkpoints import LIBRARIES
 from grpo.run.collective import from_first, gather
+from grpo.run.description import LIBRARIES
 from grpo.run.push import open_repo
 from grpo.run.run_folder import find_run_folder, make_run_folder, nearest_existing, writable
 from grpo.wire.health import fingerprint
@@ -82,6 +82,9 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
             f"max_steps={config.max_steps}: the run in {folder} has ended after {steps}, and there is no checkpoint to "
             "go on from: set output_dir to another folder, or delete this one"
         )
+    if checkpoint is None and config.resume_from_checkpoint is not None:
+        # The first of many starts by one command, or a name that is mistyped.
+        log.warning("there is nothing to resume in %s: the run begins at step 0", folder)
     # A reward function may change the directory.
     return checkpoint and checkpoint.absolute(), folder.absolute(), False
 

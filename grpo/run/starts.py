@@ -17,8 +17,8 @@ import torch
 
 from grpo.config.errors import COMMAND
 from grpo.config.fields import REPOSITORY
-from grpo.run.checkpoints import LIBRARIES
 from grpo.run.collective import gather
+from grpo.run.description import LIBRARIES
 from grpo.run.json_lines import to_json
 
 _GIT_SECONDS = 10

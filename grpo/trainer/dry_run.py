@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,8 +32,9 @@ from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor
 from grpo.model.vision_tower import freeze_vision_tower, vision_parameters
 from grpo.rollouts.records import Example
-from grpo.run.checkpoint_files import find_checkpoints
+from grpo.run.checkpoint_files import Damaged, check_format, find_checkpoints, finished_steps, read_progress
 from grpo.run.collective import own_place
+from grpo.run.description import RunDescription
 from grpo.run.push import check_login
 from grpo.run.run_folder import find_run_folder
 from grpo.trainer.engine import engine_config
@@ -51,11 +53,11 @@ def dry_run(config: TrainerConfig) -> None:
         return
     logging.getLogger("grpo.model.lora").setLevel(logging.WARNING)  # or it would log every adapter that is counted
     logging.getLogger("grpo.model.vision_tower").setLevel(logging.WARNING)
-    find_run_folder(config)
+    folder = find_run_folder(config)
     if config.push_to_hub:
         check_login()
     inputs = read_inputs(config, rank, ranks, device)
-    checkpoint = next(iter(find_checkpoints(config)), None)
+    start = _describe_start(config, folder, RunDescription(config, inputs.examples, ranks))
     model = policy_on_meta(config, resolve_dtype(config, device))
     policy_info = describe_without_weights(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
     if config.router_aux_loss_coef > 0:
@@ -65,8 +67,8 @@ def dry_run(config: TrainerConfig) -> None:
     pictured = _most_pictured(inputs)
     work = RankWork(config, ranks, longest, len(inputs.held_out), inputs.processor, pictured)
     found = _describe_inputs(config, inputs, model, policy_info, pictured)
-    if checkpoint:
-        found.append(f"  goes on    from {checkpoint}")
+    if config.resume_from_checkpoint is not None:
+        found.append(f"  start      {start}")
     step = _describe_step(work, inputs.examples)
     memory = _describe_memory(work, inputs.reward_funcs, device)
     print("\n\n".join("\n".join(lines) for lines in (found, step, memory)))
@@ -84,6 +86,22 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     return model
+
+
+def _describe_start(config: TrainerConfig, folder: Path, description: RunDescription) -> str:
+    """Say where a run would begin. Raises ConfigError where the checkpoint is not of these settings and this data."""
+    if config.resume_from_checkpoint == "last" and finished_steps(folder) >= config.max_steps:
+        return f"nothing to do: the run in {folder} is done"
+    found = find_checkpoints(config)
+    for checkpoint in found:
+        with suppress(Damaged):  # a run takes the one before
+            saved = read_progress(checkpoint)
+            check_format(checkpoint, saved)
+            description.check(checkpoint, saved)
+            return f"goes on from {checkpoint}"
+    if found:
+        return f"a run would refuse it: all of {folder} is damaged"
+    return f"at step 0: there is nothing to resume in {folder}"
 
 
 def _describe_inputs(

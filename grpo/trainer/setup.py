@@ -44,6 +44,7 @@ from grpo.rollouts.sampler import Sampler
 from grpo.rollouts.trial import make_sampler
 from grpo.run.checkpoint_files import read_progress
 from grpo.run.checkpoints import Checkpoints
+from grpo.run.description import RunDescription
 from grpo.run.preflight import check_alike, open_run
 from grpo.run.progress import Progress
 from grpo.run.rearrange import LOAD_UNIVERSAL
@@ -201,8 +202,12 @@ def set_up(
     """
     rank, world_size, device, watchdog = ranks
     tokenizer, resumed = inputs.tokenizer, checkpoint is not None
-    if resumed and read_progress(checkpoint)["ranks"] != world_size:
-        inputs.ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
+    description = RunDescription(config, inputs.examples, world_size)
+    if resumed:
+        saved = read_progress(checkpoint)
+        description.check(checkpoint, saved)
+        if saved["ranks"] != world_size:
+            inputs.ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
 
     client = ReferenceClient(config, folder.name) if config.beta > 0 and config.ref == "server" else None
     if config.beta == 0:
@@ -257,11 +262,10 @@ def set_up(
         config,
         folder,
         tokenizer,
+        description,
         policy_info.fingerprint,
         reference_model,
-        inputs.examples,
         rank,
-        world_size,
         best_by=best_metric(config, inputs.rewards),
         processor=inputs.processor,
     )

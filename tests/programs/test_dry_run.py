@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from grpo.config.trainer import TrainerConfig
 from grpo.model.memory import total
 from grpo.model.memory_report import trainer_lines
 from grpo.rewards.functions import RewardError
+from grpo.run.checkpoint_files import write_progress
+from grpo.run.description import RunDescription
 from grpo.trainer.dry_run import dry_run, policy_on_meta
 from grpo.trainer.memory import RankWork, rank_memory
 
@@ -275,6 +278,32 @@ def test_without_a_formula_there_is_no_estimate_and_all_else(kind, reason, of_co
     said = capsys.readouterr().out
     assert "80 prompts to train on" in said and "A step: 6 prompts" in said
     assert f"Memory: no estimate ({reason}" in said.splitlines()[-1]
+
+
+def test_it_says_where_a_run_goes_on_and_refuses_other_settings(given, tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = TrainerConfig(**given | {"resume_from_checkpoint": "last", "eval_steps": 0, "beta": 0.0})
+
+    def start_of() -> str:
+        dry_run(settings)
+        return re.search(r"^  start +(.*)", capsys.readouterr().out, re.MULTILINE)[1]
+
+    assert start_of() == f"at step 0: there is nothing to resume in {run}"
+    assert not run.exists()
+    for step in (2, 3):
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+        write_progress(run / f"checkpoint-{step}", RunDescription(settings, [], 1).fields)
+    with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='{run}/checkpoint-3': the prompts' count and sum"):
+        start_of()
+    with pytest.raises(ConfigError, match="checkpoint-3': learning_rate is 1e-06 there and 0.1 here: leave it as it"):
+        dry_run(dataclasses.replace(settings, learning_rate=0.1))
+    write_progress(run / "checkpoint-2", {"format": 4})
+    (run / "checkpoint-3/progress.json").write_text("")
+    with pytest.raises(ConfigError, match="checkpoint-2': the checkpoint's format is 4 there and 5 here"):
+        start_of()
+    (run / "model").mkdir()
+    write_progress(run / "model", {"step": settings.max_steps})
+    assert start_of() == f"nothing to do: the run in {run} is done"
 
 
 def test_a_folder_with_a_run_is_refused_before_the_data_is_read(given, tmp_path):

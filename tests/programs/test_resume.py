@@ -47,11 +47,13 @@ from grpo.run.checkpoint_files import (
     checkpoints,
     damage,
     find_checkpoints,
+    read_progress,
     step_of,
     sum_files,
     write_progress,
 )
 from grpo.run.checkpoints import Checkpoints
+from grpo.run.description import RunDescription
 from grpo.run.folder import SaveError
 from grpo.run.progress import Progress
 from grpo.run.recorder import Recorder
@@ -365,12 +367,16 @@ def whole(tmp_path):
     def make(step: int, accuracy: float | None = None, **changes) -> Path:
         folder = tmp_path / "run" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        about = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)._run_info
+        about = {"model": "m"} | RunDescription(TrainerConfig(), [], 1).fields
         evaluated = {} if accuracy is None else {"eval_accuracy": accuracy, "eval_reward": -accuracy}
         write_progress(folder, about | {"reference": "r", "evaluated": evaluated, "files": {}, **changes})
         return folder
 
     return make
+
+
+def checkpoints_of(config: TrainerConfig, folder: Path, tokenizer=None, best_by: str = "") -> Checkpoints:
+    return Checkpoints(config, folder, tokenizer, RunDescription(config, [], 1), "m", "r", 0, best_by)
 
 
 def checkpoint_of(tmp_path, name: str, output_dir: str | None = None) -> Path | None:
@@ -411,7 +417,7 @@ def test_the_newest_and_the_best_are_kept(whole, tmp_path):
         (1, "eval_rewards/nothing/mean", [14]),
     ):
         config = TrainerConfig(save_total_limit=limit)
-        Checkpoints(config, run, None, "m", "r", [], 0, 1, best_by=best_by)._delete_old()
+        checkpoints_of(config, run, best_by=best_by)._delete_old()
         assert [step_of(path) for path in checkpoints(run)] == kept
         assert len([*run.iterdir()]) == len(kept)
 
@@ -420,7 +426,7 @@ def test_a_file_with_a_checkpoints_name_is_to_be_moved_away(model, tokenizer, tm
     (tmp_path / "checkpoint-5").touch()
     engine = SimpleNamespace(module=model, save_checkpoint=lambda *_, **__: None)
     with pytest.raises(SaveError, match="/checkpoint-5 could not .* A file has that name: move it away, and begin"):
-        Checkpoints(TrainerConfig(), tmp_path, tokenizer, "m", "r", [], 0, 1).save(engine, Progress(0.0, 0.0, step=5))
+        checkpoints_of(TrainerConfig(), tmp_path, tokenizer).save(engine, Progress(0.0, 0.0, step=5))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
@@ -489,9 +495,7 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
         whole(step, accuracy, ref_step=step)
     for step, content in ((2, ""), (6, "{}")):
         (tmp_path / f"run/checkpoint-{step}/progress.json").write_text(content)
-    run_checkpoints = Checkpoints(
-        TrainerConfig(save_total_limit=2), tmp_path / "run", None, "m", "r", [], 0, 1, "eval_accuracy"
-    )
+    run_checkpoints = checkpoints_of(TrainerConfig(save_total_limit=2), tmp_path / "run", best_by="eval_accuracy")
     assert run_checkpoints.references() == {4, 8}
     run_checkpoints._delete_old()
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [4, 8]
@@ -515,9 +519,10 @@ def test_an_unreadable_older_one_stops_nothing(whole, tmp_path):
     ],
 )
 def test_another_model_data_or_setting_is_refused_with_the_difference(whole, tmp_path, saved, changes, words):
-    run_checkpoints = Checkpoints(TrainerConfig(**changes), tmp_path, None, "m", "r", [], 0, 1)
+    checkpoint, config = whole(5, **saved), TrainerConfig(**changes)
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint='.*/checkpoint-5': {words}"):
-        run_checkpoints.load(whole(5, **saved), None)
+        RunDescription(config, [], 1).check(checkpoint, read_progress(checkpoint))
+        checkpoints_of(config, tmp_path).load(checkpoint, None)
 
 
 def values_of_a_row() -> dict:
@@ -551,62 +556,62 @@ def values_of_a_row() -> dict:
     ],
 )
 def test_other_gold_answers_and_columns_are_refused_by_their_name(tmp_path, name, other):
-    def run_checkpoints(**changes) -> Checkpoints:
+    def description(**changes) -> RunDescription:
         example = Example(0, "3 + 4?", [1], values_of_a_row() | changes)
-        return Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [example], 0, 1)
+        return RunDescription(TrainerConfig(), [example], 1)
 
-    saved = run_checkpoints()._run_info | {"reference": "r"}
-    run_checkpoints()._check(tmp_path, saved)
-    changed = run_checkpoints(**{name: other})
+    saved = description().fields
+    description().check(tmp_path, saved)
+    changed = description(**{name: other})
     with pytest.raises(ConfigError, match=f"^resume_from_checkpoint=.*: the sum of the column '{name}' is .* the same"):
-        changed._check(tmp_path, saved)
+        changed.check(tmp_path, saved)
     del saved["columns"]  # as in an older checkpoint
-    changed._check(tmp_path, saved)
+    changed.check(tmp_path, saved)
 
 
 def test_a_file_of_the_users_may_be_given_by_another_path(tmp_path, monkeypatch):
     (tmp_path / "mine.py").touch()
     (tmp_path / "below").mkdir()
 
-    def run_checkpoints(folder: Path, path: str, **changes) -> Checkpoints:
+    def description(folder: Path, path: str, **changes) -> RunDescription:
         monkeypatch.chdir(folder)
         files = {"reward_funcs": ["format_reward", f"{path}:good"], "loss_type": f"{path}:loss"}
         files |= {"tools": [f"{path}:tool"], "environment": f"{path}:Game"}
-        return Checkpoints(TrainerConfig(**files | changes), tmp_path, None, "m", "r", [], 0, 1)
+        return RunDescription(TrainerConfig(**files | changes), [], 1)
 
-    saved = json.loads(json.dumps(run_checkpoints(tmp_path, "mine.py")._run_info | {"reference": "r"}))
-    run_checkpoints(tmp_path / "below", "../mine.py")._check(tmp_path, saved)
-    run_checkpoints(tmp_path / "below", str(tmp_path / "mine.py"))._check(tmp_path, saved)
+    saved = json.loads(json.dumps(description(tmp_path, "mine.py").fields))
+    description(tmp_path / "below", "../mine.py").check(tmp_path, saved)
+    description(tmp_path / "below", str(tmp_path / "mine.py")).check(tmp_path, saved)
     (tmp_path / "below/mine.py").touch()
-    run_checkpoints(tmp_path / "below", "mine.py")._check(tmp_path, saved)  # as where a project was moved
+    description(tmp_path / "below", "mine.py").check(tmp_path, saved)  # as where a project was moved
     for changes in ({"environment": "../mine.py:Other"}, {"reward_funcs": ["../mine.py:good", "format_reward"]}):
         with pytest.raises(ConfigError, match=f"{next(iter(changes))} is .* leave it as it was"):
-            run_checkpoints(tmp_path / "below", "../mine.py", **changes)._check(tmp_path, saved)
+            description(tmp_path / "below", "../mine.py", **changes).check(tmp_path, saved)
     del saved["directory"]  # as in an older checkpoint
-    run_checkpoints(tmp_path, "mine.py")._check(tmp_path, saved)
+    description(tmp_path, "mine.py").check(tmp_path, saved)
     with pytest.raises(ConfigError, match=r"environment is 'mine.py:Game' there and '../mine.py:Game' here: leave"):
-        run_checkpoints(tmp_path / "below", "../mine.py")._check(tmp_path, saved)
+        description(tmp_path / "below", "../mine.py").check(tmp_path, saved)
 
 
 def test_a_setting_that_a_checkpoint_does_not_know_had_its_default_there(tmp_path):
-    plain = Checkpoints(TrainerConfig(), tmp_path, None, "m", "r", [], 0, 1)
-    saved = copy.deepcopy(plain._run_info) | {"reference": "r"}
-    identity = plain.identity()
+    plain = RunDescription(TrainerConfig(), [], 1)
+    saved = copy.deepcopy(plain.fields)
+    identity = plain.identity("m")
     for newer in ("max_policy_lag", "optim", "tools"):
         del saved["settings"][newer]
-    plain._check(tmp_path, saved)
-    plain._run_info = saved
-    assert plain.identity() == identity
+    plain.check(tmp_path, saved)
+    plain.fields = saved
+    assert plain.identity("m") == identity
     ahead = TrainerConfig(sampler="pool", pool="http://a:1", max_policy_lag=1, importance_sampling_mode="none")
     with pytest.raises(ConfigError, match="max_policy_lag is 0 there and 1 here: leave it as it was"):
-        Checkpoints(ahead, tmp_path, None, "m", "r", [], 0, 1)._check(tmp_path, saved)
+        RunDescription(ahead, [], 1).check(tmp_path, saved)
 
 
-def test_a_run_is_the_same_for_a_pool_if_what_it_draws_is(tmp_path):
+def test_a_run_is_the_same_for_a_pool_if_what_it_draws_is():
     example = Example(0, "1 + 1?", [1], {})
 
     def identity(model: str = "m", examples: list = (example,), ranks: int = 1, **changes) -> str:
-        return Checkpoints(TrainerConfig(**changes), tmp_path, None, model, "", [*examples], 0, ranks).identity()
+        return RunDescription(TrainerConfig(**changes), [*examples], ranks).identity(model)
 
     pool = {"sampler": "pool", "pool": "http://a:1", "importance_sampling_mode": "none"}
     assert identity() == identity(ranks=2) == identity(**pool) == identity(micro_batch_tokens=99, output_dir="x")

@@ -27,6 +27,7 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.prompts import load_examples
+from grpo.run.checkpoint_files import write_progress
 
 NAMES = [
     "reward",
@@ -295,6 +296,9 @@ def test_three_steps_of_gsm8k(server, model_folder, letters, tmp_path):
 def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_folder, data_folder, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1}\n')
+    begun = tmp_path / "begun/checkpoint-1"
+    begun.mkdir(parents=True)
+    write_progress(begun, {"ranks": 1, "settings": {}, "files": {}})  # of other settings
     contradiction = tmp_path / "ds.json"
     contradiction.write_text('{"train_batch_size": 7}')
     cases = [
@@ -306,13 +310,14 @@ def test_what_can_be_known_before_a_model_is_loaded_is_refused_by_then(model_fol
         (dict(deepspeed=contradiction), "train_batch_size is 7 but prompts_per_step x num_generations makes it 16"),
         (dict(ref_servers=f"http://127.0.0.1:{free_port()}", ref_startup_timeout=1), "no reference server at"),
         (dict(output_dir=tmp_path / "old"), "it holds a run or an evaluation"),
+        (dict(output_dir=begun.parent, resume_from_checkpoint="last"), "here: leave it as it was"),
         (dict(output_dir="/proc/run", dataset_name="/no/data"), "output_dir='/proc/run'"),
     ]
     for changes, said in cases:
         settings = {"model_name_or_path": model_folder, "dataset_name": data_folder, "output_dir": tmp_path / "run"}
         ended = plain_python(*options(**(settings | changes)))
         assert ended.returncode in (1, 2), ended.stdout
-        assert said in one_line(ended.stdout) and "grpo.model.trial: " not in ended.stdout
+        assert said in one_line(ended.stdout) and "grpo.trainer.setup: loading" not in ended.stdout
     assert not (tmp_path / "run").exists()
 
 

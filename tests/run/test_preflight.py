@@ -143,17 +143,18 @@ def test_ranks_with_other_settings_data_programs_or_disks_are_refused_together(t
     assert (used / "checkpoint-3.damaged/large").exists() and not (used / "checkpoint-3").exists()
 
 
-def test_a_folder_is_made_when_the_run_is_opened_and_not_when_it_is_found(tmp_path):
+def test_a_folder_is_made_when_the_run_is_opened_and_not_when_it_is_found(tmp_path, caplog):
     """A start that fails or is killed in between leaves nothing."""
     settings = TrainerConfig(output_dir=str(tmp_path / "a/run"))
     assert find_run(settings, 0, 1) == (None, tmp_path / "a/run", False)
-    assert not [*tmp_path.iterdir()]
+    assert not [*tmp_path.iterdir()] and not caplog.messages
     open_run(settings, 0, tmp_path / "a/run")
     assert [path.name for path in (tmp_path / "a/run").iterdir()] == ["trainer.lock"]
     # In which a checkpoint is looked for must be locked by then: another start may do the first steps there.
     settings = TrainerConfig(output_dir=str(tmp_path / "b/run"), resume_from_checkpoint="last")
     assert find_run(settings, 0, 1) == (None, tmp_path / "b/run", False)
     assert [path.name for path in (tmp_path / "b/run").iterdir()] == ["trainer.lock"]
+    assert caplog.messages == [f"there is nothing to resume in {tmp_path}/b/run: the run begins at step 0"]
 
 
 def test_a_run_that_has_ended_is_done_unless_more_steps_are_asked(tmp_path):
