@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -175,6 +176,7 @@ def attention_widths(model: PreTrainedModel) -> tuple[int, int]:
     return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
 
 
+@lru_cache(64)  # a dry run counts the same passes for most changes of a setting
 def activations(
     model: PreTrainedModel,
     tokens: int,
@@ -192,7 +194,9 @@ def activations(
     batch is `generate`'s. `backward`: a backward pass follows, with recomputation where the model is set to it.
     `pictures`: those of its prompts.
 
-    Raises NotImplementedError where the model, which is on device meta, does not run without numbers.
+    The model, which is on device meta, must not change between two calls: the result of the first is returned again.
+
+    Raises NotImplementedError where it does not run without numbers.
     """
     kept, dropped = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
@@ -280,7 +284,7 @@ def _on_one_device(arguments):
 
     What lengths are read from has numbers, and is on the CPU: a picture's rows and columns, and what follows from them.
     """
-    if not any(leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)):
+    if len({leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}) < 2:
         return arguments
 
     def move(leaf):

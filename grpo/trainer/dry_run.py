@@ -45,6 +45,8 @@ from grpo.turns.start import UserTurns
 from grpo.wire.health import ModelInfo
 from grpo.wire.pictures import PicturedPrompt, pictures_of
 
+log = logging.getLogger(__name__)
+
 
 def dry_run(config: TrainerConfig) -> None:
     """Print what a run would do, on rank 0. Raises ConfigError and RewardError as a run would."""
@@ -70,6 +72,7 @@ def dry_run(config: TrainerConfig) -> None:
     if config.resume_from_checkpoint is not None:
         found.append(f"  start      {start}")
     step = _describe_step(work, inputs.examples)
+    log.info("counting what a rank needs, as set and with one setting changed: this may take half a minute")
     memory = _describe_memory(work, inputs.reward_funcs, device)
     print("\n\n".join("\n".join(lines) for lines in (found, step, memory)))
 
@@ -247,10 +250,15 @@ def _describe_step(work: RankWork, examples: list[Example]) -> list[str]:
 def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> list[str]:
     """Return what a rank needs on this machine, and on a card: as set, and with each change that lowers it."""
     config, cuda = work.config, torch.device("cuda")
+    models: dict[tuple, PreTrainedModel] = {}
 
     def needed(config: TrainerConfig, ranks: int, device: torch.device) -> Memory:
-        model, ds_config = policy_on_meta(config, resolve_dtype(config, device)), engine_config(config, ranks, device)
-        memory = rank_memory(model, replace(work, config=config, ranks=ranks), ds_config, device.type)
+        dtype, ds_config = resolve_dtype(config, device), engine_config(config, ranks, device)
+        # Most changes leave the model as it is. A pass of 28 layers takes a second, and is counted once for a model.
+        key = dtype, config.gradient_checkpointing, config.freeze_vision_tower, config.use_peft
+        if key not in models:
+            models[key] = policy_on_meta(config, dtype)
+        memory = rank_memory(models[key], replace(work, config=config, ranks=ranks), ds_config, device.type)
         return replace(memory, standing=memory.standing | _reward_models(config, rewards, device))
 
     try:

@@ -129,8 +129,8 @@ class Run:
 
 
 def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
-    """Read settings files, reward functions and data, and call each function once. Raises ConfigError for a mistake in
-    any of them, RewardError for a function that fails.
+    """Read settings files, reward functions and data, and call each function and the environment once. Raises
+    ConfigError for a mistake in any of them, RewardError for a function or an environment that fails.
 
     `--dry_run` calls it too, so that both refuse the same mistake first.
     """
@@ -182,6 +182,8 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     check_rows(config, examples)
     stream = PromptStream(examples, config.prompts_per_step, config.seed)
     try_rewards(config, reward_funcs, tokenizer, examples[0])
+    if turns is not None:
+        turns.try_on(examples[0])
     return Inputs(reward_funcs, rewards, ds_config, tokenizer, processor, turns, examples, stream, held_out)
 
 

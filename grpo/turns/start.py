@@ -82,6 +82,7 @@ class UserTurns:
             processes = ProcessPool(TurnsService, arguments, names, config.tool_timeout, count_processes())
         runner = Runner(lambda: Session(functions, environment, longest), processes)
         self._setup = Setup(config, tools, environment, reader, template, runner, Failures())
+        self._end_id = eos_token_ids[0]
         self._live = self._ended = 0
         self._lock = threading.Lock()
 
@@ -93,6 +94,20 @@ class UserTurns:
         if self.environment is None:
             return ""
         return run_in_loop(self._observe(self.environment, columns)).result()
+
+    def try_on(self, example: Example) -> None:
+        """Begin a completion of this example and end it by an empty turn: a mistake of the environment shows here, not
+        after minutes of sampling.
+
+        Raises RewardError where `reset` says something else than as the data was read, and where a method fails or
+        returns what it must not.
+        """
+        dialogue = self.begin(example)
+        try:
+            if (answer := dialogue.answer([self._end_id], room=1 << 30)) is not None:
+                answer.result()
+        finally:
+            dialogue.close()
 
     def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> UserDialogue:
         """Begin a completion of this example, which has this name. The caller closes it."""
