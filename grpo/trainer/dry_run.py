@@ -7,6 +7,7 @@ It makes no folder, waits for nobody and loads no weights. It starts no processe
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from grpo.client.errors import RequestFailure, ServerError
 from grpo.client.http import check_certificates
 from grpo.client.pool import PoolClient
 from grpo.client.reference import check_reference
-from grpo.config.errors import ConfigError
+from grpo.config.errors import COMMAND, ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe_without_weights
 from grpo.model.load import checkpoint_activations, resolve_dtype
@@ -140,6 +141,8 @@ def _describe_inputs(
         lines.append("  reference  none: beta is 0")
     elif config.ref == "adapter_off":
         lines.append("  reference  the trainer itself, its adapter off")
+    elif COMMAND in os.environ and config.ref_servers == [f"http://127.0.0.1:{config.port}"]:
+        lines.append(f"  reference  {config.ref_servers[0]}, which grpo.launch starts with the run")
     else:
         connection = Connection(config, "logprobs")
         for url in config.ref_servers:

@@ -144,6 +144,14 @@ def test_it_calls_each_reward_function_once(given, tmp_path, caplog):
         dry_run(TrainerConfig(**given | {"reward_funcs": [f"{tmp_path / 'own.py'}:f"]}))
 
 
+def test_the_launcher_starts_the_server(given, capsys, monkeypatch):
+    monkeypatch.setenv("GRPO_COMMAND", "python -m grpo.launch --dry_run")
+    url = f"http://127.0.0.1:{free_port()}"
+    for settings, said in (({}, ", which grpo.launch starts with the run"), ({"ref_servers": [url]}, " cannot be")):
+        dry_run(TrainerConfig(**given | {"ref_servers": None} | settings))
+        assert re.search(f"  reference  http://127.0.0.1:[0-9]+{said}", capsys.readouterr().out)
+
+
 def test_a_model_without_a_chat_template_is_said(given, weightless, tmp_path, caplog):
     folder = shutil.copytree(weightless, tmp_path / "plain")
     (folder / "chat_template.jinja").unlink()
