@@ -144,6 +144,35 @@ def test_it_calls_each_reward_function_once(given, tmp_path, caplog):
         dry_run(TrainerConfig(**given | {"reward_funcs": [f"{tmp_path / 'own.py'}:f"]}))
 
 
+GAMES = """
+import itertools
+
+COUNT = itertools.count()
+
+class Shifting:
+    def reset(self, columns):
+        return f"Game {next(COUNT)}."
+    def step(self, text):
+        return "", 0.0, True
+
+class Short:
+    def reset(self, columns):
+        return "Go."
+    def step(self, text):
+        return 0.0, True
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("Shifting", "reset said 'Game "), ("Short", r"step returned \(0.0, True\): step must return \(")],
+)
+def test_it_plays_a_turn_of_the_environment(given, tmp_path, name, wrong):
+    (tmp_path / "games.py").write_text(GAMES)
+    with pytest.raises(RewardError, match=f"^environment='{tmp_path}/games.py:{name}': {wrong}"):
+        dry_run(TrainerConfig(**given | {"environment": f"{tmp_path}/games.py:{name}"}))
+
+
 def test_the_launcher_starts_the_server(given, capsys, monkeypatch):
     monkeypatch.setenv("GRPO_COMMAND", "python -m grpo.launch --dry_run")
     url = f"http://127.0.0.1:{free_port()}"
