@@ -47,9 +47,9 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
     """Return (checkpoint to continue from, run folder, whether the run is done already); None as checkpoint: it begins.
 
     Rank 0 alone finds the checkpoint. The folder is locked before anything is looked for in it: another trainer may
-    just write there. One that nothing is looked for in, of a new run, is not made before `open_run`, so that a start
-    that fails or is killed leaves none. Raises ConfigError on every rank: as find_run_folder and make_run_folder, where
-    a machine does not see the folder, as whole_checkpoint, and where a run that has ended would be erased.
+    still write there. The folder of a run that resumes nothing is not made before `open_run`, so that a start that
+    fails or is killed leaves none. Raises ConfigError on every rank: as find_run_folder and make_run_folder, where a
+    machine does not see the folder, as whole_checkpoint, and where a run that has ended would be erased.
     """
 
     def mark() -> tuple[Path, Path]:
