@@ -24,6 +24,16 @@ from grpo.wire.pictures import with_more
 
 log = logging.getLogger(__name__)
 
+# Layers with which a token that is drawn attends to other keys than when it is scored, in rows that are longer than the
+# trial's: MiniMax-M3's and DeepSeek-V4's blocks of keys are counted from a row's first column, padding included, and
+# Unlimited-OCR's window moves over drawn tokens only.
+DRAWN_FROM_OTHER_KEYS = {
+    "minimax_m3_sparse",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+    "reference_sliding_attention",
+}
+
 
 def check_sampling(
     model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int, vision: Vision | None = None
@@ -81,8 +91,14 @@ def make_sampler(
 
     On a GPU its steps are CUDA graphs where the model's forward pass can be recorded. `longest_packed` is the
     batcher's; 0 asks for generate. With `turns` completions have several segments. Raises ConfigError where even
-    generate would draw from another distribution than is scored.
+    generate would draw from another distribution than is scored, in the trial or in longer rows.
     """
+    for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
+        if layer_type in DRAWN_FROM_OTHER_KEYS:
+            raise ConfigError(
+                f"{type(model).__name__} has layers of type {layer_type}, with which a token is drawn from another "
+                "distribution than it is trained on as soon as its row is long: use another model"
+            )
     never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
     check_sampling(model, LocalSampler(model, tokenizer, [never], 4, vision=vision), pad, vision)
     arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision, turns

@@ -8,10 +8,12 @@ from models import CONFIGS, SEQUENCES, SMALL, build, by_hand
 from rounding import GRADIENT, assert_rounded
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
     DeepseekV32Config,
     DogeConfig,
     JetMoeConfig,
     LlamaConfig,
+    MiniMaxM3VLTextConfig,
     MixtralConfig,
     OPTConfig,
     Phi3Config,
@@ -37,6 +39,33 @@ LONGROPE = {
     "long_factor": [1.0, 4.0, 6.0, 8.0],
     "original_max_position_embeddings": 32,
     "rope_theta": 1e4,
+}
+# Longer rows than the trial's show what their layers do.
+BLOCKS = {
+    "MiniMaxM3VLForCausalLM has layers of type minimax_m3_sparse": MiniMaxM3VLTextConfig(
+        **SMALL,
+        layer_types=["minimax_m3_sparse"] * 2,
+        index_n_heads=2,
+        index_head_dim=8,
+        num_local_experts=4,
+        rotary_dim=8,
+        dense_intermediate_size=48,
+        shared_intermediate_size=48,
+    ),
+    "DeepseekV4ForCausalLM has layers of type heavily_compressed_attention": DeepseekV4Config(
+        **SMALL | {"num_key_value_heads": 1},
+        layer_types=["heavily_compressed_attention"] * 2,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=2,
+        index_head_dim=8,
+        partial_rotary_factor=0.5,
+        num_hash_layers=0,
+    ),
 }
 # Each has something random in training mode that is no dropout of units.
 NOISY = {
@@ -144,6 +173,14 @@ def test_a_model_that_does_not_leave_out_padding_is_not_sampled_from(dtype, toke
         torch.nn.init.normal_(weight, std=0.3)
     assert make_batcher(model, 0).longest_packed == 0  # a server may still score with it
     with pytest.raises(ConfigError, match="RwkvForCausalLM draws tokens with other log-probs .*: use another model"):
+        make_sampler(model, tokenizer, 8)
+
+
+@pytest.mark.parametrize("said", BLOCKS)
+def test_layers_that_draw_long_rows_from_other_keys_are_refused(said, tokenizer):
+    model = build(BLOCKS[said])
+    make_batcher(model, 0)  # a server may score with it
+    with pytest.raises(ConfigError, match=f"^{said}, with which a token is drawn .*: use another model$"):
         make_sampler(model, tokenizer, 8)
 
 
