@@ -150,8 +150,9 @@ def recompute(model: nn.Module, wanted: bool) -> None:
 class Head:
     """The model's head: from last hidden states to logits, as in the model's own forward, but in fp32.
 
-    Some models change their logits after lm_head: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere),
-    `logits_scaling` (Granite). `check` tells whether the model does anything else. The temperature divides last.
+    Some models scale their logits, or the hidden states before lm_head: by `logit_scale` (Cohere), `lm_head_multiplier`
+    (Falcon-H1) or 1 / `logits_scaling` (Granite, MiniCPM3; HyperCLOVA X multiplies by it). Then Gemma's are capped
+    (`final_logit_softcapping`). `check` tells whether the model does anything else. The temperature divides last.
     """
 
     weight: torch.Tensor
@@ -164,7 +165,9 @@ class Head:
     @classmethod
     def of(cls, model: nn.Module, temperature: float = 1.0) -> Head:
         linear, config = model.get_output_embeddings(), model.config.get_text_config()
-        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        names = ("logit_scale", "lm_head_multiplier", "logits_scaling")
+        scale, multiplier, scaling = (getattr(config, name, None) or 1.0 for name in names)
+        scale *= multiplier * scaling if config.model_type == "hyperclovax" else multiplier / scaling
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(linear.weight, getattr(linear, "bias", None), scale, softcap, temperature)
 
@@ -247,6 +250,8 @@ class Head:
         # the head is compared on its own input of the same pass, and that input with the body's output by the quarter
         # of tokens that differ least.
         same_pass = head_inputs[-1].view_as(hidden).to(head.weight) if head_inputs else hidden
+        if (same_pass - hidden * head.scale).norm() < (same_pass - hidden).norm():  # scaled before the linear layer
+            same_pass = same_pass / head.scale
         computed = head.logits(same_pass, slice(None)).to(expected.device)
         is_fp32 = hidden.dtype == torch.float32
         moved, size = (states.float().norm(dim=1) for states in (same_pass - hidden, hidden))

@@ -22,11 +22,14 @@ PACKED = {
     "gemma2, softcapped": " up to 8 tokens a sequence, its attention's window",
     "cohere, scaled": "",
     "granite, divided": "",
+    "hyperclova x, multiplied": "",
+    "minicpm3, divided before its head": "",
     "phi, bias": "",
     "gpt2, learned positions": "",
     "gpt-neox, partial rotation": "",
 }
 PADDED_BECAUSE = {
+    "falcon h1, multiplied": "FalconH1ForCausalLM has layers of type hybrid",
     "bloom, alibi": "BloomForCausalLM takes no packed batch (",
     "llama4, chunked": "Llama4ForCausalLM has layers of type chunked_attention",
 }
