@@ -62,7 +62,8 @@ class Padded:
 def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> Padded:
     """Check padded batches, also with the update's forward pass, and return the answer for one.
 
-    Raises ConfigError where a token's log-prob depends on what follows it, or on whether gradients are computed.
+    Raises ConfigError where a token's log-prob depends on what follows it, or on whether gradients are computed, and
+    where the model does not compute all of its gradient.
     """
     batcher, sequences = Batcher(pad_token_id, longest_packed=0, vision=vision), trial_sequences(model, vision)
     others, group = trial_sequences(model, vision, prompts_at=5), sequences[4:]
@@ -152,7 +153,11 @@ def distance(logprobs: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _answer(model: PreTrainedModel, batcher: Batcher) -> Answer:
-    """Compute the answer for `trial_sequences`, with gradients where the model is to be trained."""
+    """Compute the answer for `trial_sequences`, with gradients where the model is to be trained.
+
+    Raises ConfigError where no vector has a gradient: HRM-Text's only one is what its first cycle begins with, which
+    its code runs under torch.no_grad.
+    """
     batch = batcher.make(trial_sequences(model, batcher.vision), model.device)
     if not torch.is_grad_enabled() or not any(weight.requires_grad for weight in model.parameters()):
         with torch.no_grad():
@@ -160,6 +165,11 @@ def _answer(model: PreTrainedModel, batcher: Batcher) -> Answer:
     with _vectors_trained(model) as vectors:
         logprobs, _ = token_logprobs(model, batch, 1.0)
         loss = (logprobs * torch.linspace(-1, 2, len(logprobs), device=logprobs.device)).sum()
+        if vectors and not loss.requires_grad:
+            raise ConfigError(
+                f"{type(model).__name__} computes parts of its log-probs without gradients, so an update would follow "
+                "only a part of theirs: use another model"
+            )
         slopes = torch.autograd.grad(loss, vectors, allow_unused=True) if vectors else []
     return Answer(logprobs.detach(), [*slopes])
 

@@ -11,6 +11,7 @@ from transformers import (
     DeepseekV4Config,
     DeepseekV32Config,
     DogeConfig,
+    HrmTextConfig,
     JetMoeConfig,
     LlamaConfig,
     MiniMaxM3VLTextConfig,
@@ -163,6 +164,13 @@ def test_a_model_that_looks_ahead_is_refused(dtype):
         layer.self_attn.is_causal = False
     with pytest.raises(ConfigError, match="when other tokens follow it .* it is no causal model: use another one"):
         make_batcher(model, 0)
+
+
+def test_a_model_that_computes_a_part_of_its_gradient_is_not_trained():
+    model = build(HrmTextConfig(**{name: value for name, value in SMALL.items() if name != "num_key_value_heads"}))
+    with pytest.raises(ConfigError, match="HrmTextForCausalLM computes parts of its log-probs without gradients, so"):
+        make_batcher(model, 0)
+    make_batcher(model.requires_grad_(False), 0)  # a server may score with it
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
