@@ -1,16 +1,20 @@
 """Names of models and datasets: a path is never looked up on the hub, and a hub out of reach is tried once.
 
 OWNER/NAME is a path too where the folder OWNER is here, unless the hub, or its cache, may have it.
+Damaged weights that came from there are named.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session, httpx
+from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from grpo.config.errors import ConfigError
@@ -53,6 +57,25 @@ def find_file(name: str, *files: str) -> str | None:
     """
     missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
     return next((path for file in files if (path := cached_file(name, file, **missing_is_none))), None)
+
+
+@contextmanager
+def refuse_damaged(field: str, name: str, source: str) -> Iterator[None]:
+    """Raise ConfigError within where weights of `source` are damaged, the model (a folder or hub id) or its base."""
+    try:
+        yield
+    except SafetensorError as error:  # does not say which file
+        folder = Path(find_file(source, "config.json", "adapter_config.json")).parent
+        path = next(filter(_is_damaged, sorted(folder.glob("*.safetensors"))), folder)
+        raise ConfigError(f"{field}={name!r}: {path} is damaged ({error}): copy or download it again") from error
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt"):
+            return False
+    except SafetensorError:
+        return True
 
 
 def _is_cached(name: str) -> bool:

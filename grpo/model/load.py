@@ -24,7 +24,7 @@ from grpo.config.generation import AnsweringConfig
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.devices import refuse_shortage
-from grpo.model.hub import check_model_name, find_file
+from grpo.model.hub import check_model_name, find_file, refuse_damaged
 from grpo.model.logprobs import Head
 from grpo.model.lora import QUANTIZERS, base_of, load_adapter, require_packages
 from grpo.model.pictures import takes_pictures
@@ -237,7 +237,8 @@ def load_auto(auto_class, shared: SharedConfig, **options):
         source = base_of(name) or name
         if source != name and auto_class is AutoTokenizer and find_file(name, "tokenizer_config.json"):
             source = name
-        return auto_class.from_pretrained(source, trust_remote_code=shared.trust_remote_code, **options)
+        with refuse_damaged("model_name_or_path", name, source):
+            return auto_class.from_pretrained(source, trust_remote_code=shared.trust_remote_code, **options)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

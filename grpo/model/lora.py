@@ -26,6 +26,7 @@ from transformers.utils import find_adapter_config_file
 
 from grpo.config.errors import ConfigError, did_you_mean
 from grpo.config.generation import PolicyConfig
+from grpo.model.hub import refuse_damaged
 from grpo.model.quantization import is_packed, is_quantized, unpacked
 from grpo.model.vision_tower import vision_modules
 from grpo.model.weights_file import named_weights
@@ -106,7 +107,9 @@ def load_adapter(model: PreTrainedModel, name: str) -> None:
     put_adapter(model, name)
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    weights = {key.removeprefix("base_model.model."): value for key, value in load_peft_weights(name, "cpu").items()}
+    with refuse_damaged("model_name_or_path", name, name):
+        saved = load_peft_weights(name, "cpu")
+    weights = {key.removeprefix("base_model.model."): value for key, value in saved.items()}
     try:
         loaded = set_peft_model_state_dict(model, weights, NAME)
     except RuntimeError as error:

@@ -26,7 +26,7 @@ from transformers import (
 from grpo.config.errors import ConfigError
 from grpo.config.model import SharedConfig
 from grpo.model.fingerprint import describe
-from grpo.model.hub import check_model_name
+from grpo.model.hub import check_model_name, refuse_damaged
 from grpo.model.load import resolve_dtype
 from grpo.model.packing import Batcher
 from grpo.wire.errors import ProtocolError, check_number, malformed
@@ -49,9 +49,12 @@ def load_reward_model(
     options = {"trust_remote_code": config.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype=resolve_dtype(config, device), output_loading_info=True, **options
-        )
+        with refuse_damaged(field, name, name):
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                name, dtype=resolve_dtype(config, device), output_loading_info=True, **options
+            )
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(

@@ -4,6 +4,7 @@ Adapters to begin with are written by peft alone, as a fine-tuning tool writes t
 """
 
 import json
+import os
 import warnings
 
 import pytest
@@ -346,10 +347,13 @@ def test_an_adapter_of_another_shape_or_another_kind_is_refused(model_folder, ad
         (folder / "adapter_config.json").write_text(json.dumps(settings))
         return SharedConfig(model_name_or_path=str(folder))
 
+    cut = changed("cut")
+    os.truncate(f"{cut.model_name_or_path}/adapter_model.safetensors", 100)
     for config, said in [
         (changed("rank", r=8), "its weights do not fit its base"),
         (changed("layers", target_modules=["q_proj"]), "name different layers"),
         (changed("homeless", base_model_name_or_path=None), "does not say which model it belongs to"),
+        (cut, "adapter_model.safetensors is damaged"),
         (changed("lost", base_model_name_or_path="/no/such/base"), "cannot be loaded .*no/such/base"),
     ]:
         with pytest.raises(ConfigError, match=said):

@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import math
+import os
 import resource
 import shutil
 import subprocess
@@ -274,6 +275,9 @@ def test_a_model_that_was_never_trained_to_reward_is_refused(model_folder, folde
         in_trainer(model_folder)
     with pytest.raises(ConfigError, match="it gives 3 numbers for a text"):
         in_trainer(qwen2(tmp_path / "three", pad=True, labels=3))
+    os.truncate(tmp_path / "three/model.safetensors", 100)
+    with pytest.raises(ConfigError, match="^reward_funcs='.*': .*three/model.safetensors is damaged"):
+        in_trainer(tmp_path / "three")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="reward_funcs='.*': cannot be loaded as a reward model .*: give a local"):
         in_trainer(tmp_path)
