@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, require
 from grpo.config.generation import AnsweringConfig
 from grpo.config.model import SharedConfig
 from grpo.config.server import ServerConfig
@@ -107,12 +108,36 @@ def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedMode
 def load_settings(config: SharedConfig) -> PretrainedConfig:
     """Load the model's configuration, and switch dropout of units and layers off in it."""
     settings = load_auto(AutoConfig, config)
-    parts = [value for value in vars(settings).values() if isinstance(value, PretrainedConfig)]
-    for section in (settings, settings.get_text_config(), *parts):
+    refuse_hub_kernels("model_name_or_path", config.model_name_or_path, settings, config.trust_remote_code)
+    for section in _sections(settings):
         for name, value in vars(section).items():
             if isinstance(value, float) and "drop" in name:
                 setattr(section, name, 0.0)
     return settings
+
+
+def refuse_hub_kernels(field: str, name: str, settings: PretrainedConfig, trust_remote_code: bool) -> None:
+    """Raise ConfigError where a model's configuration names an attention kernel of the hub, without trust in its code.
+
+    transformers downloads and runs it when the model is made, also on device meta.
+    """
+    for section in _sections(settings):
+        kernel = str(section._attn_implementation)
+        require(
+            trust_remote_code or "/" not in kernel,
+            field,
+            name,
+            f"its config.json names an attention kernel of the hub ({kernel}), which is code that would run here: take "
+            "attn_implementation out of it, or set trust_remote_code to true",
+        )
+
+
+def _sections(settings: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """Yield a configuration and all that are within it: of the text, of the vision tower."""
+    yield settings
+    for value in vars(settings).values():
+        if isinstance(value, PretrainedConfig):
+            yield from _sections(value)
 
 
 def auto_class(settings: PretrainedConfig) -> type:

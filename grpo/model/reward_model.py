@@ -17,6 +17,7 @@ import jinja2
 import numpy as np
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -27,7 +28,8 @@ from grpo.config.errors import ConfigError
 from grpo.config.model import SharedConfig
 from grpo.model.fingerprint import describe
 from grpo.model.hub import check_model_name, refuse_damaged
-from grpo.model.load import resolve_dtype
+from grpo.model.load import refuse_hub_kernels, resolve_dtype
+from grpo.model.lora import base_of
 from grpo.model.packing import Batcher
 from grpo.wire.errors import ProtocolError, check_number, malformed
 from grpo.wire.health import ModelInfo
@@ -49,6 +51,8 @@ def load_reward_model(
     options = {"trust_remote_code": config.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        settings = AutoConfig.from_pretrained(base_of(name) or name, **options)
+        refuse_hub_kernels(field, name, settings, config.trust_remote_code)
         with refuse_damaged(field, name, name):
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 name, dtype=resolve_dtype(config, device), output_loading_info=True, **options

@@ -24,7 +24,7 @@ from grpo.client.reference import check_reference
 from grpo.config.errors import COMMAND, ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe_without_weights
-from grpo.model.load import checkpoint_activations, resolve_dtype
+from grpo.model.load import checkpoint_activations, refuse_hub_kernels, resolve_dtype
 from grpo.model.logprobs import check_router
 from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
 from grpo.model.memory import Memory, Terms
@@ -302,8 +302,11 @@ def _reward_models(config: TrainerConfig, rewards: dict, device: torch.device) -
             continue
         try:
             settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            refuse_hub_kernels("reward_funcs", name, settings, config.trust_remote_code)
             with torch.device("meta"):
                 model = AutoModelForSequenceClassification.from_config(settings)
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"reward_funcs={name!r}: cannot be loaded as a reward model ({reason})") from error

@@ -71,6 +71,22 @@ def test_a_model_that_is_not_there_is_named(monkeypatch, name):
         load_tokenizer(SharedConfig(model_name_or_path=name))
 
 
+KERNEL = "its config.json names an attention kernel of the hub (someone/kernel), which is code that would run here: "
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_an_attention_kernel_of_the_hub_is_remote_code(model_folder, tmp_path, inner):
+    settings, kernel = json.loads((model_folder / "config.json").read_text()), "someone/kernel"
+    if inner:  # of one part of a model that takes pictures
+        settings, kernel = {"model_type": "qwen2_5_vl", "text_config": settings}, {"text_config": kernel}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"attn_implementation": kernel}))
+    for read in (load_settings, lambda config: load_model(config, CPU)):
+        with pytest.raises(ConfigError, match=f"^model_name_or_path='{tmp_path}': {re.escape(KERNEL)}take attn_impl"):
+            read(SharedConfig(model_name_or_path=str(tmp_path)))
+    settings = load_settings(SharedConfig(model_name_or_path=str(tmp_path), trust_remote_code=True))
+    assert settings.get_text_config()._attn_implementation == "someone/kernel"
+
+
 def test_a_weights_file_that_was_cut_short_is_named(model_folder, tmp_path):
     load(model_folder)[0].save_pretrained(tmp_path, max_shard_size="300KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]

@@ -278,6 +278,10 @@ def test_a_model_that_was_never_trained_to_reward_is_refused(model_folder, folde
     os.truncate(tmp_path / "three/model.safetensors", 100)
     with pytest.raises(ConfigError, match="^reward_funcs='.*': .*three/model.safetensors is damaged"):
         in_trainer(tmp_path / "three")
+    settings = json.loads((tmp_path / "three/config.json").read_text()) | {"attn_implementation": "someone/kernel"}
+    (tmp_path / "three/config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"^reward_funcs='.*': its config.json names .* \(someone/kernel\), which"):
+        in_trainer(tmp_path / "three")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="reward_funcs='.*': cannot be loaded as a reward model .*: give a local"):
         in_trainer(tmp_path)
