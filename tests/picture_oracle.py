@@ -36,14 +36,28 @@ class Plain:
             return {}
         opened = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
         made = self.image_processor(opened, return_tensors="pt")
-        return {name: made[name] for name in ("pixel_values", "image_grid_thw") if name in made}
+        return {name: value for name, value in made.items() if name != "num_crops"}
 
     def tokens_of(self, picture: bytes) -> int:
         """Return how many tokens stand for a picture."""
         made = self.pixels((picture,))
         if "image_grid_thw" in made:
             return int(made["image_grid_thw"].prod()) // 2**2  # patches, merged two by two
+        if self.family == "llava_onevision":  # as many as the model itself makes
+            return len(self.model.get_image_features(**made).pooler_output[0])
         return {"gemma3": 4, "llava": (12 // 4) ** 2}[self.family]
+
+    def tiles_of(self, picture: bytes) -> str:
+        """Return Idefics3's text for a picture: its tiles row by row, 4 tokens each, then all of it."""
+        width, height = Image.open(io.BytesIO(picture)).size
+        around, tokens = "<fake_token_around_image>", "<image>" * 4
+        # Its longer side is two tiles, so the other one is two, or one where it is at most half as long.
+        columns, rows = 2 if 2 * width > height else 1, 2 if 2 * height > width else 1
+        of_rows = [
+            "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns))
+            for row in range(rows)
+        ]
+        return "\n".join([*of_rows, "", f"{around}<global-img>{tokens}{around}"])
 
     def prompt(self, text: str, pictures: Sequence[bytes] = (), add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text with a placeholder for each picture, the placeholders expanded."""
@@ -52,7 +66,7 @@ class Plain:
         first, *rest = text.split(placeholder)
         expanded = first
         for picture, following in zip(pictures, rest, strict=True):
-            tokens = token * self.tokens_of(picture)
+            tokens = self.tiles_of(picture) if self.family == "idefics3" else token * self.tokens_of(picture)
             if self.family == "gemma3":
                 tokens = f"\n\n<start_of_image>{tokens}<end_of_image>\n\n"
             expanded += tokens + following
@@ -75,7 +89,7 @@ class Plain:
         types[: len(prompt_ids)] = prompt_ids == self.picture_token
         if self.family == "gemma3":
             inputs["token_type_ids"] = types[None]
-        elif self.family != "llava":
+        elif self.family.startswith("qwen"):
             inputs["mm_token_type_ids"] = types[None]
         logits = self.model(input_ids=shown[None], use_cache=False, **inputs).logits[0]
         return logits[len(prompt_ids) - 1 : len(shown) - 1]

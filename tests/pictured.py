@@ -91,6 +91,14 @@ LLAVA_TEMPLATE = (
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
+TILED_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}<image>{% else %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+IDEFICS_TILES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+
 
 def _qwen(processor: str, image_processor: dict, video_processor: str, template: str, text: dict, vision: dict) -> dict:
     video = {**image_processor, "video_processor_type": video_processor}
@@ -245,6 +253,80 @@ FAMILIES = {
         image_seq_length=9,
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
+    ),
+    # A picture becomes tiles, as many as fit its shape, and one of all of it; of a prompt [pictures, tiles, ...].
+    "llava_onevision": dict(
+        tokens=LLAVA_TOKENS | dict(extra_special_tokens=["<image>", "<video>", "<end_of_utterance>"]),
+        template=TILED_TEMPLATE,
+        processor=dict(
+            preprocessor_config=dict(
+                image_processor_type="LlavaOnevisionImageProcessor",
+                processor_class="LlavaOnevisionProcessor",
+                size={"height": 12, "width": 12},
+                image_grid_pinpoints=(TILES := [[24, 12], [12, 36]]),
+                do_pad=True,
+                image_mean=HALF,
+                image_std=HALF,
+                resample=3,
+                **STEPS,
+            ),
+            processor_config=dict(
+                num_image_tokens=9,
+                processor_class="LlavaOnevisionProcessor",
+                vision_aspect_ratio="anyres_max_9",
+                vision_feature_select_strategy="full",
+            ),
+        ),
+        text=dict(**TEXT, model_type="qwen2"),
+        vision=dict(
+            model_type="siglip_vision_model",
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=12,
+            patch_size=PATCH,
+            vision_use_head=False,
+        ),
+        ids=dict(image_token_index="<image>", video_token_index="<video>"),
+        image_grid_pinpoints=TILES,
+    ),
+    # So it does here, and a prompt has the tiles of all its pictures in one row: [1, tiles, ...].
+    "idefics3": dict(
+        tokens=LLAVA_TOKENS
+        | dict(
+            extra_special_tokens=[
+                *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+                *IDEFICS_TILES,
+            ]
+        ),
+        template=TILED_TEMPLATE,
+        processor=dict(
+            preprocessor_config=dict(
+                image_processor_type="Idefics3ImageProcessor",
+                processor_class="Idefics3Processor",
+                size={"longest_edge": 32},
+                max_image_size={"longest_edge": 16},
+                do_image_splitting=True,
+                do_pad=True,
+                image_mean=HALF,
+                image_std=HALF,
+                resample=1,
+                **STEPS,
+            ),
+            processor_config=dict(image_seq_len=4, processor_class="Idefics3Processor"),
+        ),
+        text=dict(**TEXT, model_type="llama"),
+        vision=dict(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=PATCH,
+        ),
+        ids=dict(image_token_id="<image>"),
+        scale_factor=2,
     ),
 }
 

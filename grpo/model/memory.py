@@ -63,7 +63,7 @@ class Pictures:
         ids = torch.full((1, tokens), int(token_id == 0))
         ids[0, : self.count * len(self.prompt)] = torch.from_numpy(np.asarray(self.prompt, np.int64)).repeat(self.count)
         inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).unsqueeze(0)}
-        for name, value in self.processor.inputs(self.prompt.pictures).items():
+        for name, value in self.processor.join(self.processor.inputs(self.prompt.pictures)).items():
             times = self.count, *[1] * (value.ndim - 1)
             inputs[name] = (value.to("meta") if value.is_floating_point() else value).repeat(times)
         vision = Vision(self.processor, model)

@@ -285,7 +285,7 @@ class _Pictures:
             return np.arange(len(prompt))
         if (seen := self._seen.get(prompt.digest)) is None:
             seen = self._seen[prompt.digest] = self._vision.of(prompt)
-        self._inputs.append(seen.inputs)
+        self._inputs += seen.inputs
         self._places.append((start, start + len(prompt)))
         return np.arange(len(prompt)) if seen.positions is None else seen.positions
 
@@ -303,7 +303,7 @@ class _Pictures:
         """Return `pictures` and `not_pieces` of a batch with these flattened ids; `shape` is that of a padded batch."""
         if not self._inputs:
             return {}, None
-        inputs = {name: torch.cat([of_prompt[name] for of_prompt in self._inputs]) for name in self._inputs[0]}
+        inputs = self._vision.join(self._inputs)
         pieces = ids == self._vision.token_id
         outside = pieces.copy()
         for start, end in self._places:

@@ -93,7 +93,7 @@ class PictureProcessor:
         """stands for a picture in a text that `encode` takes"""
         # The first call also switches off what tokenizer.json says of padding and truncation: a tokenizer that changes
         # while another thread uses it fails ("Already borrowed").
-        probe = self._call(processor.image_token, [Image.new("RGB", (64, 64))])
+        probe = self._call(processor.image_token * 2, [Image.new("RGB", (64, 64))] * 2)
         types = next((name for name in _PER_TOKEN[2:] if name in probe), None)
         ids = np.asarray(probe["input_ids"][0])
         marked = ids[np.asarray(probe[types][0]) == 1] if types else ids[ids == processor.image_token_id]
@@ -101,9 +101,11 @@ class PictureProcessor:
         """the id that stands for a piece of a picture"""
         self.types_name = types
         """the model's input that marks those ids, where it has one"""
+        # Idefics3 has the tiles of all pictures in one row, [1, tiles, ...].
+        self._pictures_dimension = 1 if len(probe.get("pixel_values", ())) == 1 else 0
         self.kept_bytes = KEPT_BYTES
         """most bytes of prepared pictures, and of their files, that are kept"""
-        self._kept: OrderedDict[tuple[bytes, ...], tuple[int, dict[str, torch.Tensor]]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[int, dict[str, torch.Tensor]]] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
 
@@ -133,29 +135,45 @@ class PictureProcessor:
 
     def count(self, pictures: Sequence[bytes]) -> int:
         """Return how many ids stand for the pieces of these pictures. Raises as `encode`."""
-        return self._prepare(tuple(pictures))[0]
+        return sum(self._prepare(picture)[0] for picture in pictures)
 
-    def inputs(self, pictures: Sequence[bytes]) -> dict[str, torch.Tensor]:
-        """Return what the vision tower is fed for a prompt's pictures, by name, on the CPU. Raises as `encode`.
+    def inputs(self, pictures: Sequence[bytes]) -> list[dict[str, torch.Tensor]]:
+        """Return what the vision tower is fed for each picture, by name, on the CPU. Raises as `encode`.
 
-        The first dimension runs over pictures, or over their pieces.
+        `join` makes what the tower is fed for all of them.
         """
-        return self._prepare(tuple(pictures))[1]
+        return [self._prepare(picture)[1] for picture in pictures]
 
-    def _prepare(self, pictures: tuple[bytes, ...]) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return `count` and `inputs`. Those of the last pictures are kept."""
+    def join(self, inputs: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Join the `inputs` of several pictures, of one prompt or many.
+
+        Where pictures have a dimension for their tiles, as LLaVA-OneVision's do, it is padded with zeros to the most
+        tiles, as it is by a processor that prepares them together; the model leaves the padding out.
+        """
+        joined, dimension = {}, self._pictures_dimension
+        for name in inputs[0]:
+            values = [of_picture[name] for of_picture in inputs]
+            sizes = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
+            counts = [value.shape[dimension] for value in values]
+            sizes[dimension] = sum(counts)
+            joined[name] = values[0].new_zeros(sizes)
+            for value, part in zip(values, joined[name].split(counts, dimension), strict=True):
+                part[tuple(map(slice, value.shape))] = value
+        return joined
+
+    def _prepare(self, picture: bytes) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return `count` and `inputs` of a picture. Those of the last pictures are kept."""
         with self._lock:
-            if (kept := self._kept.get(pictures)) is not None:
-                self._kept.move_to_end(pictures)
+            if (kept := self._kept.get(picture)) is not None:
+                self._kept.move_to_end(picture)
                 return kept
-        images = [open_picture(picture) for picture in pictures]
-        found = self._call(self.placeholder * len(images), images, return_tensors="pt")
+        found = self._call(self.placeholder, [open_picture(picture)], return_tensors="pt")
         count = int((found["input_ids"] == self.token_id).sum())
         prepared = count, {name: value for name, value in found.items() if name not in _PER_TOKEN}
         with self._lock:
-            if pictures not in self._kept:
-                self._kept[pictures] = prepared
-                self._size += _bytes(pictures, prepared)
+            if picture not in self._kept:
+                self._kept[picture] = prepared
+                self._size += _bytes(picture, prepared)
             while len(self._kept) > 1 and self._size > self.kept_bytes:
                 self._size -= _bytes(*self._kept.popitem(last=False))
         return prepared
@@ -181,7 +199,8 @@ class PictureProcessor:
 class Seen:
     """A prompt's pictures as a model sees them."""
 
-    inputs: dict[str, torch.Tensor]
+    inputs: list[dict[str, torch.Tensor]]
+    """what the vision tower is fed for each of them"""
     positions: np.ndarray | None
     """int64 [3, tokens], time, row and column of each token, for a model that has them; else None: 0, 1, 2, ..."""
 
@@ -191,6 +210,7 @@ class Vision:
 
     def __init__(self, processor: PictureProcessor, model: PreTrainedModel):
         self._processor, self._device = processor, model.device
+        self.join = processor.join
         self._get_positions = getattr(model.base_model, "get_rope_index", None)
         # By digest: a prompt would keep its pictures, and a stranger's may be large.
         self._kept: OrderedDict[bytes, np.ndarray] = OrderedDict()
@@ -204,8 +224,8 @@ class Vision:
 
     def of(self, prompt: PicturedPrompt) -> Seen:
         """Prepare a prompt's pictures. Raises PictureError where one cannot be opened."""
-        inputs = self._processor.inputs(prompt.pictures)
-        return Seen(inputs, self._positions(prompt) if self.has_positions else None)
+        positions = self._positions(prompt) if self.has_positions else None
+        return Seen(self._processor.inputs(prompt.pictures), positions)
 
     def first_position(self, prompt: PicturedPrompt) -> int:
         """Return the position of the first token that follows a prompt."""
@@ -217,7 +237,7 @@ class Vision:
             return kept
         inputs = self._processor.inputs(prompt.pictures)
         ids = torch.from_numpy(np.asarray(prompt, np.int64)).unsqueeze(0)
-        grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
+        grids = self.join([{name: fed[name] for name in fed if name.endswith("grid_thw")} for fed in inputs])
         positions, _ = self._get_positions(input_ids=ids, mm_token_type_ids=(ids == self.token_id).int(), **grids)
         with self._lock:
             self._kept[prompt.digest] = positions[:, 0].numpy()
@@ -230,8 +250,7 @@ class Vision:
         pictured = [prompt for prompt in prompts if isinstance(prompt, PicturedPrompt)]
         if not pictured:
             return {}
-        parts = [self._processor.inputs(prompt.pictures) for prompt in pictured]
-        inputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        inputs = self.join([fed for prompt in pictured for fed in self._processor.inputs(prompt.pictures)])
         if self._processor.types_name is not None:
             inputs[self._processor.types_name] = (input_ids == self.token_id).long()
         return {name: value.to(self._device) for name, value in inputs.items()}
@@ -267,5 +286,5 @@ def _noise(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def _bytes(pictures: tuple[bytes, ...], prepared: tuple[int, dict[str, torch.Tensor]]) -> int:
-    return sum(map(len, pictures)) + sum(value.nbytes for value in prepared[1].values())
+def _bytes(picture: bytes, prepared: tuple[int, dict[str, torch.Tensor]]) -> int:
+    return len(picture) + sum(value.nbytes for value in prepared[1].values())

@@ -94,7 +94,8 @@ class RankWork:
         """Return the bytes of pixels that are kept in the machine's memory, of a round's pictures at most."""
         if self.pictured is None:
             return 0
-        of_prompt = sum(value.nbytes for value in self.processor.inputs(self.pictured.pictures).values())
+        inputs = self.processor.inputs(self.pictured.pictures)
+        of_prompt = sum(value.nbytes for of_picture in inputs for value in of_picture.values())
         return min(KEPT_BYTES, of_prompt * self.prompts * self.config.steps_per_generation)
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts with pictures against plain transformers in float64, one unpadded sequence at a time, for five families."""
+"""Prompts with pictures against plain transformers in float64, one unpadded sequence at a time, for seven families."""
 
 import json
 import shutil
@@ -111,7 +111,8 @@ def test_a_prompt_is_what_the_familys_rules_make_of_it(family):
 
 def test_pixels_are_the_image_processors_own(family):
     prompt = family.prompt(TALL, " or ", WIDE)
-    inputs, expected = family.processor.inputs(prompt.pictures), family.plain.pixels((TALL, WIDE))
+    inputs = family.processor.join(family.processor.inputs(prompt.pictures))
+    expected = family.plain.pixels((TALL, WIDE))
     for name, value in expected.items():
         assert torch.equal(inputs[name], value)
 
@@ -149,9 +150,10 @@ def test_pictures_that_a_window_cuts_are_padded(tmp_path):
 def test_a_groups_pictures_are_seen_once(family):
     """In a packed batch; in a padded one every row has its own."""
     prompt = family.prompt(TALL, " or ", WIDE)
-    of_prompt = family.processor.inputs(prompt.pictures)["pixel_values"]
+    of_prompt = family.processor.join(family.processor.inputs(prompt.pictures))["pixel_values"]
     batch = family.batcher.make([(prompt, [40 + number]) for number in range(3)], "cpu")
-    assert len(batch.pictures["pixel_values"]) == len(of_prompt) * (1 if batch.tree is not None else 3)
+    times = 1 if batch.tree is not None else 3
+    assert batch.pictures["pixel_values"].numel() == of_prompt.numel() * times
 
 
 def test_log_probs_are_those_of_float64(family):
@@ -223,6 +225,8 @@ def test_processors_that_make_other_pixels_have_other_fingerprints(family, tmp_p
         "qwen3_vl": [{"size": {"shortest_edge": 64, "longest_edge": 2048}}],
         "gemma3": [{"do_pan_and_scan": True}, {"resample": 3}],
         "llava": [{"image_std": [0.5] * 3}, {"do_center_crop": False}],
+        "llava_onevision": [{"image_grid_pinpoints": [[24, 12], [12, 24]]}],
+        "idefics3": [{"size": {"longest_edge": 16}}],
     }
     for number, change in enumerate(changes.get(family.plain.family, [{"max_pixels": 2048}])):
         folder = tmp_path / str(number)

@@ -43,7 +43,7 @@ def test_the_counted_rows_are_those_that_are_fed():
 def test_the_counted_multiply_adds_of_a_vision_tower_are_those_that_are_computed(tmp_path):
     """8 x 8 tokens: whole windows."""
     model, processor = vision.build(vision.make_folder(tmp_path))
-    pixels = processor.inputs([vision.diagram(64)])
+    [pixels] = processor.inputs([vision.diagram(64)])
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.get_image_features(**pixels)
     assert counter.get_total_flops() == 2 * vision.of_tower(model.config, 64)

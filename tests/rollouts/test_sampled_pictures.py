@@ -1,4 +1,4 @@
-"""What samplers draw after prompts with pictures, against plain transformers in float64, for five families."""
+"""What samplers draw after prompts with pictures, against plain transformers in float64, for seven families."""
 
 from dataclasses import dataclass
 
