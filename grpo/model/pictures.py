@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -29,7 +30,7 @@ from grpo.model.hub import find_file
 from grpo.model.lora import base_of
 from grpo.model.vision_tower import vision_parameters
 from grpo.wire.health import fingerprint
-from grpo.wire.picture_files import PictureError, open_picture
+from grpo.wire.picture_files import MOST_PIXELS, PictureError, check_picture, open_picture
 from grpo.wire.pictures import PicturedPrompt
 
 # Of pixels: 27 pictures of 1,000 tokens for Qwen. Those of a step are prepared once for sampling, scoring and update.
@@ -108,6 +109,7 @@ class PictureProcessor:
         self._kept: OrderedDict[bytes, tuple[int, dict[str, torch.Tensor]]] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
+        self._decoded_pixels, self._turn, self._freed = 0, threading.Lock(), threading.Condition()
 
     @property
     def fingerprint(self) -> str:
@@ -167,7 +169,8 @@ class PictureProcessor:
             if (kept := self._kept.get(picture)) is not None:
                 self._kept.move_to_end(picture)
                 return kept
-        found = self._call(self.placeholder, [open_picture(picture)], return_tensors="pt")
+        with self._room_for(picture):
+            found = self._call(self.placeholder, [open_picture(picture)], return_tensors="pt")
         count = int((found["input_ids"] == self.token_id).sum())
         prepared = count, {name: value for name, value in found.items() if name not in _PER_TOKEN}
         with self._lock:
@@ -177,6 +180,22 @@ class PictureProcessor:
             while len(self._kept) > 1 and self._size > self.kept_bytes:
                 self._size -= _bytes(*self._kept.popitem(last=False))
         return prepared
+
+    @contextmanager
+    def _room_for(self, picture: bytes) -> Iterator[None]:
+        """Wait until the pictures that all threads decode, with this one, have MOST_PIXELS at most."""
+        width, height = check_picture(picture)
+        pixels = width * height
+        # In turn: else a large picture would wait for as long as other threads have small ones.
+        with self._turn, self._freed:
+            self._freed.wait_for(lambda: self._decoded_pixels + pixels <= MOST_PIXELS)
+            self._decoded_pixels += pixels
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._decoded_pixels -= pixels
+                self._freed.notify()
 
     def save(self, folder: Path) -> None:
         """Write its files, with its own limits in them, into a model's folder. Raises OSError."""

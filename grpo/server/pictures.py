@@ -13,7 +13,7 @@ from grpo.wire.picture_files import PictureError
 from grpo.wire.pictures import PicturedPrompt
 
 _KEPT_BYTES = 2 * 2**30  # of prepared pictures of requests that wait: 110,000 tokens of Qwen's
-_AT_ONCE = 2  # pictures that are decoded at a time, each into 400 MB at most, and more where it is enlarged
+_AT_ONCE = 2  # requests whose pictures are prepared at a time, so that the model's thread has its share of the cores
 
 
 class PictureCheck:
@@ -53,13 +53,13 @@ class PictureCheck:
     def _check_prompt(self, row: int, prompt: PicturedPrompt, places: int) -> None:
         made = 0
         try:
-            # One at a time: only what fits the ids, which are limited, is prepared together.
+            # One at a time: no more are prepared than the ids, which are limited, stand for.
             for picture in prompt.pictures:
                 made += self._processor.count([picture])
                 if made > places:
                     break
             if made == places:
-                self._vision.of(prompt)
+                self._vision.first_position(prompt)
         except PictureError as error:
             raise malformed(f"a picture of sequence {row} {error}") from error
         except MemoryError:

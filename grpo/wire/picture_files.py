@@ -17,13 +17,16 @@ from PIL.PngImagePlugin import PngImageFile
 from grpo.wire.pictures import SIGNATURES
 
 MOST_PIXELS = 1 << 26
-"""most pixels of a picture: a square of 8,192; decoded it takes 200 MB, whatever its file has"""
+"""most pixels of a picture: a square of 8,192; decoded it takes 256 MiB, whatever its file has"""
 
 _MOST_READS = 1 << 17
 """most times that Pillow may read from a file: enough for a PNG of 64 MiB in chunks of 8 KiB. Of a file of empty chunks
 it would keep millions, a hundred bytes each"""
 _MOST_SCANS = 200
 """most scans of a progressive JPEG, an honest one has about ten: each takes as long as to decode the whole picture"""
+_PIXELS_PER_BYTE = 512
+"""most pixels of a JPEG for each of its bytes: a block of 8 x 8 has a bit at least. What a shorter file lacks, libjpeg
+makes up in grey, so that a file of a kilobyte would cost as much as the largest picture"""
 
 # By the first bytes, and not by Image.open, whose readers of other formats would see a stranger's bytes too. A JPEG
 # with several pictures (MPO, of many cameras) is read as its first.
@@ -95,6 +98,8 @@ def _read_header(data: bytes, max_pixels: int) -> ImageFile:
     width, height = picture.size
     if width * height > max_pixels:
         raise PictureError(f"has {width} x {height} pixels: the limit is {max_pixels} in all", is_large=True)
+    if reader is JpegImageFile and width * height > _PIXELS_PER_BYTE * len(data):
+        raise PictureError(f"is damaged (it has {len(data)} bytes for {width} x {height} pixels)")
     if getattr(picture, "is_animated", False):
         raise PictureError("is animated: use a file of one picture")
     if reader is JpegImageFile and data.count(b"\xff\xda") > _MOST_SCANS:

@@ -3,6 +3,7 @@
 The service is the server's own, with the model loaded, without its HTTP."""
 
 import threading
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -148,6 +149,26 @@ def test_pictures_are_prepared_before_their_request_waits(service, plain, monkey
     assert len(answer) == 3 and opened and "scorer" not in opened
 
 
+def test_few_pixels_are_decoded_at_a_time(service, plain, monkeypatch):
+    """Of all clients together no more than the limit; a picture that has so many is decoded alone."""
+    decoded, sums = [], []
+
+    def open_picture(data):
+        picture = pictures_open(data)
+        decoded.append(pixels := picture.width * picture.height)
+        sums.append(sum(decoded))
+        weakref.finalize(picture, decoded.remove, pixels)
+        return picture
+
+    pictures_open = pictures.open_picture
+    monkeypatch.setattr(pictures, "open_picture", open_picture)
+    monkeypatch.setattr(pictures, "MOST_PIXELS", 40 * 40)
+    prompts = [prompt_of(plain, *(drawing(*size, seed) for size in ((40, 40), (16, 24), (40, 20)))) for seed in (5, 6)]
+    answers = ask(service, *(LogprobsRequest.of(prompt, [[5, 6]], 1.0) for prompt in prompts))
+    np.testing.assert_allclose(np.stack(answers), [exact(plain, prompt, [[5, 6]]) for prompt in prompts], atol=1e-5)
+    assert len(sums) == 6 and max(sums) == 40 * 40 and not decoded
+
+
 def changed(prompt: PicturedPrompt, ids=None, files=None) -> PicturedPrompt:
     return PicturedPrompt([*prompt] if ids is None else ids, prompt.pictures if files is None else files)
 
@@ -201,8 +222,8 @@ def test_pictures_that_do_not_fit_are_refused_and_the_next_request_is_answered(s
     assert service.queue.depth == 0
 
 
-def test_pictures_that_make_more_than_the_ids_are_not_prepared_together(service, plain):
-    """Else a small file, many times, would take any memory."""
+def test_no_more_pictures_are_prepared_than_the_ids_stand_for(service, plain):
+    """Else a small request would take much time."""
     one = prompt_of(plain, SMALL)
     check = service._pictures
     counted = []

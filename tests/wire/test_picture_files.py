@@ -28,6 +28,11 @@ def test_a_jpeg_is_opened_as_rgb(mode):
     assert check_picture(data) == (8, 6) and open_picture(data).mode == "RGB"
 
 
+def test_a_jpeg_of_one_colour_has_few_bytes_and_is_taken():
+    flat = encoded(Image.new("L", (2048, 2048)), "JPEG", progressive=True, optimize=True)
+    assert len(flat) < 2048 * 2048 / 200 and check_picture(flat) == (2048, 2048)
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_a_picture_is_turned_as_the_camera_was_held(kind):
     exif = Image.Exif()
@@ -51,6 +56,7 @@ def test_a_picture_is_turned_as_the_camera_was_held(kind):
         (encoded()[:30], "is damaged"),
         (encoded(kind="JPEG")[:20], "is damaged"),
         (png_claiming(0, 5), "is damaged"),
+        (jpeg_claiming(4096, 4096), r"is damaged \(it has \d+ bytes for 4096 x 4096 pixels\)"),
     ],
 )
 def test_what_is_no_picture_is_refused_by_its_header(data, reason):
