@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import grpo.model.template_limit  # noqa: F401  it limits what a template may make
 from grpo.config.errors import ConfigError
 from grpo.config.model import SharedConfig
 from grpo.model.fingerprint import describe

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
+import grpo.model.template_limit  # noqa: F401  it limits what a template may make
 from grpo.config.errors import ConfigError, require
 from grpo.wire.pictures import PicturedPrompt
 from grpo.wire.rewards import Message
