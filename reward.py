@@ -39,6 +39,7 @@ import select
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 
@@ -53,8 +54,8 @@ def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | N
     Where a completion has no `<answer>`, its last `\boxed{...}` is the answer, as base models write it. Where the gold
     has a `\boxed{...}`, as in mathematics data, its last one is the gold.
 
-    The same value is the same number (see `to_number`) or, where the `math-verify` package is installed and the gold
-    is more than a number, an expression that it finds equal.
+    The same value is the same number (see `to_number`) or, where the `math-verify` package is installed and text or
+    gold is more than a number, an expression that it finds equal.
     """
     for gold in answer:
         if not isinstance(gold, str):
@@ -163,8 +164,8 @@ def find_last_boxed(text: str) -> str:
 
 LONGEST = 1000  # characters; anything longer can only be equal as a string
 MATHEMATICS = re.compile(r"[0-9\\^_=<>+*/(\[{|]")
-POWER = re.compile(r"-?[0-9]{1,4}(?:\^(?:[0-9]|\{-?[0-9]{1,4}\})|!)")
-TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\{([^{}]*)\}")
+MARKDOWN = re.compile(r"(\*\*|__|[*_`])([^*_`]+)\1")
+TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 CHOICE = re.compile(r"\(([A-Z])\)")
 VARIABLE = re.compile(r"[A-Za-z]\s*=(?!=)")
 DELIMITERS = re.compile(
@@ -173,15 +174,20 @@ DELIMITERS = re.compile(
     re.DOTALL,
 )
 EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\equiv(?![A-Za-z])")
-IGNORED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\{,\}")
+IGNORED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\{,\}|\\!|\^\s*(?:\\circ|\{\s*\\circ\s*\})$")
 COMMA = re.compile(",")
 AND_OR = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 BRACKETS = re.compile(r"(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
-# Parts that are no values: a power, an index, a function's argument, words after a value, an environment.
-ATTACHED = re.compile(
-    r"[_^]\s*(?:\{[^{}]*\}|\\[A-Za-z]+|.)|(?<=[A-Za-z'])\([^()]*\)"
-    r"|(?<=[0-9}])\s*\\(?:text|mathrm)\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}"
+# Parts that are no values: a power, an index, a function's argument, an environment.
+ATTACHED = re.compile(r"[_^]\s*(?:\{[^{}]*\}|\\[A-Za-z]+|.)|(?<=[A-Za-z'])\([^()]*\)|\\(?:begin|end)\{[^{}]*\}")
+# What math-verify computes. What it passes over may stand in a text only where the gold has it too.
+COMPUTED = (
+    r"\\(?:[dtc]?frac|sqrt|[dt]?binom|c?dot|times|div|pm|pi|infty|log|ln|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc"
+    r"|[lg]eq?|in|cup|cap|overline|text|begin|end|[,;:! %${}|])(?![A-Za-z])"
+)
+PASSED_OVER = re.compile(
+    rf"{TEXT.pattern}|(?:(?!{COMPUTED})\\(?:[A-Za-z]+|.))|['\"]|[0-9]\s*_|(?<![_^])[0-9](?:\s|\\[,;: ]|~)+[0-9]"
 )
 UNKNOWN = re.compile(
     r"\\(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi"
@@ -193,30 +199,31 @@ COMMAND = re.compile(r"\\[A-Za-z]+")
 def same_value(text: str, gold: str) -> bool:
     """Return whether two texts are the same words, the same number or, by `math-verify`, the same expression.
 
-    If the gold is a number and the text is not, `math-verify` sees only LaTeX, a power or a factorial: "18 or 20" is
-    wrong for 18. It sees no gold in plain words: as products of letters, "seat" equals "east".
+    If the gold is a number and the text is not, `math-verify` sees only LaTeX and arithmetic: "18 or 20" is wrong for
+    18. It sees no gold in plain words: as products of letters, "seat" equals "east".
     """
     if max(len(text), len(gold)) > LONGEST:
         return False
     is_latex = "\\" in text
-    text, gold = strip_delimiters(text), strip_delimiters(gold)
+    text, gold = (strip_delimiters(" ".join(side.split())) for side in (text, gold))
     if text == gold:
         return True
     if "=" not in gold and (match := VARIABLE.match(text)):
-        text = text[match.end() :]
+        text = strip_delimiters(text[match.end() :].strip())
     number, gold_number = to_number(text), to_number(gold, allow_unit=False)
-    if gold_number is not None and (number is not None or not (is_latex or POWER.fullmatch(text))):
+    is_computed = is_latex or all(map(ARITHMETIC.fullmatch, text.split("=")))
+    if gold_number is not None and (number is not None or not is_computed):
         return number == gold_number
     if not (MATHEMATICS.search(gold) and find_spec("math_verify")):
         return False
-    text, gold = (AND_OR.sub(",", IGNORED.sub("", side)) for side in (text, gold))
+    text, gold = (AND_OR.sub(" ,", strip_unit(IGNORED.sub("", side))) for side in (text, gold))
     # A comma may separate thousands or elements: a text has two readings.
     return any(same_expression(reading, gold) for reading in dict.fromkeys([text, THOUSANDS.sub("", text)]))
 
 
 def strip_delimiters(text: str) -> str:
-    r"""Take the text out of $...$, \(...\), \[...\], \boxed{...} and \text{...}, and the letter out of a choice (B)."""
-    while match := DELIMITERS.fullmatch(text):
+    r"""Take the text out of $...$, \(...\), \[...\], \boxed{...}, \text{...}, **...** and `...`, and B out of (B)."""
+    while match := DELIMITERS.fullmatch(text) or MARKDOWN.fullmatch(text):
         text = match[match.lastindex].strip()
     if match := TEXT.fullmatch(text):
         text = match[1].strip()
@@ -234,10 +241,13 @@ def same_expression(text: str, gold: str) -> bool:
     chains = []
     if EQUALS.search(text) and not EQUALS.search(gold):
         chains = [split(element, EQUALS) for element in split(text, COMMA)]
-        text = ", ".join(chain[-1].strip() for chain in chains)
+        chains = [[*sides, strip_delimiters(value.strip())] for *sides, value in chains]
+        text = ", ".join(chain[-1] for chain in chains)
         if EQUALS.search(text):
             return False
     values = [(side, chain[-1]) for chain in chains for side in chain[:-1] if not is_name(side)]
+    if any(match[0] not in gold for side, _ in [(text, gold), *values] for match in PASSED_OVER.finditer(side)):
+        return False
     return same_shape(text, gold) and all(math_process.equal(*pair) for pair in [(text, gold), *values])
 
 
@@ -269,7 +279,7 @@ def is_name(side: str) -> bool:
 
 def same_shape(text: str, gold: str) -> bool:
     r"""Return whether two lists may be equal: as many elements, no \{1,2\} for (1,2). `math-verify` checks neither."""
-    text, gold = (re.sub(r"\\[,;!]|\s", "", side) for side in (text, gold))
+    text, gold = (re.sub(r"\\[,;! ]|\s", "", side) for side in (text, gold))
     brackets = [BRACKETS.fullmatch(side) for side in (text, gold)]
     if all(brackets) and brackets[0].groups() != brackets[1].groups():
         return False
@@ -281,16 +291,61 @@ def same_shape(text: str, gold: str) -> bool:
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"
 DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}})?"
 CURRENCY = r"(?:\\?[$€£¥₹])"
-NOT_A_UNIT = r"(?!(?i:and|or|plus|minus|times|to|(?:hal(?:f|ve)|third|dozen|hundred|thousand|\w*illion)s?|pi)\b)"
-LETTER = r"[^\W\d_\xb2\xb3\xb9\xbc-\xbe\u2070-\u2189]"  # \w has superscripts and fractions such as \xbd
+LETTER = "[A-Za-zÀ-ÖØ-öø-ÿ]"
+WORDS = rf"{LETTER}+(?:[ /-]{LETTER}+)*"
+SQUARED = r"(?:[²³]|\^[23]|\^\{[23]\})?"
 NUMBER = re.compile(
-    rf"""(?P<sign> (?: [-+]?[ ]?{CURRENCY}? | {CURRENCY}[ ]?[-+] ) [ ]? )
+    rf"""(?!.*[$€£¥₹].*[ ]mm?\b)  # "$5 m" is millions
+    (?P<sign> (?: [-+]?[ ]?{CURRENCY}? | {CURRENCY}[ ]?[-+] ) [ ]? )
     (?: (?P<whole>{WHOLE}) [ ] (?=[0-9]+[ ]?/) )?  (?P<top>{DECIMAL})  (?: [ ]?/[ ]? (?P<bottom>{DECIMAL}) )?
     (?: [ ]? (?: \\?% | °[CF]? | {CURRENCY} ) )?
-    (?P<unit> [ /]?{NOT_A_UNIT} (?: {LETTER}{{2,}} | (?<=[ ])[ghlms] ) (?: [ /-]{NOT_A_UNIT}{LETTER}+ )* [²³]? )?
+    (?P<unit> [ /]?{WORDS}{SQUARED} )?
     \.?""",
     re.VERBOSE,
 )
+FACTOR = rf"(?:-|(?:-?\()+-?)?{DECIMAL}(?:!|\^(?:[0-9]|\{{-?[0-9]{{1,4}}\}}))?\)*"
+ARITHMETIC = re.compile(rf"\s*{FACTOR}(?: ?[-+*/] ?{FACTOR})*\s*")
+# A unit is one of these symbols, or words of three letters and more, but none of CHANGES.
+UNIT = re.compile(
+    rf"[ ][aghlms]|/[dghlms]|[ /-]?{LETTER}{{3,}}|[ /-]?(?i:of|an|at|on|in|us|uk|st|nd|rd|th|km|cm|mm|nm|mi|ft|yd|sq|cu"
+    r"|kg|mg|lb|oz|ml|cl|dl|hr|ms|wk|mo|yr|am|pm|kb|mb|gb|tb|kw|hz|pt|qt|ct|cc|tv|cd|pc)"
+)
+CHANGES = re.compile(
+    r"""  # numbers, shares and multiples; operations; signs and limits; other answers
+      (?: zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|fif|eigh|nin|twelf|third|half|halve
+        | (?:twen|thir|fou?r|fif|six|seven|eigh|nine)t(?:een|y|ie)|hundred|thousand|dozen )+ (?:s|d|th|ths|ish)?
+    | \w*(?:illion|illiard|fold)s?(?:th|ths)?|lakhs?|crores?|mill?e?|mln|bil|bln|thou|doz|grand|gross|scores?|pairs?
+    | quarters?|single|once|twice|thrice|(?:doubl|trebl|tripl|\w+upl)\w{1,3}|mega|giga|tera|micro|nano|milli|basis
+    | pp[mbt]|bps|infinit[ey]|none|tau|phi|[abcxyz]{3,}
+    | times|plus|over|into|(?:multipli?|divid|subtract|add|increas|decreas|reduc)(?:y|ed?|ing)?|squared?|cubed?|powers?
+    | exponent|mod|modul[ou]s?|roots?|sqrt|factorial|prime|remainder|choose|permute|log|exp|sin|cos|tan|inverse
+    | reciprocal|base|binary|octal|hex\w*al|hex|repeating|recurring|periodic
+    | minus|negati\w+|negated|opposite|imaginary|less|fewer|lower|off|short|below|under|beneath|above|beyond|loss|debt
+    | deficit|least|most|minimum|max(?:imum)?|upwards?|odd|ish|some(?:thing)?|between|about|almost|nearly|approx\w*
+    | and|not|nor|neither|never|but|else|instead|rather|otherwise|maybe|perhaps|wrong|incorrect|unless|except|exclu\w+
+    | without|versus|tops|roughly""",
+    re.VERBOSE | re.IGNORECASE,
+)
+OF_UNIT = re.compile(  # where some of those words change nothing
+    r"\bsquare (?=\w)|(?<=left) over|\b(units|feet|foot|ft|inches|in|yards|miles|\w*met[er]{2}s|\w?m) (?:squared|cubed)"
+)
+LATEX_UNIT = re.compile(
+    rf"(?<=[0-9A-Za-z}})])(?:(?:\s|\\[,;: ])*{TEXT.pattern}{SQUARED}|[ ]+({LETTER}{WORDS}){SQUARED}$)"
+)
+
+
+def is_unit(words: str) -> bool:
+    """Return whether words after a number, with the space before them, cannot change its value: " cups of tea"."""
+    words = OF_UNIT.sub(r"\1", words)
+    if not re.fullmatch(rf"[ /]?{WORDS}{SQUARED}", words):
+        return False
+    words = re.findall(rf"[ /-]?{LETTER}+", words)
+    return all(UNIT.fullmatch(word) and not CHANGES.fullmatch(word.lstrip(" /-")) for word in words)
+
+
+def strip_unit(side: str) -> str:
+    r"""Take units from an expression such as "9\pi \text{ cm}^2" or "9\pi cm"."""
+    return LATEX_UNIT.sub(lambda match: " " if is_unit(" " + match[match.lastindex].strip()) else match[0], side)
 
 
 def to_number(text: str, allow_unit: bool = True) -> Fraction | None:
@@ -303,7 +358,7 @@ def to_number(text: str, allow_unit: bool = True) -> Fraction | None:
     values = set()
     for part in text.split("="):
         match = NUMBER.fullmatch(part.strip())
-        if not match or (match["unit"] and not allow_unit):
+        if not match or (match["unit"] and not (allow_unit and is_unit(match["unit"]))):
             return None
         digits = (match["whole"] or "0", match["top"], match["bottom"] or "1")
         whole, top, bottom = (Fraction(number.replace(",", "")) for number in digits)
@@ -312,6 +367,23 @@ def to_number(text: str, allow_unit: bool = True) -> Fraction | None:
         value = whole + top / bottom
         values.add(-value if "-" in match["sign"] else value)
     return values.pop() if len(values) == 1 else None
+
+
+LATEX_DECIMAL = re.compile(
+    r"(?=\.?[0-9])([0-9]*(?:\.([0-9]*))?)(?:\\overline\s*\{([0-9]+)\})?(?:[eE]([-+]?[0-9]{1,3}))?"
+)
+
+
+def write_fraction(match: re.Match) -> str:
+    r"""Write a decimal as "{\frac{1}{4}}". As floats, `math-verify` would take 0.333333 for 1/3."""
+    digits, places, repeated, exponent = match.groups()
+    if match[0].isdigit() or (repeated and places is None):
+        return match[0]
+    value = Fraction(f"0{digits}")
+    if repeated:
+        value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(places))
+    value *= Fraction(10) ** int(exponent or 0)
+    return rf"{{\frac{{{value.numerator}}}{{{value.denominator}}}}}"
 
 
 class MathProcess:
@@ -364,8 +436,12 @@ def answer_questions() -> None:
     """Answer each line of JSON [text, gold] on stdin by a line "true" or "false" on stdout, in the math process."""
     from math_verify import LatexExtractionConfig, parse, verify
 
+    config = LatexExtractionConfig()  # but not its units: 3t would be 3
+    config = replace(config, normalization_config=replace(config.normalization_config, units=False))
+
     def parse_expression(text):
-        return parse("$" + re.sub(r"\\?\$|\\[()\[\]]", "", text) + "$", [LatexExtractionConfig()])
+        text = LATEX_DECIMAL.sub(write_fraction, text)
+        return parse("$" + re.sub(r"\\?\$|\\[()\[\]]", "", text) + "$", [config])
 
     logging.disable()
     replies, sys.stdout = sys.stdout, sys.stderr  # a library that prints must not print among the replies
