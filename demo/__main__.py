@@ -35,7 +35,8 @@ KILLED_AFTER = 20  # steps, with --pool
 SHOWN, WIDTH = 4, 58  # printed problems; characters of a column of completions
 PICTURE = re.compile(r"<\|vision_start\|>.*<\|vision_end\|>")
 
-# One thread each for two trainer ranks and the server, on the CPU even where the machine has a GPU.
+# One thread for what builds the model, and each for two trainer ranks and the server: more wait for each other on a
+# loaded machine. On the CPU even where the machine has a GPU.
 ENVIRONMENT = os.environ | {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
@@ -79,6 +80,7 @@ def main() -> int:
     demo = VISION if arguments.vision else TOOLS if arguments.tools else TEXT
     folder = arguments.folder.absolute() if arguments.folder else Path(f"{demo.folder}/seed{arguments.seed}")
     os.chdir(REPOSITORY)
+    os.environ |= ENVIRONMENT  # before `prepare` imports torch
     start = time.monotonic()
     try:
         prepare(folder, arguments.seed, demo)
@@ -101,6 +103,9 @@ def main() -> int:
 
 
 def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    is_built = (folder / "model").exists()
+    print(f"using the model that is in {folder / 'model'}" if is_built else f"building a tiny model that {demo.habit}")
     if demo is VISION:
         from demo.pictures import write_dataset
         from demo.vision import build
@@ -110,11 +115,7 @@ def prepare(folder: Path, seed: int, demo: Demo = TEXT) -> None:
         from demo.model import build
         from demo.task import write_dataset
 
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "model").exists():
-        print(f"using the model that is in {folder / 'model'}")
-    else:
-        print(f"building a tiny model that {demo.habit}")
+    if not is_built:
         build(folder / "model", seed)
     write_dataset(folder / "data", seed)
 

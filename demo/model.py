@@ -9,6 +9,7 @@ thinking pays everywhere.
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -48,6 +48,7 @@ ANSWER = re.compile(r"(?<=<\|im_end\|>)(\n<\|im_start\|>.*?<\|im_start\|>assista
 MAX_NEW_TOKENS = 40
 BATCH = 32
 WARMUP_UPDATES = 20
+SHOWN_EVERY = 3.0  # seconds
 # What a model is fed beside the ids of some problems, which are padded: int64 [problems, longest].
 InputsOf = Callable[[list, torch.Tensor], dict[str, torch.Tensor]]
 
@@ -210,7 +211,8 @@ def train(
     updates: int,
     learning_rate: float,
 ) -> None:
-    """Train on demonstrations; the rate falls from `learning_rate` to nearly 0. Shows the accuracy at the end, if any.
+    """Train on demonstrations; the rate falls from `learning_rate` to nearly 0. Prints how far it is every few seconds,
+    and the accuracy at the end, if any.
 
     `loss_of` makes a loss of some demonstrations, as `demonstration_loss` does.
     """
@@ -218,18 +220,19 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda update: min((update + 1) / WARMUP_UPDATES, 1 - 0.97 * update / updates)
     )
-    with tqdm(total=updates, desc=name, unit="update") as bar:
-        for _ in range(updates):
-            loss = loss_of(list(islice(demonstrations, BATCH)))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            bar.update()
-        if accuracy is not None:
-            bar.set_postfix(accuracy=f"{accuracy():.0%}")
+    shown = time.monotonic()
+    for update in range(1, updates + 1):
+        loss = loss_of(list(islice(demonstrations, BATCH)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if update == updates or time.monotonic() - shown > SHOWN_EVERY:
+            print(f"{name}: {update} of {updates} updates, loss {loss.item():.3f}", flush=True)
+            shown = time.monotonic()
+    if accuracy is not None:
+        print(f"{name}: accuracy {accuracy():.0%}", flush=True)
 
 
 def build(folder: Path, seed: int) -> None:

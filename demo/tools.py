@@ -209,7 +209,6 @@ def build(folder: Path, seed: int) -> None:
     Uses no held-out problem, and no number of the shops.
     """
     refuse_to_overwrite(folder)
-    torch.set_num_threads(1)  # nearly as fast as two, which wait for each other where the other core is in use
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer = build_tokenizer(seed)

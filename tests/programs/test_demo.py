@@ -45,6 +45,23 @@ def lines(folder) -> list[dict]:
     return trainer_runs.lines(folder / "run/metrics.jsonl")
 
 
+def test_a_model_is_built_with_one_thread_however_many_the_machine_claims():
+    script = """
+import sys
+import demo.__main__ as demo
+def prepare(*_):
+    import torch
+    print(torch.get_num_threads())
+demo.prepare = prepare
+sys.argv[1:] = ["--prepare"]
+demo.main()
+"""
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "7"}
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert ended.stdout.startswith("1\n"), ended.stderr
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The folder of seed 0 after a whole run, and what the run printed."""

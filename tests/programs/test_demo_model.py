@@ -7,7 +7,7 @@ import pytest
 from rounding import assert_rounded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.model import TAGS, answer_of, build, build_model, build_tokenizer, demonstration_loss, greedy_accuracy
+from demo.model import TAGS, answer_of, build, build_model, build_tokenizer, demonstration_loss, greedy_accuracy, train
 from demo.task import STORIES, Problem, blurt, problems, steps, untagged, write_dataset
 
 
@@ -164,6 +164,16 @@ def test_dataset_is_made_by_its_seed(tmp_path):
         a, b, c = ((tmp_path / name / split).read_text() for name in "abc")
         assert a == b
         assert a != c
+
+
+def test_training_says_how_far_it_is_in_lines(saved, capsys, monkeypatch):
+    monkeypatch.setattr("demo.model.SHOWN_EVERY", 0)
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    train(model, iter(range(9999)), lambda _: sum(p.sum() for p in model.parameters()), lambda: 0.5, name="learning",
+          updates=2, learning_rate=1e-3)  # fmt: skip
+    first, second, accuracy = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"learning: 1 of 2 updates, loss -?[0-9.]+", first) and second.startswith("learning: 2 of 2")
+    assert accuracy == "learning: accuracy 50%"
 
 
 def test_build_does_not_overwrite(tmp_path):
