@@ -1,7 +1,7 @@
 """Print what tiny runs leave, as hashes: `python tests/golden.py > before`, change the code, run it again, and diff.
 
 For a change that should alter no number: moved code, other names, smaller parts. Eight kinds of runs, on one rank and
-two: metrics without times, completions, weights, and requests and answers of the reference server; the text of --help.
+two: metrics without times, completions and weights; and the text of --help.
 Another CPU gives other hashes. Words after the script choose kinds. Some minutes.
 """
 
@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import runpy
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-BODIES = "GOLDEN_BODIES"
 KINDS = {
     "grpo": {"num_iterations": 2, "steps_per_generation": 2},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0, "max_resample": 2},
@@ -31,7 +28,7 @@ KINDS = {
 
 
 def main(chosen: list[str]) -> None:
-    from conftest import ENVIRONMENT, REPOSITORY, write_model
+    from conftest import REPOSITORY, write_model
 
     from demo.task import write_dataset
 
@@ -47,7 +44,6 @@ def main(chosen: list[str]) -> None:
             for ranks in (1, 2):
                 place = folder / f"{kind}-{ranks}"
                 place.mkdir()
-                ENVIRONMENT[BODIES] = str(place / "bodies")
                 run_one(kind, ranks, place, model, data, f"{folder}/own.py:letters")
 
 
@@ -91,7 +87,7 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
             server = stack.enter_context(running_server(model, place, *served))
             server.wait_ready()
             changes["ref_servers"] = server.url
-        finish(ranks, options(model, data, place / "run", **changes), "tests/golden.py", "--run")
+        finish(ranks, options(model, data, place / "run", **changes))
     run = place / "run"
     show(f"{kind} {ranks} metrics", json.dumps(timeless(run)).encode())
     show(f"{kind} {ranks} completions", (run / "completions.jsonl").read_bytes())
@@ -99,8 +95,6 @@ def run_one(kind: str, ranks: int, place: Path, model: Path, data: Path, letters
         f"{kind} {ranks} weights",
         b"".join(tensor.numpy().tobytes() for _, tensor in sorted(weights(run / "model").items())),
     )
-    if (bodies := place / "bodies").exists():
-        show(f"{kind} {ranks} bodies", "".join(sorted({*bodies.read_text().splitlines()})).encode())
 
 
 def write_rows(folder: Path, rows: list[dict]) -> None:
@@ -113,27 +107,5 @@ def show(name: str, content: bytes) -> None:
     print(f"{name:28}{hashlib.sha256(content).hexdigest()[:32]}", flush=True)
 
 
-def run_recorded(words: list[str]) -> None:
-    """Be grpo_ref_split.py, and note a hash of each request for log-probs and of its answer."""
-    import requests
-
-    send = requests.Session.send
-
-    def noted(session, request, **options):
-        response = send(session, request, **options)
-        if request.url.endswith("/logprobs") and response.status_code == 200:
-            with open(os.environ[BODIES], "a") as file:
-                file.write(f"{hashlib.sha256(request.body + response.content).hexdigest()}\n")
-        return response
-
-    requests.Session.send = noted
-    sys.path[0] = ""
-    sys.argv = ["grpo_ref_split.py", *words]
-    runpy.run_path("grpo_ref_split.py", run_name="__main__")
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        run_recorded(sys.argv[2:])
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])
