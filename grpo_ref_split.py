@@ -41,9 +41,9 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from grpo.client.errors import ServerError, ServersLost
+from grpo.config.errors import RewardError
 from grpo.report.plots import draw_curves
 from grpo.report.summary import summary
-from grpo.rewards.functions import RewardError
 from grpo.run.exit import exit_code
 from grpo.run.folder import SaveError
 from grpo.run.phase_clock import PhaseClock

@@ -27,10 +27,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.errors import ConfigError, say_once
+from grpo.config.errors import ConfigError, RewardError, say_once
 from grpo.config.generation import ChatConfig
 from grpo.model.answering import model_settings
-from grpo.rewards.functions import RewardError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -160,7 +160,7 @@ def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], comp
 
 def main() -> int:
     from grpo.client.errors import ServerError
-    from grpo.rewards.functions import RewardError
+    from grpo.config.errors import RewardError
 
     config = parse_arguments(EvaluateConfig, __doc__, model_settings=model_settings)
     with ExitStack() as closing:  # also after Ctrl-C: Python would wait for calls that hang

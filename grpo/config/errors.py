@@ -30,6 +30,18 @@ class ConfigError(ValueError):
     """A setting that cannot be used. The message names the field, the value and the remedy."""
 
 
+class RewardError(RuntimeError):
+    """A reward function that raised, or that returned something else than one reward per completion."""
+
+    def __init__(self, message: str, traceback: str = ""):
+        """`traceback` is the user's part of the stack, with line ends; empty where the message says all."""
+        super().__init__(message, traceback)
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 def require(ok: bool, field: str, value: Any, remedy: str) -> None:
     """Raise ConfigError unless `ok`."""
     if not ok:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from grpo.config.errors import ConfigError, did_you_mean
+from grpo.config.errors import ConfigError, RewardError, did_you_mean
 from grpo.config.user_code import Key
 from grpo.config.user_files import imported, load_file
 
@@ -30,18 +30,6 @@ LARGEST_REWARD = 1e100  # the squares of a group's rewards, in its std, are in f
 _OURS = Path(__file__).parents[1]
 RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
 """what completions.jsonl has of each completion: no name for a column of log_extra"""
-
-
-class RewardError(RuntimeError):
-    """A reward function that raised, or that returned something else than one reward per completion."""
-
-    def __init__(self, message: str, traceback: str = ""):
-        """`traceback` is the user's part of the stack, with line ends; empty where the message says all."""
-        super().__init__(message, traceback)
-        self.traceback = traceback
-
-    def __str__(self) -> str:
-        return self.args[0]
 
 
 class Misuse(Exception):

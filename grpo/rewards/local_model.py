@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from grpo.config.errors import RewardError
 from grpo.config.evaluate import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.reward_model import PADDED, describe_reward, load_reward_model, sequence_scores, tokenize
-from grpo.rewards.functions import RewardError
 from grpo.wire.errors import ProtocolError
 from grpo.wire.rewards import Message
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from grpo.rewards.functions import RewardError
+from grpo.config.errors import RewardError
 from grpo.rewards.prints import PRINTS
 from grpo.rewards.worker import Service
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
 from grpo.algorithm.kl import adapt_beta
-from grpo.rewards.functions import RewardError
+from grpo.config.errors import RewardError
 from grpo.rollouts.records import Rollout, StepBatch
 from grpo.run.metrics import Stats, add_stats, gather_stats, step_metrics
 from grpo.run.phase_clock import PhaseClock

@@ -12,11 +12,11 @@ import torch
 
 from grpo.algorithm.advantages import soft_overlong_punishment
 from grpo.client.errors import ServerError, ServersLost
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.rewards import RewardedConfig
 from grpo.config.user_code import Key
 from grpo.rewards.compute import RewardScorer
-from grpo.rewards.functions import Logged, RewardError, TrainerState
+from grpo.rewards.functions import Logged, TrainerState
 from grpo.rollouts.records import Example, Rollout
 from grpo.run.collective import raise_together
 from grpo.trainer.scoring import score_rollouts

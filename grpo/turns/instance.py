@@ -6,8 +6,8 @@ import logging
 from collections import Counter
 from typing import Any
 
+from grpo.config.errors import RewardError
 from grpo.config.user_code import Key
-from grpo.rewards.functions import RewardError
 from grpo.rewards.process import CallLost
 from grpo.rollouts.records import Example
 from grpo.turns.environment import EnvironmentClass

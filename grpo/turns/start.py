@@ -8,10 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.turns import TurnsSection
 from grpo.rewards.event_loop import run_in_loop
-from grpo.rewards.functions import RewardError
 from grpo.rewards.prints import PRINTS
 from grpo.rewards.process import CallLost, count_processes
 from grpo.rewards.process_pool import ProcessPool

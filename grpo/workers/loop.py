@@ -22,8 +22,8 @@ from grpo.client.errors import RequestFailure, ResultRefused, ServerError
 from grpo.client.http import check_certificates
 from grpo.client.patience import Patience, Stopped
 from grpo.client.pool import Leased, PoolClient
+from grpo.config.errors import RewardError
 from grpo.config.worker import WorkerConfig
-from grpo.rewards.functions import RewardError
 from grpo.wire.rollouts import Drawn, Lease, Task, Version
 from grpo.workers.engine import Engine, EngineError, WorkerFailed
 from grpo.workers.probe import prove

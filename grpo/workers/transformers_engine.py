@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.model import SharedConfig
 from grpo.config.worker import WorkerConfig
 from grpo.model.devices import is_out_of_memory, take_device
@@ -22,7 +22,6 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import adapter_weights, load_adapter
 from grpo.model.trial import make_batcher
 from grpo.model.weights_file import named_weights
-from grpo.rewards.functions import RewardError
 from grpo.rollouts.records import Example
 from grpo.rollouts.trial import make_sampler
 from grpo.wire.rollouts import ADAPTER, Drawn, Probe, RunInfo, Task

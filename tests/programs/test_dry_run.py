@@ -15,11 +15,10 @@ from conftest import ENVIRONMENT, REPOSITORY, free_port
 from transformers import AutoConfig, AutoTokenizer, BloomConfig, JetMoeConfig, MambaConfig, Qwen2Config, RwkvConfig
 
 from demo.task import write_dataset
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.model.memory import activations, total
 from grpo.model.memory_report import trainer_lines
-from grpo.rewards.functions import RewardError
 from grpo.run.checkpoint_files import write_progress
 from grpo.run.description import RunDescription
 from grpo.trainer.dry_run import dry_run, policy_on_meta

@@ -12,10 +12,10 @@ import pytest
 import torch
 from careless import unchanged
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import add_deadline, compute_rewards, load_reward_funcs, start_functions
-from grpo.rewards.functions import RECORDED, Logged, RewardError, TrainerState
+from grpo.rewards.functions import RECORDED, Logged, TrainerState
 from grpo.rollouts.records import Example, Group, Outcome, Rollout, StepBatch
 from grpo.run.exit import exit_code
 from grpo.run.json_lines import to_json

@@ -35,12 +35,12 @@ from transformers import (
 from demo.model import build_tokenizer
 from grpo.client.errors import ServerError, ServersUnavailable
 from grpo.client.reference import ReferenceClient
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.reward_model import sequence_scores
 from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewards
-from grpo.rewards.functions import RewardError, TrainerState
+from grpo.rewards.functions import TrainerState
 from grpo.rewards.local_model import RewardModel
 from grpo.rollouts.chat_template import render_prompt
 from grpo.rollouts.examples import make_example

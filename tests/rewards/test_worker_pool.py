@@ -20,10 +20,10 @@ from conftest import ENVIRONMENT, REPOSITORY
 from processes import is_alive, wait_until_dead
 from servers import wait_until
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards import process as process_module
-from grpo.rewards.compute import RewardError, compute_rewards, load_reward_funcs, start_rewards
+from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.prints import SHOWN_CHARACTERS
 from grpo.rewards.service import RewardService
 from grpo.rewards.worker_pool import RewardPool

@@ -10,9 +10,10 @@ import pytest
 from careless import change_modes, draw, unchanged
 from PIL import ExifTags, Image
 
+from grpo.config.errors import RewardError
 from grpo.config.trainer import TrainerConfig
 from grpo.rewards.compute import load_reward_funcs, start_functions
-from grpo.rewards.functions import Logged, RewardError, TrainerState, text_of
+from grpo.rewards.functions import Logged, TrainerState, text_of
 from grpo.rollouts.examples import make_example
 from grpo.rollouts.records import Example, Outcome, Rollout
 from grpo.trainer.scoring import score_rollouts, try_rewards

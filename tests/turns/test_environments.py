@@ -7,9 +7,8 @@ import threading
 import pytest
 from talks import Talks, call
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, RewardError
 from grpo.config.user_files import module_name
-from grpo.rewards.functions import RewardError
 
 GAME = '''
 import itertools

@@ -14,7 +14,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 from processes import is_alive, wait_until_dead
 from talks import Talks, call
 
-from grpo.rewards.functions import RewardError
+from grpo.config.errors import RewardError
 from grpo.rewards.prints import SHOWN_CHARACTERS
 
 pytestmark = pytest.mark.slow

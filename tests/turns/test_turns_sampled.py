@@ -6,9 +6,9 @@ import sys
 import pytest
 from talks import Talks, ids_of
 
+from grpo.config.errors import RewardError
 from grpo.config.user_files import module_name
 from grpo.model.trial import make_batcher
-from grpo.rewards.functions import RewardError
 from grpo.rollouts.continuous import ContinuousSampler
 from grpo.rollouts.local import LocalSampler
 from grpo.rollouts.records import Example

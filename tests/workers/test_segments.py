@@ -9,7 +9,7 @@ import pytest
 from scripted_turns import Scripted
 from stored import TURNS
 
-from grpo.rewards.functions import RewardError
+from grpo.config.errors import RewardError
 from grpo.rollouts.records import Outcome
 from grpo.wire.completions import check_drawn
 from grpo.wire.rollouts import RunInfo, Task
