@@ -29,15 +29,15 @@ from grpo.config.errors import ConfigError, allow_open_files, end_at_ctrl_c, say
 if __name__ == "__main__":
     end_at_ctrl_c()  # before the imports that take long
 
-from grpo.client.errors import RequestFailure, ServerError
-from grpo.client.http import check_certificates
-from grpo.client.pool import PoolClient
+from grpo.client.server_errors import RequestFailure, ServerError
+from grpo.client.sessions import check_certificates
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
-from grpo.config.worker import WorkerConfig
+from grpo.config.programs import WorkerConfig
+from grpo.pool.client import PoolClient
 from grpo.workers.engine import Engine, WorkerFailed
-from grpo.workers.folder import open_folder
 from grpo.workers.loop import Worker
+from grpo.workers.weights_folder import open_folder
 
 log = logging.getLogger("generate")
 

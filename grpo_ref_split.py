@@ -40,24 +40,22 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from grpo.client.errors import ServerError, ServersLost
+from grpo.client.server_errors import ServerError, ServersLost
 from grpo.config.errors import RewardError
-from grpo.report.plots import draw_curves
+from grpo.report.curves import draw_curves
 from grpo.report.summary import summary
 from grpo.run.exit import exit_code
-from grpo.run.folder import SaveError
-from grpo.run.phase_clock import PhaseClock
+from grpo.run.folder import SaveError, push_model
+from grpo.run.metrics import PhaseClock
 from grpo.run.preflight import check_alike, check_run_folder, describe_inputs, find_run, open_hub
-from grpo.run.push import push_model
+from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
-from grpo.trainer.ending import finish, raise_if_over, saved_at_the_end
-from grpo.trainer.engine import join_ranks
-from grpo.trainer.numbers import coefficients, step_result
 from grpo.trainer.out_of_memory import OutOfMemory
-from grpo.trainer.record import evaluate_policy, progress_bar, record_step
+from grpo.trainer.record import evaluate_policy, finish, progress_bar, raise_if_over, record_step, saved_at_the_end
 from grpo.trainer.rewarding import RewardsLost
 from grpo.trainer.setup import Run, read_inputs, set_up
 from grpo.trainer.step import update
+from grpo.trainer.step_result import coefficients, step_result
 
 log = logging.getLogger("grpo_ref_split")
 

@@ -10,7 +10,7 @@ reward model instead: texts in, scores out. The fourth is a pool, without a mode
 on other machines, and their completions to the trainer.
 
 Read it from the top: what it answers at each path, how it starts and stops. The threads of the web server only parse,
-queue and wait (grpo/server/model_service.py, grpo/server/pool_service.py); one worker thread owns the model
+queue and wait (grpo/server/model_service.py, grpo/pool/pool_service.py); one worker thread owns the model
 (grpo/server/worker.py). docs/protocol.md describes the wire.
 """
 
@@ -37,14 +37,13 @@ import bottle
 from grpo.config.command_line import parse_arguments
 from grpo.config.console import start_logging
 from grpo.config.server import ServerConfig
+from grpo.pool.pool_routes import add_pool_routes
+from grpo.pool.pool_service import PoolService
 from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body
 from grpo.server.http import HttpServer
 from grpo.server.model_service import ModelService
 from grpo.server.monitor import SAMPLE_SECONDS, SUMMARY_SECONDS
-from grpo.server.pool_routes import add_pool_routes
-from grpo.server.pool_service import PoolService
-from grpo.wire.errors import ProtocolError
-from grpo.wire.paths import (
+from grpo.wire.refusals import (
     COMMIT_PATH,
     CONTENT_TYPES,
     HEALTH_PATH,
@@ -53,6 +52,7 @@ from grpo.wire.paths import (
     STATUS_PATH,
     TASK_PATHS,
     WEIGHTS_PATH,
+    ProtocolError,
 )
 
 log = logging.getLogger("ref_server")
@@ -210,7 +210,7 @@ def main() -> int:
         logging.getLogger(name).setLevel(config.log_level.upper())
     try:
         if config.estimate:
-            from grpo.model.memory_report import server_report
+            from grpo.model.memory import server_report
 
             print(server_report(config))
             return 0

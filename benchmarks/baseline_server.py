@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
-from grpo.wire.paths import CONTENT_TYPE, HEALTH_PATH, LOGPROBS_PATH
+from grpo.wire.refusals import CONTENT_TYPE, HEALTH_PATH, LOGPROBS_PATH
 
 PAD = 0
 

@@ -36,13 +36,13 @@ import reward
 from benchmarks.common import REPOSITORY, machine, spread, table
 from demo.__main__ import CONFIG, ENVIRONMENT, prepare, train
 from grpo.config.command_line import parse_arguments
-from grpo.config.ports import free_port
+from grpo.config.console import free_port
 from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import load_examples
 from grpo.model.load import eos_token_ids, load_model, load_tokenizer
 from grpo.rewards.compute import load_reward_funcs
 from grpo.rewards.functions import TrainerState
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.prompts import load_examples
+from grpo.sampling.generate import LocalSampler
 from grpo.trainer.evaluation import evaluate
 from grpo.trainer.rewarding import Rewarder
 

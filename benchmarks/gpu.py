@@ -39,18 +39,18 @@ from benchmarks.gpu_train import train
 from benchmarks.train_memory import CARD_CASES, PHASES, TINY_CASES, phase_sizes
 from demo.model import build_tokenizer
 from grpo.algorithm.loss import grpo_loss
-from grpo.algorithm.tokens import StepSize, Tokens
-from grpo.config.loss import LossSection
-from grpo.config.ports import free_port
+from grpo.algorithm.loss_types import StepSize, Tokens
+from grpo.config.console import free_port
+from grpo.config.loss_settings import LossSection
+from grpo.data.records import Example
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.tree_attention import VARIANTS, switch_off, switch_on, variants_for
 from grpo.model.trial import make_batcher
-from grpo.rollouts.continuous import ContinuousSampler
-from grpo.rollouts.graphs import StepGraphs
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.records import Example
+from grpo.sampling.continuous import ContinuousSampler
+from grpo.sampling.generate import LocalSampler
+from grpo.sampling.rows import StepGraphs
 
 PAD = 0
 BUDGET = 16384  # tokens of a batch, the default of server and trainer

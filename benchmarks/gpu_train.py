@@ -21,7 +21,7 @@ from benchmarks.card import Clock, Tables, free
 from benchmarks.common import spread
 from demo.model import build_tokenizer
 from demo.task import problems
-from grpo.config.ports import free_port
+from grpo.config.console import free_port
 
 
 def train(shape: str, build: Callable[[], PreTrainedModel], tiny: bool, clock: Clock, tables: Tables) -> None:

@@ -49,8 +49,8 @@ from benchmarks.common import (
     table,
 )
 from grpo.algorithm.loss import grpo_loss
-from grpo.algorithm.tokens import StepSize, Tokens
-from grpo.config.loss import LossSection
+from grpo.algorithm.loss_types import StepSize, Tokens
+from grpo.config.loss_settings import LossSection
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher

@@ -30,8 +30,7 @@ from transformers import (
 
 from benchmarks.common import forget_peak, fresh, machine, peak_above, qwen, random_model, table
 from grpo.model.logprobs import token_logprobs
-from grpo.model.memory import FORWARD, GIB, MIB, server_memory, total, weights
-from grpo.model.memory_report import CARDS, fit
+from grpo.model.memory import CARDS, FORWARD, GIB, MIB, fit, server_memory, total, weights
 from grpo.model.trial import make_batcher
 from ref_server import keep_memory_flat
 

@@ -29,12 +29,12 @@ from pathlib import Path
 
 from benchmarks.common import REPOSITORY, machine, spread, table
 from demo.__main__ import prepare, start, train
-from grpo.client.errors import RequestFailure
-from grpo.client.pool import PoolClient
-from grpo.config.ports import free_port
+from grpo.client.server_errors import RequestFailure
+from grpo.config.console import free_port
+from grpo.pool.client import PoolClient
+from grpo.pool.protocol import Drawn, Lease, Probe, RunInfo, Task, Version
 from grpo.pool.store import Store
-from grpo.wire.rollout_tensors import encode_drawn
-from grpo.wire.rollouts import Drawn, Lease, Probe, RunInfo, Task, Version
+from grpo.pool.task_tensors import encode_drawn
 
 COPIES, TOKENS = 8, 700
 DRAWN = Drawn(0, 0, [[5] * TOKENS] * COPIES, [[-0.5] * TOKENS] * COPIES, [[0] * TOKENS] * COPIES)

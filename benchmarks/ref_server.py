@@ -53,7 +53,7 @@ from benchmarks.common import (
 )
 from demo.model import build_tokenizer
 from grpo.client.reference import ReferenceClient
-from grpo.config.ports import free_port
+from grpo.config.console import free_port
 from grpo.config.trainer import TrainerConfig
 from grpo.model.logprobs import CPU_BLOCK, token_logprobs
 from grpo.model.packing import Batcher

@@ -36,12 +36,12 @@ from transformers import logging as transformers_logging
 from benchmarks.common import VOCABULARY, machine, qwen, random_model, ratios, spread, table
 from demo.model import prompt_text
 from demo.task import problems
+from grpo.data.records import Example
 from grpo.model.shared_cache import SharedCache
 from grpo.model.tree_attention import switch_off, switch_on
 from grpo.model.trial import make_batcher
-from grpo.rollouts.continuous import ContinuousSampler
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.records import Example
+from grpo.sampling.continuous import ContinuousSampler
+from grpo.sampling.generate import LocalSampler
 
 COPIES = 8
 OURS, FLOOR = "sampler continuous", "floor"

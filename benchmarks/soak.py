@@ -48,9 +48,8 @@ from benchmarks.common import (
 )
 from benchmarks.ref_server import Server, ours, save_model, say
 from grpo.server.monitor import quantile
-from grpo.wire.errors import ProtocolError
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
-from grpo.wire.paths import LOGPROBS_PATH
+from grpo.wire.refusals import LOGPROBS_PATH, ProtocolError
 
 VOCABULARY = 8192
 PROCESSES = 2

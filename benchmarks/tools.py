@@ -41,13 +41,14 @@ from transformers import logging as transformers_logging
 from benchmarks.common import machine, qwen, random_model, ratios, skewed, spread, table
 from demo.model import START, train_tokenizer
 from grpo.config.trainer import TrainerConfig
-from grpo.config.user_files import load_function
+from grpo.config.user_code import load_function
+from grpo.data.records import Example
 from grpo.model.trial import make_batcher
-from grpo.rollouts import continuous, local
-from grpo.rollouts.continuous import ContinuousSampler
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.records import Example
-from grpo.turns.start import UserTurns, start_turns
+from grpo.sampling import continuous
+from grpo.sampling import generate as local
+from grpo.sampling.continuous import ContinuousSampler
+from grpo.sampling.generate import LocalSampler
+from grpo.tools.start import UserTurns, start_turns
 
 PROMPTS, COPIES, LENGTH = 8, 8, 768
 WORDS = (8, 60)  # tokens of a turn before its call

@@ -34,17 +34,17 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from benchmarks.card import CUDA, DEVICE
 from benchmarks.common import REPOSITORY, SHAPES, TINY, forget_peak, machine, peak_above, qwen, random_model, table
 from benchmarks.memory import gpt2, on_meta
-from grpo.config.ports import free_port
+from grpo.config.console import free_port
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Example, Sample
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter
 from grpo.model.memory import MIB, Memory
 from grpo.model.trial import make_batcher
-from grpo.rollouts.records import Example, Sample
-from grpo.rollouts.trial import make_sampler
-from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.engine import engine_config
-from grpo.trainer.memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
+from grpo.run.metrics import PhaseClock
+from grpo.sampling.self_check import make_sampler
+from grpo.trainer.deepspeed_engine import engine_config
+from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 from grpo.trainer.step import update
 
 PROMPT, COMPLETION, GENERATIONS = 64, 48, 8
@@ -223,7 +223,7 @@ def save_random(config: PretrainedConfig, folder: str, on_card: bool) -> None:
 
 def measure(case: Case, folder: str) -> dict[str, int]:
     """Return the bytes of this rank: of the process before a model was loaded, and in each phase above that."""
-    from grpo.trainer.engine import join_ranks, start_engine
+    from grpo.trainer.deepspeed_engine import join_ranks, start_engine
 
     config = case.trainer(model_name_or_path=str(Path(folder).resolve()))
     rank, world_size, device, _ = join_ranks(config)

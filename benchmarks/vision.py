@@ -49,11 +49,11 @@ from benchmarks.common import (
 )
 from benchmarks.logprobs import GROUP, ONE_BATCH, Ours, Theirs, check_sides
 from demo.model import build_tokenizer
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import SharedConfig
 from grpo.model.load import load_tokenizer
 from grpo.model.pictures import PictureProcessor, load_processor
 from grpo.wire.logprobs import LogprobsRequest, encode_request
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import PicturedPrompt
 
 PATCH, MERGED = 14, 28  # pixels a side of a patch, and of a token
 TEXT_TOKENS = 50  # of the question

@@ -31,14 +31,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import REPOSITORY, machine, qwen, random_model, spread, table
 from demo.__main__ import prepare, train
-from grpo.client.patience import Patience
-from grpo.client.pool import PoolClient
-from grpo.config.ports import free_port
+from grpo.config.console import free_port
 from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
+from grpo.pool.client import Patience, PoolClient
+from grpo.pool.delta import apply_delta, make_delta
 from grpo.trainer.publish_policy import PolicyPublisher
-from grpo.wire.delta import apply_delta, make_delta
-from grpo.workers.weights import ModelFolder
+from grpo.workers.weights_folder import ModelFolder
 
 SIZES = {
     "27 M": dict(layers=8, vocabulary=8192, hidden_size=512, intermediate_size=1408, num_attention_heads=8),

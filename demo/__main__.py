@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.config.ports import free_port
+from grpo.config.console import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = "configs/demo_cpu.yaml"

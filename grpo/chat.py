@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError, RewardError, say_once
-from grpo.config.generation import ChatConfig
+from grpo.config.sampling_settings import ChatConfig
 from grpo.model.answering import model_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from grpo.data.conversation import Conversation
+    from grpo.data.records import Example, Rollout
+    from grpo.data.responder import Dialogue, Turns
     from grpo.model.pictures import Vision
-    from grpo.rollouts.conversation import Conversation
-    from grpo.rollouts.records import Example, Rollout
-    from grpo.rollouts.turns import Dialogue, Turns
 
 IMAGE = "/image"
 _LOOK = 0.1  # seconds from one look at Ctrl-C to the next, while a tool or environment is waited for
@@ -45,11 +45,11 @@ _LOOK = 0.1  # seconds from one look at Ctrl-C to the next, while a tool or envi
 
 def talk(config: ChatConfig, interactive: bool) -> None:
     """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
+    from grpo.data.conversation import NEW, Conversation
     from grpo.model.load import NO_LIMIT, length_limits, load_end_ids, load_model, load_settings, load_tokenizer
     from grpo.model.pictures import Vision, load_processor
-    from grpo.rollouts.conversation import NEW, Conversation
     from grpo.run.collective import own_place
-    from grpo.turns.start import start_turns
+    from grpo.tools.start import start_turns
 
     _, _, device = own_place()
     tokenizer = load_tokenizer(config)
@@ -78,8 +78,8 @@ def answer_lines(
     config: ChatConfig, interactive: bool, conversation: Conversation, answerer: Answerer, longest: int
 ) -> None:
     """Answer the lines of stdin. `longest`: tokens that a conversation may have."""
+    from grpo.data.conversation import NEW, NotAsked
     from grpo.model.devices import refuse_shortage
-    from grpo.rollouts.conversation import NEW, NotAsked
 
     for turn, question in enumerate(questions(interactive)):
         if question == NEW:
@@ -132,8 +132,8 @@ class Answerer:
         It ends where `stopped` has something in it: then it has no outcome. Raises RewardError where the environment
         fails.
         """
-        from grpo.rollouts.turns import make_rollout, show_answer
-        from grpo.wire.pictures import with_more
+        from grpo.data.responder import make_rollout, show_answer
+        from grpo.wire.picture_files import with_more
 
         if self._turns is None:
             return self._draw(example, limit, seed, stopped)
@@ -166,7 +166,7 @@ class Answerer:
         return make_rollout(self._tokenizer, self._end_ids, ids, [], 0, drawn, dialogue.outcome)
 
     def _draw(self, example: Example, room: int, seed: int, stopped: list[int]) -> Rollout:
-        from grpo.rollouts.local import LocalSampler
+        from grpo.sampling.generate import LocalSampler
 
         sampler = LocalSampler(self._model, self._tokenizer, self._end_ids, room, vision=self._vision)
         printer = AnswerPrinter(self._tokenizer.decode, stopped)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.evaluate import EvaluateConfig
+from grpo.config.programs import EvaluateConfig
 from grpo.model.answering import model_settings
 from grpo.run.exit import exit_code
 
@@ -37,19 +37,19 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     import torch
     import torch.distributed as dist
 
+    from grpo.data.prompts import check_reward_columns, load_examples
     from grpo.model.devices import refuse_shortage
     from grpo.model.load import check_lengths, enough_memory, load_end_ids, load_model, load_settings, load_tokenizer
     from grpo.model.pictures import Vision, load_processor
     from grpo.model.trial import make_batcher
     from grpo.rewards.compute import load_reward_funcs, start_rewards
     from grpo.rewards.functions import TrainerState
-    from grpo.rollouts.prompts import check_reward_columns, load_examples
-    from grpo.rollouts.trial import make_sampler
     from grpo.run.collective import gather, own_place
     from grpo.run.run_folder import check_unused, check_writable
+    from grpo.sampling.self_check import make_sampler
+    from grpo.tools.start import start_turns
     from grpo.trainer.evaluation import check_verdicts, evaluate, with_pictures
     from grpo.trainer.rewarding import Rewarder, join_rewards
-    from grpo.turns.start import start_turns
 
     rank, world_size, device = own_place()
     if world_size > 1:
@@ -147,8 +147,7 @@ def _split(config: EvaluateConfig) -> str:
 def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
     """Make the folder and write config.yaml, metrics.json, completions.jsonl in the order of the problems, and the
     pictures of the problems."""
-    from grpo.run.json_lines import to_json
-    from grpo.run.recorded_pictures import keep_pictures
+    from grpo.run.json_lines import keep_pictures, to_json
     from grpo.run.run_folder import new_folder
 
     new_folder("output", folder, config)
@@ -159,7 +158,7 @@ def _write(folder: Path, config: EvaluateConfig, metrics: dict[str, float], comp
 
 
 def main() -> int:
-    from grpo.client.errors import ServerError
+    from grpo.client.server_errors import ServerError
     from grpo.config.errors import RewardError
 
     config = parse_arguments(EvaluateConfig, __doc__, model_settings=model_settings)

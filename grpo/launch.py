@@ -27,11 +27,10 @@ from types import FrameType
 import requests
 
 from grpo.config.command_line import parse_arguments, to_yaml
-from grpo.config.console import start_logging
+from grpo.config.console import free_port, start_logging
 from grpo.config.errors import COMMAND, ConfigError, program_name, say_once
 from grpo.config.fields import REPOSITORY
-from grpo.config.launch import LaunchConfig
-from grpo.config.ports import free_port
+from grpo.config.programs import LaunchConfig
 from grpo.run.checkpoint_files import finished_steps
 from grpo.run.run_folder import find_run_folder
 

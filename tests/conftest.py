@@ -37,7 +37,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from demo.model import build_model, build_tokenizer  # noqa: E402
 from demo.task import write_dataset  # noqa: E402
-from grpo.config.ports import free_port  # noqa: E402
+from grpo.config.console import free_port  # noqa: E402
 
 GSM8K = REPOSITORY.parent / "shared/data/gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")

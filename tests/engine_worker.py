@@ -23,16 +23,16 @@ from grpo.algorithm.loss import grpo_loss
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import PromptStream, load_examples
+from grpo.data.records import Rollout, Sample
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import AdapterOffReference, train_adapter
 from grpo.model.trial import make_batcher
 from grpo.rewards.compute import load_reward_funcs, start_rewards
-from grpo.rollouts.prompts import PromptStream, load_examples
-from grpo.rollouts.records import Rollout, Sample
-from grpo.rollouts.trial import make_sampler
-from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.engine import engine_config, join_ranks, start_engine
+from grpo.run.metrics import PhaseClock
+from grpo.sampling.self_check import make_sampler
+from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engine
 from grpo.trainer.rewarding import Rewarder
 from grpo.trainer.round import Rounds
 

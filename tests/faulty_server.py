@@ -89,13 +89,14 @@ def fail_half_way() -> None:
 
 
 def shorten_header_deadline(seconds: float) -> None:
-    from grpo.server import channel
+    from grpo.server import http as channel
 
     channel.HEADER_SECONDS = seconds
 
 
 def lower_limits(body_bytes: int = 64 << 20, sequences: int = 4096) -> None:
-    from grpo.server import channel, http, model_service
+    from grpo.server import http, model_service
+    from grpo.server import http as channel
 
     channel.BODY_BYTES = http.BODY_BYTES = body_bytes
     model_service.MOST_SEQUENCES = sequences

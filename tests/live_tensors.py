@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import qwen, random_model
 from benchmarks.memory import on_meta
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Example, Sample
 from grpo.model.load import checkpoint_activations
 from grpo.model.memory import LiveTensors, total
 from grpo.model.trial import make_batcher
-from grpo.rollouts.continuous import ContinuousSampler
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.records import Example, Sample
-from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.engine import engine_config, join_ranks, start_engine
-from grpo.trainer.memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
+from grpo.run.metrics import PhaseClock
+from grpo.sampling.continuous import ContinuousSampler
+from grpo.sampling.generate import LocalSampler
+from grpo.trainer.deepspeed_engine import engine_config, join_ranks, start_engine
+from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 from grpo.trainer.step import update
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from grpo.wire.delta import sha256_of
-from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
+from grpo.pool.delta import sha256_of
+from grpo.pool.protocol import Drawn, Probe, RunInfo, Task
 from grpo.workers.engine import EngineError
-from grpo.workers.weights import WEIGHTS
+from grpo.workers.weights_folder import WEIGHTS
 
 
 class PlainEngine:

@@ -16,13 +16,13 @@ from conftest import Server, running_server
 from safetensors.numpy import save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from grpo.client.pool import PoolClient
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
-from grpo.wire.delta import make_delta, sha256_of
-from grpo.wire.rollouts import Probe, RunInfo, Task, Version
+from grpo.pool.client import PoolClient
+from grpo.pool.delta import make_delta, sha256_of
+from grpo.pool.protocol import Probe, RunInfo, Task, Version
 
 RUN = RunInfo(
     run="0123456789abcdef",

@@ -11,9 +11,8 @@ from itertools import product
 import torch
 from oracle import Completion, size
 
-from grpo.algorithm.loss_types import LOSSES
-from grpo.algorithm.tokens import StepSize, Tokens
-from grpo.config.loss import UNUSED_BOUNDS
+from grpo.algorithm.loss_types import LOSSES, StepSize, Tokens
+from grpo.config.loss_settings import UNUSED_BOUNDS
 
 LENGTHS = [0, 1, 7, 1, 12, 3, 0, 6]
 LOSS_TYPES = [*LOSSES]

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from grpo.rollouts.records import Example, Outcome
+from grpo.data.records import Example, Outcome
 
 Answer = Callable[[list[int], int], list[int] | None]
 """takes what was drawn, and how many segments there were before; None ends the completion"""

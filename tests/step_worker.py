@@ -28,19 +28,18 @@ from pictured import drawing
 
 from grpo.algorithm.advantages import group_advantages
 from grpo.config.command_line import parse_arguments
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import SharedConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Sample
 from grpo.model.load import checkpoint_activations, load_model, load_tokenizer
 from grpo.model.lora import train_adapter
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
 from grpo.model.vision_tower import freeze_vision_tower
-from grpo.rollouts.records import Sample
-from grpo.run.metrics import gather_stats
-from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.engine import deepspeed, engine_config, join_ranks
+from grpo.run.metrics import PhaseClock, gather_stats
+from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks
 from grpo.trainer.step import update
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import PicturedPrompt
 
 LEARNING_RATE = 1e3  # the change of a weight is then far above the rounding of the weight
 PROMPTS, GENERATIONS = 12, 3

@@ -5,9 +5,9 @@ import math
 import random
 from dataclasses import replace
 
+from grpo.pool.protocol import Drawn, Probe, RunInfo, Task, Version
 from grpo.pool.store import Store
-from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task, Version
-from grpo.wire.turns import Outcome, RunTurns
+from grpo.wire.tool_outcomes import Outcome, RunTurns
 from grpo.wire.weights import Piece
 
 PROBE = Probe([1, 2], [3], [-0.5])

@@ -7,7 +7,7 @@ import sys
 
 from killed_at import run_trainer
 
-from grpo.rollouts.local import LocalSampler
+from grpo.sampling.generate import LocalSampler
 
 
 def count_waits() -> None:

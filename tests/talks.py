@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from demo.model import build_tokenizer
 from grpo.config.trainer import TrainerConfig
-from grpo.rollouts.records import Example
-from grpo.turns.start import UserTurns, start_turns
+from grpo.data.records import Example
+from grpo.tools.start import UserTurns, start_turns
 
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
 _TOOLS = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"

@@ -5,13 +5,10 @@ import re
 
 from conftest import REPOSITORY
 
-from grpo.config.evaluate import EvaluateConfig
-from grpo.config.generation import ChatConfig
-from grpo.config.launch import LaunchConfig
-from grpo.config.report import ReportConfig
+from grpo.config.programs import EvaluateConfig, LaunchConfig, ReportConfig, WorkerConfig
+from grpo.config.sampling_settings import ChatConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.config.worker import WorkerConfig
 
 PAGE = REPOSITORY / "docs/troubleshooting.md"
 PROGRAMS = [
@@ -25,11 +22,9 @@ SETTINGS = {field.name for config in CONFIGS for field in dataclasses.fields(con
 NAMING = [REPOSITORY / "grpo_ref_split.py"]
 NAMED_BY = (
     "run/metrics",
-    "run/phase_clock",
-    "trainer/numbers",
+    "trainer/step_result",
     "trainer/round",
     "trainer/step",
-    "trainer/numbers",
     "algorithm/loss",
     "algorithm/loss_types",
     "trainer/evaluation",

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo.algorithm.estimators import Outcomes, has_signal, std
-from grpo.algorithm.user_estimator import find_estimator
-from grpo.config.loss import LossSection
+from grpo.algorithm.estimators import Outcomes, find_estimator, has_signal, std
+from grpo.config.loss_settings import LossSection
 
 
 def advantages(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from grpo.algorithm.tokens import LOG_RATIO_LIMIT
+from grpo.algorithm.loss_types import LOG_RATIO_LIMIT
+from grpo.config.loss_settings import LossSection
 
 HORIZON = 10_000  # completions over which an adaptive beta follows: Ziegler et al.'s, and verl's
 
@@ -41,3 +42,25 @@ def adapt_beta(beta: float, kl: float, sequences: int, target: float) -> float:
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + error * sequences / HORIZON)
+
+
+# The adaptive coefficient of the entropy bonus: Skywork-OR1, He et al. 2025, arXiv:2505.22312.
+
+
+def applied_entropy_coef(entropy_coef: float, last_entropy: float | None, settings: LossSection) -> float:
+    """Return the coefficient of the entropy bonus in a step.
+
+    An adaptive one acts only where the last step's entropy was at or below the target; before the first step that
+    entropy is None.
+    """
+    if not settings.use_adaptive_entropy:
+        return entropy_coef
+    return entropy_coef if last_entropy is not None and last_entropy <= settings.entropy_target else 0.0
+
+
+def adapt_entropy_coef(entropy_coef: float, entropy: float, settings: LossSection) -> float:
+    """Return the coefficient for the next step: a delta more where the entropy was at or below the target, else a
+    delta less, up to the bounds."""
+    if entropy <= settings.entropy_target:
+        return min(entropy_coef + settings.entropy_coef_delta, settings.entropy_coef_max)
+    return max(entropy_coef - settings.entropy_coef_delta, settings.entropy_coef_min)

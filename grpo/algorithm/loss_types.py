@@ -16,14 +16,81 @@ A loss type of your own is such a function in your own file: see docs/recipes.md
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
-from grpo.algorithm.tokens import LOG_RATIO_LIMIT, StepSize, first_tokens, sequence_sums, to_tokens
-from grpo.config.loss import LossSection
+from grpo.config.errors import ConfigError
+from grpo.config.loss_settings import LossSection
+from grpo.config.user_code import load_function, modes_kept
+
+# The tensors of the objective: completion tokens of sequences of different lengths, one sequence after the other.
+
+
+# exp(20) = 5e8. Where the KL is multiplied by the ratio two such factors meet, and the gradient's norm squares them:
+# 6e34 a token, which float32 still holds.
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """The size of a whole optimizer step, over all micro-batches and ranks."""
+
+    sequences: int
+    tokens: int
+    """completion tokens of these sequences"""
+    high_entropy_tokens: int | None = None
+    """tokens that the policy term and the entropy bonus act on where top_entropy_quantile is below 1; None: all"""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the loss is computed from: T completion tokens of S sequences."""
+
+    lengths: torch.Tensor
+    """int64 [S] tokens of each sequence, may be 0"""
+    advantages: torch.Tensor
+    """[S] advantage of each sequence"""
+    logprobs: torch.Tensor
+    """[T] log-probs of the policy, with gradient"""
+    entropy: torch.Tensor
+    """[T] entropy of the policy in nats, with gradient where the entropy bonus needs it"""
+    old_logprobs: torch.Tensor | None = None
+    """[T] log-probs of the policy before the first update on these tokens; None: it is the current policy"""
+    ref_logprobs: torch.Tensor | None = None
+    """[T] log-probs of the reference; None leaves out the KL"""
+    sampling_logprobs: torch.Tensor | None = None
+    """[T] log-probs as the sampler knew them, NaN where it did not; None where nothing is made of them"""
+    high_entropy: torch.Tensor | None = None
+    """bool [T] tokens that the policy term acts on; None: all"""
+
+
+def exp_bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp of the log-ratio clamped to +-20."""
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def to_tokens(values: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """Repeat each sequence's value at each of its tokens, [S] -> [T]. Without `count` (T) a GPU would be waited for."""
+    return values.repeat_interleave(lengths, dim=0, output_size=count)
+
+
+def sequence_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Sum the values of each sequence's tokens, [T] -> [S]."""
+    owner = to_tokens(torch.arange(len(lengths), device=lengths.device), lengths, len(values))
+    return values.new_zeros(len(lengths)).index_add(0, owner, values)
+
+
+def first_tokens(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Take the value at each sequence's first token, NaN where it has none: [T] -> float32 [S]."""
+    padded = nn.functional.pad(values.float(), (0, 1), value=torch.nan)
+    return padded[lengths.cumsum(0) - lengths].masked_fill(lengths == 0, torch.nan)
+
 
 # The papers' constants, by the sign of the advantage; TRL's defaults too.
 SAPO_TEMPERATURE_POS, SAPO_TEMPERATURE_NEG = 1.0, 1.05  # a gate that closes faster where the advantage is negative
@@ -192,3 +259,58 @@ def divided_by(divisor: int, inputs: LossInputs) -> torch.Tensor:
     """Return equal weights 1 / divisor, float32 [T]."""
     shares = torch.full_like(inputs.lengths, 1.0 / max(divisor, 1), dtype=torch.float64)
     return inputs.to_tokens(shares.float())
+
+
+# A loss type of the user's own, `loss_type: path/to/file.py:function`: found, and its results checked.
+
+
+@functools.cache  # reward functions may change the directory that a path begins in
+def find_loss(loss_type: str) -> LossFunction:
+    """Return the function of a loss type: a built-in one, or the user's with a check around it.
+
+    Raises ConfigError where there is no such file or function, or the file cannot be imported.
+    """
+    if loss_type in LOSSES:
+        return LOSSES[loss_type]
+    function = load_function("loss_type", loss_type)
+
+    def checked(inputs: LossInputs, settings: LossSection) -> LossTerms:
+        with modes_kept():
+            terms = function(inputs, settings)
+        if not _are_terms(terms, len(inputs.logprobs)):
+            raise ConfigError(
+                f"loss_type={loss_type!r}: for {len(inputs.logprobs)} tokens it returned {_describe(terms)}: return "
+                "(policy, weights, metrics), two tensors with a value for each token and a dict of one-dimensional "
+                "tensors by name"
+            )
+        if inputs.logprobs.requires_grad and not terms[0].requires_grad:
+            raise ConfigError(
+                f"loss_type={loss_type!r}: its policy term has no gradient: compute it from inputs.logprobs or "
+                "inputs.ratio"
+            )
+        return terms
+
+    return checked
+
+
+def _are_terms(terms: Any, count: int) -> bool:
+    if not isinstance(terms, tuple) or len(terms) != 3 or not isinstance(terms[2], Mapping):
+        return False
+    policy, weights, metrics = terms
+    tensors = [policy, weights, *metrics.values()]
+    return (
+        all(isinstance(tensor, torch.Tensor) and tensor.dim() == 1 for tensor in tensors)
+        and len(policy) == len(weights) == count
+        and all(isinstance(name, str) for name in metrics)
+    )
+
+
+def _describe(value: Any) -> str:
+    """Return the shapes of what a function returned, for a message."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_describe, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_describe(inner)}' for name, inner in value.items())}}}"
+    return repr(value)

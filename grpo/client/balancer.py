@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from grpo.client.connection import Answer, Connection, WeightsToSend
-from grpo.client.errors import ModelOutdated, RequestFailure, RequestRefused, ServerError, ServersUnavailable
-from grpo.client.http import seconds_to_next_try
+from grpo.client.server_errors import ModelOutdated, RequestFailure, RequestRefused, ServerError, ServersUnavailable
+from grpo.client.sessions import seconds_to_next_try
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from grpo.client.balancer import IN_FLIGHT, Balancer, Deadline, list_outcomes
 from grpo.client.connection import Connection
-from grpo.client.errors import ModelLoading, RequestFailure, ServersUnavailable
-from grpo.config.connection import ClientConfig
+from grpo.client.server_errors import ModelLoading, RequestFailure, ServersUnavailable
+from grpo.config.connection_settings import ClientConfig
 from grpo.config.errors import rank_count
 from grpo.wire.health import ServerInfo
 

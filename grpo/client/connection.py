@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import requests
 
-from grpo.client.errors import ModelLoading, ModelOutdated, RequestFailure, RequestRefused, ServerError
-from grpo.client.http import (
+from grpo.client.server_errors import ModelLoading, ModelOutdated, RequestFailure, RequestRefused, ServerError
+from grpo.client.sessions import (
     CONNECT_SECONDS,
     certificate_refused,
     check_certificates,
@@ -24,11 +24,10 @@ from grpo.client.http import (
     send_pieces,
     token_refused,
 )
-from grpo.config.connection import ClientConfig
-from grpo.wire.errors import ProtocolError
+from grpo.config.connection_settings import ClientConfig
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer
-from grpo.wire.paths import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, WEIGHTS_PATH
+from grpo.wire.refusals import COMMIT_PATH, CONTENT_TYPES, HEALTH_PATH, TASK_PATHS, WEIGHTS_PATH, ProtocolError
 from grpo.wire.rewards import RewardAnswer
 from grpo.wire.weights import Commit
 

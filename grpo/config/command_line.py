@@ -14,6 +14,7 @@ import json
 import pkgutil
 import re
 import sys
+import textwrap
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -24,19 +25,131 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
-from grpo.config.errors import ConfigError, did_you_mean, program_name, say_once
+from grpo.config.errors import ConfigError, did_you_mean, is_first_rank, program_name, say_once
 from grpo.config.fields import default_of
-from grpo.config.help import ALL, COMMON, HelpAction, HelpFormatter, check_topic, is_shown, topic_names
-from grpo.config.yaml_text import load_yaml
+
+# Prints `--help`: the settings that most people touch, those of one topic, or all.
+
+
+COMMON, ALL = "common", "all"
+
+
+def is_shown(topic: str, heading: str, name: str, is_common: bool) -> bool:
+    """Tell whether `--help TOPIC` shows a setting. A topic may be a word of a heading, or a setting's name."""
+    if topic == COMMON:
+        return is_common
+    return topic in (ALL, name) or topic.lower() in re.findall(r"\w+", heading.lower())
+
+
+def topic_names(headings: list[str]) -> str:
+    """List the first word of each heading, by which `--help` finds it."""
+    return ", ".join(re.findall(r"\w+", heading)[0] for heading in headings)
+
+
+class HelpAction(argparse.Action):
+    """The action of `--help [TOPIC]`: print on the first rank, and end."""
+
+    def __init__(self, **options: Any):
+        super().__init__(nargs="?", const=COMMON, **options)
+
+    def __call__(self, parser: Any, namespace: Any, topic: Any, option: str | None = None) -> None:
+        text = parser.make_help(topic)
+        if is_first_rank():
+            print(text, end="")
+        raise SystemExit(0)
+
+
+def check_topic(topic: str, count: int, headings: list[str]) -> None:
+    """Raise ConfigError where a topic has no setting."""
+    if count == 0:
+        raise ConfigError(f"--help {topic}: no such topic: use all, a setting's name, or {topic_names(headings)}")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """The format: `--name KIND`, then what it does; everything is wrapped at the terminal's width."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
+        return ", ".join(reversed(names)) + (f" {action.metavar}" if action.metavar else "")
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap paragraphs. Indented lines are commands: they stay as they are, and a long one goes on in the next."""
+        paragraphs = []
+        for paragraph in text.strip().split("\n\n"):
+            if paragraph.startswith(" "):
+                paragraphs.append("\n".join(_fold(line, width) for line in paragraph.splitlines()))
+            else:
+                paragraphs.append(textwrap.fill(" ".join(paragraph.split()), width, break_on_hyphens=False))
+        return "\n\n".join(paragraphs)
+
+
+def _fold(command: str, width: int) -> str:
+    """Fold a shell command with backslashes, an option together with its first word."""
+    whole = re.sub(r"(--\w+) (?=[^-\s])", r"\1\0", command)
+    parts = textwrap.wrap(whole, width - 2, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return " \\\n".join(parts).replace("\0", " ")
+
+
+# Reads YAML, and refuses what PyYAML takes silently or answers with a traceback.
+
+
+def load_yaml(text: str) -> Any:
+    """Return what the text says. Raises yaml.YAMLError."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("too many brackets within each other") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader, which lets the last of two equal keys win, and its constructors raise whatever they meet."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):  # of a few hundred bytes they make gigabytes, and no setting needs one
+            alias = self.peek_event()
+            raise _error(alias, f"*{alias.anchor} stands for another place's value: write the value itself")
+        return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in names:
+                raise _error(key, f"{key.value} stands twice: leave one of them out")
+            names.add(str(key.value))
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            text = str(value)  # raises for an integer of more digits than Python writes
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise _error(node, f"{node.value!r:.40} is no {kind}: correct it, or put a text in quotes") from error
+        if "\0" in text:
+            raise _error(node, "a text holds the character NUL: leave it out")
+        return value
+
+
+for _kind in ("binary", "set", "omap", "pairs"):  # no setting is one of these: each would become a text
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_undefined)
+
+
+def _error(node: yaml.Node | yaml.Event, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
 
 _PROGRAMS = (
     "grpo.config.server:ServerConfig",
     "grpo.config.trainer:TrainerConfig",
-    "grpo.config.launch:LaunchConfig",
-    "grpo.config.evaluate:EvaluateConfig",
-    "grpo.config.generation:ChatConfig",
-    "grpo.config.report:ReportConfig",
-    "grpo.config.worker:WorkerConfig",
+    "grpo.config.programs:LaunchConfig",
+    "grpo.config.programs:EvaluateConfig",
+    "grpo.config.sampling_settings:ChatConfig",
+    "grpo.config.programs:ReportConfig",
+    "grpo.config.programs:WorkerConfig",
 )
 """the programs whose settings a file may hold; imported only for a file with a name that is not the program's own"""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import socket
 import sys
+from contextlib import suppress
 
 _COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
@@ -38,3 +41,19 @@ def start_logging(level: int = logging.INFO) -> None:
     handler = _Handler()
     handler.setFormatter(_Formatter(sys.stderr.isatty() and not os.environ.get("NO_COLOR")))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+# A TCP port for a program that is about to listen.
+
+
+# Below those that Linux gives to outgoing connections and to whoever listens on port 0: one of them may be taken again
+# before the program listens.
+_PORTS = range(20_000, 32_768)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)  # a seed must not give two runs the same one
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

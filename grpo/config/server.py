@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from grpo.config.connection import TOKEN_VARIABLE, ConnectionSection
+from grpo.config.connection_settings import TOKEN_VARIABLE, ConnectionSection
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import SharedConfig
 
 
 @dataclass

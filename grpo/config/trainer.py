@@ -2,17 +2,176 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from grpo.config.connection import ReferenceConfig
+from grpo.config.connection_settings import ReferenceConfig
 from grpo.config.errors import rank_count, require
-from grpo.config.generation import PolicyConfig, RolloutSection
-from grpo.config.loss import LossSection
-from grpo.config.pool import PoolSection
-from grpo.config.records import RecordSection
-from grpo.config.rewards import RewardedConfig
-from grpo.config.training import TrainingSection
+from grpo.config.fields import Section, option
+from grpo.config.loss_settings import LossSection
+from grpo.config.record_settings import RecordSection
+from grpo.config.reward_settings import RewardedConfig
+from grpo.config.sampling_settings import LOCAL_SAMPLERS, PolicyConfig, RolloutSection
+
+# Settings of who draws the trainer's completions: the trainer itself, or workers behind a pool.
+
+
+@dataclass
+class PoolSection(Section):
+    """The settings of the trainer's sampler."""
+
+    HEADING = "sampler and pool"
+
+    sampler: Literal["continuous", "generate", "pool"] = option(
+        "continuous",
+        f"{LOCAL_SAMPLERS}. pool lets workers on any machine draw (generate.py); the trainer then draws held-out "
+        "answers alone, by continuous",
+    )
+    pool: str | None = option(
+        None, "URL of the pool that brings tasks to workers: a server with --task rollouts", needs="sampler pool"
+    )
+    max_policy_lag: int = option(
+        0,
+        "rounds of generation that workers draw ahead, with a policy that is as many rounds old: 0 lets the trainer "
+        "wait for them, 1 lets both work at the same time",
+        needs="sampler pool",
+        at_least=0,
+    )
+    in_flight_weight_updates: bool = option(
+        False,
+        "workers take each new policy as soon as it is there, in the middle of completions too: for long answers. A "
+        "round is then drawn by policies that are at most max_policy_lag rounds old, and other ones in each run",
+        needs="max_policy_lag above 0",
+    )
+    pool_deadline: float = option(
+        900.0,
+        "seconds without any new group, or without an answer of the pool, after which the run ends",
+        needs="sampler pool",
+        above=0,
+    )
+    replay: str | None = option(
+        None,
+        "file of an earlier run's pool, to train on what was drawn then, without pool and workers",
+        needs="sampler pool",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampler != "pool":
+            return
+        require(
+            (self.pool is None) != (self.replay is None),
+            "sampler",
+            self.sampler,
+            "name where the completions come from: the URL of a pool, or the file of one as replay; one of the two",
+        )
+        if self.pool is not None:
+            self.pool = self.pool.rstrip("/")
+            require(self.pool.startswith(("http://", "https://")), "pool", self.pool, "write it as http://HOST:PORT")
+        require(
+            self.replay is None or Path(self.replay).is_file(),
+            "replay",
+            self.replay,
+            "there is no such file: name the pool_file of an earlier run",
+        )
+
+
+# Settings of the optimizer steps.
+
+
+_RATE = 1e-6  # TRL's
+_LORA_RATE = 1e-5  # LoRA wants ten times as much, or more (Schulman et al. 2025, "LoRA Without Regret")
+_PROMPTS = 48  # 1, 2, 3, 4, 6 and 8 ranks share them equally
+
+
+@dataclass
+class TrainingSection(Section):
+    """The settings of the policy's updates."""
+
+    HEADING = "training"
+
+    max_steps: int = option(500, "number of optimizer updates", above=0, common=True)
+    prompts_per_step: int | None = option(
+        None,
+        "prompts per update over all ranks, each with num_generations completions; unset is the multiple of the ranks "
+        "that is nearest to 48, and in a run that is continued the number that it had",
+        common=True,
+        above=0,
+    )
+    steps_per_generation: int = option(
+        1, "updates that one round of generation feeds, each with prompts of its own", above=0
+    )
+    num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
+    micro_batch_tokens: int = option(
+        16384,
+        "tokens in one forward and backward pass, a shared prompt counted once: lower it if memory runs out",
+        above=0,
+        common=True,
+    )
+    learning_rate: float | None = option(
+        None,
+        "AdamW's peak learning rate; unset is 1e-6, or 1e-5 with use_peft, and in a run that is continued the one that "
+        "it had",
+        common=True,
+        above=0,
+    )
+    lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
+        "constant_with_warmup", "course of the learning rate after its linear warm-up"
+    )
+    warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0", at_least=0)
+    optim: Literal["adamw_torch", "adamw_8bit"] = option(
+        "adamw_torch",
+        "optimizer; adamw_8bit keeps AdamW's moments in 8 bits, by bitsandbytes, in a quarter of the memory",
+    )
+    adam_beta1: float = option(0.9, "decay of AdamW's mean of the gradients", at_least=0, below=1)
+    adam_beta2: float = option(0.99, "decay of AdamW's mean of the squared gradients", at_least=0, below=1)
+    weight_decay: float = option(0.0, "AdamW's weight decay, of all weights but biases and those of norms", at_least=0)
+    max_grad_norm: float = option(
+        1.0, "larger gradients are scaled down to this norm; 0 switches clipping off", at_least=0
+    )
+    gradient_checkpointing: bool = option(
+        True,
+        "recompute activations in the backward pass: less memory, more time",
+        off="keep activations for the backward pass: more memory, less time",
+    )
+    deepspeed: str = option(
+        "ds_config.json", "JSON file with DeepSpeed's own settings; the trainer fills in what says auto there"
+    )
+
+    def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
+        """Give unset settings the value that the run to continue had, or their default."""
+        if self.prompts_per_step is None:
+            nearest = max(1, round(_PROMPTS / world_size)) * world_size
+            self.prompts_per_step = recorded.get("prompts_per_step", nearest)
+        if self.learning_rate is None:
+            self.learning_rate = float(recorded.get("learning_rate", _LORA_RATE if is_lora else _RATE))
+
+    @property
+    def updates_per_round(self) -> int:
+        """Return the number of updates that one round of generation feeds."""
+        return self.steps_per_generation * self.num_iterations
+
+    def steps_of_round(self, number: int) -> range:
+        """Return the steps (from 0) that train on what round `number` (from 0) draws, for the first time."""
+        first = number * self.steps_per_generation
+        return range(first, first + self.steps_per_generation)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Refuse a global batch that cannot be shared equally. Raises ConfigError."""
+        if self.prompts_per_step is None:
+            return  # it will fit
+        rest = self.prompts_per_step % world_size
+        lower, upper = self.prompts_per_step - rest, self.prompts_per_step - rest + world_size
+        require(
+            rest == 0,
+            "prompts_per_step",
+            self.prompts_per_step,
+            f"{world_size} ranks cannot share it equally: use {f'{lower} or ' if lower else ''}{upper}, or another "
+            "number of ranks",
+        )
+
 
 _RENAMED = {
     "advantage_estimator": "adv_estimator",

@@ -12,12 +12,10 @@ from typing import Any
 
 import yaml
 
-from grpo.config.command_line import to_yaml
+from grpo.config.command_line import load_yaml, to_yaml
 from grpo.config.errors import ConfigError, is_first_rank, program_name
-from grpo.config.generation import AnswerSection, DataSection
-from grpo.config.rewards import RewardSection, is_users_own
-from grpo.config.turns import TurnsSection
-from grpo.config.yaml_text import load_yaml
+from grpo.config.reward_settings import RewardSection, is_users_own
+from grpo.config.sampling_settings import AnswerSection, DataSection, TurnsSection
 
 ANSWERING = "grpo.yaml"
 """the file in a model's folder, with the settings of SECTIONS by which it was trained"""

@@ -21,8 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.config.errors import ConfigError, require
-from grpo.config.generation import AnsweringConfig
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import AnsweringConfig, SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.devices import refuse_shortage
 from grpo.model.hub import check_model_name, find_file, refuse_damaged

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import find_adapter_config_file
 
 from grpo.config.errors import ConfigError, did_you_mean
-from grpo.config.generation import PolicyConfig
+from grpo.config.sampling_settings import PolicyConfig
 from grpo.model.hub import refuse_damaged
 from grpo.model.quantization import is_packed, is_quantized, unpacked
 from grpo.model.vision_tower import vision_modules

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from grpo.wire.pictures import PicturedPrompt, key_of
+from grpo.wire.picture_files import PicturedPrompt, key_of
 
 if TYPE_CHECKING:
     from grpo.model.pictures import Seen, Vision

@@ -25,13 +25,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from grpo.config.errors import ConfigError, require
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import SharedConfig
 from grpo.model.hub import find_file
 from grpo.model.lora import base_of
 from grpo.model.vision_tower import vision_parameters
 from grpo.wire.health import fingerprint
-from grpo.wire.picture_files import MOST_PIXELS, PictureError, check_picture, open_picture
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import MOST_PIXELS, PicturedPrompt, PictureError, check_picture, open_picture
 
 # Of pixels: 27 pictures of 1,000 tokens for Qwen. Those of a step are prepared once for sampling, scoring and update.
 KEPT_BYTES = 2**29

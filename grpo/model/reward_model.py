@@ -26,15 +26,15 @@ from transformers import (
 
 import grpo.model.template_limit  # noqa: F401  it limits what a template may make
 from grpo.config.errors import ConfigError
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import SharedConfig
 from grpo.model.fingerprint import describe
 from grpo.model.hub import check_model_name, refuse_damaged
 from grpo.model.load import refuse_hub_kernels, resolve_dtype
 from grpo.model.lora import base_of
 from grpo.model.packing import Batcher
-from grpo.wire.errors import ProtocolError, check_number, malformed
 from grpo.wire.health import ModelInfo
 from grpo.wire.logprobs import LogprobsRequest
+from grpo.wire.refusals import ProtocolError, check_number, malformed
 from grpo.wire.rewards import Input, Message, RewardRequest
 
 PADDED = Batcher(pad_token_id=0, longest_packed=0)

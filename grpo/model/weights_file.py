@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import torch
 
-from grpo.wire.tensor_header import HeaderError, data_begins, read_header
+from grpo.wire.tensors import HeaderError, data_begins, read_header
 
 _LONGEST_HEADER = 16 << 20
 _BLOCK = 4 << 20  # values of a block

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import ConfigError
-from grpo.wire.errors import ProtocolError
+from grpo.wire.refusals import ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ CREATE TABLE tasks (
     newest INTEGER,  -- the newest version that drew a token of it; NULL like `drawn`
     prompt_ids BLOB NOT NULL,  -- int32
     columns TEXT NOT NULL,  -- of the row, as JSON, for an environment
-    drawn BLOB,  -- the completions as grpo.wire.rollout_tensors.encode_drawn writes them; NULL while there are none
+    drawn BLOB,  -- the completions as grpo.pool.task_tensors.encode_drawn writes them; NULL while there are none
     checksum BLOB NOT NULL,
     PRIMARY KEY (group_id, attempt)
 );

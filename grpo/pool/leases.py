@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from grpo.wire.rollouts import Lease
+from grpo.pool.protocol import Lease
 
 Key = tuple[int, int]
 """(group, attempt)"""

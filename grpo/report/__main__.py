@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.report import ReportConfig
+from grpo.config.programs import ReportConfig
 from grpo.report.page import report
 from grpo.run.exit import exit_code
 

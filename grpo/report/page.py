@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import require
-from grpo.config.report import ReportConfig
+from grpo.config.programs import ReportConfig
 from grpo.report.curves import COLOURS, OTHER, PANELS, REST, default_window, make_charts, make_phases
-from grpo.report.pictures import read_pictures
-from grpo.report.read import Run, read_completions, read_run
+from grpo.report.read import Run, read_completions, read_pictures, read_run
 
 PAGE, UNFINISHED = "report.html", "report.unfinished"
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -56,7 +55,7 @@ def report(config: ReportConfig) -> Iterator[Path]:
     if not config.png:
         return
 
-    from grpo.report.plots import draw_charts, draw_phases
+    from grpo.report.curves import draw_charts, draw_phases
 
     names = run_names(folders)
     for title, charts in make_charts(runs, data["window"]).items():

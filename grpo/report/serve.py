@@ -18,7 +18,7 @@ import bottle
 from waitress.server import BaseWSGIServer, create_server
 
 from grpo.config.errors import ConfigError
-from grpo.config.report import ReportConfig
+from grpo.config.programs import ReportConfig
 from grpo.report.page import make_page, page_data, run_folders
 from grpo.report.read import read_run
 

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
-from grpo.config.errors import ConfigError
-from grpo.config.evaluate import EvaluateConfig
+from grpo.config.errors import ConfigError, RewardError
+from grpo.config.programs import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import Key
-from grpo.rewards.alone import add_deadline
-from grpo.rewards.event_loop import run_in_loop
+from grpo.model.reward_model import PADDED, describe_reward, load_reward_model, sequence_scores, tokenize
+from grpo.rewards.deadline import RewardPool, add_deadline
 from grpo.rewards.functions import (
     Batch,
     Logged,
-    RewardError,
     TrainerState,
     begin_call,
     call_function,
@@ -40,13 +40,14 @@ from grpo.rewards.functions import (
     repr_of,
     text_of,
 )
-from grpo.rewards.prints import PRINTS
-from grpo.rewards.process import count_processes
-from grpo.rewards.worker_pool import RewardPool
+from grpo.usercode.prints import PRINTS
+from grpo.usercode.process import count_processes, run_in_loop
+from grpo.wire.refusals import ProtocolError
 from grpo.wire.rewards import Message
 
 if TYPE_CHECKING:
     import torch
+
 
 log = logging.getLogger(__name__)
 
@@ -96,13 +97,11 @@ def start_rewards(
     functions, pool = start_functions(rewards, config, count_processes())
     for label, reward in rewards.items():
         if isinstance(reward, str) and reward.startswith(("http://", "https://")):
-            from grpo.client.reward import RewardClient
+            from grpo.client.reference import RewardClient
 
             started[label] = client = RewardClient(config, reward, run)
             client.wait_ready()
         elif isinstance(reward, str):
-            from grpo.rewards.local_model import RewardModel
-
             started[label] = RewardModel(config, reward, device)
         else:
             started[label] = functions[label]
@@ -232,3 +231,27 @@ async def _await_all(
         return check_returned(returned, batch, logs[name])
 
     return await asyncio.gather(*itertools.starmap(compute, functions.items()), return_exceptions=True)
+
+
+# A reward model in the trainer's process.
+
+
+class RewardModel:
+    """A frozen reward model on the rank's device. Its batches are as large as an update's."""
+
+    def __init__(self, config: TrainerConfig | EvaluateConfig, name: str, device: torch.device):
+        """Load the model. Raises ConfigError where `name`, a folder or hub id, is no reward model."""
+        self._name, self._batch_tokens = name, config.micro_batch_tokens
+        self._model, self._tokenizer = load_reward_model(config, "reward_funcs", name, device)
+        self._max_length = describe_reward(self._model, self._tokenizer, name).max_length
+
+    def score(self, conversations: list[list[Message]]) -> list[float]:
+        """Return one float32 per conversation. Raises RewardError for one that the model cannot take."""
+        try:
+            texts = list(tokenize(self._tokenizer, conversations, self._max_length))
+        except ProtocolError as error:
+            raise RewardError(f"the reward model {self._name} cannot score a completion: {error}") from error
+        scores = np.zeros(len(texts), np.float32)
+        for rows in PADDED.cut([(text, []) for text in texts], self._batch_tokens):
+            scores[rows] = sequence_scores(self._model, [texts[row] for row in rows])
+        return scores.tolist()

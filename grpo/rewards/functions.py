@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.errors import ConfigError, RewardError, did_you_mean
-from grpo.config.user_code import Key
-from grpo.config.user_files import imported, load_file
+from grpo.config.user_code import Key, imported, load_file
 
 if TYPE_CHECKING:
     from grpo.wire.rewards import Message

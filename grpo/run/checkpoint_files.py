@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config.errors import ConfigError
-from grpo.config.records import RecordSection
+from grpo.config.record_settings import RecordSection
 
 FORMAT = 5
 PROGRESS = "progress.json"

@@ -10,21 +10,26 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import random
 import re
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import StepBatch
 from grpo.model.lora import trained_alone
 from grpo.model.pictures import PictureProcessor
-from grpo.rollouts.records import StepBatch
 from grpo.run.checkpoint_files import (
     PROGRESS,
     Sums,
@@ -39,8 +44,117 @@ from grpo.run.collective import from_first, gather
 from grpo.run.description import RunDescription, check_same
 from grpo.run.exit import how_to_go_on
 from grpo.run.folder import SaveError, describe_room, put_in_place, to_disk, write_model
-from grpo.run.progress import SHARED, Progress, random_states, set_random_states
-from grpo.run.rearrange import put_steps, share_anew, to_universal
+
+# How far a run is: what all ranks share, and each rank's completions and random states.
+
+
+@dataclass
+class Progress:
+    """A run's progress: numbers that all ranks share, and this rank's round of completions."""
+
+    beta: float
+    entropy_coef: float
+    entropy: float | None = None
+    """the mean entropy of the last step's tokens that an adaptive bonus acts on; None before the first step"""
+    step: int = 0
+    """the number of updates done"""
+    num_tokens: int = 0
+    """the tokens that were trained on, over all ranks"""
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """the metrics of the evaluation after the last step; empty where there was none"""
+    round: int = -1
+    """the round that `batches` belong to; -1 before the first is drawn"""
+    batches: list[StepBatch] = field(default_factory=list)
+    """this rank's batch of each step of the round"""
+    reference: str = ""
+    """the fingerprint of the model that the reference servers began with; empty where no server is asked"""
+    ref_step: int = 0
+    """the last step after which the policy became part of the reference; 0 where it never did"""
+    bad_steps: list[int] = field(default_factory=list)
+    """the last steps, in a row, that taught the policy nothing: not finite, all rewards None, or all masked"""
+    flat_steps: int = 0
+    """the number of last steps, in a row, in which all completions of every prompt earned the same reward"""
+    masked_steps: int = 0
+    """the number of updates that did nothing, as every completion was masked"""
+    resampled: int = 0
+    """the number of groups that were replaced in this round, on all ranks"""
+    most_calls_failed: bool = False
+    """whether most calls of tools failed in the last step; of rank 0 alone, and in no checkpoint"""
+
+
+SHARED = [name for name in Progress.__dataclass_fields__ if name not in ("batches", "most_calls_failed")]
+"""the fields that all ranks share, and that a checkpoint's progress.json holds"""
+
+
+def random_states() -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+# Checkpoints for another number of ranks than saved them: DeepSpeed's own conversion, and the round shared anew.
+
+
+_MOVED = {
+    "grpo.rollouts.records": "grpo.data.records",
+    "grpo.wire.pictures": "grpo.wire.picture_files",
+    "grpo.wire.turns": "grpo.wire.tool_outcomes",
+}
+"""modules of the classes in a checkpoint that was written before they moved"""
+
+LOAD_UNIVERSAL = {"load_universal": True}
+"""the setting in DeepSpeed's "checkpoint" section with which it loads what `to_universal` wrote"""
+
+
+def to_universal(engine: Path, to: Path) -> None:
+    """Write the parts that ZeRO-2 saved on each rank as one tensor a parameter, which any number of ranks can load.
+
+    Raises OSError with the last line of DeepSpeed's program where that failed.
+    """
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
+            *("--input_folder", str(engine), "--output_folder", str(to)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise OSError(f"DeepSpeed's ds_to_universal: {(ended.stdout.splitlines() or ['it was killed'])[-1]}")
+
+
+def put_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Move each count of steps from the CPU, where DeepSpeed leaves it, to its parameter, as a fused AdamW needs it."""
+    for parameter, state in optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device)
+
+
+def share_anew(by_rank: Sequence[list[StepBatch]], rank: int, world_size: int) -> list[StepBatch]:
+    """Return the share that this one of `world_size` ranks has of a round; `by_rank` has the shares as they were."""
+    batches = []
+    for shares in zip(*by_rank, strict=True):
+        whole = StepBatch(
+            [group for share in shares for group in share.groups],
+            torch.cat([share.by_function for share in shares], dim=1),
+            torch.cat([share.rewards for share in shares]),
+            torch.cat([share.signal for share in shares]),
+            [sample for share in shares for sample in share.samples],
+        )
+        groups = len(whole.groups) // world_size
+        batches.append(whole.cut(rank * groups, (rank + 1) * groups))
+    return batches
+
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +318,7 @@ class Checkpoints:
                     f"as the checkpoint has; or start it with {saved_ranks}"
                 )
         needed = [self._rank] if saved_ranks == ranks else range(saved_ranks)
-        states = {rank: _unpickled(checkpoint, rank) for rank in needed}
+        states = {rank: read_rank_state(checkpoint, rank) for rank in needed}
         if self._rank in states:
             set_random_states(states[self._rank]["random"])
         by_rank = [state["batches"] for state in states.values()]
@@ -264,6 +378,12 @@ def _writer(name: str) -> int:
     return int(numbered[1] or numbered[2]) if numbered else 0
 
 
-def _unpickled(checkpoint: Path, rank: int) -> dict[str, Any]:
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(_MOVED.get(module, module), name)
+
+
+def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
+    """Return a rank's random states and the batches of its round."""
     with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
-        return pickle.load(file)
+        return _Unpickler(file).load()

@@ -13,10 +13,9 @@ from typing import Any
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.rollouts.records import Example
+from grpo.data.records import Example
 from grpo.wire.health import fingerprint
-from grpo.wire.picture_files import EncodedPicture
-from grpo.wire.pictures import key_of, pictures_of
+from grpo.wire.picture_files import EncodedPicture, key_of, pictures_of
 
 LIBRARIES = "torch", "transformers", "deepspeed"
 

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
-from grpo.config.records import RecordSection
+from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
-from grpo.rollouts.records import Example
+from grpo.data.records import Example
 from grpo.run.checkpoint_files import damage, find_checkpoints, finished_steps
 from grpo.run.collective import from_first, gather
 from grpo.run.description import LIBRARIES
-from grpo.run.push import open_repo
+from grpo.run.folder import open_repo
 from grpo.run.run_folder import find_run_folder, make_run_folder, nearest_existing, writable
 from grpo.wire.health import fingerprint
-from grpo.wire.pictures import pictures_of
+from grpo.wire.picture_files import pictures_of
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,11 @@ No module here imports torch: grpo.launch asks before it starts anything.
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,11 +18,60 @@ from pathlib import Path
 
 from grpo.config.command_line import write_config
 from grpo.config.errors import ConfigError
-from grpo.config.evaluate import EvaluateConfig
-from grpo.config.records import RecordSection
+from grpo.config.programs import EvaluateConfig
+from grpo.config.record_settings import RecordSection
 from grpo.run.checkpoint_files import checkpoints, find_checkpoints
 from grpo.run.json_lines import read_record
-from grpo.run.lock import lock_run
+
+# The lock of a run's folder: one trainer at a time writes there. It ends with its process, in whatever way.
+
+
+log = logging.getLogger(__name__)
+
+LOCK = "trainer.lock"
+"""the lock's file in the run's folder; it names the host and the process that write there. Opening and closing the file
+within that process releases the lock."""
+
+_WAIT = 20.0  # seconds that a killed process may take to end
+
+
+def lock_run(folder: Path) -> None:
+    """Let no other trainer write into the folder until this process has ended.
+
+    Raises ConfigError where another trainer still writes there after 20 seconds, OSError where the folder cannot be
+    written.
+    """
+    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # it stays open
+    deadline, is_waiting = time.monotonic() + _WAIT, False
+    # A record lock and not flock: a forked process does not inherit it, and NFS supports it.
+    while (error := _try_to_lock(file)) is not None:
+        if error not in (errno.EACCES, errno.EAGAIN):
+            log.warning(
+                "%s cannot be locked (%s): see to it that no other trainer writes there", folder, os.strerror(error)
+            )
+            break
+        holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or "unknown"
+        if time.monotonic() > deadline:
+            os.close(file)
+            raise ConfigError(
+                f"output_dir='{folder}': another trainer ({holder}) writes there: wait for its end, or name another "
+                "folder"
+            )
+        if not is_waiting:
+            log.info("waiting at most %.0f s for the end of the trainer (%s) that writes to %s", _WAIT, holder, folder)
+            is_waiting = True
+        time.sleep(0.2)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _try_to_lock(file: int) -> int | None:
+    """Take the lock, or return the number of the error."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def find_run_folder(config: RecordSection) -> Path:

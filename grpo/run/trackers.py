@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo.config.errors import ConfigError
-from grpo.config.records import RecordSection
+from grpo.config.record_settings import RecordSection
 from grpo.config.trainer import TrainerConfig
 
 log = logging.getLogger(__name__)

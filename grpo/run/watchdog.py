@@ -22,7 +22,7 @@ from itertools import count
 import torch.distributed as dist
 
 from grpo.config.errors import first_here
-from grpo.run.phase_clock import PhaseClock
+from grpo.run.metrics import PhaseClock
 
 log = logging.getLogger(__name__)
 

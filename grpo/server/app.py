@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 import bottle
 
 from grpo.server.monitor import Monitor
-from grpo.wire.errors import ProtocolError
-from grpo.wire.paths import CONTENT_TYPE
+from grpo.wire.refusals import CONTENT_TYPE, ProtocolError
 
 log = logging.getLogger("ref_server")
 

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from grpo.model.packing import Batcher, by_prompt
-from grpo.server.turns import Answer, Batch, Job, Piece, Turns
-from grpo.wire.errors import ProtocolError
+from grpo.server.client_queues import Answer, Batch, Job, Piece, Turns
 from grpo.wire.logprobs import LogprobsRequest
+from grpo.wire.refusals import ProtocolError
 
 
 @dataclass

@@ -2,27 +2,274 @@
 
 waitress reads all sockets in one thread and hands a request to a worker thread only when its body is complete, so a
 slow client holds no worker. This file adds a connection limit that strangers cannot exhaust for everybody, a limit on
-the bytes of all bodies, and deadlines by the monotonic clock. grpo/server/channel.py adds the rest.
+the bytes of all bodies, and deadlines by the monotonic clock. grpo/server/http.py adds the rest.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import re
+import select
 import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from http import HTTPStatus
 
 from waitress.adjustments import Adjustments
+from waitress.buffers import OverflowableBuffer
+from waitress.channel import HTTPChannel
+from waitress.parser import HTTPRequestParser, ParsingError
 from waitress.server import TcpWSGIServer
+from waitress.task import ErrorTask
+from waitress.utilities import Error
 
 from grpo.config.errors import ConfigError, allow_open_files
 from grpo.config.server import ServerConfig
-from grpo.server.channel import BODY_BYTES, HEADER_BYTES, Channel
-from grpo.wire.errors import ProtocolError
+from grpo.wire.refusals import ProtocolError
+
+# A connection of the web server: one request at a time, refused as early as its headers allow.
+
 
 log = logging.getLogger(__name__)
+
+HEADER_BYTES = 16 << 10  # a request line with all headers; those of a trainer are below 1 KiB
+BODY_BYTES = 64 << 20  # the 2,000,000 tokens that a request may have take 8 MB; a piece of weights has 16 MiB
+HEADER_SECONDS = 10.0  # headers fit into a few packets, so that only a stalled client takes longer
+_IDLE_SECONDS = 120  # then a connection without a request, or whose client does not read its answer, is closed
+
+
+class _Refused(Error):
+    """A ProtocolError as waitress wants its errors."""
+
+    def __init__(self, error: ProtocolError):
+        super().__init__(error.message)
+        self.code, self.reason, self.error = error.status, HTTPStatus(error.status).phrase, error
+
+
+_TRANSFER_ENCODING = re.compile(rb"^transfer-encoding\s*:", re.IGNORECASE | re.MULTILINE)
+
+
+class _Request(HTTPRequestParser):
+    """An incoming request, refused as early as its headers allow."""
+
+    command = path = "-"  # waitress sets these when it can read them
+    known = False
+    """whether the sender may ask everything"""
+
+    def __init__(self, adj: Adjustments, channel: Channel):
+        super().__init__(adj)
+        self.channel = channel
+        self.began = time.monotonic()
+        self.body_began: float | None = None
+
+    def received(self, data: bytes) -> int:
+        consumed = super().received(data)
+        if self.completed:
+            self.expect_continue = False  # for a refused request waitress would send 100 Continue, and read its body
+        return consumed
+
+    def parse_header(self, header_plus: bytes) -> None:
+        try:
+            super().parse_header(header_plus)
+            # Write it as the router will read it: all slashes at the start are one, and what is not UTF-8 is refused.
+            self.path = "/" + self.path.lstrip("/")
+            self.path.encode("latin-1").decode()
+        except ValueError as error:  # waitress lets the errors of int() and urlsplit() through
+            raise ParsingError("the request line or a header is malformed") from error
+        self.body_began = time.monotonic()
+        if self.version not in ("1.0", "1.1"):
+            raise ParsingError("this server speaks HTTP/1.1 and HTTP/1.0")
+        # A proxy before us may see the end of such a request elsewhere (RFC 9112, section 6.1): waitress accepts
+        # "chunked, chunked", an empty value and loose chunks. It has already removed the header, hence the raw text.
+        if _TRANSFER_ENCODING.search(header_plus):
+            error = ProtocolError(411, "length_required", "send a Content-Length and no Transfer-Encoding")
+            self.error, self.completed = _Refused(error), True
+            return
+        server = self.channel.server
+        allowed, refusal = server.admit(self.path, self.headers)
+        self.known = allowed and refusal is None
+        if not self.known:
+            self.headers["CONNECTION"] = "close"  # else a few bytes of many requests could keep it busy for minutes
+        fits = self.content_length < self.adj.max_request_body_size  # waitress refuses a larger one itself
+        if refusal is None and fits and not server.make_room_for_body(self.channel):
+            refusal = too_many_bodies()
+        if refusal is not None:
+            self.error, self.completed = _Refused(refusal), True
+
+
+class _ErrorTask(ErrorTask):
+    """The answer to a request that is refused before the app sees it: JSON as for every other error, then the end."""
+
+    def execute(self) -> None:
+        error = self._as_protocol_error()
+        body = error.to_json()
+        self.status = f"{error.status} {self.request.error.reason}"
+        self.response_headers += [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
+        if error.retry_after is not None:
+            self.response_headers.append(("Retry-After", str(error.retry_after)))
+        self.set_close_on_finish()
+        self.content_length = len(body)
+        self.write(b"" if self.request.command == "HEAD" else body)
+        sender = self.channel.addr[0] if self.channel.addr else ""
+        self.channel.server.on_refused(self.request.command, self.request.path, sender, error)
+
+    def _as_protocol_error(self) -> ProtocolError:
+        refused = self.request.error
+        if isinstance(refused, _Refused):
+            return refused.error
+        code = refused.reason.lower().replace(" ", "_")
+        sentence = {
+            413: f"the body is larger than {BODY_BYTES >> 20} MiB",
+            431: f"the headers are larger than {HEADER_BYTES >> 10} KiB",
+        }.get(refused.code, " ".join(refused.body.split())[:300])
+        return ProtocolError(refused.code, code, sentence)
+
+
+class Channel(HTTPChannel):
+    """A connection: one request at a time, with deadlines for its headers and its body."""
+
+    error_task_class = _ErrorTask
+    asked_before = False
+    known = False
+    """whether any request of this connection came from a sender who may ask everything"""
+    _unread = b""
+    """bytes that came after the request in work"""
+
+    def __init__(self, *arguments, **options):
+        self.opened = time.monotonic()
+        super().__init__(*arguments, **options)
+
+    def parser_class(self, adj: Adjustments) -> _Request:
+        """Make a request. waitress calls this too, to answer a failure of its own."""
+        return _Request(adj, self)
+
+    @property
+    def last_activity(self) -> float:
+        """time.monotonic() of the last byte received or sent."""
+        return self._last_activity
+
+    @last_activity.setter
+    def last_activity(self, wall_time: float) -> None:
+        # waitress assigns time.time(), which may be set back.
+        self._last_activity = time.monotonic()
+
+    @property
+    def body_bytes(self) -> int:
+        """Content-Length of the request that is incoming or in work."""
+        requests = [*self.requests, self.request]
+        return sum(request.content_length for request in requests if request is not None and request.error is None)
+
+    def readable(self) -> bool:
+        return not self._unread and super().readable()
+
+    def writable(self) -> bool:
+        return bool(super().writable() or (self._unread and not self.requests))
+
+    def handle_write(self) -> None:
+        super().handle_write()
+        if self._unread and self.connected and not (self.requests or self.total_outbufs_len):
+            self.received(b"")  # the system has taken the previous answer
+
+    def received(self, data: bytes) -> bool:
+        """Read one request at most: waitress would read all that have come, and keep all their answers in memory."""
+        with self.requests_lock:
+            data, self._unread = self._unread + data, b""
+            while data and self.connected and not (self.requests or self.will_close or self.close_when_flushed):
+                if self.request is None:
+                    self.request = self.parser_class(self.adj)
+                try:
+                    data = data[self.request.received(data) :]
+                except OSError as error:  # waitress writes a large body to a temporary file
+                    folder, reason = tempfile.gettempdir(), error.strerror
+                    message = f"no room for the body in {folder} ({reason}): the server's disk is full"
+                    log.error(message)
+                    self._refuse_partial(ProtocolError(503, "no_space", message, retry_after=5))
+                    return False
+                self.known |= self.request.known
+                if self.request.expect_continue and self.request.headers_finished and not self.sent_continue:
+                    self.send_continue()
+                if self.request.completed:
+                    self.sent_continue = False
+                    request, self.request = self.request, None
+                    if not request.empty:
+                        self._start(request)
+            self._unread = data
+        return True
+
+    def _start(self, request: _Request) -> None:
+        self.asked_before = True
+        self.requests.append(request)
+        self.server.add_task(self)
+
+    def check_client_disconnected(self) -> bool:
+        """Return whether the client has closed its end, which waitress does not notice while a request is in work.
+
+        The thread that answers calls this; the app finds it as "waitress.client_disconnected".
+        """
+        poller = select.poll()
+        try:
+            poller.register(self.socket.fileno(), getattr(select, "POLLRDHUP", 0))  # without it only resets are seen
+        except ValueError:  # this side has closed
+            return True
+        return bool(poller.poll(0))
+
+    def give_up_body(self) -> None:
+        """Refuse the incoming request, to make room for others."""
+        with self.requests_lock:
+            if self.request is not None:  # else its last bytes have just come
+                self._refuse_partial(too_many_bodies())
+
+    def _refuse_partial(self, error: ProtocolError) -> None:
+        """Refuse the incoming request; the caller holds the lock."""
+        partial, self.request = self.request, None
+        partial.error, partial.completed = _Refused(error), True
+        self._start(partial)
+
+    def _flush_some(self, do_close: bool = True) -> bool:
+        flushed = super()._flush_some(do_close)
+        if flushed and not self.total_outbufs_len:  # waitress would keep it until the next answer
+            self.outbufs.pop().close()
+            self.outbufs.append(OverflowableBuffer(self.adj.outbuf_overflow))
+            self.current_outbuf_count = 0
+        return flushed
+
+    def handle_close(self) -> None:
+        super().handle_close()
+        if self.request is not None:
+            self.request.close()  # free its body now: an idle thread may hold the channel for long
+
+    def check_deadlines(self, config: ServerConfig) -> None:
+        """Close or refuse what is late. The thread that reads the sockets calls this every second."""
+        with self.requests_lock:
+            now, partial = time.monotonic(), self.request
+            if self.requests:
+                return
+            if partial is None or self.will_close or self.close_when_flushed:
+                since, limit = self.opened, HEADER_SECONDS
+                if self.asked_before:
+                    since, limit = self.last_activity, _IDLE_SECONDS
+                if now - since > limit:
+                    self.handle_close()  # without an answer: it has asked nothing, or does not read
+                return
+            if partial.body_began is None:
+                part, limit = "headers", HEADER_SECONDS
+                # The first request has its time from the connection's start: empty lines before it do not count.
+                since = partial.began if self.asked_before else self.opened
+            else:
+                part, limit, since = "body", config.body_timeout, partial.body_began
+            if now - since <= limit:
+                return
+            message = f"the {part} did not come within {limit:g} s" + (" (--body_timeout)" if part == "body" else "")
+            self._refuse_partial(ProtocolError(408, "request_timeout", message))
+
+
+def too_many_bodies() -> ProtocolError:
+    message = "the bodies of other requests take all the room that there is for them: come back in 5 s"
+    return ProtocolError(503, "too_many_bodies", message, retry_after=5)
+
 
 THREADS = 128  # each waits for the model on behalf of one request
 _LARGEST_BODIES = 16  # all bodies together may have this many times BODY_BYTES

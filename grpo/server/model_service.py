@@ -12,9 +12,9 @@ from functools import partial
 from grpo.config.server import ServerConfig
 from grpo.server.http import THREADS
 from grpo.server.service import Service
-from grpo.wire.errors import ProtocolError
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
+from grpo.wire.refusals import ProtocolError
 from grpo.wire.rewards import RewardAnswer
 
 log = logging.getLogger("ref_server")
@@ -55,7 +55,7 @@ class ModelService(Service):
         from grpo.model.pictures import load_processor
         from grpo.model.trial import make_batcher
         from grpo.server.fair_queue import FairQueue
-        from grpo.server.pictures import PictureCheck
+        from grpo.server.request_pictures import PictureCheck
         from grpo.server.weight_swap import WeightSwap
         from grpo.server.worker import Worker, completion_logprobs
 

@@ -25,8 +25,7 @@ from prometheus_client import (
 )
 
 from grpo.server.history import SECONDS, WORK, History
-from grpo.wire.errors import ProtocolError
-from grpo.wire.paths import HEALTH_PATH, ROLLOUTS_PATH, TASK_PATHS
+from grpo.wire.refusals import HEALTH_PATH, ROLLOUTS_PATH, TASK_PATHS, ProtocolError
 
 log = logging.getLogger("ref_server")
 

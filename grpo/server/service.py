@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from grpo.config.server import ServerConfig
 from grpo.server.monitor import Monitor
-from grpo.wire.errors import ProtocolError
 from grpo.wire.health import ModelInfo, ServerInfo
-from grpo.wire.paths import COMMIT_PATH, HEALTH_PATH, PAGE_PATH, WEIGHTS_PATH
+from grpo.wire.refusals import COMMIT_PATH, HEALTH_PATH, PAGE_PATH, WEIGHTS_PATH, ProtocolError
 
 _UPDATE_PATHS = (WEIGHTS_PATH, COMMIT_PATH)
 _OPEN_PATHS = (PAGE_PATH, HEALTH_PATH)  # without the token they tell nothing: an empty page, and "ok"

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from grpo.model.devices import is_out_of_memory
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
+from grpo.server.client_queues import Batch, Job
 from grpo.server.fair_queue import Exchange, FairQueue
 from grpo.server.monitor import Pass
-from grpo.server.turns import Batch, Job
-from grpo.wire.errors import ProtocolError
 from grpo.wire.logprobs import LogprobsRequest
+from grpo.wire.refusals import ProtocolError
 
 log = logging.getLogger(__name__)
 

@@ -17,34 +17,33 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from grpo.client.connection import Connection
-from grpo.client.errors import RequestFailure, ServerError
-from grpo.client.http import check_certificates
-from grpo.client.pool import PoolClient
 from grpo.client.reference import check_reference
+from grpo.client.server_errors import RequestFailure, ServerError
+from grpo.client.sessions import check_certificates
 from grpo.config.errors import COMMAND, ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Example
 from grpo.model.fingerprint import describe_without_weights
 from grpo.model.load import checkpoint_activations, refuse_hub_kernels, resolve_dtype
 from grpo.model.logprobs import check_router
 from grpo.model.lora import base_of, check_adapter, put_adapter, train_adapter
-from grpo.model.memory import Memory, Terms
-from grpo.model.memory_report import change_lines, on_meta, trainer_lines
+from grpo.model.memory import Memory, Terms, change_lines, on_meta, trainer_lines
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor
 from grpo.model.vision_tower import freeze_vision_tower, vision_parameters
-from grpo.rollouts.records import Example
+from grpo.pool.client import PoolClient
 from grpo.run.checkpoint_files import Damaged, check_format, find_checkpoints, finished_steps, read_progress
 from grpo.run.collective import own_place
 from grpo.run.description import RunDescription
-from grpo.run.push import check_login
+from grpo.run.folder import check_login
 from grpo.run.run_folder import find_run_folder
-from grpo.trainer.engine import engine_config
-from grpo.trainer.memory import RankWork, rank_memory
-from grpo.trainer.pool_wait import describe_workers
+from grpo.tools.start import UserTurns
+from grpo.trainer.deepspeed_engine import engine_config
+from grpo.trainer.pool_sampler import describe_workers
+from grpo.trainer.rank_memory import RankWork, rank_memory
 from grpo.trainer.setup import Inputs, read_inputs
-from grpo.turns.start import UserTurns
 from grpo.wire.health import ModelInfo
-from grpo.wire.pictures import PicturedPrompt, pictures_of
+from grpo.wire.picture_files import PicturedPrompt, pictures_of
 
 log = logging.getLogger(__name__)
 

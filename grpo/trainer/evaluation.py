@@ -12,15 +12,15 @@ from tqdm import tqdm
 
 from grpo.algorithm.advantages import total_rewards
 from grpo.config.errors import ConfigError, require
-from grpo.config.rewards import RewardedConfig
+from grpo.config.reward_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Example
 from grpo.rewards.functions import TrainerState
-from grpo.rollouts.records import Example
-from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather
 from grpo.run.metrics import Stats
+from grpo.sampling.sampler import Sampler
 from grpo.trainer.rewarding import Rewarder, fail_together, full_rewards, reward_names, verdicts
-from grpo.wire.pictures import pictures_of
+from grpo.wire.picture_files import pictures_of
 
 EVALUATION_SEED = 1 << 63  # no seed of training's groups
 

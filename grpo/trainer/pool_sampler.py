@@ -8,36 +8,122 @@ With in_flight_weight_updates that policy is the oldest that may draw the round;
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.client.errors import RequestFailure, ServerError, ServersLost
-from grpo.client.http import check_certificates
-from grpo.client.patience import Patience, Stopped
-from grpo.client.pool import PoolClient
+from grpo.client.base import BETWEEN_LINES, FIRST_LINE
+from grpo.client.server_errors import RequestFailure, ServerError, ServersLost
+from grpo.client.sessions import check_certificates
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.rollouts.prompts import PromptStream
-from grpo.rollouts.records import Example, Rollout
-from grpo.rollouts.sampler import OnGroups, Sampler
-from grpo.rollouts.turns import make_rollout
+from grpo.data.prompts import PromptStream
+from grpo.data.records import Example, Rollout
+from grpo.data.responder import make_rollout
+from grpo.pool.client import Patience, PoolClient, Stopped
+from grpo.pool.protocol import MOST_TASKS, Drawn, Task
+from grpo.pool.store import Recording
 from grpo.run.collective import raise_together
 from grpo.run.folder import SaveError
-from grpo.trainer.engine import Ranks
-from grpo.trainer.pool_run import PoolRun
-from grpo.trainer.pool_wait import GroupDeadline, describe_workers, logged_wait
-from grpo.wire.rollouts import MOST_TASKS, Drawn, Task
-from grpo.wire.turns import LONGEST_COLUMNS
+from grpo.sampling.sampler import OnGroups, Sampler
+from grpo.trainer.deepspeed_engine import Ranks
+from grpo.trainer.publish_policy import PoolRun
+from grpo.wire.tool_outcomes import LONGEST_COLUMNS
+
+# Waiting for a pool and its workers: how long, and what is said meanwhile.
+
+
+log = logging.getLogger(__name__)
+
+SHOWN = 8
+"""workers that a line names at most, those that the pool heard last"""
+
+
+class GroupDeadline:
+    """The time that a rank still waits for groups: it moves on with each that the pool gets."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._drawn: int | None = None
+        self.move_on()
+
+    def move_on(self) -> None:
+        self._end = time.monotonic() + self.seconds
+
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+    def wants_status(self) -> bool:
+        """Tell whether is_over has something to find out."""
+        return self._drawn is None or self.seconds_left() <= 0
+
+    def is_over(self, status: dict[str, Any]) -> bool:
+        """Tell whether the time has passed without a group of any rank: workers draw one rank's after another's."""
+        drawn = sum(row["drawn"] for row in status.get("rounds", []))
+        if drawn != self._drawn:
+            self.move_on()
+        self._drawn = drawn
+        return self.seconds_left() <= 0
+
+
+@contextmanager
+def logged_wait(what: str, url: str, status: Callable[[], dict[str, Any]], round_number: int) -> Iterator[None]:
+    """Log what is waited for, after 5 s and then each 15 s, while the block lasts."""
+    ended = threading.Event()
+
+    def write_lines() -> None:
+        began, pause = time.monotonic(), FIRST_LINE
+        while not ended.wait(pause):
+            pause = BETWEEN_LINES
+            try:
+                text = describe_wait(status(), url, round_number)
+            except RequestFailure as failure:
+                text = f"{url} {failure}"
+            except ServerError as error:
+                text = str(error)
+            if not ended.is_set():
+                log.info("%s: waiting since %.0f s: %s", what, time.monotonic() - began, text)
+
+    threading.Thread(target=write_lines, name="pool-wait", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def describe_wait(status: dict[str, Any], url: str, round_number: int) -> str:
+    """Say how many groups of a round are drawn, and what the pool's workers do."""
+    rows = [row for row in status.get("rounds", []) if row["round"] == round_number]
+    groups = "".join(f"{row['drawn']} of {row['tasks']} groups are drawn; " for row in rows)
+    return groups + describe_workers(status, url)
+
+
+def describe_workers(status: dict[str, Any], url: str) -> str:
+    """Say of each worker of a pool what it does, and what it said last; where there is none, how to start one."""
+    workers = status.get("workers", [])
+    if not workers:
+        return f"no worker asks this pool: start one with 'python generate.py --pool {url}', on any machine"
+    shown = [
+        f"{worker['name']}{' on ' * bool(worker['card'])}{worker['card']} is {worker['state']}"
+        + (f" ({worker['message']})" if worker["message"] else "")
+        + f", version {worker['version']}, {worker['last_seen']:.0f} s ago"
+        + (f", last refused: {worker['reason']}" if worker["reason"] else "")
+        for worker in workers[:SHOWN]
+    ]
+    return "; ".join(shown) + (f"; and {len(workers) - SHOWN} more" if len(workers) > SHOWN else "")
+
 
 _LONG_POLL = 5.0  # seconds; a signal is heeded after so many
 _MOST_COLUMNS = 32 << 20  # bytes of a request, half of what a pool takes
 
 
 class Source(Protocol):
-    """What a rank takes groups from: the pool, or the file of an earlier run's (grpo/trainer/replay.py)."""
+    """What a rank takes groups from: the pool, or the file of an earlier run's (grpo/trainer/pool_sampler.py)."""
 
     url: str
     """what messages call it"""
@@ -207,3 +293,43 @@ class PoolSampler(Sampler):
 def _columns_as_json(example: Example) -> str:
     """Return the columns that an environment is reset with. Raises TypeError or ValueError where one is no JSON."""
     return json.dumps(example.columns)
+
+
+# The file of an earlier run's pool, in the place of a pool: what was drawn then is trained on again.
+
+
+class Replay:
+    """A pool that has what an earlier run's workers drew, and gets nothing more."""
+
+    def __init__(self, path: str, run: str):
+        """`run` is the identity of the run that is replayed. Raises ConfigError where the file is of another one."""
+        self.url = path
+        self._recording = Recording(path)
+        if run != self._recording.run.run:
+            raise ConfigError(
+                f"replay={path!r}: it is of run {self._recording.run.name}, which had another model, other data or "
+                "other settings: give what that run had, all but the number of ranks"
+            )
+
+    def put_tasks(self, tasks: Sequence[Task]) -> None:
+        """Do nothing: `take` finds what there is of them."""
+
+    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[Drawn]:
+        """Return these groups. Raises ServersLost where one is not in the file, or damaged."""
+        drawn = []
+        for group, attempt in keys:
+            try:
+                result = self._recording.result((group, attempt))
+            except ConfigError as error:
+                raise ServersLost(str(error)) from error
+            if result is None:
+                raise ServersLost(
+                    f"{self.url} has no completions of group {group}, attempt {attempt}: the earlier run ended before: "
+                    "go on with a pool on a copy of this file"
+                )
+            drawn.append(result)
+        return drawn
+
+    def status(self) -> dict[str, Any]:
+        """Return that nobody draws."""
+        return {}

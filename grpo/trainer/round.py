@@ -17,17 +17,17 @@ from transformers import PreTrainedModel
 
 from grpo.algorithm.advantages import advantages, groups_with_signal, total_rewards
 from grpo.algorithm.kl import kl_divergence
-from grpo.client.errors import ServerError, ServersLost
 from grpo.client.reference import ReferenceClient
+from grpo.client.server_errors import ServerError, ServersLost
 from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import PromptStream
+from grpo.data.records import Example, Group, Rollout, Sample, StepBatch
 from grpo.model.lora import AdapterOffReference
 from grpo.model.packing import Batcher
 from grpo.rewards.functions import Logged, TrainerState
-from grpo.rollouts.prompts import PromptStream
-from grpo.rollouts.records import Example, Group, Rollout, Sample, StepBatch
-from grpo.rollouts.sampler import Sampler
 from grpo.run.collective import gather, raise_together
-from grpo.run.phase_clock import PhaseClock
+from grpo.run.metrics import PhaseClock
+from grpo.sampling.sampler import Sampler
 from grpo.trainer.rewarding import Rewarder, fail_together
 from grpo.trainer.step import policy_logprobs, split_masked, wait_for_reference
 

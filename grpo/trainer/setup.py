@@ -13,12 +13,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from grpo.algorithm.estimators import try_estimator
 from grpo.algorithm.loss import try_loss
-from grpo.algorithm.user_estimator import try_estimator
-from grpo.client.patience import Patience
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.errors import require
 from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import PromptStream, check_reward_columns, load_examples
+from grpo.data.records import Example
 from grpo.model.answering import read_answering
 from grpo.model.fingerprint import describe
 from grpo.model.load import (
@@ -37,34 +38,27 @@ from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
 from grpo.model.vision_tower import freeze_vision_tower
+from grpo.pool.client import Patience
 from grpo.rewards.compute import load_reward_funcs, start_rewards
-from grpo.rollouts.prompts import PromptStream, check_reward_columns, load_examples
-from grpo.rollouts.records import Example
-from grpo.rollouts.sampler import Sampler
-from grpo.rollouts.trial import make_sampler
 from grpo.run.checkpoint_files import read_progress
-from grpo.run.checkpoints import Checkpoints
+from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
 from grpo.run.description import RunDescription
 from grpo.run.preflight import check_alike, open_run
-from grpo.run.progress import Progress
-from grpo.run.rearrange import LOAD_UNIVERSAL
-from grpo.run.recorder import Recorder
+from grpo.run.recorder import Recorder, describe_start, record_start
 from grpo.run.signals import Launcher, StopSignals
-from grpo.run.starts import describe_start, record_start
 from grpo.run.trackers import check_report_to
 from grpo.run.watchdog import Watchdog
-from grpo.trainer.engine import Ranks, engine_config, start_engine
+from grpo.sampling.sampler import Sampler
+from grpo.sampling.self_check import make_sampler
+from grpo.tools.start import UserTurns, start_turns
+from grpo.trainer.deepspeed_engine import Ranks, engine_config, start_engine
 from grpo.trainer.evaluation import best_metric, check_verdicts
-from grpo.trainer.pool_run import PoolRun
-from grpo.trainer.pool_sampler import PoolSampler, check_rows, connect
-from grpo.trainer.publish_policy import PolicyPublisher
-from grpo.trainer.publish_weights import WeightPublisher, has_begun
-from grpo.trainer.replay import Replay
-from grpo.trainer.rewarding import Rewarder, join_rewards
+from grpo.trainer.pool_sampler import PoolSampler, Replay, check_rows, connect
+from grpo.trainer.publish_policy import PolicyPublisher, PoolRun
+from grpo.trainer.publish_reference import WeightPublisher, has_begun
+from grpo.trainer.rewarding import Rewarder, join_rewards, try_rewards
 from grpo.trainer.round import Rounds
-from grpo.trainer.scoring import try_rewards
-from grpo.turns.start import UserTurns, start_turns
-from grpo.wire.pictures import pictures_of
+from grpo.wire.picture_files import pictures_of
 
 log = logging.getLogger(__name__)
 

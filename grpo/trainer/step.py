@@ -15,19 +15,17 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from grpo.algorithm.experts import balance_loss, experts_chosen
-from grpo.algorithm.loss import DISTANCE, grpo_loss
-from grpo.algorithm.tokens import StepSize, Tokens
-from grpo.client.errors import ServerError, ServersLost
-from grpo.config.loss import LossSection
+from grpo.algorithm.loss import DISTANCE, balance_loss, experts_chosen, grpo_loss
+from grpo.algorithm.loss_types import StepSize, Tokens
+from grpo.client.server_errors import ServerError, ServersLost
+from grpo.config.loss_settings import LossSection
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Sample
 from grpo.model.logprobs import router_logits, token_logprobs, with_router_logits
 from grpo.model.packing import Batch, Batcher, Ids
-from grpo.rollouts.records import Sample
 from grpo.run.collective import gather, raise_together
-from grpo.run.metrics import Stats, add_stats
-from grpo.run.phase_clock import PhaseClock
-from grpo.wire.pictures import pictures_of
+from grpo.run.metrics import PhaseClock, Stats, add_stats
+from grpo.wire.picture_files import pictures_of
 
 DRIFT = "drift/"
 """before a group's id: the distance of the sampler's log-probs from the policy's, of each of its tokens"""

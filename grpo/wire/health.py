@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from grpo.wire.paths import VERSION
+from grpo.wire.refusals import VERSION
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from grpo.wire.errors import check_name, malformed
+from grpo.wire.refusals import check_name, malformed
 
 LARGEST_ID = 2**31 - 1
 """what an int32 holds: ids of tokens, groups and versions go as such"""

@@ -16,9 +16,8 @@ from itertools import islice
 import numpy as np
 from safetensors.numpy import save
 
-from grpo.wire.errors import ProtocolError, check_name, check_number, malformed
-from grpo.wire.paths import VERSION
-from grpo.wire.pictures import PicturedPrompt, pictures_of
+from grpo.wire.picture_files import PicturedPrompt, pictures_of
+from grpo.wire.refusals import VERSION, ProtocolError, check_name, check_number, malformed
 from grpo.wire.tensors import int32, read_tensors, uint8
 
 MOST_PICTURES = 256

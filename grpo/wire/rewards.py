@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo.wire.errors import ProtocolError, check_name, check_number, malformed
+from grpo.wire.refusals import ProtocolError, check_name, check_number, malformed
 
 Message = dict[str, str]
 """a message of a chat: its role (system, user or assistant) and its content"""

@@ -2,10 +2,103 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 
-from grpo.wire.errors import malformed
-from grpo.wire.tensor_header import LONGEST_HEADER, HeaderError, data_begins, read_header
+from grpo.wire.refusals import malformed
+
+# The header of a safetensors file or body, checked: it may be a stranger's.
+
+
+LONGEST_HEADER = 64 << 10
+"""most bytes of the header of a request or an answer: an honest one has less than 2,000. JSON takes many times its size
+in memory, and every other thread waits while it is parsed."""
+
+
+class HeaderError(ValueError):
+    """Bytes that are no safetensors header, or not the header of this data."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    dtype: str
+    """dtype as the file names it: F32"""
+    shape: tuple[int, ...]
+    start: int
+    """place of its first byte in the file"""
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+def data_begins(first: bytes, size: int, longest: int) -> int:
+    """Return at which byte the tensors begin, from the first eight of `size` bytes.
+
+    Raises HeaderError for a header of more than `longest` bytes, or of more than there are.
+    """
+    length, limit = int.from_bytes(first, "little"), max(0, min(longest, size - 8))
+    if length > limit:
+        raise HeaderError(f"not safetensors: a header of {length} bytes; {limit} are the most")
+    return 8 + length
+
+
+def read_header(text: bytes, size: int, widths: Mapping[str, int]) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the tensors and the metadata of a header, checked in full.
+
+    `size` is the number of bytes of the whole file, `widths` the bytes of a value of each allowed dtype. Raises
+    HeaderError.
+    """
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=_refuse_doubles)
+        json.dumps(header, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+    except HeaderError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(f"not safetensors: its header is not JSON ({type(error).__name__})") from error
+    if not isinstance(header, dict):
+        raise HeaderError("not safetensors: its header is not a JSON object")
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderError("not safetensors: its __metadata__ is not of texts")
+    base = 8 + len(text)
+    entries = {name: _read_entry(name, fields, base, widths) for name, fields in header.items()}
+    starts, ends = [], [base]
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.count)):
+        starts.append(entry.start)
+        ends.append(entry.start + entry.count * widths[entry.dtype])
+    if [*starts, size] != ends:
+        raise HeaderError(f"not safetensors: its tensors do not fill its {size} bytes, each byte once")
+    return entries, metadata
+
+
+def _refuse_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise HeaderError("not safetensors: its header has a name twice")
+    return fields
+
+
+def _read_entry(name: str, fields: object, base: int, widths: Mapping[str, int]) -> Entry:
+    complete = isinstance(fields, dict) and fields.keys() == {"dtype", "shape", "data_offsets"}
+    dtype, shape, offsets = (fields[key] for key in ("dtype", "shape", "data_offsets")) if complete else (None,) * 3
+    if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
+        raise HeaderError(f"tensor {name[:100]!r} needs dtype, shape and two data_offsets, and nothing else")
+    if not isinstance(dtype, str) or dtype not in widths:
+        raise HeaderError(f"tensor {name[:100]!r} has dtype {str(dtype)[:20]!r}: send {' or '.join(widths)}")
+    # Few dimensions: the product of a million would take for ever.
+    plausible = len(shape) <= 8 and all(type(number) is int and 0 <= number < 2**63 for number in (*shape, *offsets))
+    if not plausible or offsets[1] - offsets[0] != math.prod(shape) * widths[dtype]:
+        raise HeaderError(f"tensor {name[:100]!r}: its shape and its data_offsets do not fit together")
+    return Entry(dtype, tuple(shape), base + offsets[0])
+
 
 _DTYPES = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _WIDTHS = {name: dtype.itemsize for name, dtype in _DTYPES.items()}

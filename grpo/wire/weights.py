@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo.wire.errors import malformed
+from grpo.wire.refusals import malformed
 
 
 @dataclass(frozen=True)

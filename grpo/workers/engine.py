@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
-from grpo.workers.turns import WorkerTurns
+from grpo.pool.protocol import Drawn, Probe, RunInfo, Task
+from grpo.workers.worker_tools import WorkerTurns
 
 
 class EngineError(Exception):

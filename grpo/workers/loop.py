@@ -11,6 +11,7 @@ import math
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,18 +19,89 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from grpo.client.errors import RequestFailure, ResultRefused, ServerError
-from grpo.client.http import check_certificates
-from grpo.client.patience import Patience, Stopped
-from grpo.client.pool import Leased, PoolClient
+from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
+from grpo.client.sessions import check_certificates
 from grpo.config.errors import RewardError
-from grpo.config.worker import WorkerConfig
-from grpo.wire.rollouts import Drawn, Lease, Task, Version
+from grpo.config.programs import WorkerConfig
+from grpo.pool.client import Leased, Patience, PoolClient, Stopped
+from grpo.pool.protocol import Drawn, Lease, Task, Version
 from grpo.workers.engine import Engine, EngineError, WorkerFailed
-from grpo.workers.probe import prove
-from grpo.workers.tally import SUMMARY_SECONDS, Tally
-from grpo.workers.turns import WorkerTurns, check_given, open_turns
-from grpo.workers.weights import ModelFolder, dtype_of
+from grpo.workers.weights_folder import ModelFolder, dtype_of
+from grpo.workers.worker_tools import WorkerTurns, check_given, open_turns
+
+# The proof that an engine has a version of the policy: it gives a sequence the log-probs that the trainer gave it.
+
+
+_MOST = {"F32": 1e-3}
+_MOST_IN_16_BITS = 0.15
+"""nats a token. Two programs that compute in bfloat16 differ by 0.04 on average; weights of another version by 0.6."""
+
+
+def prove(engine: Engine, version: Version, dtype: str) -> float:
+    """Return the mean difference of log-probs, in nats a token. Raises EngineError where it is too large, or NaN.
+
+    `dtype` is that of the weights as their file names it: F32.
+    """
+    logprobs, expected = engine.logprobs(version.probe), version.probe.logprobs
+    if len(logprobs) != len(expected):
+        raise EngineError(f"version {version.version}: {len(logprobs)} log-probs for {len(expected)} tokens")
+    difference = sum(abs(mine - theirs) for mine, theirs in zip(logprobs, expected, strict=True)) / len(expected)
+    most = _MOST.get(dtype, _MOST_IN_16_BITS)
+    if not difference <= most:
+        raise EngineError(
+            f"version {version.version}: the engine's log-probs are {difference:.2g} nats a token from the trainer's, "
+            f"and {most:g} are the most: it does not have these weights"
+        )
+    return difference
+
+
+# What a worker has drawn: for its log, and for the pool's page.
+
+
+SUMMARY_SECONDS = 60.0
+
+
+class Tally:
+    """Groups and tokens, in all and of the last minute. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._groups = self._tokens = 0
+        self._last: deque[tuple[float, int]] = deque()
+        """time and tokens of the groups of the last minute"""
+
+    def add(self, drawn: Drawn) -> None:
+        with self._lock:
+            self._groups, self._tokens = self._groups + 1, self._tokens + drawn.tokens
+            self._last.append((time.monotonic(), drawn.tokens))
+
+    def tokens_per_second(self) -> float:
+        """Return the mean of the last minute, or of the time since the start."""
+        return self._of_last_minute()[1] / self._seconds()
+
+    def summary(self) -> str:
+        """Return a line on the last minute; "" where nothing was drawn."""
+        groups, tokens = self._of_last_minute()
+        return f"last {SUMMARY_SECONDS:.0f} s: {_line(groups, tokens, self._seconds())}" if groups else ""
+
+    def whole(self) -> str:
+        """Return a line on everything; "" where nothing was drawn."""
+        return _line(self._groups, self._tokens, time.monotonic() - self._began) if self._groups else ""
+
+    def _seconds(self) -> float:
+        return max(1e-3, min(SUMMARY_SECONDS, time.monotonic() - self._began))
+
+    def _of_last_minute(self) -> tuple[int, int]:
+        with self._lock:
+            while self._last and self._last[0][0] < time.monotonic() - SUMMARY_SECONDS:
+                self._last.popleft()
+            return len(self._last), sum(tokens for _, tokens in self._last)
+
+
+def _line(groups: int, tokens: int, seconds: float) -> str:
+    return f"{groups} groups, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
+
 
 log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")

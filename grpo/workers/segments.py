@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from grpo.wire.rollouts import Drawn, RunInfo, Task
-from grpo.wire.turns import Outcome
+from grpo.pool.protocol import Drawn, RunInfo, Task
+from grpo.wire.tool_outcomes import Outcome
 
 if TYPE_CHECKING:
-    from grpo.workers.turns import WorkerTurns
+    from grpo.workers.worker_tools import WorkerTurns
 
 
 @dataclass

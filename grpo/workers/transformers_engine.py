@@ -14,21 +14,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from grpo.config.errors import ConfigError, RewardError
-from grpo.config.model import SharedConfig
-from grpo.config.worker import WorkerConfig
+from grpo.config.programs import WorkerConfig
+from grpo.config.sampling_settings import SharedConfig
+from grpo.data.records import Example
 from grpo.model.devices import is_out_of_memory, take_device
 from grpo.model.load import eos_token_ids, load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import adapter_weights, load_adapter
 from grpo.model.trial import make_batcher
 from grpo.model.weights_file import named_weights
-from grpo.rollouts.records import Example
-from grpo.rollouts.trial import make_sampler
-from grpo.wire.rollouts import ADAPTER, Drawn, Probe, RunInfo, Task
+from grpo.pool.protocol import ADAPTER, Drawn, Probe, RunInfo, Task
+from grpo.sampling.self_check import make_sampler
 from grpo.workers.engine import EngineError
 from grpo.workers.segments import Completion, as_drawn
-from grpo.workers.turns import WorkerTurns
-from grpo.workers.weights import dtype_of, versions_file
+from grpo.workers.weights_folder import dtype_of, versions_file
+from grpo.workers.worker_tools import WorkerTurns
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 

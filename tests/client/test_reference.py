@@ -25,14 +25,14 @@ from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, answer, eventually, fake
 from grpo.client import base
 from grpo.client.balancer import IN_FLIGHT
 from grpo.client.base import make_client_name
-from grpo.client.errors import ServerError, ServersUnavailable
 from grpo.client.reference import ReferenceClient, _cut, check_reference
+from grpo.client.server_errors import ServerError, ServersUnavailable
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
-from grpo.wire.errors import check_name
 from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, encode_answer
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import PicturedPrompt
+from grpo.wire.refusals import check_name
 
 PATIENT = {"ref_startup_timeout": 20, "ref_deadline": 30, "ref_request_timeout": 20}
 

@@ -10,12 +10,11 @@ from conftest import LAUGHS, REPOSITORY
 
 from grpo.config.command_line import parse_arguments, write_config
 from grpo.config.errors import ConfigError
-from grpo.config.evaluate import EvaluateConfig
-from grpo.config.generation import ChatConfig
-from grpo.config.launch import LaunchConfig
+from grpo.config.programs import EvaluateConfig, LaunchConfig
+from grpo.config.sampling_settings import ChatConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.trainer.engine import engine_config
+from grpo.trainer.deepspeed_engine import engine_config
 
 
 @pytest.fixture

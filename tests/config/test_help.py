@@ -9,10 +9,8 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 
 from grpo.config.command_line import parse_arguments
-from grpo.config.evaluate import EvaluateConfig
-from grpo.config.generation import ChatConfig
-from grpo.config.launch import LaunchConfig
-from grpo.config.report import ReportConfig
+from grpo.config.programs import EvaluateConfig, LaunchConfig, ReportConfig
+from grpo.config.sampling_settings import ChatConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 

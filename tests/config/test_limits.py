@@ -6,29 +6,27 @@ import re
 
 import pytest
 
-from grpo.config.connection import ConnectionSection, ReferenceConfig, ReferenceSection, ServersSection
+from grpo.config.connection_settings import ConnectionSection, ReferenceConfig, ReferenceSection, ServersSection
 from grpo.config.errors import ConfigError
-from grpo.config.evaluate import EvaluateSection
 from grpo.config.fields import Limits, default_of
-from grpo.config.generation import (
+from grpo.config.loss_settings import LossSection
+from grpo.config.programs import EvaluateSection, ReportConfig, WorkerConfig
+from grpo.config.record_settings import RecordSection
+from grpo.config.reward_settings import RewardSection
+from grpo.config.sampling_settings import (
+    AdapterSection,
     AnswerSection,
     ChatSection,
     DataSection,
     GenerationSection,
     PolicyConfig,
     RolloutSection,
+    SharedConfig,
+    TurnsSection,
+    VisionSection,
 )
-from grpo.config.loss import LossSection
-from grpo.config.model import AdapterSection, SharedConfig, VisionSection
-from grpo.config.pool import PoolSection
-from grpo.config.records import RecordSection
-from grpo.config.report import ReportConfig
-from grpo.config.rewards import RewardSection
 from grpo.config.server import ServerConfig, ServingSection
-from grpo.config.trainer import TrainerConfig
-from grpo.config.training import TrainingSection
-from grpo.config.turns import TurnsSection
-from grpo.config.worker import WorkerConfig
+from grpo.config.trainer import PoolSection, TrainerConfig, TrainingSection
 
 SECTIONS = (
     *(SharedConfig, DataSection, AnswerSection, GenerationSection, RolloutSection, EvaluateSection, ChatSection),

@@ -7,12 +7,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
-from grpo.config.evaluate import EvaluateConfig
-from grpo.config.generation import ChatConfig
+from grpo.config.programs import EvaluateConfig
+from grpo.config.sampling_settings import ChatConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.data.chat_template import render_prompt
 from grpo.model.answering import ANSWERING, model_settings, read_answering
 from grpo.model.load import load_model
-from grpo.rollouts.chat_template import render_prompt
 from grpo.run.folder import save_model
 from grpo.trainer.setup import warn_of_other_question
 

@@ -12,8 +12,8 @@ from transformers import (
     LlamaConfig,
 )
 
-from grpo.algorithm.experts import balance_loss, experts_chosen
-from grpo.algorithm.tokens import StepSize
+from grpo.algorithm.loss import balance_loss, experts_chosen
+from grpo.algorithm.loss_types import StepSize
 from grpo.config.errors import ConfigError
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import check_router, router_logits, token_logprobs, with_router_logits

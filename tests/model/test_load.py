@@ -12,7 +12,7 @@ from conftest import free_port, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from grpo.config.errors import ConfigError
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model import hub
 from grpo.model.fingerprint import describe

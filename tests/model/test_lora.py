@@ -36,16 +36,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo.client.reference import ReferenceClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Example
 from grpo.model.fingerprint import describe
 from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
 from grpo.model.lora import AdapterOffReference, check_adapter, train_adapter
 from grpo.model.trial import make_batcher
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.records import Example
 from grpo.run.folder import save_model
+from grpo.sampling.generate import LocalSampler
 
 # Of peft's own PeftModel, which only these tests use.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

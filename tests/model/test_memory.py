@@ -24,11 +24,10 @@ from benchmarks.common import fresh, qwen, random_model
 from benchmarks.memory import Case, card_row, gemma2, on_meta, predict
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
-from grpo.model import memory_report
+from grpo.model import memory as memory_report
 from grpo.model.load import checkpoint_activations, load_model, load_reference, load_tokenizer
 from grpo.model.logprobs import token_logprobs
-from grpo.model.memory import MIB, LiveTensors, Pictures, activations, weights
-from grpo.model.memory_report import CARDS, fit, server_report
+from grpo.model.memory import CARDS, MIB, LiveTensors, Pictures, activations, fit, server_report, weights
 from grpo.model.pictures import load_processor
 from grpo.model.quantization import layout
 from grpo.model.trial import make_batcher

@@ -21,7 +21,7 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, Vision, load_processor
 from grpo.model.trial import make_batcher, trial_sequences
-from grpo.wire.pictures import PicturedPrompt, pictures_of
+from grpo.wire.picture_files import PicturedPrompt, pictures_of
 
 WIDE, TALL = drawing(24, 16, seed=0), drawing(20, 36, seed=1, file_format="JPEG")
 OTHER = drawing(24, 16, seed=2)  # as large as WIDE, so that its prompt has the same ids

@@ -13,14 +13,14 @@ from ragged import named
 from rounding import GRADIENT, assert_rounded
 
 from grpo.algorithm.loss import grpo_loss
-from grpo.algorithm.tokens import StepSize, Tokens
-from grpo.config.loss import LossSection
+from grpo.algorithm.loss_types import StepSize, Tokens
+from grpo.config.loss_settings import LossSection
 from grpo.config.server import ServerConfig
 from grpo.model.load import load_model, load_tokenizer
 from grpo.model.logprobs import token_logprobs
 from grpo.model.pictures import load_processor
 from grpo.model.trial import make_batcher
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import PicturedPrompt
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")
 

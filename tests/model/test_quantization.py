@@ -25,25 +25,23 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common import qwen
 from benchmarks.memory import on_meta
-from grpo.client.errors import ServerError
 from grpo.client.reference import check_reference
+from grpo.client.server_errors import ServerError
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
-from grpo.config.model import SharedConfig
+from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import checkpoint_activations, load_model, load_reference
 from grpo.model.lora import AdapterOffReference, train_adapter
-from grpo.model.memory import GIB
-from grpo.model.memory_report import CARD_USABLE
+from grpo.model.memory import CARD_USABLE, GIB
 from grpo.model.quantization import unpacked
 from grpo.model.trial import make_batcher
-from grpo.rollouts.trial import make_sampler
 from grpo.run.folder import save_model
-from grpo.trainer.engine import engine_config
-from grpo.trainer.memory import BACKWARD, RankWork, rank_memory
-from grpo.trainer.optimizer import make_optimizer
+from grpo.sampling.self_check import make_sampler
+from grpo.trainer.deepspeed_engine import engine_config, make_optimizer
+from grpo.trainer.rank_memory import BACKWARD, RankWork, rank_memory
 
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")

@@ -18,7 +18,7 @@ from grpo.model import trial
 from grpo.model.logprobs import Head
 from grpo.model.tree_attention import VARIANTS, segments, switch_off, switch_on
 from grpo.model.trial import check_padded, make_batcher, packed_differs
-from grpo.rollouts.trial import make_sampler
+from grpo.sampling.self_check import make_sampler
 
 DEEP = Qwen2Config(
     **SMALL | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=16, head_dim=16, vocab_size=128),

@@ -5,11 +5,11 @@ import torch
 from models import CONFIGS, SMALL, build
 from transformers import LlamaConfig, Qwen2Model
 
+from grpo.data.records import Example
 from grpo.model.token_pass import TokenPass, is_known
 from grpo.model.tree_attention import switch_on
-from grpo.rollouts import rows
-from grpo.rollouts.continuous import ContinuousSampler
-from grpo.rollouts.records import Example
+from grpo.sampling import rows
+from grpo.sampling.continuous import ContinuousSampler
 
 EXAMPLES = [Example(0, "", ids, {}) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14], [8])]
 LLAMA_3 = LlamaConfig(

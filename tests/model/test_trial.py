@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from grpo.config.errors import ConfigError
-from grpo.config.evaluate import EvaluateConfig
-from grpo.config.model import SharedConfig
+from grpo.config.programs import EvaluateConfig
+from grpo.config.sampling_settings import SharedConfig
 from grpo.model import tree_attention
 from grpo.model.load import check_lengths, checkpoint_activations, load_model, longest_sequence
 from grpo.model.logprobs import token_logprobs
 from grpo.model.tree_attention import switch_on
 from grpo.model.trial import make_batcher
-from grpo.rollouts.trial import make_sampler
+from grpo.sampling.self_check import make_sampler
 
 LONGROPE = {
     "rope_type": "longrope",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save
 
 from grpo.model import weights_file as module
 from grpo.model.weights_file import WeightsFile, named_weights, sample, write_weights
-from grpo.wire.tensor_header import HeaderError
+from grpo.wire.tensors import HeaderError
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -6,7 +6,7 @@ import pytest
 
 from grpo.pool import leases as leases_module
 from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Leases, state
-from grpo.wire.rollouts import Lease
+from grpo.pool.protocol import Lease
 
 
 @pytest.fixture

@@ -15,16 +15,15 @@ import pytest
 from conftest import REPOSITORY
 from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, damage, drawn, put_file, put_version, sha, weights
 
-from grpo.client.errors import ServersLost
+from grpo.client.server_errors import ServersLost
 from grpo.config.errors import ConfigError
-from grpo.pool import files as files_module
+from grpo.pool import store as files_module
 from grpo.pool.database import PIECE_BYTES
-from grpo.pool.recording import Recording
-from grpo.pool.store import Store
-from grpo.trainer.replay import Replay
-from grpo.wire.errors import ProtocolError
-from grpo.wire.rollout_tensors import decode_drawn, encode_drawn
-from grpo.wire.rollouts import Task, Version
+from grpo.pool.protocol import Task, Version
+from grpo.pool.store import Recording, Store
+from grpo.pool.task_tensors import decode_drawn, encode_drawn
+from grpo.trainer.pool_sampler import Replay
+from grpo.wire.refusals import ProtocolError
 from grpo.wire.weights import Piece
 
 

@@ -6,7 +6,7 @@ import pytest
 from trainer_runs import lines, one_line, options, plain_python, run_ranks
 
 from grpo.config.trainer import TrainerConfig
-from grpo.rollouts.prompts import PromptStream
+from grpo.data.prompts import PromptStream
 from grpo.run.json_lines import read_record, to_json
 from grpo.run.recorder import Recorder
 

@@ -19,7 +19,7 @@ from benchmarks.options import OPTIONS
 from benchmarks.pool import stored_alone, throughput, written_alone
 from demo.__main__ import CONFIG
 from grpo.config.command_line import parse_arguments
-from grpo.config.launch import LaunchConfig
+from grpo.config.programs import LaunchConfig
 from grpo.model.packing import Batcher
 
 

@@ -27,15 +27,15 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, Phi3Config,
 from grpo.chat import Answerer, AnswerPrinter, stopped_by_ctrl_c, talk
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
-from grpo.config.generation import ChatConfig
+from grpo.config.sampling_settings import ChatConfig
+from grpo.data.chat_template import render_prompt, tokenize_prompt
+from grpo.data.conversation import Conversation
+from grpo.data.records import Example
 from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import Vision, load_processor
-from grpo.rollouts.chat_template import render_prompt, tokenize_prompt
-from grpo.rollouts.conversation import Conversation
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.records import Example
-from grpo.turns.start import start_turns
-from grpo.wire.pictures import PicturedPrompt
+from grpo.sampling.generate import LocalSampler
+from grpo.tools.start import start_turns
+from grpo.wire.picture_files import PicturedPrompt
 
 SYSTEM = "Answer in one word."
 

@@ -34,8 +34,8 @@ from demo.tools import (
     respond,
     write_dataset,
 )
-from grpo.turns.calls import TurnReader
-from grpo.turns.template import AnswerTemplate
+from grpo.tools.parse import TurnReader
+from grpo.tools.template import AnswerTemplate
 
 PROBLEM = Problem("want", "price", "mug", 37)
 CALL = '<tool_call>{"name": "price", "arguments": {"item": "mug", "shop": 37}}</tool_call>'

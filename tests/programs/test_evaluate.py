@@ -16,7 +16,7 @@ from processes import end_by_ctrl_c, left_of
 import reward
 from grpo import evaluate
 from grpo.config.command_line import parse_arguments
-from grpo.config.evaluate import EvaluateConfig
+from grpo.config.programs import EvaluateConfig
 from grpo.model.shared_cache import SharedCache
 
 

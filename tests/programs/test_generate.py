@@ -9,7 +9,7 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 from pools import Trainer, running_pool
 
-from grpo.client.pool import PoolClient
+from grpo.pool.client import PoolClient
 
 LIGHT = """
 import sys

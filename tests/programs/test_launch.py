@@ -14,9 +14,9 @@ from conftest import ENVIRONMENT, REPOSITORY
 from processes import is_alive
 from trainer_runs import lines, options, wait_for_steps
 
+from grpo.config.console import free_port
 from grpo.config.errors import ConfigError
-from grpo.config.launch import LaunchConfig
-from grpo.config.ports import free_port
+from grpo.config.programs import LaunchConfig
 from grpo.launch import launch, share_cards
 
 

@@ -10,9 +10,9 @@ import torch
 from trainer_runs import lines, options, run_ranks
 
 from grpo.config.trainer import TrainerConfig
-from grpo.run.phase_clock import PhaseClock
-from grpo.trainer.ending import saved_at_the_end
+from grpo.run.metrics import PhaseClock
 from grpo.trainer.out_of_memory import EVALUATION, START, OutOfMemory, raise_if_short
+from grpo.trainer.record import saved_at_the_end
 
 TORCHS = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 79 GiB")
 CPUS = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000 bytes. Error code 12")

@@ -19,7 +19,7 @@ from grpo.model.fingerprint import describe
 from grpo.model.load import load_model, load_reference, load_settings, load_tokenizer
 from grpo.model.pictures import load_processor
 from grpo.trainer.dry_run import dry_run
-from grpo.trainer.publish_weights import WeightPublisher
+from grpo.trainer.publish_reference import WeightPublisher
 
 SIZES = [(24, 16)], [], [(40, 40), (16, 24)], [(8, 56)], [], [(32, 32)], [(20, 36)], [(48, 16)]
 MAX_PIXELS = 1024

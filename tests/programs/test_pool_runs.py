@@ -19,8 +19,8 @@ from servers import status
 from trainer_runs import finish, one_line, options, plain_python, run_ranks, start, timeless, training, weights, went_on
 from transformers import AutoModelForCausalLM
 
-from grpo.client.pool import PoolClient
-from grpo.pool.recording import Recording
+from grpo.pool.client import PoolClient
+from grpo.pool.store import Recording
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +150,7 @@ def test_workers_that_always_take_the_newest_policy_draw_rounds_of_several_and_a
     settings = words(tmp_path / "run", resume_from_checkpoint="last", **rolling)
     with pool(tmp_path) as served, workers(served.url, tmp_path, "a", "b"):
         served.wait_ready()
-        moment = "grpo.trainer.pool_run:PoolRun.publish:before:3"
+        moment = "grpo.trainer.publish_policy:PoolRun.publish:before:3"
         killed = run_ranks(1, "tests/killed_at.py", moment, "0", *settings, "--pool", served.url)
         assert killed.returncode == -signal.SIGKILL
         before = drawn(tmp_path)
@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_what_its_other_bits_do_n
         settings = words(
             tmp_path / "run", pool=served.url, resume_from_checkpoint="last", max_steps=7, save_steps=4, **LAG
         )
-        moment = "grpo.trainer.pool_run:PoolRun.publish:before:7"
+        moment = "grpo.trainer.publish_policy:PoolRun.publish:before:7"
         assert run_ranks(2, "tests/killed_at.py", moment, "0", *settings).returncode == -signal.SIGKILL
         before = {row[:2]: row for row in drawn(tmp_path)}
         output = finish(1, settings)

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from grpo.config.trainer import TrainerConfig
-from grpo.run.rearrange import put_steps
+from grpo.run.checkpoints import put_steps
 from grpo.run.watchdog import TIME_OUT
-from grpo.trainer.engine import keep_gradients_apart
+from grpo.trainer.deepspeed_engine import keep_gradients_apart
 
 
 @pytest.fixture(scope="module")

@@ -21,17 +21,16 @@ from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, exact, fake,
 from trainer_runs import lines, options, run_ranks, start, timeless, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.client import http
-from grpo.client.errors import ServerError, ServersLost
-from grpo.client.reference import check_reference
-from grpo.client.reward import RewardClient
+from grpo.client import sessions as http
+from grpo.client.reference import RewardClient, check_reference
+from grpo.client.server_errors import ServerError, ServersLost
 from grpo.config.errors import ConfigError
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.model.fingerprint import describe
 from grpo.model.load import load_reference
 from grpo.model.lora import train_adapter
-from grpo.trainer.publish_weights import WeightPublisher
+from grpo.trainer.publish_reference import WeightPublisher
 
 SETTINGS = {"ref_update_steps": 1, "ref_startup_timeout": 60, "ref_deadline": 60, "ref_request_timeout": 20}
 

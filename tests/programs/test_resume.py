@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.rollouts.records import Example
+from grpo.data.records import Example
 from grpo.run.checkpoint_files import (
     checkpoints,
     damage,
@@ -52,10 +52,9 @@ from grpo.run.checkpoint_files import (
     sum_files,
     write_progress,
 )
-from grpo.run.checkpoints import Checkpoints
+from grpo.run.checkpoints import Checkpoints, Progress
 from grpo.run.description import RunDescription
 from grpo.run.folder import SaveError
-from grpo.run.progress import Progress
 from grpo.run.recorder import Recorder
 from grpo.wire.picture_files import EncodedPicture
 
@@ -298,12 +297,12 @@ MOMENTS = {
     "deepspeed:DeepSpeedEngine._save_zero_checkpoint:after:1": 0,
     "grpo.run.checkpoints:put_in_place:after:1": 2,
     "grpo.client.connection:Commit:before:1": 2,
-    "grpo.trainer.publish_weights:WeightPublisher._announce:before:2": 2,
-    "grpo.trainer.publish_weights:WeightPublisher._announce:after:2": 2,
+    "grpo.trainer.publish_reference:WeightPublisher._announce:before:2": 2,
+    "grpo.trainer.publish_reference:WeightPublisher._announce:after:2": 2,
     "grpo.run.checkpoints:write_model:before:2": 4,
     "grpo.run.recorder:Recorder.metrics:after:2": 4,
     "grpo.run.checkpoints:write_model:after:2": 6,
-    "grpo.trainer.publish_weights:write_weights:before:1": 6,
+    "grpo.trainer.publish_reference:write_weights:before:1": 6,
     "grpo.run.checkpoints:put_in_place:before:1": 6,
     "grpo.run.checkpoints:Checkpoints._delete_old:before:1": 8,
 }

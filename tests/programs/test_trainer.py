@@ -23,11 +23,11 @@ from grpo.algorithm.kl import kl_divergence
 from grpo.client.reference import ReferenceClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import load_examples
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.prompts import load_examples
 from grpo.run.checkpoint_files import write_progress
+from grpo.sampling.generate import LocalSampler
 
 NAMES = [
     "reward",

@@ -16,7 +16,7 @@ from pool_runs import Worker, drawn, pool
 from rounding import NO_KL
 from trainer_runs import finish, lines, options, run_ranks, start, timeless, training, weights, went_on
 
-from grpo.client.pool import PoolClient
+from grpo.pool.client import PoolClient
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +140,7 @@ def test_rounds_ahead_are_the_same_after_a_kill_and_in_a_replay(shop, run, tmp_p
             running.callback(worker.end)
             words = run(name, pool=served.url, **shared)
             if name == "struck":
-                moment = "grpo.trainer.pool_run:PoolRun.publish:before:3"
+                moment = "grpo.trainer.publish_policy:PoolRun.publish:before:3"
                 killed = run_ranks(1, "tests/killed_at.py", moment, "0", *words)
                 assert killed.returncode == -signal.SIGKILL, killed.stdout
             finish(1, words)

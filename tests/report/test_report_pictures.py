@@ -8,8 +8,7 @@ from pictured import drawing
 from PIL import Image
 from recorded import completion, write
 
-from grpo.report.pictures import LARGEST_FILE, LONGEST_SIDE, read_pictures
-from grpo.report.read import read_completions, read_run
+from grpo.report.read import LARGEST_FILE, LONGEST_SIDE, read_completions, read_pictures, read_run
 
 METRICS = [{"step": 1, "reward": 1}]
 

@@ -17,7 +17,7 @@ from conftest import ENVIRONMENT, REPOSITORY
 from recorded import completion, write
 
 from grpo.config.errors import ConfigError
-from grpo.config.report import ReportConfig
+from grpo.config.programs import ReportConfig
 from grpo.report.serve import LivePage, make_server
 
 pytestmark = pytest.mark.plain_start  # half a second, and nothing that is heavy

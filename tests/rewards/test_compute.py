@@ -14,13 +14,13 @@ from careless import unchanged
 
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Example, Group, Outcome, Rollout, StepBatch
 from grpo.rewards.compute import add_deadline, compute_rewards, load_reward_funcs, start_functions
 from grpo.rewards.functions import RECORDED, Logged, TrainerState
-from grpo.rollouts.records import Example, Group, Outcome, Rollout, StepBatch
 from grpo.run.exit import exit_code
 from grpo.run.json_lines import to_json
 from grpo.trainer.round import make_samples
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import PicturedPrompt
 from reward import correctness_reward, format_reward
 
 # --- finding the functions

@@ -33,20 +33,19 @@ from transformers import (
 )
 
 from demo.model import build_tokenizer
-from grpo.client.errors import ServerError, ServersUnavailable
 from grpo.client.reference import ReferenceClient
+from grpo.client.server_errors import ServerError, ServersUnavailable
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.data.chat_template import render_prompt
+from grpo.data.examples import make_example
+from grpo.data.records import Rollout
 from grpo.model.reward_model import sequence_scores
-from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewards
+from grpo.rewards.compute import RewardModel, compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.functions import TrainerState
-from grpo.rewards.local_model import RewardModel
-from grpo.rollouts.chat_template import render_prompt
-from grpo.rollouts.examples import make_example
-from grpo.rollouts.records import Rollout
 from grpo.server.model_service import ModelService
-from grpo.trainer.scoring import score_rollouts
+from grpo.trainer.rewarding import score_rollouts
 from grpo.wire.health import ServerInfo
 from grpo.wire.logprobs import LogprobsRequest, encode_request
 from grpo.wire.rewards import RewardAnswer, RewardRequest

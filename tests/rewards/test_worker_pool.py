@@ -22,11 +22,10 @@ from servers import wait_until
 
 from grpo.config.errors import ConfigError, RewardError
 from grpo.config.trainer import TrainerConfig
-from grpo.rewards import process as process_module
 from grpo.rewards.compute import compute_rewards, load_reward_funcs, start_rewards
-from grpo.rewards.prints import SHOWN_CHARACTERS
-from grpo.rewards.service import RewardService
-from grpo.rewards.worker_pool import RewardPool
+from grpo.rewards.deadline import RewardPool, RewardService
+from grpo.usercode import process as process_module
+from grpo.usercode.prints import SHOWN_CHARACTERS
 
 pytestmark = pytest.mark.slow
 
@@ -382,7 +381,7 @@ def test_what_is_no_reward_is_refused_as_in_the_trainer(pooled):
 
 
 def test_a_worker_ends_quietly_where_the_trainer_has_not_read_its_reply():
-    code = "import sys; from grpo.rewards.worker import run_worker; run_worker(int(sys.argv[1]))"
+    code = "import sys; from grpo.usercode.child import run_worker; run_worker(int(sys.argv[1]))"
     trainer, worker = socket.socketpair()
     with trainer, worker:
         process = subprocess.Popen(
@@ -413,8 +412,8 @@ def test_a_file_that_only_a_worker_cannot_load_ends_the_run(tmp_path):
 
 PARENT = """
 import sys, threading
-from grpo.rewards.worker_pool import RewardPool
-from grpo.rewards.prints import SHOWN_CHARACTERS
+from grpo.rewards.deadline import RewardPool
+from grpo.usercode.prints import SHOWN_CHARACTERS
 from grpo.rewards.compute import compute_rewards
 pool = RewardPool([sys.argv[1]], 600.0, 0.0, workers=2)
 function = {"f": pool.make_function(sys.argv[1])}

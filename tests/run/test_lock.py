@@ -13,14 +13,14 @@ from servers import wait_until
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run import lock as run_lock
-from grpo.run.lock import LOCK, lock_run
+from grpo.run import run_folder as run_lock
 from grpo.run.preflight import find_run
+from grpo.run.run_folder import LOCK, lock_run
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from grpo.run.lock import lock_run
+from grpo.run.run_folder import lock_run
 lock_run(Path(sys.argv[1]))
 child = os.fork()  # such as a reward function's, which outlives the trainer
 if child:

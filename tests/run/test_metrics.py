@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
-from grpo.report.plots import draw_curves
+from grpo.report.curves import draw_curves
 from grpo.run.folder import SaveError
-from grpo.run.metrics import Stats, add_stats, step_metrics
-from grpo.run.phase_clock import PhaseClock
+from grpo.run.metrics import PhaseClock, Stats, add_stats, step_metrics
 from grpo.run.recorder import Recorder
 
 numbers = st.lists(st.floats(-1e3, 1e3), max_size=10)

@@ -13,9 +13,9 @@ from conftest import ENVIRONMENT, REPOSITORY
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.config.user_files import module_name
+from grpo.config.user_code import module_name
+from grpo.data.records import Example
 from grpo.rewards.compute import load_reward_funcs
-from grpo.rollouts.records import Example
 from grpo.run.checkpoint_files import sum_files, write_progress
 from grpo.run.collective import own_place
 from grpo.run.preflight import check_alike, describe_inputs, find_run, open_run

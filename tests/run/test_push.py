@@ -11,9 +11,8 @@ from trainer_runs import one_line, options, run_ranks
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
-from grpo.run.folder import SaveError, save_model
+from grpo.run.folder import SaveError, check_login, push_model, save_model
 from grpo.run.preflight import open_hub
-from grpo.run.push import check_login, push_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client's way without Xet
 

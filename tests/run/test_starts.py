@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import torch
 
-from grpo.run.starts import commit_of, describe_start, record_start
+from grpo.run.recorder import commit_of, describe_start, record_start
 
 
 def test_a_start_is_a_line(monkeypatch, tmp_path):

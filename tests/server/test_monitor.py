@@ -17,8 +17,8 @@ from servers import status, wait_until
 
 from grpo.model.load import cards_of, device_memory, device_use
 from grpo.server.monitor import Monitor, quantile
-from grpo.wire.errors import ProtocolError
 from grpo.wire.logprobs import LogprobsRequest, encode_request
+from grpo.wire.refusals import ProtocolError
 
 
 def ask(server, prompt, completions, client=""):

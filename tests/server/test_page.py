@@ -17,9 +17,9 @@ from faulty_server import code_for, hold_loading
 from safetensors.numpy import save
 from stored import PROBE, RUN, drawn, sha, weights
 
+from grpo.pool.protocol import Lease, Task, Version
+from grpo.pool.task_tensors import encode_drawn, encode_tasks
 from grpo.wire.logprobs import LogprobsRequest, encode_request
-from grpo.wire.rollout_tensors import encode_drawn, encode_tasks
-from grpo.wire.rollouts import Lease, Task, Version
 
 pytestmark = [pytest.mark.rare, needs_browser]
 HOSTILE = '<img src=x onerror="document.title=window.pwned=1"><script>window.pwned=1</script>'

@@ -19,10 +19,10 @@ from rounding import assert_rounded
 from grpo.config.server import ServerConfig
 from grpo.model import pictures
 from grpo.server.model_service import ModelService
-from grpo.server.pictures import PictureCheck
-from grpo.wire.errors import ProtocolError
+from grpo.server.request_pictures import PictureCheck
 from grpo.wire.logprobs import LogprobsRequest, decode_answer, encode_request
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import PicturedPrompt
+from grpo.wire.refusals import ProtocolError
 
 FAMILY = "qwen2_5_vl"
 SMALL, WIDE, JPEG = drawing(16, 16, 1), drawing(40, 24, 2), drawing(24, 40, 3, "JPEG")

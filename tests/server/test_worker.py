@@ -19,8 +19,8 @@ from grpo.model.trial import make_batcher
 from grpo.server.fair_queue import FairQueue
 from grpo.server.monitor import Pass
 from grpo.server.worker import Worker
-from grpo.wire.errors import ProtocolError
 from grpo.wire.logprobs import LogprobsRequest
+from grpo.wire.refusals import ProtocolError
 
 
 class Desk:

@@ -9,7 +9,7 @@ from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.fields import REPOSITORY
 from grpo.config.trainer import TrainerConfig
-from grpo.trainer.engine import engine_config
+from grpo.trainer.deepspeed_engine import engine_config
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

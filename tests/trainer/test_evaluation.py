@@ -10,13 +10,13 @@ import pytest
 
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
-from grpo.config.evaluate import EvaluateConfig
+from grpo.config.programs import EvaluateConfig
 from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import load_examples
+from grpo.data.records import Example, Rollout
 from grpo.rewards.functions import TrainerState
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.prompts import load_examples
-from grpo.rollouts.records import Example, Rollout
-from grpo.rollouts.sampler import Sampler
+from grpo.sampling.generate import LocalSampler
+from grpo.sampling.sampler import Sampler
 from grpo.trainer.evaluation import best_metric, check_verdicts, evaluate, pass_at_k
 from grpo.trainer.rewarding import Rewarder
 

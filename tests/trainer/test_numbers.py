@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from grpo.rollouts.records import Outcome, Rollout
+from grpo.data.records import Outcome, Rollout
 from grpo.run.metrics import add_stats, step_metrics
-from grpo.trainer.numbers import failure_frequency, stats_of_completions
+from grpo.trainer.step_result import failure_frequency, stats_of_completions
 
 
 def rollout(pattern: str, calls: int = 0, failures: int = 0, finished: bool = True) -> Rollout:

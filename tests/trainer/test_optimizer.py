@@ -18,9 +18,9 @@ from benchmarks.memory import on_meta
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
 from grpo.model.lora import train_adapter
-from grpo.trainer import optimizer as trainer_optimizer
-from grpo.trainer.memory import RankWork, rank_memory
-from grpo.trainer.optimizer import make_optimizer, make_schedule, parameter_groups
+from grpo.trainer import deepspeed_engine as trainer_optimizer
+from grpo.trainer.deepspeed_engine import make_optimizer, make_schedule, parameter_groups
+from grpo.trainer.rank_memory import RankWork, rank_memory
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 

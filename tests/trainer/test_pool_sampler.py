@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from stored import WITH_TURNS, answered, damage
 
-from grpo.client.patience import Patience
 from grpo.config.command_line import parse_arguments
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.data.prompts import PromptStream
+from grpo.data.records import Example
+from grpo.pool.client import Patience
 from grpo.pool.store import Store
-from grpo.rollouts.prompts import PromptStream
-from grpo.rollouts.records import Example
-from grpo.trainer.engine import Ranks
+from grpo.pool.task_tensors import decode_drawn
+from grpo.trainer.deepspeed_engine import Ranks
 from grpo.trainer.pool_sampler import PoolSampler, check_rows
-from grpo.wire.rollout_tensors import decode_drawn
-from grpo.wire.turns import LONGEST_COLUMNS
+from grpo.wire.tool_outcomes import LONGEST_COLUMNS
 
 
 class Kept:

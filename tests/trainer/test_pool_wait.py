@@ -2,7 +2,7 @@
 
 import time
 
-from grpo.trainer.pool_wait import GroupDeadline, describe_wait
+from grpo.trainer.pool_sampler import GroupDeadline, describe_wait
 
 WORKER = {"card": "", "version": -1, "state": "waiting", "message": "", "last_seen": 2.4, "reason": ""}
 

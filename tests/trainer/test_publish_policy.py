@@ -19,25 +19,23 @@ from safetensors.numpy import load
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.client.errors import ServersUnavailable
-from grpo.client.patience import Patience, Stopped
-from grpo.client.pool import PoolClient
+from grpo.client.server_errors import ServersUnavailable
 from grpo.config.command_line import parse_arguments
+from grpo.config.programs import WorkerConfig
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.config.worker import WorkerConfig
+from grpo.data.records import Example
 from grpo.model.trial import make_batcher
-from grpo.rollouts.records import Example
-from grpo.rollouts.trial import make_sampler
+from grpo.pool.client import Patience, PoolClient, Stopped
+from grpo.pool.delta import apply_delta
+from grpo.pool.pool_service import PoolService
+from grpo.pool.protocol import Drawn, Probe, Task, Version
 from grpo.run.folder import SaveError
+from grpo.sampling.self_check import make_sampler
 from grpo.server.http import HttpServer
-from grpo.server.pool_service import PoolService
-from grpo.trainer.pool_run import PoolRun
-from grpo.trainer.publish_policy import PolicyPublisher, model_files
-from grpo.wire.delta import apply_delta
-from grpo.wire.rollouts import Drawn, Probe, Task, Version
+from grpo.trainer.publish_policy import PolicyPublisher, PoolRun, model_files
 from grpo.workers.transformers_engine import TransformersEngine
-from grpo.workers.weights import ModelFolder
+from grpo.workers.weights_folder import ModelFolder
 from ref_server import make_app
 
 
@@ -342,7 +340,7 @@ def test_a_full_disk_ends_the_run(pool, model, tmp_path):
 
 def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypatch):
     """It goes on naming its versions, and how much of the file it has."""
-    monkeypatch.setattr("grpo.client.patience.seconds_to_next_try", lambda *_: 0.05)
+    monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.05)
     pool.service.store._database.sql("PRAGMA max_page_count = 20")
     publisher = publisher_of(pool, model, tmp_path, deadline=0.5)
     publisher.publish(0)

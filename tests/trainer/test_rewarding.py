@@ -7,8 +7,8 @@ import pytest
 
 from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Example, Outcome, Rollout
 from grpo.rewards.functions import TrainerState
-from grpo.rollouts.records import Example, Outcome, Rollout
 from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.rewarding import Rewarder, join_rewards
 

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from grpo.rollouts.records import Example, Group, Outcome, Rollout, Sample
+from grpo.data.records import Example, Group, Outcome, Rollout, Sample
 from grpo.trainer.round import make_samples, summed_kl
 from grpo.trainer.step import wait_for_reference
 

@@ -12,11 +12,11 @@ from PIL import ExifTags, Image
 
 from grpo.config.errors import RewardError
 from grpo.config.trainer import TrainerConfig
+from grpo.data.examples import make_example
+from grpo.data.records import Example, Outcome, Rollout
 from grpo.rewards.compute import load_reward_funcs, start_functions
 from grpo.rewards.functions import Logged, TrainerState, text_of
-from grpo.rollouts.examples import make_example
-from grpo.rollouts.records import Example, Outcome, Rollout
-from grpo.trainer.scoring import score_rollouts, try_rewards
+from grpo.trainer.rewarding import score_rollouts, try_rewards
 from grpo.wire.picture_files import EncodedPicture
 from reward import correctness_reward, format_reward
 

@@ -22,9 +22,9 @@ from trainer_runs import run_ranks
 from transformers import AutoModelForCausalLM
 
 from grpo.algorithm.loss import DISTANCE
-from grpo.client.errors import ServerError
-from grpo.config.loss import LossSection
-from grpo.rollouts.records import Sample
+from grpo.client.server_errors import ServerError
+from grpo.config.loss_settings import LossSection
+from grpo.data.records import Sample
 from grpo.trainer.step import wait_for_reference
 
 TEMPERATURE, LONGEST = 0.8, 32  # as step_worker.py sets them

@@ -17,7 +17,7 @@ from rounding import assert_rounded
 from step_worker import GENERATIONS, PICTURES, pictured_text, sequences
 from test_step import BETA, COUNT, TEMPERATURE, Plain, norm, run
 
-from grpo.config.loss import LossSection
+from grpo.config.loss_settings import LossSection
 
 PICTURED = [number for number in range(COUNT) if number // GENERATIONS in PICTURES]
 TEXT = [number for number in range(COUNT) if number not in PICTURED]

@@ -15,15 +15,15 @@ from benchmarks.memory import on_meta
 from benchmarks.sampling import NoText
 from benchmarks.train_memory import CARD_CASES, CASES, PHASES, TINY_CASES, Case, predict, run
 from grpo.config.trainer import TrainerConfig
+from grpo.data.records import Example
 from grpo.model.load import checkpoint_activations
 from grpo.model.lora import train_adapter
 from grpo.model.memory import MIB, LiveTensors, Memory, total
 from grpo.model.tree_attention import switch_on
-from grpo.rollouts.continuous import ContinuousSampler
-from grpo.rollouts.graphs import StepGraphs
-from grpo.rollouts.local import LocalSampler
-from grpo.rollouts.records import Example
-from grpo.trainer.memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
+from grpo.sampling.continuous import ContinuousSampler
+from grpo.sampling.generate import LocalSampler
+from grpo.sampling.rows import StepGraphs
+from grpo.trainer.rank_memory import BACKWARD, SAMPLING, STEP, RankWork, rank_memory
 
 SMALL = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
 COUNT = sum(parameter.numel() for parameter in on_meta(qwen(2, 100, **SMALL), torch.float32).parameters())

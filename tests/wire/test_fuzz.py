@@ -37,7 +37,7 @@ from servers import open_client
 from transformers import AutoModelForCausalLM
 
 from grpo.wire.logprobs import LogprobsRequest, encode_request
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import PicturedPrompt
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "5000"))
 WARM_UP = min(5000, EXAMPLES // 2)  # until then the heap meets its largest bodies

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from grpo.wire.errors import ProtocolError
 from grpo.wire.health import ModelInfo, ServerInfo, fingerprint
 from grpo.wire.logprobs import (
     LogprobsAnswer,
@@ -21,7 +20,8 @@ from grpo.wire.logprobs import (
     encode_answer,
     encode_request,
 )
-from grpo.wire.pictures import PicturedPrompt
+from grpo.wire.picture_files import PicturedPrompt
+from grpo.wire.refusals import ProtocolError
 
 VOCABULARY, LONGEST, MOST_SEQUENCES, MOST_TOKENS = 100, 12, 5, 40
 

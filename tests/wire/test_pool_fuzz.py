@@ -25,9 +25,9 @@ from stored import FOLDER, PROBE, RUN, WITH_TURNS, answered, drawn, sha, weights
 from test_fuzz import ON_BYTES, QUIET, SEEDS, check_refusal, nothing
 
 from grpo.config.server import ServerConfig
-from grpo.server.pool_service import PoolService
-from grpo.wire.rollout_tensors import encode_drawn, encode_tasks
-from grpo.wire.rollouts import Lease, RunInfo, Task, Version
+from grpo.pool.pool_service import PoolService
+from grpo.pool.protocol import Lease, RunInfo, Task, Version
+from grpo.pool.task_tensors import encode_drawn, encode_tasks
 from grpo.wire.tensors import read_tensors
 from ref_server import make_app
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo.wire.errors import ProtocolError
+from grpo.wire.refusals import ProtocolError
 from grpo.wire.rewards import RewardAnswer, RewardRequest
 
 CHAT = [{"role": "user", "content": "is it one ?"}, {"role": "assistant", "content": "one"}]

@@ -16,16 +16,16 @@ from pools import PROMPTS, Trainer, running_pool
 from rounding import assert_rounded
 from transformers import GenerationConfig
 
-from grpo.client.errors import ServersUnavailable
-from grpo.client.pool import PoolClient
+from grpo.client.server_errors import ServersUnavailable
 from grpo.config.errors import ConfigError
-from grpo.config.worker import WorkerConfig, WorkerTurnsConfig
+from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
+from grpo.data.records import Example
 from grpo.model.trial import make_batcher
-from grpo.rollouts.records import Example
-from grpo.rollouts.trial import make_sampler
-from grpo.turns.start import start_turns
-from grpo.wire.rollouts import Lease, Task
-from grpo.wire.turns import SETTINGS, RunTurns
+from grpo.pool.client import PoolClient
+from grpo.pool.protocol import Lease, Task
+from grpo.sampling.self_check import make_sampler
+from grpo.tools.start import start_turns
+from grpo.wire.tool_outcomes import SETTINGS, RunTurns
 from grpo.workers import loop
 from grpo.workers.loop import Worker, WorkerFailed
 from grpo.workers.transformers_engine import TransformersEngine
@@ -375,7 +375,7 @@ def test_a_pool_that_goes_and_comes_back_costs_time_only(model_folder, tmp_path,
                 trainer.wait(tasks)
                 eventually(lambda: "answers again" in caplog.text)  # once every thread of the worker has its answer
                 assert not ended
-                said = [record.getMessage() for record in caplog.records if record.name == "grpo.client.patience"]
+                said = [record.getMessage() for record in caplog.records if record.name == "grpo.pool.client"]
     assert len(said) == 2 and "asking again" in said[0] and said[1] == f"{pool.url} answers again"
 
 

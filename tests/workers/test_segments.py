@@ -10,12 +10,11 @@ from scripted_turns import Scripted
 from stored import TURNS
 
 from grpo.config.errors import RewardError
-from grpo.rollouts.records import Outcome
-from grpo.wire.completions import check_drawn
-from grpo.wire.rollouts import RunInfo, Task
-from grpo.wire.turns import cut_segments
+from grpo.data.records import Outcome
+from grpo.pool.protocol import RunInfo, Task, check_drawn
+from grpo.wire.tool_outcomes import cut_segments
 from grpo.workers.segments import draw_in_turns
-from grpo.workers.turns import WorkerTurns
+from grpo.workers.worker_tools import WorkerTurns
 
 RUN = RunInfo("0" * 16, "run", 100, [2], 8, 40, 1.0, 0, "0" * 64, in_flight_weight_updates=True, turns=TURNS)
 TASK = Task(3, 0, 0, [5, 6, 7], '{"secret": 1}')

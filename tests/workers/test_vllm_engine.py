@@ -31,13 +31,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.wire.completions import check_drawn
-from grpo.wire.rollouts import Drawn, Probe, RunInfo, Task
-from grpo.wire.turns import cut_segments
+from grpo.pool.protocol import Drawn, Probe, RunInfo, Task, check_drawn
+from grpo.wire.tool_outcomes import cut_segments
 from grpo.workers import vllm_process
 from grpo.workers.engine import EngineError
-from grpo.workers.turns import WorkerTurns
 from grpo.workers.vllm_engine import SERVER, VllmEngine
+from grpo.workers.worker_tools import WorkerTurns
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON")

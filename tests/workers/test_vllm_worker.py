@@ -23,11 +23,11 @@ from servers import wait_until
 from trainer_runs import options, run_ranks, timeless
 from transformers import Qwen2ForCausalLM
 
-from grpo.client.pool import PoolClient
-from grpo.config.worker import WorkerConfig
+from grpo.config.programs import WorkerConfig
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.wire.rollouts import Task
+from grpo.pool.client import PoolClient
+from grpo.pool.protocol import Task
 from grpo.workers import loop
 from grpo.workers.loop import Worker
 from grpo.workers.vllm_engine import VllmEngine

@@ -13,12 +13,11 @@ from pools import RUN, Trainer, running_pool
 from proxy import Plan, Proxy
 from safetensors.numpy import save
 
-from grpo.client.errors import FileFailure, ServerError
-from grpo.client.patience import Patience
-from grpo.client.pool import PoolClient
-from grpo.wire.delta import sha256_of
+from grpo.client.server_errors import FileFailure, ServerError
+from grpo.pool.client import Patience, PoolClient
+from grpo.pool.delta import sha256_of
 from grpo.workers.engine import WorkerFailed
-from grpo.workers.weights import ModelFolder
+from grpo.workers.weights_folder import ModelFolder
 
 pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
 
@@ -155,7 +154,7 @@ def test_a_download_goes_on_where_it_was_cut(pool, versions, tmp_path, monkeypat
 
 
 def test_an_upload_goes_on_where_it_was_cut(pool, versions, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo.client.http.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("grpo.client.sessions.PIECE_BYTES", 10_000)
     content = bytes(range(256)) * 1000
     (tmp_path / "file").write_bytes(content)
     sha256 = sha256_of(tmp_path / "file")

@@ -7,7 +7,7 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 
 from grpo.config.errors import ConfigError
-from grpo.workers.folder import open_folder
+from grpo.workers.weights_folder import open_folder
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_temporary_folders_do_not_meet_and_go_at_the_end(temporary):
 def test_what_a_killed_worker_left_goes_with_the_next_one(temporary):
     script = """
 import os
-from grpo.workers.folder import open_folder
+from grpo.workers.weights_folder import open_folder
 manager = open_folder(None)
 (manager.__enter__() / "model").mkdir()
 os.kill(os.getpid(), 9)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from grpo.config.errors import ConfigError
-from grpo.config.worker import WorkerConfig
-from grpo.wire.rollouts import RunInfo
-from grpo.wire.turns import SETTINGS, RunTurns
-from grpo.workers.turns import check_alike, check_given
+from grpo.config.programs import WorkerConfig
+from grpo.pool.protocol import RunInfo
+from grpo.wire.tool_outcomes import SETTINGS, RunTurns
+from grpo.workers.worker_tools import check_alike, check_given
 
 PLAIN = RunInfo("0" * 16, "runs/a", 100, [2], 8, 40, 1.0, 0, "0" * 64)
 DEFAULTS = dict(zip(SETTINGS, (None, None, 2048, "auto", None), strict=True))

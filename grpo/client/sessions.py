@@ -1,0 +1,135 @@
+"""What all clients do alike: sessions, files in pieces, and the error of each fault of a network or a proxy."""
+
+from __future__ import annotations
+
+import random
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+import requests
+
+from grpo.client.server_errors import RequestFailure, ServerError
+from grpo.config.connection_settings import TOKEN_VARIABLE
+from grpo.wire.weights import Piece
+
+CONNECT_SECONDS = 5.0  # to connect, and for all of /health
+PIECE_BYTES = 16 << 20  # of a file in one request
+_LONGEST_PAUSE = 5.0  # seconds between two tries
+
+
+def check_certificates(ref_ca_file: str | None) -> str | bool:
+    """Return what a session verifies by. Raises ServerError where `ref_ca_file` holds no certificate."""
+    if not ref_ca_file:
+        return True
+    try:
+        ssl.create_default_context(cafile=ref_ca_file)
+    except OSError as error:
+        raise ServerError(
+            f"ref_ca_file={ref_ca_file!r}: no certificate can be read from it ({error}): name a PEM file"
+        ) from error
+    # An absolute path: each new TCP connection reads it, and a reward function may change the working directory.
+    return str(Path(ref_ca_file).absolute())
+
+
+def open_session(token: str | None, verify: str | bool, content_type: str) -> requests.Session:
+    session = requests.Session()
+    # Ignore http_proxy and the like: such a proxy leads out of the network, and the servers are inside.
+    session.trust_env = False
+    session.verify = verify
+    session.headers["Content-Type"] = content_type
+    if token:
+        session.headers["Authorization"] = f"Bearer {token}"
+    return session
+
+
+def send_pieces(
+    file: BinaryIO, size: int, sha256: str, post: Callable[[dict, bytes], requests.Response]
+) -> Iterator[None]:
+    """Send a file by `post(query, body)`, from where an earlier upload of it ended. Yields after each piece.
+
+    Raises RequestFailure where the server does not take it in, and what `post` raises.
+    """
+    data, received = b"", 0
+    while True:
+        response = post(asdict(Piece(sha256, size, received)), data)
+        try:
+            now_received = int(response.json()["received"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestFailure(f"sent a damaged answer ({response.text[:200]!r})") from error
+        if data and now_received <= received:
+            raise RequestFailure(f"does not take in the file: it had {received} bytes and now {now_received}")
+        received = now_received
+        if data:
+            yield
+        if received >= size:
+            break
+        file.seek(received)
+        data = file.read(PIECE_BYTES)
+
+
+def connection_failed(error: requests.RequestException) -> RequestFailure:
+    root = root_cause(error)
+    if isinstance(root, TimeoutError):
+        return RequestFailure("did not answer in time")
+    return RequestFailure(f"cannot be reached ({getattr(root, 'strerror', None) or root})")
+
+
+def certificate_refused(url: str, error: requests.RequestException) -> ServerError | None:
+    """Return the error of a certificate that does not verify; None where that is not what failed."""
+    if not isinstance(root := root_cause(error), ssl.SSLCertVerificationError):
+        return None
+    return ServerError(
+        f"{url} has a certificate that does not verify ({root.verify_message}): set ref_ca_file to the PEM "
+        "file of the authority that signed it, and write the host as the certificate does"
+    )
+
+
+def token_refused(url: str, token: str | None, users: str) -> ServerError:
+    """Return the error of a server that does not take this token, or none. `users` must all have the same one."""
+    if not token:
+        return ServerError(
+            f"{url} wants a token: give {users} the same one, with --token_file FILE or {TOKEN_VARIABLE}"
+        )
+    return ServerError(f"{url} wants another token: give {users} the same one")
+
+
+def root_cause(error: BaseException) -> BaseException:
+    while (inner := error.__context__) is not None:
+        error = inner
+    return error
+
+
+def read_error_code(response: requests.Response) -> str:
+    """Return the code of a refusal of ours; "" where the answer is none."""
+    try:
+        return str(response.json()["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def read_error_message(response: requests.Response) -> str:
+    try:
+        return response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return first_line(response)
+
+
+def first_line(response: requests.Response) -> str:
+    """Return the first line of a body that is not ours; of a web page, that it is one."""
+    line = response.text.strip().partition("\n")[0][:200]
+    return "a web page: another program or a proxy answers there" if line.startswith("<") else line
+
+
+def read_retry_after(response: requests.Response) -> float:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else 0.0
+
+
+def seconds_to_next_try(failures: int, retry_after: float) -> float:
+    """Return how long to wait, with a random part: many ranks must not ask a server at the same moment."""
+    if retry_after:
+        return retry_after * random.uniform(1.0, 1.25)
+    return min(_LONGEST_PAUSE, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)

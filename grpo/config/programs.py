@@ -1,0 +1,195 @@
+"""Every setting of `generate.py`."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_ca_file, find_token
+from grpo.config.errors import ConfigError, require
+from grpo.config.fields import Section, option
+from grpo.config.reward_settings import RewardedConfig
+from grpo.config.sampling_settings import LOCAL_SAMPLERS, AnswerSection, TurnsCodeSection, TurnsSection
+from grpo.config.server import ServerConfig
+from grpo.config.trainer import TrainerConfig
+
+
+@dataclass
+class WorkerConfig(TurnsCodeSection):
+    """Every setting of `generate.py`. `token` is no setting, as of a ConnectionSection."""
+
+    HEADING = "worker"
+
+    pool: str | None = option(None, "URL of the pool to draw for: a server with --task rollouts", common=True)
+    token_file: str | None = option(
+        None,
+        "file that holds the token, the secret that pool, trainer and workers share, and nothing else; unset is the "
+        f"environment variable {TOKEN_VARIABLE}, if there is one",
+        common=True,
+    )
+    engine: Literal["transformers", "vllm"] = option(
+        "transformers",
+        "what draws: the trainer's own sampler, one group at a time, or vLLM's server, which the worker starts with "
+        "its own interpreter",
+        common=True,
+    )
+    vllm_args: str | None = option(
+        None,
+        "more arguments for vLLM's server, as one text: --vllm_args='--gpu-memory-utilization 0.8'",
+        needs="engine vllm",
+        common=True,
+    )
+    name: str | None = option(None, "name on the pool's page and in its log; unset is this machine's")
+    weights_folder: str | None = option(
+        None,
+        "folder for the model and its weights, with room for two models; what is there after a restart is not fetched "
+        "again. Unset is a temporary one that is removed at the end",
+        common=True,
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with the model")
+    ref_ca_file: str | None = option(
+        None, "PEM file of the authority that signed an https pool's certificate; unset is the public ones"
+    )
+    pool_deadline: float = option(900.0, "seconds without an answer of the pool after which the worker ends", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.pool is not None, "pool", self.pool, "name the pool to draw for: --pool http://HOST:PORT")
+        self.pool = self.pool.rstrip("/")
+        require(self.pool.startswith(("http://", "https://")), "pool", self.pool, "write it as http://HOST:PORT")
+        try:
+            shlex.split(self.vllm_args or "")
+        except ValueError as error:
+            raise ConfigError(f"vllm_args={self.vllm_args!r}: {error}: quote it as in a shell") from error
+        self.token = find_token(self.token_file)
+        check_ca_file(self.ref_ca_file)
+        self.name = self.name or socket.gethostname()
+        require(len(self.name) <= 100, "name", self.name, "use 100 characters at most")
+
+
+@dataclass
+class WorkerTurnsConfig(TurnsSection, AnswerSection):
+    """What answers the policy on a worker: the worker's own code, with the run's settings."""
+
+
+# The configuration of `python -m grpo.evaluate`.
+
+
+@dataclass
+class EvaluateSection(Section):
+    """The settings of grpo.evaluate alone."""
+
+    HEADING = "extent and output"
+
+    sampler: Literal["continuous", "generate", "pool"] = option(
+        "continuous", f"{LOCAL_SAMPLERS}; pool, in a file of the trainer's, is continuous: no worker is asked here"
+    )
+    eval_samples: int = option(0, "how many problems to ask, the first of the split; 0 is all", at_least=0, common=True)
+    output: str | None = option(
+        None,
+        "folder to make: every completion with its verdict, the metrics, and the settings they come from",
+        common=True,
+    )
+    micro_batch_tokens: int = option(
+        16384, "tokens that a reward model in this process scores at once: lower it if memory runs out", above=0
+    )
+
+
+@dataclass
+class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
+    """Every setting of `python -m grpo.evaluate`."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.temperature > 0, "temperature", self.temperature, "use a number above 0")
+
+
+# Every setting of `python -m grpo.launch`: those of both programs, and how many trainer processes to start.
+
+
+@dataclass
+class LaunchSection(Section):
+    """The settings of the launcher alone."""
+
+    HEADING = "processes"
+
+    nproc_per_node: int | None = option(
+        None,
+        "trainer processes; unset is one for each GPU that the reference server does not take, without GPUs one",
+        common=True,
+        above=0,
+    )
+
+
+@dataclass
+class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
+    """The settings of a run on one machine: server and trainer."""
+
+    def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
+        """Leave what depends on the number of ranks unset: the trainer fills it in, which knows that number."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.task == "logprobs", "task", self.task, "start a reward server by itself: python ref_server.py")
+        require(not self.estimate, "estimate", self.estimate, "python ref_server.py --estimate prints it")
+
+    @property
+    def starts_server(self) -> bool:
+        """Tell whether the run asks a reference server, and names none that is started elsewhere."""
+        is_unnamed = self.ref_servers == [f"http://127.0.0.1:{self.port}"]
+        return self.beta > 0 and self.ref == "server" and is_unnamed and not self.dry_run
+
+
+# Every setting of `python -m grpo.report`.
+
+
+MOST_RUNS = 10
+"""the number of colours by which a page tells runs apart"""
+
+
+@dataclass
+class ReportConfig(Section):
+    """Every setting of `python -m grpo.report`."""
+
+    HEADING = "report"
+
+    runs: list[str] = option(
+        [], "folders of runs to show over each other; their names may also stand alone, without --runs", common=True
+    )
+    output: str | None = option(
+        None, "folder to make; unset is the folder report in the first run's folder", common=True
+    )
+    smoothing: int = option(
+        0,
+        "steps of the centred moving average of the curves; 1 is none, 0 a twentieth of the longest run and at least 5",
+        at_least=0,
+        common=True,
+    )
+    png: bool = option(False, "draw each section of the page as a PNG too, beside it", common=True)
+    serve: bool = option(
+        False,
+        "show the page live in this machine's browser, beside runs that go on, until Ctrl-C; writes no file",
+        common=True,
+    )
+    port: int = option(
+        59880,
+        "the TCP port of --serve (0 lets the system choose one)",
+        needs="serve",
+        at_least=0,
+        at_most=65535,
+        common=True,
+    )
+
+    POSITIONAL: ClassVar = "runs"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.runs) > 0, "runs", self.runs, "name the folder of a run")
+        require(len(self.runs) <= MOST_RUNS, "runs", self.runs, f"only {MOST_RUNS} can be told apart: name fewer")
+        written = self.output is not None or self.png
+        require(not (self.serve and written), "serve", True, "it writes no file: leave output and png out")

@@ -1,0 +1,98 @@
+"""Settings of a run's folder: what is saved and evaluated, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo.config.command_line import load_yaml
+from grpo.config.errors import require
+from grpo.config.fields import Section, option
+
+
+@dataclass
+class RecordSection(Section):
+    """The settings of what a run evaluates, saves and logs."""
+
+    HEADING = "evaluation and records"
+
+    eval_steps: int = option(
+        50,
+        "number of updates between evaluations, beside those before the first and after the last update; 0 is never",
+        at_least=0,
+        common=True,
+    )
+    eval_samples: int = option(
+        256, "how many held-out problems to ask, the first of the test split; 0 is all", at_least=0
+    )
+    metric_for_best_model: str | None = option(
+        None,
+        "metric of the evaluation by which the best checkpoint is kept, the higher the better: accuracy, reward, "
+        "rewards/NAME/mean and others; unset is accuracy where a reward function is a verdict, else reward",
+        needs="eval_steps above 0",
+    )
+    save_steps: int = option(
+        100, "number of updates between checkpoints, to use or continue from; 0 is never", at_least=0, common=True
+    )
+    save_total_limit: int = option(
+        2, "how many of the newest checkpoints to keep, beside the best by evaluation; 0 keeps all", at_least=0
+    )
+    save_system_prompt: bool = option(
+        False,
+        "save system_prompt in the chat template too, for programs that do not read grpo.yaml, such as vLLM: they then "
+        "put it before every conversation without a system message",
+    )
+    push_to_hub: bool = option(
+        False, "push the model to the Hugging Face hub at the end, with the token of 'hf auth login' or HF_TOKEN"
+    )
+    hub_model_id: str | None = option(
+        None,
+        "repository to push to, OWNER/NAME or NAME, made if missing; unset is the run folder's name",
+        needs="push_to_hub",
+    )
+    hub_private_repo: bool = option(
+        False,
+        "make that repository private; unset leaves it to the owner's settings on the hub",
+        needs="push_to_hub",
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any",
+        common=True,
+    )
+    output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME", common=True)
+    report_to: list[str] = option(
+        ["tensorboard"],
+        "where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, swanlab, mlflow or none; tensorboard "
+        "is skipped if not installed",
+    )
+    dry_run: bool = option(
+        False,
+        "check every setting, print a step's shape and the memory that it needs, load no weights, and end",
+        common=True,
+    )
+
+    def recorded_settings(self) -> dict[str, Any]:
+        """Return the settings of the run to continue, as its config.yaml has them; none where a run begins."""
+        name = self.resume_from_checkpoint
+        folder = self.output_dir if name == "last" else name and Path(name).parent
+        try:
+            settings = load_yaml((Path(folder) / "config.yaml").read_text(encoding="utf-8")) if folder else {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            settings = {}  # the checkpoint is compared with what was set instead
+        return settings if isinstance(settings, dict) else {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.resume_from_checkpoint != "last" or self.output_dir is not None,
+            "resume_from_checkpoint",
+            self.resume_from_checkpoint,
+            "of which run? set output_dir to its folder",
+        )
+        for name in self.report_to:
+            known = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
+            require(name in known, "report_to", name, "use tensorboard, wandb, trackio, swanlab, mlflow or none")

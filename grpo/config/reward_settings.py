@@ -1,0 +1,88 @@
+"""Settings of the rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo.config.errors import require
+from grpo.config.fields import Section, option
+from grpo.config.sampling_settings import AnsweringConfig
+from grpo.config.user_code import check_file
+
+
+def is_users_own(name: str) -> bool:
+    """Tell whether a reward is code, a model or a server that only the user may name: not a function of reward.py."""
+    return ":" in name or "/" in name
+
+
+@dataclass
+class RewardSection(Section):
+    """The settings by which a completion gets its reward."""
+
+    HEADING = "rewards"
+
+    reward_funcs: list[str] = option(
+        ["correctness_reward", "format_reward"],
+        "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
+        "servers with --task reward; it may be empty where an environment gives rewards",
+        common=True,
+        may_be_empty=True,
+    )
+    reward_weights: list[float] | None = option(
+        None,
+        "weight of each reward function, in their order; unset is 1 for each, as that of an environment's reward is",
+        common=True,
+        may_be_empty=True,
+    )
+    soft_punish_cache: int = option(
+        0,
+        "number of tokens before max_completion_length over which a punishment for length goes from 0 to -1 (DAPO)",
+        at_least=0,
+    )
+    reward_timeout: float | None = option(
+        None,
+        "seconds a reward function may take for a completion: it is called in other processes, on one completion at a "
+        "time, and killed if it hangs; unset calls it in the trainer",
+        above=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.reward_funcs:
+            path, colon, _ = name.rpartition(":")
+            if colon and "://" not in name:  # now, as the file is loaded only after torch
+                check_file("reward_funcs", name, path)
+        if self.reward_weights is None:
+            self.reward_weights = [1.0] * len(self.reward_funcs)
+        require(
+            bool(self.reward_funcs) or not self.reward_weights,
+            "reward_weights",
+            self.reward_weights,
+            "no reward function is named: write --reward_weights with nothing after it",
+        )
+        require(
+            len(self.reward_weights) == len(self.reward_funcs),
+            "reward_weights",
+            self.reward_weights,
+            f"give {len(self.reward_funcs)} weights, one for each of {' '.join(self.reward_funcs)}",
+        )
+
+
+@dataclass
+class RewardedConfig(RewardSection, AnsweringConfig):
+    """The settings by which a dataset's problems are answered and the answers rewarded, in training and after it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            bool(self.reward_funcs) or self.environment is not None,
+            "reward_funcs",
+            self.reward_funcs,
+            "name a reward function at least, unless an environment gives rewards",
+        )
+        require(
+            self.soft_punish_cache <= self.max_completion_length,
+            "soft_punish_cache",
+            self.soft_punish_cache,
+            f"use max_completion_length={self.max_completion_length} or less",
+        )

@@ -1,0 +1,352 @@
+"""Settings of data, sampling and evaluation, and the whole of grpo.chat."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from grpo.config.errors import ConfigError, require
+from grpo.config.fields import Section, option
+from grpo.config.user_code import check_file
+
+# Settings of the model and its adapter.
+
+
+@dataclass
+class SharedConfig(Section):
+    """The settings of the model, for every program."""
+
+    HEADING = "model"
+
+    model_name_or_path: str = option(
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        "hub id or local folder, of a model or a LoRA adapter: the trainer's first weights, the server's frozen ones, "
+        "those to evaluate or talk to",
+        common=True,
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with the weights")
+    dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
+    )
+    min_pixels: int | None = option(
+        None, "smaller pictures are enlarged to so many pixels; unset is the model's own setting", above=0
+    )
+    max_pixels: int | None = option(
+        None, "larger pictures are made smaller, to so many pixels; unset is the model's own setting", above=0
+    )
+    quantization: Literal["none", "8bit", "4bit"] = option(
+        "none",
+        "keep all linear layers but the head in 8 or 4 bits, by bitsandbytes: less memory, and a slightly different "
+        "model. The trainer takes 4bit alone, under an adapter (QLoRA)",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_name_or_path.startswith("~"):
+            self.model_name_or_path = str(Path(self.model_name_or_path).expanduser())
+
+
+@dataclass
+class VisionSection(Section):
+    """The settings of a vision-language model's training."""
+
+    HEADING = "vision tower"
+
+    freeze_vision_tower: bool = option(
+        False,
+        "train the language model alone: the vision tower and what projects its output (Qwen's merger) stay as they "
+        "are, and an adapter has no layers in them",
+        off="train the vision tower too",
+    )
+
+
+@dataclass
+class AdapterSection(Section):
+    """The settings of a LoRA adapter."""
+
+    HEADING = "LoRA (needs peft)"
+
+    use_peft: bool = option(
+        False,
+        "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names",
+        common=True,
+    )
+    lora_r: int = option(
+        16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", needs="use_peft", above=0
+    )
+    lora_alpha: int = option(
+        32, "the product of the adapter's two matrices is scaled by lora_alpha / lora_r", needs="use_peft", above=0
+    )
+    lora_target_modules: list[str] | None = option(
+        None,
+        "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model, and "
+        "all-linear where it has none, as for models with a vision tower",
+        needs="use_peft",
+    )
+    use_rslora: bool = option(
+        False, "scale that product by lora_alpha / sqrt(lora_r) instead (rsLoRA)", needs="use_peft"
+    )
+    use_dora: bool = option(
+        False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction", needs="use_peft"
+    )
+    merge_on_save: bool = option(
+        False, "save whole models, the adapter merged into the base, instead of adapters", needs="use_peft"
+    )
+
+
+# Settings of what answers the policy between its turns: tools and environments.
+
+
+ANSWERED = "tools or environment"
+
+
+@dataclass
+class TurnsCodeSection(Section):
+    """The user's code that answers the model, and how it is run: a worker of a pool has settings of its own."""
+
+    tools: list[str] = option(
+        [],
+        "functions that the model may call, each with type hints and a docstring: path/to/file.py:function",
+        may_be_empty=True,
+    )
+    environment: str | None = option(
+        None,
+        "class that answers the model, one instance for each completion: path/to/file.py:Class, with reset and methods "
+        "that the model calls as tools, or with reset and step",
+    )
+    tool_timeout: float | None = option(
+        None,
+        "seconds that a call of a tool or environment may take: all but async tools run in other processes, which are "
+        "killed if they hang; unset runs them in this process",
+        needs=ANSWERED,
+        above=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.tools:
+            check_file("tools", name, name.rpartition(":")[0])
+        if self.environment is not None:
+            check_file("environment", self.environment, self.environment.rpartition(":")[0])
+
+    @property
+    def has_turns(self) -> bool:
+        return bool(self.tools) or self.environment is not None
+
+
+@dataclass
+class TurnsSection(TurnsCodeSection):
+    """The settings of tools and environments."""
+
+    HEADING = "tools and environments"
+
+    max_tool_calling_iterations: int | None = option(
+        None,
+        "most turns of a completion whose calls are answered; unset is as many as there is room for",
+        needs=ANSWERED,
+        above=0,
+    )
+    max_turns: int | None = option(
+        None,
+        "most turns of the model in a completion; unset is as many as there is room for",
+        needs=ANSWERED,
+        above=0,
+    )
+    max_tool_response_length: int = option(
+        2048, "characters of an answer, of a tool or an environment, beyond which it is cut", needs=ANSWERED, above=0
+    )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = option(
+        "auto",
+        "how the model writes calls, where its tokenizer has no response template; auto looks into the chat template",
+        needs=ANSWERED,
+    )
+
+
+# Arguments of apply_chat_template itself, beside `tools` and `documents`, which it hands to the template.
+_NOT_THE_TEMPLATES = (
+    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
+
+
+@dataclass
+class DataSection(Section):
+    """The settings of the dataset and its prompts."""
+
+    HEADING = "data"
+
+    dataset_name: str = option(
+        "openai/gsm8k", "a hub id, a local .json, .jsonl, .csv or .parquet file, or a folder of such files", common=True
+    )
+    dataset_config: str | None = option(None, "name of the hub dataset's configuration; unset is main for openai/gsm8k")
+    dataset_train_split: str = option("train", "split to train on")
+    dataset_test_split: str = option("test", "split to evaluate on", common=True)
+    dataset_prompt_column: str = option(
+        "question", "column that holds the prompt: a text, or a list of chat messages", common=True
+    )
+    dataset_answer_column: str = option(
+        "answer",
+        "column that holds the gold answer; where the text has '####', the answer is what follows. Without a column "
+        "answer in the dataset, or with an empty text here, it has prompts alone, for rewards that need no gold answer",
+        common=True,
+    )
+    dataset_image_column: str | None = option(
+        None,
+        "column of the pictures that go with a prompt, for a vision-language model: one, a list of them, or none; "
+        "unset is image or images where the dataset has one, an empty text leaves pictures out",
+    )
+    max_prompt_length: int = option(
+        512, "prompts of more tokens are dropped when the data is loaded, and counted", above=0
+    )
+
+
+@dataclass
+class AnswerSection(Section):
+    """The settings of a model's answer to a prompt."""
+
+    HEADING = "answers"
+
+    system_prompt: str = option(
+        "You are a helpful assistant. First think about the problem step by step, then give the final answer. Write "
+        "reasoning and answer within tags, like this: <think>reasoning here</think><answer>answer here</answer>",
+        "system message before every prompt that has none; an empty text adds none",
+        common=True,
+    )
+    chat_template_kwargs: dict | str | None = option(
+        None, "arguments of the model's chat template, as a JSON object such as '{\"enable_thinking\": false}'"
+    )
+    max_completion_length: int = option(512, "most tokens that a completion may have", above=0, common=True)
+    temperature: float = option(
+        1.0,
+        "logits are divided by this, in sampling and in every log-prob; the chat alone takes 0, which is greedy",
+        at_least=0,
+        common=True,
+    )
+    seed: int = option(
+        42, "number from which the order of the prompts and all samples follow", at_least=0, below=2**31, common=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._read_template_kwargs()
+
+    def _read_template_kwargs(self) -> None:
+        """Replace JSON text, as on the command line, with the dict that it is of. Raises ConfigError."""
+        if isinstance(text := self.chat_template_kwargs, str):
+            try:
+                self.chat_template_kwargs = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"chat_template_kwargs={text!r}: not JSON ({error}): write it as '{{\"enable_thinking\": false}}'"
+                ) from error
+        kwargs = self.chat_template_kwargs
+        require(kwargs is None or isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "write a JSON object")
+        for name in _NOT_THE_TEMPLATES:
+            require(
+                name not in (kwargs or {}),
+                "chat_template_kwargs",
+                kwargs,
+                f"the template never sees {name}: leave it out",
+            )
+
+
+LOCAL_SAMPLERS = (
+    "continuous draws with rows that are always full, each prompt computed once; generate is transformers' own, which "
+    "it falls back to where the model needs it"
+)
+"""the help of the samplers that hold the model themselves"""
+
+
+@dataclass
+class GenerationSection(Section):
+    """The settings of generation in batches, and of held-out samples."""
+
+    HEADING = "generation and evaluation"
+
+    sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0, common=True)
+    num_generations_eval: int = option(
+        0,
+        "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 measures that alone",
+        common=True,
+        at_least=0,
+    )
+
+    @property
+    def ks(self) -> list[int]:
+        """Return every k of pass@k, ascending: 1, 2, 4, ... and num_generations_eval; none if nothing is sampled."""
+        samples = self.num_generations_eval
+        powers = [1 << power for power in range(samples.bit_length())]
+        return sorted({*powers, samples} - {0})
+
+
+@dataclass
+class RolloutSection(Section):
+    """The settings of a step's samples."""
+
+    HEADING = "rollouts"
+
+    num_generations: int = option(
+        8,
+        "completions per prompt, the group whose rewards are compared; 1 where advantage_estimator needs no group",
+        at_least=1,
+        common=True,
+    )
+    max_resample: int = option(
+        0,
+        "how often, before an update, prompts are replaced by others where all completions have the same reward (DAPO)",
+        at_least=0,
+    )
+
+
+@dataclass
+class AnsweringConfig(GenerationSection, TurnsSection, AnswerSection, DataSection, SharedConfig):
+    """The settings by which a dataset's problems are answered, in training and after it."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Return the tokens of the longest prompt with the longest completion."""
+        return self.max_prompt_length + self.max_completion_length
+
+
+@dataclass
+class PolicyConfig(AdapterSection, VisionSection, AnswerSection, SharedConfig):
+    """The settings of the model that is trained: its weights, its adapter, and how it answers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.quantization != "8bit",
+            "quantization",
+            self.quantization,
+            "activations go in 8 bits too, so that a log-prob would depend on the rest of its batch: use 4bit",
+        )
+        require(
+            self.quantization == "none" or self.use_peft,
+            "quantization",
+            self.quantization,
+            "weights in 4 bits cannot be trained: add use_peft, which trains an adapter on them, or use none",
+        )
+
+
+@dataclass
+class ChatSection(Section):
+    """The settings of grpo.chat alone."""
+
+    HEADING = "conversation"
+
+    keep_history: bool = option(
+        True,
+        "each answer depends on all questions and answers before it",
+        off="answer each question by itself",
+        common=True,
+    )
+
+
+@dataclass
+class ChatConfig(ChatSection, TurnsSection, AnswerSection, SharedConfig):
+    """Every setting of `python -m grpo.chat`."""
+
+    SHORT: ClassVar = {"model": "model_name_or_path"}

@@ -1,0 +1,210 @@
+"""Renders a prompt, text or a chat, to the text and the token ids that the model continues."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+import grpo.model.template_limit  # noqa: F401  it limits what a template may make
+from grpo.config.errors import ConfigError, require
+from grpo.wire.picture_files import PicturedPrompt
+from grpo.wire.rewards import Message
+
+if TYPE_CHECKING:
+    from grpo.model.pictures import PictureProcessor
+
+MARK = "<image>"
+"""what says in a user's text where a picture goes"""
+
+# A message whose content is text, or a list of parts: {"type": "text", "text": ...} and {"type": "image"}.
+PartMessage = dict[str, Any]
+
+
+class PictureCountError(ValueError):
+    """A prompt that says other places for pictures than there are pictures. The text is the rest of a sentence."""
+
+
+def chat_messages(prompt: str | list[PartMessage], system_prompt: str) -> list[PartMessage]:
+    """Return the prompt as a chat that begins with a system message, its own or `system_prompt` (none where empty)."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def place_pictures(messages: Sequence[PartMessage], pictures: int | None) -> list[PartMessage]:
+    """Return a chat with all content in parts, `pictures` of which are pictures.
+
+    They are where the messages have parts for them, or a user's text has `<image>`; else before what the user says
+    first. None is 0 where the data has no pictures, so that `<image>` is text like any other. Raises PictureCountError.
+    """
+    placed = [message | {"content": _parts_of(message, pictures is not None)} for message in messages]
+    count = sum(part["type"] == "image" for message in placed for part in message["content"])
+    first = next((message for message in placed if message["role"] == "user"), None)
+    if count == 0 and pictures and first is not None:
+        first["content"] = [{"type": "image"}] * pictures + first["content"]
+    elif count != (pictures or 0):
+        raise PictureCountError(f"places for pictures: {count}, pictures: {pictures or 0}")
+    return placed
+
+
+def text_of_messages(messages: Sequence[PartMessage]) -> list[Message]:
+    """Return a chat with all content as text, without the pictures of content in parts."""
+    return [
+        message
+        if isinstance(message["content"], str)
+        else message | {"content": "".join(part["text"] for part in message["content"] if part["type"] == "text")}
+        for message in messages
+    ]
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[PartMessage],
+    system_prompt: str,
+    template_kwargs: dict[str, Any] | None = None,
+    place: str = "the conversation",
+    pictures: int | None = None,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    """Render a prompt (text, or chat messages) to the text the model continues; plain text without a chat template.
+
+    A last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
+    The template can read `template_kwargs`, and writes what it says of `tools`, JSON schemas. `place` tells in an error
+    where the prompt is. The model's placeholder stands for each of `pictures`, which are placed as `place_pictures`
+    does.
+
+    A prompt without pictures is rendered as text, which is how a model without pictures is asked; in parts only where
+    the template does not take text. Raises ConfigError where the template does not take the prompt, PictureCountError.
+    """
+    messages = chat_messages(prompt, system_prompt)
+    in_parts = place_pictures(messages, pictures)
+    template_kwargs = (template_kwargs or {}) | ({"tools": tools} if tools else {})
+    forms = [in_parts] if pictures else [text_of_messages(messages), in_parts]
+    continued = messages[-1]["role"] == "assistant"
+    if tokenizer.chat_template is None:
+        require(not template_kwargs, "chat_template_kwargs", template_kwargs, "the model has no template: leave it out")
+        model = tokenizer.name_or_path
+        require(
+            not pictures,
+            "model_name_or_path",
+            model,
+            "it has no chat template, so no picture has a place: use another model",
+        )
+        return "\n\n".join(message["content"] for message in forms[0]) + ("" if continued else "\n\n")
+
+    def render(messages: Sequence[PartMessage]) -> str:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            **template_kwargs,
+        )
+
+    errors: list[Exception] = []
+    for form in forms:
+        try:
+            rendered = render(form)
+            if not _leaves_out_question(render, form, rendered):
+                return rendered
+        except Exception as error:  # a template is a program that comes with the model: it may raise anything
+            errors.append(error)
+    model = f"model_name_or_path={tokenizer.name_or_path!r}"
+    if not errors:
+        raise ConfigError(
+            f"{model}: its chat template leaves out what the user says: use a model whose template takes a message's "
+            "content"
+        )
+    reason = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:300]
+    if system_prompt and messages[0]["content"] == system_prompt:
+        raise ConfigError(
+            f"system_prompt={system_prompt[:40]!r}: the model's chat template refuses {place} ({reason}): if it "
+            "knows no system message, set system_prompt to '' and put the instructions into the prompts"
+        ) from errors[0]
+    raise ConfigError(
+        f"{model}: its chat template refuses {place} ({reason}): change the messages, or use another model"
+    ) from errors[0]
+
+
+def add_observation(prompt: str | list[PartMessage], observation: str) -> str | list[PartMessage]:
+    """Return a prompt whose last message goes on with what an environment says, as TRL puts it together."""
+    if isinstance(prompt, str):
+        return prompt + observation
+    content = prompt[-1]["content"]
+    added = content + observation if isinstance(content, str) else [*content, {"type": "text", "text": observation}]
+    return [*prompt[:-1], prompt[-1] | {"content": added}]
+
+
+def tokenize_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    processor: PictureProcessor | None = None,
+    pictures: Sequence[bytes] = (),
+) -> list[int] | PicturedPrompt:
+    """Return the ids of the text that `render_prompt` returned; with pictures, which the model's processor expands.
+
+    Raises PictureCountError where the model's own placeholder is in the prompt for other reasons, PictureError where a
+    picture cannot be opened, or its processor refuses it.
+    """
+    # A chat template has written every special token already.
+    add_special_tokens = tokenizer.chat_template is None
+    if processor is not None:
+        if (count := prompt.count(processor.placeholder)) != len(pictures):
+            raise PictureCountError(
+                f"places for pictures ({processor.placeholder}): {count}, pictures: {len(pictures)}"
+            )
+        piece = tokenizer.convert_ids_to_tokens(processor.token_id)
+        if piece != processor.placeholder and piece in prompt:
+            raise PictureCountError(f"places for pieces of pictures are in the text itself: {piece}")
+    if pictures:
+        return processor.encode(prompt, pictures, add_special_tokens)
+    return tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+
+
+def with_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a chat template that puts the system prompt before a chat without a system message.
+
+    `render_prompt` gives every chat a system message where it is told one, so that this one is not put in twice.
+    """
+    text = json.dumps(system_prompt, ensure_ascii=False)  # Jinja reads JSON's escapes
+    add = f"{{% set messages = [{{'role': 'system', 'content': {text}}}] + messages %}}"
+    copied = copy.copy(tokenizer)
+    # transformers leaves out the line end after a block, so that the model's own template begins as it did.
+    copied.chat_template = (
+        f"{{% if messages[0]['role'] != 'system' %}}{add}{{% endif %}}\n{tokenizer.get_chat_template()}"
+    )
+    return copied
+
+
+def _parts_of(message: PartMessage, marked: bool) -> list[dict[str, str]]:
+    """Return a message's content as parts; where it is `marked`, `<image>` in a user's text is a picture's."""
+    if not isinstance(content := message["content"], str):
+        # Rows of a dataset have null for whatever only other parts have.
+        return [{name: value for name, value in part.items() if value is not None} for part in content]
+    texts = content.split(MARK) if marked and message["role"] == "user" else [content]
+    parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+    return [part for part in parts if part != {"type": "text", "text": ""}] or [{"type": "text", "text": ""}]
+
+
+def _leaves_out_question(
+    render: Callable[[Sequence[PartMessage]], str], messages: Sequence[PartMessage], rendered: str
+) -> bool:
+    """Tell whether another question of the user would be rendered alike.
+
+    A template for content in parts goes through a text character by character, and writes nothing.
+    """
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None:
+        return False
+    content = messages[last]["content"]
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    if all(text.strip() in rendered for text in texts):
+        return False
+    question = {"type": "text", "text": "?"}
+    changed = "?" if isinstance(content, str) else [part if part["type"] == "image" else question for part in content]
+    return render([*messages[:last], messages[last] | {"content": changed}, *messages[last + 1 :]]) == rendered

@@ -1,0 +1,119 @@
+"""The questions and answers of a chat, and the prompt that each next question makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.sampling_settings import ChatConfig
+from grpo.data.chat_template import (
+    PictureCountError,
+    add_observation,
+    place_pictures,
+    render_prompt,
+    tokenize_prompt,
+)
+from grpo.data.dataset_pictures import encode_picture
+from grpo.data.records import Example, Rollout
+from grpo.data.responder import Turns
+from grpo.model.pictures import PictureProcessor
+
+NEW = "/new"
+"""the line that begins a new conversation"""
+
+
+class NotAsked(Exception):
+    """A line of the user that leads to no question. The text says why, and what to do."""
+
+
+class Conversation:
+    """The questions and answers so far, and the pictures that go with the next question."""
+
+    def __init__(
+        self,
+        config: ChatConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: PictureProcessor | None,
+        longest: int,
+        turns: Turns | None,
+    ):
+        """`longest`: tokens that the model takes, an answer's first one included."""
+        self._config, self._tokenizer, self._processor, self._longest = config, tokenizer, processor, longest
+        self._turns = turns
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget everything."""
+        self._messages: list[dict[str, Any]] = []
+        self._pictures: list[bytes] = []
+        self._next_pictures: list[bytes] = []
+
+    def add_picture(self, path: str) -> None:
+        """Add a picture to the next question. Raises NotAsked where it cannot be used."""
+        if self._processor is None:
+            raise NotAsked(f"the picture {path} is not taken: {self._config.model_name_or_path} takes text alone")
+        try:
+            picture = encode_picture(Path(path).expanduser().read_bytes())
+            self._processor.count([picture])  # decodes it, and lets the model's processor refuse it
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
+            raise NotAsked(
+                f"the picture {path} cannot be used ({getattr(error, 'strerror', None) or error})"
+            ) from error
+        self._next_pictures.append(picture)
+
+    def ask(self, line: str) -> Example:
+        """Return the prompt with the question of a line. Raises NotAsked where the model cannot be asked it,
+        RewardError where the environment fails."""
+        question, columns, tools = line, {}, None
+        if self._turns is not None:
+            question, columns = _row_of(line)
+            question = add_observation(question, self._turns.observe(columns))
+            tools = self._turns.tools
+        if not self._config.keep_history:
+            self._messages, self._pictures = [], []
+        pictures = [*self._pictures, *self._next_pictures]
+        try:
+            # Without a picture to place, `<image>` is text.
+            new = place_pictures([{"role": "user", "content": question}], len(self._next_pictures) or None)
+            messages = [*self._messages, *new]
+            config = self._config
+            prompt = render_prompt(
+                self._tokenizer,
+                messages,
+                config.system_prompt,
+                config.chat_template_kwargs,
+                pictures=len(pictures),
+                tools=tools,
+            )
+            prompt_ids = tokenize_prompt(self._tokenizer, prompt, self._processor, pictures)
+        except PictureCountError as error:
+            raise NotAsked(f"the question has other places than pictures ({error}): ask it again") from error
+        if len(prompt_ids) >= self._longest:
+            raise NotAsked(
+                f"the conversation has {len(prompt_ids)} tokens, and the model takes at most {self._longest}: ask "
+                f"less at a time, begin a new one with {NEW}, or use --no_keep_history"
+            )
+        self._messages, self._pictures, self._next_pictures = messages, pictures, []
+        return Example(0, prompt, prompt_ids, columns)
+
+    def answered(self, answer: Rollout) -> None:
+        """Add the answer to the last question."""
+        if answer.outcome is None:
+            self._messages.append({"role": "assistant", "content": answer.text})
+        else:
+            self._messages += answer.outcome.messages
+
+
+def _row_of(line: str) -> tuple[str, dict[str, Any]]:
+    """Return the question of a line, and the columns of its row where the line is a JSON object."""
+    try:
+        columns = json.loads(line)
+    except ValueError:
+        return line, {}
+    if not isinstance(columns, dict):
+        return line, {}
+    question = columns.get("question", columns.get("prompt", ""))
+    return question if isinstance(question, str) else "", columns

@@ -1,0 +1,156 @@
+"""Makes an example with a tokenised prompt of a dataset's row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError
+from grpo.config.sampling_settings import AnsweringConfig
+from grpo.data.chat_template import (
+    PartMessage,
+    add_observation,
+    chat_messages,
+    place_pictures,
+    render_prompt,
+    text_of_messages,
+    tokenize_prompt,
+)
+from grpo.data.dataset_pictures import PictureColumn, check_prompt
+from grpo.data.records import Example
+from grpo.data.responder import Turns
+from grpo.wire.picture_files import EncodedPicture
+
+if TYPE_CHECKING:
+    from grpo.model.pictures import PictureProcessor
+
+GIVEN_TO_REWARDS = {
+    *("prompts", "completions", "completion_ids", "prompt_texts", "trainer_state", "log_extra", "log_metric")
+}
+"""the arguments of a reward function beside the columns, in this program or in TRL"""
+
+
+def make_example(
+    config: AnsweringConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    index: int,
+    row: Mapping[str, Any],
+    column: PictureColumn | None = None,
+    processor: PictureProcessor | None = None,
+    turns: Turns | None = None,
+) -> Example | None:
+    """Make an Example of a dataset row; None where its prompt, with what the environment says, has neither text nor
+    picture.
+
+    Its columns have the row's values, and the gold answer, if there is one, as `answer`, unless the dataset has another
+    column of that name. An answer that is a list or dict stays one there. `turns` adds tools and what an environment
+    says to the prompt.
+
+    Raises ConfigError, naming the row, where a value has a wrong type, or the row has pictures and there is no
+    `processor`; PictureError or PictureCountError where its pictures cannot be used; RewardError where an environment
+    fails.
+    """
+    answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
+    place = f"row {index} (from 0)"
+    if isinstance(answer, bytes):
+        raise ConfigError(
+            f"dataset_answer_column={config.dataset_answer_column!r}: {place} has {str(answer)[:80]}: a "
+            "gold answer is text, a number, a list or a dict: name a column of such"
+        )
+    if not _is_prompt(prompt):
+        raise ConfigError(
+            f"dataset_prompt_column={config.dataset_prompt_column!r}: {place} has {str(prompt)[:80]}: a "
+            "prompt is text, or a list of messages whose role is text, and whose content is text or a list of parts, "
+            '{"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column'
+        )
+    # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
+    given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
+    columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
+    if config.dataset_answer_column in row and (config.dataset_answer_column == "answer" or "answer" not in row):
+        columns["answer"] = answer if isinstance(answer, list | dict) else gold
+    if column is not None and row[column.name] and processor is None:
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: {place} of {config.dataset_name} has a picture in "
+            f"{column.name!r}, and this model takes text alone: use a vision-language model, or set "
+            "dataset_image_column to '' to leave pictures out"
+        )
+    pictures: list[EncodedPicture] = []
+    if column is not None:
+        columns[column.name] = value = column.read(row[column.name], index)
+        pictures = value if isinstance(value, list) else [] if value is None else [value]
+        check_prompt([picture.file for picture in pictures])
+    count = None if column is None or processor is None else len(pictures)
+    if turns is not None and (observation := turns.observe(columns)):
+        prompt = add_observation(prompt, observation)
+    if not pictures and _is_blank(prompt):
+        return None
+    tools = None if turns is None else turns.tools
+    rendered = render_prompt(tokenizer, prompt, config.system_prompt, config.chat_template_kwargs, place, count, tools)
+    prompt_ids = tokenize_prompt(tokenizer, rendered, processor, [picture.file for picture in pictures])
+    messages, conversation = chat_messages(prompt, config.system_prompt), prompt if isinstance(prompt, list) else None
+    if pictures:
+        messages = place_pictures(messages, count)
+        conversation = conversation and _fill(place_pictures(conversation, count), pictures)
+    messages = text_of_messages(messages)
+    return Example(index, rendered, prompt_ids, columns, messages, gold, conversation)
+
+
+def gold_answer(answer: Any) -> str:
+    """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column.
+
+    It is JSON of a list or dict, and empty where there is no answer: null, white space, an empty list or dict, or the
+    NaN that pandas writes for null.
+    """
+    if isinstance(answer, list | dict):
+        return json.dumps(answer, ensure_ascii=False, default=str) if answer else ""
+    if answer is None or answer != answer:
+        return ""
+    return str(answer).rsplit("####", 1)[-1].strip()
+
+
+def _fill(messages: list[PartMessage], pictures: Sequence[EncodedPicture]) -> list[PartMessage]:
+    """Return the messages with the pictures in their parts, as TRL's prepare_multimodal_messages does."""
+    rest = iter(pictures)
+    return [
+        message
+        | {
+            "content": [
+                part | {"image": next(rest)} if part["type"] == "image" else part for part in message["content"]
+            ]
+        }
+        for message in messages
+    ]
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Tell whether it is a text, or a list of at least one message."""
+    return isinstance(prompt, str) or (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) and _is_content(message.get("content"))
+            for message in prompt
+        )
+    )
+
+
+def _is_blank(prompt: str | list[PartMessage]) -> bool:
+    """Tell whether nothing is said in it, or by the system alone."""
+    messages = text_of_messages(chat_messages(prompt, ""))
+    spoken = [message for message in messages if message["role"] != "system"] or messages
+    return not any(message["content"].strip() for message in spoken)
+
+
+def _is_content(content: Any) -> bool:
+    """Tell whether it is a text, or a list of parts: texts, and places for pictures of the dataset's column."""
+    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    fields = {name: value for name, value in part.items() if value is not None}  # rows have null for absent fields
+    return fields == {"type": "image"} or (fields.get("type") == "text" and isinstance(fields.get("text"), str))

@@ -1,0 +1,270 @@
+"""Loads the examples of a dataset, and fixes the order in which ranks train on them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError, require
+from grpo.config.sampling_settings import AnsweringConfig, DataSection
+from grpo.data.chat_template import PictureCountError
+from grpo.data.dataset import decoded, load_rows
+from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
+from grpo.data.examples import GIVEN_TO_REWARDS, gold_answer, make_example
+from grpo.data.records import Example
+from grpo.data.responder import Turns
+from grpo.wire.picture_files import PictureError, pictures_of
+
+if TYPE_CHECKING:
+    from grpo.model.pictures import PictureProcessor
+
+log = logging.getLogger(__name__)
+
+_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+
+
+def load_examples(
+    config: AnsweringConfig,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int = 0,
+    progress: bool = True,
+    processor: PictureProcessor | None = None,
+    turns: Turns | None = None,
+) -> list[Example]:
+    """Load the split's problems, only the first `limit` of them unless that is 0.
+
+    Rows without a prompt (null, or neither text nor picture), without a gold answer where there is a column of them,
+    with too long a prompt or with pictures that cannot be used are dropped and counted. Raises ConfigError where the
+    dataset cannot be loaded, lacks a column, has a value of another type, has pictures and there is no `processor` for
+    them, or keeps no example; RewardError where the environment of `turns` fails.
+    """
+    log.info("reading split %s of %s", split, config.dataset_name)
+    rows = load_rows(config, split)
+    has_gold = _check_columns(config, rows.column_names)
+    if not has_gold:
+        log.info("%s: no column with gold answers: it has %s", split, ", ".join(rows.column_names))
+    image_column = find_column(config, rows.column_names)
+    column = None if image_column is None else PictureColumn(image_column, config.dataset_name)
+    others = [PictureColumn(name, config.dataset_name) for name in decoded_columns(rows) if name != image_column]
+    for pictures in [column, *others] if column is not None else others:
+        rows = pictures.without_decoding(rows)
+    if limit:
+        rows = rows.select(range(min(limit, len(rows))))
+    prompt_column, answer_column = config.dataset_prompt_column, config.dataset_answer_column
+    no_prompt, no_gold = f"without a prompt in {prompt_column!r}", f"without a gold answer in {answer_column!r}"
+    too_long = f"longer than max_prompt_length={config.max_prompt_length} tokens"
+    bad_picture = "with a picture that cannot be used"
+    other_count = "with more or fewer places for pictures than pictures"
+    faults: dict[str, str] = {}
+    examples, dropped, without_system, shortest = [], Counter(), 0, None
+    bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=None if progress else True, leave=False)
+
+    def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | PictureError | PictureCountError | None:
+        index, row = numbered
+        if row[prompt_column] is None or row[prompt_column] == []:
+            return None
+        try:
+            row = {**row, **{other.name: other.read(row[other.name], index) for other in others}}
+            return make_example(config, tokenizer, index, row, column, processor, turns)
+        except (PictureError, PictureCountError) as error:
+            return error
+
+    numbered = enumerate(decoded(config, split, bar))
+    waits = column is not None or config.tool_timeout is not None  # for Pillow, or an environment in another process
+    made = _map_in_threads(make, numbered) if waits else map(make, numbered)
+    for index, example in enumerate(made):
+        if example is None:
+            dropped[no_prompt] += 1
+        elif isinstance(example, Exception):
+            reason = bad_picture if isinstance(example, PictureError) else other_count
+            dropped[reason] += 1
+            faults.setdefault(reason, f" (the first is row {index} from 0: {example})")
+        elif has_gold and not example.gold:
+            dropped[no_gold] += 1
+        elif len(example.prompt_ids) > config.max_prompt_length:
+            dropped[too_long] += 1
+            shortest = min(shortest or example, example, key=lambda example: len(example.prompt_ids))
+        else:
+            examples.append(example)
+            first = example.messages[0]
+            without_system += first["role"] == "system" and first["content"].strip() not in example.prompt
+    for reason, count in dropped.items():
+        log.warning("%s: %d of %d rows dropped, %s%s", split, count, len(rows), reason, faults.get(reason, ""))
+    if without_system:
+        log.warning(
+            "%s: the model's chat template leaves the system message out of %d of %d prompts: put the instructions "
+            "into the prompts",
+            split,
+            without_system,
+            len(examples),
+        )
+    if column is not None:
+        pictured = sum(bool(pictures_of(example.prompt_ids)) for example in examples)
+        log.info("%s: %d of %d prompts have pictures, by column %r", split, pictured, len(examples), column.name)
+    if examples:
+        return examples
+    if dropped[too_long]:
+        tokens, remedy = f"{len(shortest.prompt_ids)} tokens", "raise it"
+        if config.system_prompt and shortest.messages[0]["content"] == config.system_prompt:
+            of_system = len(tokenizer.encode(config.system_prompt, add_special_tokens=False))
+            tokens += f", {of_system} of them the system prompt's"
+            remedy += ", or leave that out (--system_prompt '')"
+        if column is not None:
+            remedy += ", or lower max_pixels"
+        raise ConfigError(
+            f"max_prompt_length={config.max_prompt_length}: none of the {dropped[too_long]} prompts of "
+            f"{config.dataset_name} ({split}) is that short, the shortest has {tokens}: {remedy}"
+        )
+    if faults:
+        reason = max(faults, key=dropped.get)
+        raise ConfigError(
+            f"dataset_image_column={image_column!r}: {dropped[reason]} of the {len(rows)} rows ({split}) are dropped, "
+            f"{reason}{faults[reason]}, and none is left: mend the dataset, or name another column"
+        )
+    wanted = f"a prompt in {prompt_column!r}"
+    if has_gold:
+        wanted = f"both {wanted} and a gold answer in {answer_column!r}"
+    raise ConfigError(
+        f"dataset_name={config.dataset_name!r}: none of its {len(rows)} rows ({split}) has {wanted}: name the columns "
+        "that hold them"
+    )
+
+
+def check_reward_columns(
+    config: AnsweringConfig, examples: Sequence[Example], rewards: Mapping[str, Callable | str]
+) -> None:
+    """Refuse a dataset whose columns a reward function cannot be given, or without gold answers where one of `rewards`
+    (load_reward_funcs) asks for them; log where `answer` is not the gold answer.
+
+    Raises ConfigError.
+    """
+    without = next((example for example in examples if "answer" not in example.columns), None)
+    for name, reward in rewards.items() if without is not None else ():
+        require(
+            not _asks_for_gold(reward),
+            "reward_funcs",
+            name,
+            f"it asks for gold answers, and {config.dataset_name} has the columns {', '.join(without.columns)}: name "
+            "the one that holds them as dataset_answer_column, or leave this function out",
+        )
+    for name in examples[0].columns:
+        if name in GIVEN_TO_REWARDS:
+            raise ConfigError(
+                f"dataset_name={config.dataset_name!r}: its column {name!r} has a name under which reward functions "
+                "are given something else: rename the column"
+            )
+    is_other = config.dataset_answer_column not in ("", "answer")
+    if is_other and any(_as_gold(example.columns["answer"]) != example.gold for example in examples):
+        log.warning(
+            "%s: its column 'answer' is what reward functions are given as `answer`, and evaluation compares with %r: "
+            "set dataset_answer_column to answer, or rename the column, unless that is meant",
+            config.dataset_name,
+            config.dataset_answer_column,
+        )
+
+
+class PromptStream:
+    """The order in which ranks train on examples: a seeded shuffle of the data, epoch after epoch.
+
+    Step k takes the same `prompts_per_step` examples whatever the number of ranks, cut into equal consecutive shares,
+    so ranks never overlap. An epoch's last examples that do not fill a step wait for the next shuffle. The step number
+    is the whole state: resuming is starting at it.
+    """
+
+    def __init__(self, examples: Sequence[Example], prompts_per_step: int, seed: int):
+        if (size := len(examples)) < prompts_per_step:
+            raise ConfigError(
+                f"prompts_per_step={prompts_per_step}: the dataset has only {size} usable prompts: use {size}"
+            )
+        self._examples, self._size, self._per_step, self._seed = examples, size, prompts_per_step, seed
+
+    def examples_of(self, step: int, rank: int = 0, world_size: int = 1) -> list[Example]:
+        """Return this rank's [prompts_per_step / world_size] examples of a step (from 0)."""
+        share = self._per_step // world_size
+        return [self._examples[index] for index in self._indices(step)[rank * share : (rank + 1) * share]]
+
+    def groups_of(self, steps: Iterable[int], rank: int, world_size: int) -> tuple[list[Example], list[int]]:
+        """Return this rank's examples of these steps, and the ids of their groups."""
+        share = self._per_step // world_size
+        starts = {step: step * self._per_step + rank * share for step in steps}
+        examples = [example for step in starts for example in self.examples_of(step, rank, world_size)]
+        return examples, [group for start in starts.values() for group in range(start, start + share)]
+
+    def replacements(self, first_step: int, steps: int, attempt: int, places: Sequence[int]) -> list[Example]:
+        """Return other examples for these places (from 0 over all ranks) of the round of `steps` steps at `first_step`.
+
+        None of them is in the round already, nor was given for an earlier attempt, as long as the data has that many
+        others; after that the others are given again, in a new order. They do not depend on the number of ranks.
+        """
+        in_round = [index for step in range(first_step, first_step + steps) for index in self._indices(step)]
+        others = np.setdiff1d(np.arange(self._size), in_round)
+        others = others if len(others) else np.arange(self._size)
+        shuffles, turn = divmod(attempt - 1, max(1, len(others) // len(in_round)))
+        order = np.random.default_rng((self._seed, first_step, 1 + shuffles)).permutation(others)
+        return [self._examples[order[(turn * len(in_round) + place) % len(order)]] for place in places]
+
+    def _indices(self, step: int) -> np.ndarray:
+        """Return the places of all ranks' examples in the dataset: int64 [prompts_per_step]."""
+        epoch, place = divmod(step, self._size // self._per_step)
+        order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
+        return order[place * self._per_step : (place + 1) * self._per_step]
+
+
+def _as_gold(answer: Any) -> Any:
+    """Return what reward functions are given as `answer` as the gold answer has it: a list or dict as JSON."""
+    return gold_answer(answer) if isinstance(answer, list | dict) else answer
+
+
+def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """Yield the function's results in the order of the items, computed by as many threads as this rank has cores.
+
+    Pillow and numpy leave the interpreter to others while they decode and resize, and so does a call that waits for
+    another process.
+    """
+    threads = max(1, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+    items, pool = iter(items), ThreadPoolExecutor(threads, thread_name_prefix="examples")
+    try:
+        while batch := [*islice(items, 8 * threads)]:
+            yield from pool.map(function, batch)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C a call may hang until its process is killed
+
+
+def _asks_for_gold(reward: Callable | str) -> bool:
+    """Tell whether it is a function that cannot be called without `answer`."""
+    try:
+        answer = inspect.signature(reward).parameters.get("answer")
+    except (TypeError, ValueError):  # a reward model or server; a function written in C
+        return False
+    return answer is not None and answer.default is answer.empty
+
+
+def _check_columns(config: AnsweringConfig, names: list[str]) -> bool:
+    """Tell whether there are gold answers. Raises ConfigError where a column that was named is not there."""
+    prompt, answer = config.dataset_prompt_column, config.dataset_answer_column
+    named = {"dataset_prompt_column": prompt, "dataset_answer_column": answer}
+    if answer in ("", DataSection.dataset_answer_column):
+        del named["dataset_answer_column"]
+    for field, name in named.items():
+        if name not in names:
+            raise ConfigError(
+                f"{field}={name!r}: {config.dataset_name} has the columns {', '.join(names)}: name one of them"
+            )
+    require(
+        answer != prompt,
+        "dataset_answer_column",
+        answer,
+        "it is dataset_prompt_column too: name the column with the gold answers, or '' if no reward needs them",
+    )
+    return answer in names

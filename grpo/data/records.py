@@ -1,0 +1,159 @@
+"""The records that go from the sampler to the loss. They are plain data: no callables, no futures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo.wire.picture_files import PicturedPrompt, pictures_of
+from grpo.wire.rewards import Message
+from grpo.wire.tool_outcomes import Outcome, cut_segments
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem of a dataset, ready to be sampled from."""
+
+    index: int
+    """the row in the dataset as loaded"""
+    prompt: str
+    """the text that was tokenised, chat template applied; a picture is one placeholder"""
+    prompt_ids: list[int] | PicturedPrompt
+    columns: dict[str, Any]
+    """the dataset's columns, handed to the reward functions, pictures as EncodedPicture; the gold answer is `answer`
+    unless another column is"""
+    messages: list[Message] = field(default_factory=list)
+    """the chat that the prompt was made of, for reward models, which may have another chat template"""
+    gold: str = ""
+    """the gold answer as text, which evaluation compares and records show"""
+    conversation: list[Message] | None = None
+    """the prompt as the dataset has it, where that is a list of messages"""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion. The ids are the truth; the text is decoded once, for rewards and logs only."""
+
+    completion_ids: list[int]
+    """the tokens that the sampler drew, its eos included, and between them those of answers"""
+    finished: bool
+    """True where the sampler drew an eos; False where it was cut at max_completion_length; with answers what the
+    outcome says"""
+    text: str
+    """what was drawn without special tokens; segments are joined by line ends"""
+    sampling_logprobs: list[float]
+    """the log-prob of each id in the distribution that it was drawn from; NaN where the sampler does not know it, and
+    at the tokens of answers"""
+    policy_version: int
+    """the number of updates that the policy had had when it drew the first of these tokens; with
+    in_flight_weight_updates it may have drawn the later ones after more"""
+    drawn: list[bool] | None = None
+    """True for each id that the sampler drew, False for those that a tool or an environment answered; None: it drew
+    all. The update trains on what was drawn"""
+    outcome: Outcome | None = None
+    """how a completion with tools or an environment ended; None without them"""
+
+    @property
+    def drawn_tokens(self) -> int:
+        """the number of tokens that the sampler drew: the completion's length in losses and metrics"""
+        return len(self.completion_ids) if self.drawn is None else sum(self.drawn)
+
+    @property
+    def turns(self) -> int:
+        """the number of segments that the sampler drew, with an answer between each two"""
+        return sum(is_drawn for is_drawn, _ in cut_segments(self.completion_ids, self.drawn))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt, which are compared with each other."""
+
+    id: int
+    """the group's place in the run: (step - 1) x prompts_per_step + its place in the step"""
+    example: Example
+    rollouts: list[Rollout]
+    extra: list[dict[str, Any]] = field(default_factory=list)
+    """what reward functions logged of each completion by log_extra, by column; empty where they logged nothing"""
+
+
+@dataclass
+class Sample:
+    """One completion with all that the loss needs. Its log-probs are those of the T tokens that the policy drew, which
+    the update trains on: all but the tokens of answers."""
+
+    prompt_ids: list[int] | PicturedPrompt
+    completion_ids: list[int]
+    finished: bool
+    """False where the completion was cut at max_completion_length"""
+    advantage: float = 0.0
+    ref_logprobs: np.ndarray | None = None
+    """the reference's float32 [T]; None until it has answered, or where the loss has no KL term"""
+    sampling_logprobs: np.ndarray | None = None
+    """float32 [T], NaN where unknown"""
+    old_logprobs: np.ndarray | None = None
+    """float32 [T] of the policy as the round of the sample began, which is newer than the policy that drew it where
+    max_policy_lag is above 0; None means that the policy has not been updated since the round began"""
+    group_id: int = -1
+    """the id of its group; -1 where it has none"""
+    place: int = -1
+    """its place among the group's completions, from 0"""
+    drawn: np.ndarray | None = None
+    """bool [len(completion_ids)], True for what the policy drew, False for the tokens of answers; None: it drew all"""
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of tokens that the policy drew"""
+        return len(self.completion_ids) if self.drawn is None else int(self.drawn.sum())
+
+    def of_drawn(self, values: np.ndarray) -> np.ndarray:
+        """Return those of [len(completion_ids)] values that belong to tokens that the policy drew: [T]."""
+        return values if self.drawn is None else values[self.drawn]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one step of a round trains on: this rank's share."""
+
+    groups: list[Group]
+    by_function: torch.Tensor
+    """float64 [functions, groups, num_generations], NaN where a function does not apply"""
+    rewards: torch.Tensor
+    """float64 [groups, num_generations], the weighted sum over functions"""
+    signal: torch.Tensor
+    """bool [groups], True where the group's completions teach something"""
+    samples: list[Sample]
+    """groups x num_generations samples, group after group"""
+
+    def cut(self, start: int, end: int) -> StepBatch:
+        """Return the batch of the groups from `start` up to `end`."""
+        copies = len(self.samples) // len(self.groups)
+        return StepBatch(
+            self.groups[start:end],
+            self.by_function[:, start:end],
+            self.rewards[start:end],
+            self.signal[start:end],
+            self.samples[start * copies : end * copies],
+        )
+
+    def to_lines(self, count: int | None = None) -> list[dict[str, Any]]:
+        """Return a line for completions.jsonl for each completion of the first `count` groups, or of all. Those of a
+        prompt with pictures have their bytes, for grpo/run/json_lines.py; those with tools or an environment
+        their messages."""
+        copies = self.rewards.shape[1]
+        return [
+            {
+                "prompt": group.example.prompt,
+                **({"pictures": pictures} if (pictures := pictures_of(group.example.prompt_ids)) else {}),
+                "completion": rollout.text,
+                **({"messages": rollout.outcome.messages} if rollout.outcome is not None else {}),
+                "answer": group.example.gold,
+                "reward": self.rewards[row, column].item(),
+                "advantage": self.samples[row * copies + column].advantage,
+                **(group.extra[column] if group.extra else {}),
+            }
+            for row, group in enumerate(self.groups[:count])
+            for column, rollout in enumerate(group.rollouts)
+        ]

@@ -1,0 +1,99 @@
+"""The interface between samplers and what answers the policy: a completion of several segments.
+
+The policy draws a segment up to its eos. Tools or an environment answer with token ids, which follow that segment in
+the completion, and the policy draws on after them. Token ids stay the truth: nothing that was drawn is tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.data.records import Example, Outcome, Rollout
+from grpo.wire.tool_outcomes import cut_segments
+
+
+class Dialogue(Protocol):
+    """One completion, as what answers it sees it. A sampler calls it from one thread at a time."""
+
+    messages: list[dict[str, Any]]
+    """what has been written and answered so far, as in Outcome.messages"""
+    outcome: Outcome | None
+    """None until the completion is over"""
+
+    def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
+        """Answer the segment `drawn`, after which the completion may have `room` more tokens.
+
+        The segment ends with an eos, or was cut at the sampler's largest length: then there is no answer. The future
+        has the ids of the answer, fewer than `room`, or None where the completion is over, and `outcome` with it. It
+        raises RewardError where an environment of the user's fails.
+
+        Returns None where the segment alone says that the completion is over, such as one that calls no tool: a sampler
+        then need not wait. It must not depend on how fast anything is.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what the completion holds, such as its environment. Any number of times, in any state."""
+        ...
+
+
+class Turns(Protocol):
+    """What answers the policy, in all completions of a run."""
+
+    tools: list[dict[str, Any]] | None
+    """the JSON schemas of what the policy may call, for its chat template; None where there is nothing to call"""
+
+    def observe(self, columns: dict[str, Any]) -> str:
+        """Return what the environment says of a row before the first turn, which ends its prompt; "" for nothing.
+
+        From any thread. Raises RewardError where the environment fails.
+        """
+        ...
+
+    def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Dialogue:
+        """Begin a completion of this example. The sampler closes it.
+
+        `name` is what its random numbers follow from, the answers' too: seed, group, number in the group; None for a
+        greedy one.
+        """
+        ...
+
+
+def close_all(dialogues: Iterable[Dialogue]) -> None:
+    """Close dialogues, the others too where one fails to. Ctrl-C ends that: each may wait for a call that hangs."""
+    failure: Exception | None = None
+    for dialogue in dialogues:
+        try:
+            dialogue.close()
+        except Exception as error:  # a dialogue is the user's code
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def show_answer(message: Mapping[str, Any]) -> str:
+    """Return a message of a tool or an environment as people are shown it between what the policy wrote."""
+    return f"[{message.get('name', 'environment')}: {message['content']}]"
+
+
+def make_rollout(
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    ids: list[int],
+    logprobs: list[float],
+    policy_version: int,
+    drawn: list[bool] | None = None,
+    outcome: Outcome | None = None,
+) -> Rollout:
+    """Make the record of a whole completion. `drawn` and `outcome` are None in a run without turns.
+
+    Its text is that of the segments that were drawn, a line or more each; special tokens are left out.
+    """
+    segments = [segment for is_drawn, segment in cut_segments(ids, drawn) if is_drawn]
+    text = "\n".join(tokenizer.decode(segment, skip_special_tokens=True) for segment in segments)
+    finished = ids[-1] in eos_token_ids if outcome is None else outcome.finished
+    return Rollout(ids, finished, text, logprobs, policy_version, drawn, outcome)

@@ -1,0 +1,315 @@
+"""What trainer, pool and workers send each other: a run, its tasks and versions, and what is drawn.
+
+A task is a group: a prompt whose completions one worker draws. A version of the policy is named by the number of
+updates that it has had. docs/protocol.md describes the requests; tasks and completions go as tensors
+(grpo/pool/task_tensors.py), everything else as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import compress, groupby
+from typing import Any
+
+from grpo.wire.json_fields import (
+    check_amount,
+    check_hex,
+    check_int,
+    check_text,
+    is_number,
+    read_fields,
+    read_ints,
+    read_json,
+    shown,
+)
+from grpo.wire.refusals import ProtocolError, check_number, malformed
+from grpo.wire.tool_outcomes import Outcome, RunTurns, cut_segments
+
+MOST_TASKS = 4096
+"""most tasks or groups of one request"""
+ADAPTER = "adapter"
+"""folder, in that of a model, with an adapter_config.json"""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What all tasks of a run share. A pool serves one run."""
+
+    run: str
+    """the run's identity, in hex: model, data and the settings that change numbers"""
+    name: str
+    """the run's name on pages and in logs"""
+    vocab_size: int
+    eos_token_ids: list[int]
+    num_generations: int
+    """completions of each group"""
+    max_completion_length: int
+    temperature: float
+    seed: int
+    """random numbers of a completion follow from seed + (attempt << 32), group and the completion's number in it"""
+    model_files: str
+    """SHA-256 of the file (POST files) with the model's folder but for its weights: a safetensors file, one uint8
+    tensor for each file, named by its path"""
+    groups_per_round: int = 1
+    """a group's id divided by it, rounded down, is the round: pages show it"""
+    base_weights: str | None = None
+    """SHA-256 of the file (POST files) with the frozen weights under an adapter: each version is the adapter alone,
+    whose configuration is in the folder `adapter` of `model_files`; None where each version is all of the weights"""
+    in_flight_weight_updates: bool = False
+    """whether a task may be drawn by its version and by any newer one, and each token of a completion by another:
+    workers always take the newest version"""
+    turns: RunTurns | None = None
+    """what answers the policy between its turns; None where nothing does"""
+
+    def to_json(self) -> bytes:
+        """Return the body; of a run without turns it is what it was before there were any."""
+        content = asdict(self)
+        return json.dumps({name: content[name] for name in content if name != "turns" or self.turns}).encode()
+
+    @classmethod
+    def of_json(cls, body: bytes) -> RunInfo:
+        """Read a body. Raises ProtocolError, 400."""
+        info = read_fields(cls, read_json(body))
+        check_text("name", info.name)
+        check_hex("run", info.run, 16)
+        check_hex("model_files", info.model_files, 64)
+        if info.base_weights is not None:
+            check_hex("base_weights", info.base_weights, 64)
+        for name in ("vocab_size", "num_generations", "max_completion_length", "seed", "groups_per_round"):
+            check_int(name, getattr(info, name), least=0 if name == "seed" else 1)
+        for token in read_ints("eos_token_ids", info.eos_token_ids):
+            if token >= info.vocab_size:
+                raise malformed(f"eos_token_ids has {token}: the vocabulary is 0 to {info.vocab_size - 1}")
+        if not (is_number(info.temperature) and info.temperature > 0):
+            raise malformed(f"temperature {shown(info.temperature)}: send a number above 0")
+        if not isinstance(info.in_flight_weight_updates, bool):
+            raise malformed("in_flight_weight_updates: send true or false")
+        return info if info.turns is None else replace(info, turns=RunTurns.of_fields(info.turns))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A group to draw."""
+
+    group: int
+    """the group's id: its place in the run"""
+    attempt: int
+    """0, or the how-manieth replacement of the group this is"""
+    version: int
+    """the version of the policy that draws it; the oldest that may, with RunInfo.in_flight_weight_updates"""
+    prompt_ids: list[int]
+    columns: str = ""
+    """the row's columns, a JSON object, for the run's environment; "" without one"""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.group, self.attempt
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The completions of a group."""
+
+    group: int
+    attempt: int
+    completions: list[list[int]]
+    """token ids, the eos included; each ends with its first eos, or at max_completion_length. With turns an answer may
+    follow an eos, and then what was drawn after it"""
+    logprobs: list[list[float]]
+    """of each id, in the distribution that it was drawn from; float32, NaN at the tokens of answers"""
+    versions: list[list[int]]
+    """the version of the policy that drew each id, and of an answer's token that drew the last one before it"""
+    drawn: list[list[bool]] | None = None
+    """whether each id was drawn, or is an answer's; None in a run without turns"""
+    outcomes: list[Outcome] | None = None
+    """how each completion ended; None in a run without turns"""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.group, self.attempt
+
+    @property
+    def masks(self) -> list[list[bool]]:
+        """`drawn`, all True where that is None"""
+        return self.drawn or [[True] * len(ids) for ids in self.completions]
+
+    @property
+    def tokens(self) -> int:
+        """the number of tokens that the policy drew"""
+        return sum(map(len, self.completions)) if self.drawn is None else sum(map(sum, self.drawn))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A sequence with the trainer's own log-probs, by which a worker proves that its engine has a version."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    """of each completion id at temperature 1"""
+
+
+@dataclass(frozen=True)
+class Version:
+    """The weights of a version of the policy, as files that the pool holds."""
+
+    version: int
+    sha256: str
+    """SHA-256 of the whole safetensors file, in hex"""
+    size: int
+    """bytes of the whole file"""
+    whole: bool
+    """whether the pool holds the whole file"""
+    base: int | None
+    """the version to which `delta` leads from; None where there is no delta"""
+    delta: str | None
+    """SHA-256 of the delta (grpo/pool/delta.py), a file that the pool holds"""
+    probe: Probe
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def of_fields(cls, content: dict[str, Any]) -> Version:
+        """Read a JSON object. Raises ProtocolError, 400."""
+        version = read_fields(cls, content)
+        check_int("version", version.version, least=0)
+        check_int("size", version.size, least=1, most=2**63 - 1)
+        check_hex("sha256", version.sha256, 64)
+        if not isinstance(version.whole, bool):
+            raise malformed("whole: send true or false")
+        if version.base is not None:
+            check_int("base", version.base, least=0)
+            check_hex("delta", version.delta, 64)
+        if (version.base is None) != (version.delta is None) or not (version.whole or version.delta):
+            raise malformed("a version needs the whole file, or a base with its delta, or both")
+        probe = read_fields(Probe, version.probe)
+        ids = [read_ints(name, getattr(probe, name)) for name in ("prompt_ids", "completion_ids")]
+        numbers = isinstance(probe.logprobs, list) and all(map(is_number, probe.logprobs))
+        if not numbers or len(probe.logprobs) != len(ids[1]):
+            raise malformed("probe: send one finite log-prob for each of completion_ids")
+        return cls(**{field.name: getattr(version, field.name) for field in fields(cls)} | {"probe": probe})
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a worker says when it asks for tasks. It is its heartbeat too."""
+
+    worker: str
+    """the worker's name"""
+    room: int
+    """tasks that it can take; 0 only keeps what it holds"""
+    holds: list[list[int]]
+    """[group, attempt] of each task that it is drawing"""
+    wait: float
+    """seconds to wait for a task where there is none"""
+    card: str = ""
+    """what it draws on"""
+    version: int = -1
+    """the version that it has; -1 is none"""
+    message: str = ""
+    """what it is doing"""
+    tokens_per_second: float = 0.0
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def of_json(cls, body: bytes) -> Lease:
+        """Read a body. Raises ProtocolError, 400."""
+        lease = read_fields(cls, read_json(body))
+        for name in ("worker", "card", "message"):
+            check_text(name, getattr(lease, name))
+        if not lease.worker:
+            raise malformed("worker is empty: send the worker's name")
+        check_int("room", lease.room, least=0, most=MOST_TASKS)
+        check_int("version", lease.version, least=-1)
+        keys_of("holds", lease.holds)
+        for name in ("wait", "tokens_per_second"):
+            check_amount(name, getattr(lease, name))
+        return lease
+
+
+def keys_of(name: str, value: object) -> list[tuple[int, int]]:
+    """Return the (group, attempt) pairs of a JSON list. Raises ProtocolError, 400, or 413 for too many."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise malformed(f"{name}: send a list of [group, attempt]")
+    check_number("tasks", len(value), MOST_TASKS)
+    return [(check_int("group", group, least=0), check_int("attempt", attempt, least=0)) for group, attempt in value]
+
+
+def drifts_of(value: object) -> dict[int, tuple[float, int]]:
+    """Return what a JSON list of [group, drift, tokens] says of each group.
+
+    Drift is the mean distance of the trainer's log-probs from the sampler's, in nats a token. Raises ProtocolError,
+    400, or 413 for too many.
+    """
+    if not isinstance(value, list) or not all(isinstance(row, list) and len(row) == 3 for row in value):
+        raise malformed("groups: send a list of [group, drift, tokens]")
+    check_number("groups", len(value), MOST_TASKS)
+    for group, drift, tokens in value:
+        check_int("group", group, least=0)
+        check_int("tokens", tokens, least=1)
+        check_amount("drift", drift)
+    return {group: (float(drift), tokens) for group, drift, tokens in value}
+
+
+# Can these be the completions of a task? What a pool asks of each result before it keeps it.
+
+
+def check_drawn(drawn: Drawn, run: RunInfo, task: Task) -> None:
+    """Raise ProtocolError, 422, where these cannot be completions of this task."""
+
+    def wrong(message: str) -> ProtocolError:
+        return ProtocolError(422, "wrong_completions", f"group {drawn.group}: {message}")
+
+    if len(drawn.completions) != run.num_generations:
+        raise wrong(f"{len(drawn.completions)} completions: the run has num_generations {run.num_generations}")
+    if (drawn.outcomes is None) != (run.turns is None):
+        raise wrong("the run has tools or an environment, and it was drawn without" if run.turns else "it has outcomes")
+    eos = {*run.eos_token_ids}
+    rows = zip(drawn.completions, drawn.masks, drawn.logprobs, drawn.versions, strict=True)
+    for row, (ids, mask, logprobs, versions) in enumerate(rows):
+        if min(ids) < 0 or max(ids) >= run.vocab_size:
+            raise wrong(f"token ids go from {min(ids)} to {max(ids)}: the vocabulary is 0 to {run.vocab_size - 1}")
+        if len(ids) > run.max_completion_length:
+            raise wrong(f"a completion has {len(ids)} tokens: max_completion_length is {run.max_completion_length}")
+        segments = cut_segments(ids, mask)
+        if not all(eos.isdisjoint(segment[:-1]) for is_drawn, segment in segments if is_drawn):
+            raise wrong("a completion goes on after an eos")
+        if not (mask[0] and mask[-1] and all(segment[-1] in eos for is_drawn, segment in segments[:-1] if is_drawn)):
+            raise wrong("an answer is not between an eos and what was drawn after it")
+        if ids[-1] not in eos and len(ids) < run.max_completion_length:
+            raise wrong(f"a completion of {len(ids)} tokens has neither an eos nor max_completion_length tokens")
+        if run.turns:
+            _check_outcome(drawn.outcomes[row], run.turns, len(segments) // 2 + 1, ids[-1] in eos, wrong)
+        if not all(math.isfinite(value) and value <= 0 for value in compress(logprobs, mask)):
+            raise wrong("a log-prob is above 0 or not finite")
+        if not all(math.isnan(value) for value, is_drawn in zip(logprobs, mask, strict=True) if not is_drawn):
+            raise wrong("an answer's token has a log-prob")
+        if not run.in_flight_weight_updates:
+            if {*versions} != {task.version}:
+                raise wrong(f"drawn by version {versions[0]}: the task is of version {task.version}")
+        elif versions != sorted(versions) or versions[0] < task.version:
+            raise wrong(f"drawn by versions {_spans(versions)}: the task takes {task.version} and later ones, in order")
+
+
+def _check_outcome(
+    outcome: Outcome, turns: RunTurns, segments: int, ends_with_eos: bool, wrong: Callable[[str], ProtocolError]
+) -> None:
+    """Raise what `wrong` makes of a message where a completion of so many drawn segments cannot have ended so."""
+    if outcome.finished and not ends_with_eos:
+        raise wrong("a completion without an eos at its end is called finished")
+    if turns.max_turns is not None and segments > turns.max_turns:
+        raise wrong(f"a completion has {segments} turns: max_turns is {turns.max_turns}")
+    if unknown := outcome.rewards.keys() - {*turns.rewards}:
+        raise wrong(f"a reward {min(unknown)[:80]!r}, which the run's environment does not give")
+
+
+def _spans(versions: Sequence[int]) -> str:
+    """Return the versions of a completion's tokens as text, each span of equal ones once, of many the first."""
+    numbers = [version for version, _ in groupby(versions)]
+    return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)

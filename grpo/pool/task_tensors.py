@@ -1,0 +1,189 @@
+"""Tasks and completions as tensors: the bodies that have many token ids, of a pool's requests and of its file.
+
+Each list of lists is one tensor with all numbers, and one with the lengths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+from safetensors.numpy import save
+
+from grpo.pool.protocol import MOST_TASKS, Drawn, Task
+from grpo.wire.json_fields import check_hex, check_int
+from grpo.wire.refusals import check_number, malformed
+from grpo.wire.tensors import float32, int32, read_tensors, uint8
+from grpo.wire.tool_outcomes import Outcome, check_columns
+
+_TASK_COLUMNS = ("groups", "attempts", "versions")
+_OF_ROWS = {"column_lengths", "columns"}
+_OF_TURNS = {"drawn", "outcome_lengths", "outcomes"}
+
+
+def encode_tasks(tasks: Sequence[Task], metadata: dict[str, str] | None = None) -> bytes:
+    """Return the body of POST tasks, and of a lease's answer."""
+    columns = {name: np.asarray([getattr(task, name[:-1]) for task in tasks], np.int32) for name in _TASK_COLUMNS}
+    if any(task.columns for task in tasks):
+        columns |= _texts("column", [task.columns.encode() for task in tasks])
+    return save(
+        columns
+        | {
+            "prompt_lengths": np.asarray([len(task.prompt_ids) for task in tasks], np.int32),
+            "prompt_ids": _joined([task.prompt_ids for task in tasks], np.int32),
+        },
+        metadata,
+    )
+
+
+def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
+    """Read tasks. Raises ProtocolError: 400 for what is malformed, 413 for too many."""
+    tensors, _ = read_tensors(body)
+    columns = [int32(tensors, name) for name in (*_TASK_COLUMNS, "prompt_lengths")]
+    ids = int32(tensors, "prompt_ids")
+    has_rows = _check_names(tensors, {*_TASK_COLUMNS, "prompt_lengths", "prompt_ids"}, _OF_ROWS)
+    check_number("tasks", len(columns[0]), MOST_TASKS)
+    _check_lengths("tasks", columns)
+    _check_ids(ids, vocab_size)
+    prompts = _cut(ids, columns[-1], least=1)
+    if any(len(column) and column.min() < 0 for column in columns):
+        raise malformed("a group, attempt or version is below 0")
+    texts = [_text(text) for text in _read_texts("column", tensors, len(prompts))] if has_rows else [""] * len(prompts)
+    for text in filter(None, texts):
+        check_columns(text)
+    rows = zip(*(column.tolist() for column in columns[:-1]), prompts, texts, strict=True)
+    return [Task(group, attempt, version, prompt.tolist(), text) for group, attempt, version, prompt, text in rows]
+
+
+def encode_drawn(groups: Sequence[Drawn], weights: Iterable[tuple[int, str]] | None = None) -> bytes:
+    """Return the body of POST results, and of the answer of POST groups.
+
+    `weights`, of POST results: number and SHA-256 of the versions that drew them.
+    """
+    each = [completion for group in groups for completion in group.completions]
+    of_turns = {}
+    if any(group.outcomes is not None for group in groups):
+        of_turns["drawn"] = _joined([mask for group in groups for mask in group.masks], np.uint8)
+        of_turns |= _texts("outcome", [outcome.to_json() for group in groups for outcome in group.outcomes])
+    return save(
+        of_turns
+        | {
+            "groups": np.asarray([group.group for group in groups], np.int32),
+            "attempts": np.asarray([group.attempt for group in groups], np.int32),
+            "copies": np.asarray([len(group.completions) for group in groups], np.int32),
+            "completion_lengths": np.asarray([len(completion) for completion in each], np.int32),
+            "completion_ids": _joined(each, np.int32),
+            "logprobs": _joined([values for group in groups for values in group.logprobs], np.float32),
+            "versions": _joined([values for group in groups for values in group.versions], np.int32),
+        },
+        None if weights is None else {"weights": json.dumps([*weights])},
+    )
+
+
+def decode_drawn(body: bytes) -> list[Drawn]:
+    """Read groups. Raises ProtocolError: 400 for what is malformed, 413 for too many."""
+    tensors, _ = read_tensors(body)
+    groups, attempts, copies = (int32(tensors, name) for name in ("groups", "attempts", "copies"))
+    lengths = int32(tensors, "completion_lengths")
+    ids, logprobs, versions = (
+        int32(tensors, "completion_ids"),
+        float32(tensors, "logprobs"),
+        int32(tensors, "versions"),
+    )
+    known = {"groups", "attempts", "copies", "completion_lengths", "completion_ids", "logprobs", "versions"}
+    has_turns = _check_names(tensors, known, _OF_TURNS)
+    check_number("groups", len(groups), MOST_TASKS)
+    _check_lengths("groups", [groups, attempts, copies])
+    of_tokens = [ids, logprobs, versions, *([_read_mask(tensors)] if has_turns else [])]
+    _check_lengths("tokens", of_tokens)
+    if any(len(column) and column.min() < 0 for column in (groups, attempts, copies)):
+        raise malformed("a group, attempt or number of copies is below 0")
+    each = [_cut(values, lengths, least=1) for values in of_tokens]
+    if copies.sum(dtype=np.int64) != len(lengths):
+        raise malformed(f"copies add up to {copies.sum(dtype=np.int64)}, and there are {len(lengths)} completions")
+    rows, ends = [[part.tolist() for part in parts] for parts in each], np.cumsum(copies).tolist()
+    if has_turns:
+        rows.append([Outcome.of_json(text) for text in _read_texts("outcome", tensors, len(lengths))])
+    return [
+        Drawn(group, attempt, *(parts[end - count : end] for parts in rows))
+        for group, attempt, count, end in zip(groups.tolist(), attempts.tolist(), copies.tolist(), ends, strict=True)
+    ]
+
+
+def decode_results(body: bytes) -> tuple[list[Drawn], list[tuple[int, str]]]:
+    """Read groups and `weights` of the body of POST results. Raises as decode_drawn."""
+    groups, (_, metadata) = decode_drawn(body), read_tensors(body)
+    if "weights" not in metadata:
+        raise malformed("the metadata has no weights: update the worker to the release of the pool")
+    try:
+        weights = json.loads(metadata["weights"])
+    except (ValueError, RecursionError) as error:
+        raise malformed("weights in the metadata are not JSON") from error
+    if not isinstance(weights, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in weights):
+        raise malformed("weights in the metadata: send a list of [version, SHA-256]")
+    for number, sha256 in weights:
+        check_int("version", number, least=0)
+        check_hex("weights", sha256, 64)
+    drew = {version for group in groups for version in chain(*group.versions)}
+    if unnamed := drew - {number for number, _ in weights}:
+        raise malformed(f"weights in the metadata: version {min(unnamed)} is missing")
+    return groups, [(number, sha256) for number, sha256 in weights]
+
+
+def _check_names(tensors: dict[str, np.ndarray], known: set[str], more: set[str]) -> bool:
+    """Refuse tensors of other names than `known` and `more`; return whether one of `more` is there."""
+    if unknown := tensors.keys() - known - more:
+        raise malformed(f"unknown tensor {min(unknown)!r}")
+    return not more.isdisjoint(tensors)
+
+
+def _check_lengths(kind: str, columns: Sequence[np.ndarray]) -> None:
+    if len({len(column) for column in columns}) > 1:
+        raise malformed(f"the tensors of {kind} have different lengths")
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
+
+
+def _cut(values: np.ndarray, lengths: np.ndarray, least: int) -> list[np.ndarray]:
+    if len(lengths) and lengths.min() < least:
+        raise malformed(f"a length is {lengths.min()}: send at least {least}")
+    if lengths.sum(dtype=np.int64) != len(values):
+        raise malformed(f"the lengths add up to {lengths.sum(dtype=np.int64)}, and there are {len(values)}")
+    return np.split(values, np.cumsum(lengths[:-1], dtype=np.int64)) if len(lengths) else []
+
+
+def _texts(kind: str, texts: Sequence[bytes]) -> dict[str, np.ndarray]:
+    """Return the tensors of texts, one for each task or completion: `KINDs` and `KIND_lengths`."""
+    lengths = np.asarray([len(text) for text in texts], np.int32)
+    return {f"{kind}_lengths": lengths, f"{kind}s": np.frombuffer(b"".join(texts), np.uint8)}
+
+
+def _read_texts(kind: str, tensors: dict[str, np.ndarray], count: int) -> list[bytes]:
+    lengths, data = int32(tensors, f"{kind}_lengths"), uint8(tensors, f"{kind}s")
+    if len(lengths) != count:
+        raise malformed(f"{kind}_lengths has {len(lengths)} numbers: send {count}")
+    return [part.tobytes() for part in _cut(data, lengths, least=0)]
+
+
+def _read_mask(tensors: dict[str, np.ndarray]) -> np.ndarray:
+    mask = uint8(tensors, "drawn")
+    if len(mask) and mask.max() > 1:
+        raise malformed(f"drawn has {mask.max()}: send 0 or 1")
+    return mask.astype(bool)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise malformed("columns are no UTF-8") from error
+
+
+def _joined(rows: Iterable[Sequence[float]], dtype: type) -> np.ndarray:
+    arrays = [np.asarray(row, dtype) for row in rows]
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)

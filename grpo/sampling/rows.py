@@ -1,0 +1,321 @@
+"""The rows of a decode loop: what each has drawn, and the forward passes that draw on, on the model's device.
+
+A row is a completion, of any number of segments. The first `drawing` rows draw a token in each step. The others are
+free, or wait for the answer to a segment: they keep their tokens. The host knows the rows as far as it has looked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from grpo.model.logprobs import Head, body_of, text_at
+from grpo.model.packing import Ids, pack_prompts
+from grpo.model.pictures import Vision
+from grpo.model.shared_cache import Fed, Shape, SharedCache
+from grpo.model.token_pass import TokenPass, is_known
+from grpo.sampling.draw import draw
+from grpo.wire.picture_files import PicturedPrompt
+
+# Steps of the decode loop as CUDA graphs: the hundreds of kernels of a forward pass in one launch.
+
+
+class StepGraphs:
+    """The graphs of one call, one for each shape. Elsewhere there is nothing to record: each step is a plain call."""
+
+    def __init__(self, device: torch.device, refuse_waits: bool = False):
+        """With `refuse_waits` raise RuntimeError where the host waits for the device in a shape's first step.
+
+        In a recording that would raise too, but spoil torch's allocator. It is for the trial at the start alone: the
+        refusal is the whole process's, and in a run other threads (rewards) may use the device meanwhile.
+        """
+        self._device, self._refuse_waits = device, refuse_waits
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all graphs: tensors that they read have moved."""
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph | None] = {}
+        # A pool whose graphs have all gone takes no new ones.
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+
+    def run(self, step: Callable[[Shape], None], shape: Shape) -> None:
+        """Do the step: the first time plainly, which loads all it needs, the second time recorded, then replayed."""
+        if self._device.type != "cuda":
+            step(shape)
+        elif shape not in self._graphs:
+            with _waits_refused() if self._refuse_waits else nullcontext():
+                step(shape)
+            self._graphs[shape] = None
+        else:
+            graph = self._graphs[shape] = self._graphs[shape] or self._record(step, shape)
+            graph.replay()
+
+    def _record(self, step: Callable[[Shape], None], shape: Shape) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's watchdog) may call CUDA meanwhile.
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            step(shape)
+        return graph
+
+
+@contextmanager
+def _waits_refused() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not see every wait
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+PREFILL_TOKENS = 8192  # of the prompts or answers of one forward pass, or one longer one
+# The state of a row: its prompt's slot in the cache, its number among the prompt's completions, the prompt's tokens,
+# the position of its first own token, its last token, which of its own tokens that is, and how many a step adds: 1, or
+# 0 in a row that draws nothing.
+SLOT, COPY, PROMPT, BASE, TOKEN, PLACE, ADDED = range(7)
+
+
+def slots(prompts: int, rows: int, copies: int) -> int:
+    """Return how many prompts the cache holds at a time.
+
+    A prompt keeps its slot until its longest completion ends: so twice as many as fill the rows at once.
+    """
+    return min(prompts, 2 * -(-rows // copies) if copies > 1 else rows)
+
+
+class Rows:
+    """The rows of one call: `count` completions at a time, of up to `slots` prompts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Ids],
+        copies: int,
+        rows: int,
+        longest: int,
+        temperature: float,
+        is_greedy: bool,
+        ends: list[int],
+        graphs: StepGraphs | None,
+        vision: Vision | None,
+    ):
+        """`prompts`: all that the call draws `copies` completions of. `rows`: completions at a time, at most.
+
+        `longest`: tokens of a completion, at most. `ends`: the ids that end a segment.
+        """
+        self._model, self._vision, self._graphs = model, vision, graphs
+        self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
+        self.count = rows = min(rows, len(prompts) * copies)
+        self.slots = slots(len(prompts), rows, copies)
+        self._copies, self._longest, self._longest_prompt = copies, longest, max(map(len, prompts))
+        self._ends = np.zeros(len(self._head.weight), bool)
+        self._ends[[token for token in ends if token < len(self._ends)]] = True
+        self._cache = SharedCache(rows, self.slots, copies, self._longest_prompt, longest)
+        self._token_pass = self._modules_pass
+        if is_known(self._body):
+            self._token_pass = TokenPass(self._body, self._cache, self._longest_prompt + longest)
+        self.drawing = 0
+        """how many rows draw: the first ones"""
+        self.ids, self.logprobs = np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32)
+        """each row's tokens and log-probs, up to its PLACE"""
+        self.state = np.zeros((7, rows), np.int64)
+        """the state of each row; 0 in a free row"""
+        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """tokens and log-probs of the rows in each step since the host has looked"""
+        # What a step reads, and where it leaves what it has drawn.
+        self._state = torch.zeros(7, rows, dtype=torch.int64, device=self._device)
+        self._last_logprobs = torch.zeros(rows, device=self._device)
+        # Of each slot and number in the group: the row, and the random numbers.
+        self._rows_of = torch.zeros(self.slots, copies, dtype=torch.int64, device=self._device)
+        self._numbers = None
+        if not is_greedy:
+            self._numbers = torch.zeros(self.slots, copies, longest, dtype=torch.float64, device=self._device)
+        # transformers hands a mask in four dimensions on as it is; without one it would build one.
+        self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
+
+    def prefill(self, prompts: Sequence[Ids], slots: Sequence[int]) -> list[torch.Tensor]:
+        """Compute the keys and values of prompts, for these slots; return each one's last hidden state."""
+        hidden = []
+        for part in _parts([len(prompt) for prompt in prompts]):
+            lengths = [len(prompt) for prompt in prompts[part]]
+            self._cache.fill(slots[part], lengths)
+            batch = pack_prompts(prompts[part], self._vision, self._device)
+            with text_at(self._model, batch.input_ids, batch.not_pieces) as ids:
+                states = self._forward(ids, batch.position_ids, tree=batch.tree, **batch.pictures)[0]
+            hidden += [states[end - 1].clone() for end in accumulate(lengths)]
+        return hidden
+
+    def base(self, prompt: Ids) -> int:
+        """Return the position of the first token that follows a prompt."""
+        return self._vision.first_position(prompt) if isinstance(prompt, PicturedPrompt) else len(prompt)
+
+    def begin(
+        self,
+        rows: list[int],
+        cells: list[tuple[int, int, int, int]],
+        hidden: list[torch.Tensor],
+        numbers: list[np.ndarray] | None,
+    ) -> None:
+        """Draw the first token of completions in these rows, which were free.
+
+        `cells`: slot and tokens of each one's prompt and so on, the state up to BASE. `hidden`: the last hidden state
+        of its prompt. `numbers`: its random numbers, float64 [longest].
+        """
+        self.state[:TOKEN, rows], self.state[TOKEN:, rows] = np.transpose(cells), 0
+        if numbers is not None:
+            slots, copies = torch.from_numpy(self.state[:PROMPT, rows]).to(self._device)
+            self._numbers[slots, copies] = torch.from_numpy(np.stack(numbers)).to(self._device)
+        self._draw_next(rows, hidden)
+
+    def feed(self, rows: list[int], answers: list[list[int]]) -> None:
+        """Let an answer follow the tokens of each of these rows, and draw the token after it."""
+        lengths = [1 + len(answer) for answer in answers]  # a row's last token has not been fed
+        self._make_room((self.state[PLACE, rows] + lengths).max())
+        hidden: list[torch.Tensor] = []
+        for part in _parts(lengths):
+            fed: list[Fed] = []
+            ids: list[int] = []
+            positions: list[int] = []
+            for row, answer, length in zip(rows[part], answers[part], lengths[part], strict=True):
+                slot, _, prompt, base, token, place, _ = self.state[:, row].tolist()
+                fed.append(Fed(row, slot, prompt, place, length))
+                ids += [token, *answer]
+                positions += range(base + place, base + place + length)
+                self.ids[row, place + 1 : place + length] = answer
+                self.logprobs[row, place + 1 : place + length] = np.nan
+                self.state[PLACE, row] = place + length
+            self._cache.feed(fed)
+            packed = (torch.tensor([values]).to(self._device) for values in (ids, positions))
+            states = self._forward(*packed)[0]
+            hidden += [states[end - 1].clone() for end in accumulate(lengths[part])]
+        self._draw_next(rows, hidden)
+
+    def _draw_next(self, rows: list[int], hidden: list[torch.Tensor]) -> None:
+        """Draw the token at the PLACE of each of these rows."""
+        numbers = None
+        if self._numbers is not None:
+            slots, copies, places = torch.from_numpy(self.state[[SLOT, COPY, PLACE]][:, rows]).to(self._device)
+            numbers = self._numbers[slots, copies, places]
+        tokens, logprobs = self._draw(torch.stack(hidden), numbers)
+        places = self.state[PLACE, rows]
+        self.ids[rows, places], self.logprobs[rows, places] = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        self.state[TOKEN, rows] = self.ids[rows, places]
+
+    def free(self, row: int) -> None:
+        """Forget what is in a row."""
+        self.state[:, row] = 0
+
+    def move(self, rows: list[int], to: list[int]) -> None:
+        """Move rows to others at once, so that two may change places. Those that nothing moves to are free then."""
+        if not rows:
+            return
+        self._cache.move(rows, to, self.state[PLACE, rows].max())
+        for values in (self.ids.T, self.logprobs.T, self.state):
+            values[:, to] = values[:, rows]
+        self.state[:, [row for row in rows if row not in to]] = 0
+
+    def arrange(self, drawing: int) -> None:
+        """Let so many rows draw, the first ones, and tell the device."""
+        self.drawing = drawing
+        self.state[ADDED] = np.arange(self.count) < drawing
+        rows_of, first = np.zeros((self.slots, self._copies), np.int64), self.state[:, :drawing]
+        # Not of rows that wait: a step may compute fewer rows than there are.
+        rows_of[first[SLOT], first[COPY]] = range(drawing)
+        self._rows_of.copy_(torch.from_numpy(rows_of))
+        self._state.copy_(torch.from_numpy(self.state))
+
+    def steps(self, count: int) -> int:
+        """Draw `count` tokens in each row that draws, fewer where one reaches its longest length. Return how many."""
+        rows = self.drawing
+        slots, _, prompt, _, _, place, _ = self.state[:, :rows].max(axis=1).tolist()
+        end = min(place + 1 + count, self._longest)
+        # A step of a graph's shape may compute rows that wait too: it keeps some token's keys at their last place,
+        # whose own are only kept when the answer is fed.
+        self._make_room(max(end - 1, self.state[PLACE].max() + 1))
+        for own in range(place + 1, end):
+            if self._graphs is None:
+                self._step(Shape(rows, slots + 1, prompt, own))
+            else:
+                self._graphs.run(self._step, self._bucket(rows))
+            self._unseen.append((self._state[TOKEN, :rows].clone(), self._last_logprobs[:rows].clone()))
+        return end - 1 - place
+
+    def look(self) -> list[int]:
+        """Wait for the device; return the rows whose segment has ended, with its last token as theirs."""
+        rows = self.drawing
+        state, tokens = self.state[:, :rows], self.state[TOKEN, :rows][None]
+        if self._unseen:
+            drawn, logprobs = (torch.stack(steps).cpu().numpy() for steps in zip(*self._unseen, strict=True))
+            self._unseen.clear()
+            places = state[PLACE] + 1 + np.arange(len(drawn)).reshape(-1, 1)
+            self.ids[np.arange(rows), places], self.logprobs[np.arange(rows), places] = drawn, logprobs
+            tokens = np.concatenate([tokens, drawn])
+        ends = self._ends[tokens]
+        ended = ends.any(axis=0)
+        last = np.where(ended, ends.argmax(axis=0), len(tokens) - 1)
+        state[TOKEN], state[PLACE] = tokens[last, np.arange(rows)], state[PLACE] + last
+        return (ended | (state[PLACE] == self._longest - 1)).nonzero()[0].tolist()
+
+    def _make_room(self, tokens: int) -> None:
+        if self._cache.make_room(int(tokens)) and self._graphs is not None:
+            self._graphs.forget()
+
+    def _bucket(self, rows: int) -> Shape:
+        """Return sizes that the rows fit, of which a call has few.
+
+        Rows: powers of two, fewer and fewer from when no completion is left to begin. Tokens of a row: the cache's
+        room, each GROW times the one before. With 64 rows and 1,000 tokens that is 7 and 8, and seldom all pairs of
+        them.
+        """
+        rows = min(1 << (rows - 1).bit_length(), self.count)
+        return Shape(rows, self.slots, self._longest_prompt, self._cache.room)
+
+    def _step(self, shape: Shape) -> None:
+        """Feed each row's last token and draw its next one."""
+        slots, copies, prompts, bases, tokens, places, added = state = self._state[:, : shape.rows]
+        self._cache.step(shape, state[:PROMPT], prompts, places, self._rows_of)
+        hidden = self._token_pass(tokens, bases + places)
+        places += added
+        drawn, logprobs = self._draw(hidden, None if self._numbers is None else self._numbers[slots, copies, places])
+        tokens.copy_(drawn)
+        self._last_logprobs[: shape.rows].copy_(logprobs)
+
+    def _draw(self, hidden: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a token from each last hidden state, [n, hidden size] -> [n]; return its log-prob too."""
+        return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
+
+    def _modules_pass(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
+        """Return the last hidden states of the model's body."""
+        return self._body(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=self._any_mask,
+            use_cache=False,
+            shared_cache=self._cache,
+            **options,
+        ).last_hidden_state
+
+
+def _parts(lengths: Sequence[int]) -> Iterator[slice]:
+    """Cut what is computed in packed passes, of these lengths."""
+    start = tokens = 0
+    for index, length in enumerate(lengths):
+        if index > start and tokens + length > PREFILL_TOKENS:
+            yield slice(start, index)
+            start, tokens = index, 0
+        tokens += length
+    if lengths:
+        yield slice(start, len(lengths))

@@ -1,0 +1,121 @@
+"""The choice of the local sampler at the start: does it draw from the distribution that the loss scores?"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError
+from grpo.data.records import Example
+from grpo.data.responder import Turns
+from grpo.model.devices import is_out_of_memory
+from grpo.model.load import eos_token_ids
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.pictures import Vision
+from grpo.model.trial import distance, refused_distance, trial_sequences
+from grpo.sampling.continuous import ContinuousSampler
+from grpo.sampling.generate import LocalSampler
+from grpo.sampling.rows import StepGraphs
+from grpo.wire.picture_files import with_more
+
+log = logging.getLogger(__name__)
+
+# Layers with which a token that is drawn attends to other keys than when it is scored, in rows that are longer than the
+# trial's: MiniMax-M3's and DeepSeek-V4's blocks of keys are counted from a row's first column, padding included, and
+# Unlimited-OCR's window moves over drawn tokens only.
+DRAWN_FROM_OTHER_KEYS = {
+    "minimax_m3_sparse",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+    "reference_sliding_attention",
+}
+
+
+def check_sampling(
+    model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int, vision: Vision | None = None
+) -> None:
+    """Draw two completions of a prompt beside a longer prompt, so that generate pads it on the left.
+
+    With `vision` both have pictures.
+
+    Logs where the log-probs that they are drawn with are not quite those that the loss gives them. Raises ConfigError
+    where they are others, or where the model cannot draw them.
+    """
+    *_, (longer, rest), (prompt, _) = trial_sequences(model, vision)
+    examples = [Example(0, "", ids, {}) for ids in (prompt, with_more(longer, rest))]
+    try:
+        drawn, _ = sampler.sample(examples, 2, 1.0, seed=0)
+    # The model's own code may fail in any way.
+    except Exception as error:
+        if is_out_of_memory(error):  # says nothing about the model
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(f"{type(model).__name__} cannot draw tokens ({reason}): use another model") from error
+    *_, (different, _) = trial_sequences(model, vision, prompts_at=5)
+    batcher = Batcher(pad_token_id, longest_packed=0, vision=vision)
+    with torch.no_grad():
+        scored, moved = (
+            token_logprobs(
+                model, batcher.make([(ids, rollout.completion_ids) for rollout in drawn], model.device), 1.0
+            )[0].cpu()
+            for ids in (prompt, different)
+        )
+    difference = distance(torch.tensor([value for rollout in drawn for value in rollout.sampling_logprobs]), scored)
+    if not difference <= refused_distance(model, distance(moved, scored)):
+        raise ConfigError(
+            f"{type(model).__name__} draws tokens with other log-probs (by {difference:.1e} on average) than it gives "
+            "them afterwards, in a batch with a longer prompt: use another model"
+        )
+    if model.dtype == torch.float32 and difference > 1e-4:
+        log.warning(
+            "%s draws tokens with other log-probs (by %.1e on average) than it gives them afterwards: the metrics "
+            "sampling/... and the weights of importance_sampling_mode contain this difference",
+            *(type(model).__name__, difference),
+        )
+
+
+def make_sampler(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_completion_length: int,
+    rows: int = 64,
+    longest_packed: int = 0,
+    vision: Vision | None = None,
+    turns: Turns | None = None,
+) -> LocalSampler:
+    """Choose the sampler that keeps its rows full where the model allows it, else transformers' generate.
+
+    On a GPU its steps are CUDA graphs where the model's forward pass can be recorded. `longest_packed` is the
+    batcher's; 0 asks for generate. With `turns` completions have several segments. Raises ConfigError where even
+    generate would draw from another distribution than is scored, in the trial or in longer rows.
+    """
+    for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
+        if layer_type in DRAWN_FROM_OTHER_KEYS:
+            raise ConfigError(
+                f"{type(model).__name__} has layers of type {layer_type}, with which a token is drawn from another "
+                "distribution than it is trained on as soon as its row is long: use another model"
+            )
+    never, pad = model.get_input_embeddings().weight.shape[0], tokenizer.pad_token_id  # no early end
+    check_sampling(model, LocalSampler(model, tokenizer, [never], 4, vision=vision), pad, vision)
+    arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision, turns
+    if longest_packed == 0:
+        return LocalSampler(*arguments)
+    ways = [(None, "by transformers' generate")]
+    if model.device.type == "cuda":
+        ways.insert(0, (StepGraphs, "without CUDA graphs"))
+    for graphs, instead in ways:
+        # Three rows for four completions: one waits, and the last row moves. Of the three steps with three rows, and of
+        # those with one, the second records a graph and the third replays it.
+        tried = dict(longest_packed=longest_packed, graphs=graphs and partial(graphs, refuse_waits=True))
+        try:
+            check_sampling(model, ContinuousSampler(model, tokenizer, [never], 4, 3, vision, **tried), pad, vision)
+        except ConfigError as error:
+            reason = str(error).removesuffix(": use another model")
+            log.warning("sampling goes a slower way, %s: %s", instead, reason)
+        else:
+            return ContinuousSampler(*arguments, longest_packed=longest_packed, graphs=graphs)
+    return LocalSampler(*arguments)

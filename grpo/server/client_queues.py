@@ -1,0 +1,147 @@
+"""Requests that wait for the model, and the order in which their clients are served.
+
+A request is split into pieces, the completions of one prompt each. A forward pass takes one piece of each client in
+turn, and with it every other waiting piece of the same prompt, up to the token budget. So small requests share a pass,
+large ones are spread over several, and a client that has sent a thousand requests delays nobody else.
+
+In deterministic mode a piece is one forward pass of one prompt's completions, or of a request's texts, cut without
+regard to what else waits, and passes are not shared: floating-point sums depend on what a sequence is batched with.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo.wire.logprobs import LogprobsRequest
+from grpo.wire.picture_files import key_of
+from grpo.wire.refusals import ProtocolError
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a request."""
+
+    values: np.ndarray
+    """float32: the answers of its sequences, end to end"""
+    fingerprint: str
+    """fingerprint of the model that computed them"""
+
+
+class Job:
+    """A request in the queue: its sequences, its pieces, and the answers so far."""
+
+    def __init__(self, request: LogprobsRequest, client: str = ""):
+        self.client, self.temperature = client, request.temperature
+        self.sequences = request.sequences()
+        self.tokens_left = len(request.input_ids)
+        """tokens of this request that wait or are being scored"""
+        self.pieces: list[Piece] = []
+        self.answers: dict[int, np.ndarray] = {}
+        """answers by the sequence's place in the request"""
+        self.refusal: ProtocolError | None = None
+        self.future: Future[Answer] = Future()
+
+    @property
+    def is_over(self) -> bool:
+        return self.refusal is not None or len(self.answers) == len(self.sequences)
+
+    def resolve(self, fingerprint: str) -> None:
+        """Give the future its answer or its refusal."""
+        if self.refusal is not None:
+            self.future.set_exception(self.refusal)
+        else:
+            values = np.concatenate([self.answers[row] for row in range(len(self.sequences))])
+            self.future.set_result(Answer(values, fingerprint))
+
+
+class Piece:
+    """Waiting sequences of one request: those of one prompt; in deterministic mode those of one forward pass."""
+
+    def __init__(self, job: Job, rows: list[int]):
+        self.job, self.waiting = job, deque(rows)
+        self.prompt = job.sequences[rows[0]][0]
+        self.sharing = job.temperature, key_of(self.prompt)
+        """equal for pieces that may share a forward pass of their prompt"""
+
+    def count_tokens(self) -> int:
+        return len(self.prompt) + sum(len(self.job.sequences[row][1]) for row in self.waiting)
+
+
+Batch = list[tuple[Job, int]]
+"""sequences for about one forward pass: the job of each, and its place in the job"""
+
+
+class Turns:
+    """The waiting pieces of every client, in the order of the clients' turns. The caller holds the queue's lock."""
+
+    def __init__(self) -> None:
+        self._pieces: OrderedDict[str, deque[Piece]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def add(self, client: str, pieces: list[Piece]) -> None:
+        self._pieces.setdefault(client, deque()).extend(pieces)
+
+    def drop_empty(self) -> None:
+        """Forget pieces that nothing of waits any more, and clients without a piece."""
+        for client in list(self._pieces):
+            self._first_piece(client)
+
+    def take_piece(self) -> Batch:
+        """Take one whole piece of the client whose turn it is."""
+        client, pieces = next(iter(self._pieces.items()))
+        piece = pieces.popleft()
+        self._pieces.move_to_end(client)
+        batch = [(piece.job, row) for row in piece.waiting]
+        piece.waiting.clear()
+        return batch
+
+    def take_shared(self, budget: int) -> Batch:
+        """Take sequences of one temperature from each client in turn, up to `budget` tokens, and at least one."""
+        same_prompt: dict[tuple[float, bytes], list[Piece]] = defaultdict(list)
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                same_prompt[piece.sharing].append(piece)
+        batch: Batch = []
+        left, temperature = budget, None
+        turns = deque(self._pieces)
+        while turns and left > 0:
+            client = turns.popleft()
+            first = self._first_piece(client)
+            if first is None:
+                continue
+            temperature = temperature or first.job.temperature
+            if first.job.temperature != temperature:
+                continue  # for the next pass, whose first turn it will be
+            if batch and left < first.count_tokens() <= budget:
+                break  # whole in the next pass
+            left -= len(first.prompt)
+            for piece in (first, *(piece for piece in same_prompt[first.sharing] if piece is not first)):
+                while piece.waiting:
+                    row = piece.waiting[0]
+                    tokens = len(piece.job.sequences[row][1])
+                    if batch and tokens > left:
+                        break
+                    piece.waiting.popleft()
+                    batch.append((piece.job, row))
+                    left -= tokens
+            self._pieces.move_to_end(client)
+            turns.append(client)
+            if first.waiting:
+                break
+        return batch
+
+    def _first_piece(self, client: str) -> Piece | None:
+        """Return the client's first piece that still waits; forget a client that has none."""
+        pieces = self._pieces[client]
+        while pieces and not pieces[0].waiting:
+            pieces.popleft()
+        if pieces:
+            return pieces[0]
+        del self._pieces[client]
+        return None

@@ -1,0 +1,77 @@
+"""The pictures of requests: do they fit the ids that stand for them? They are prepared before their request waits."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from grpo.model.pictures import PictureProcessor, Vision
+from grpo.wire.logprobs import LogprobsRequest
+from grpo.wire.picture_files import PicturedPrompt, PictureError
+from grpo.wire.refusals import ProtocolError, malformed
+
+_KEPT_BYTES = 2 * 2**30  # of prepared pictures of requests that wait: 110,000 tokens of Qwen's
+_AT_ONCE = 2  # requests whose pictures are prepared at a time, so that the model's thread has its share of the cores
+
+
+class PictureCheck:
+    """The check of requests to a model, with the processor of a vision-language model.
+
+    A request's own thread decodes and resizes its pictures, so that the worker need not, and others wait for neither.
+    The processor keeps what it prepared last: what is gone from there when its turn comes, the worker prepares again.
+    """
+
+    def __init__(self, processor: PictureProcessor | None, vision: Vision | None):
+        self._processor, self._vision = processor, vision
+        if processor is not None:
+            processor.kept_bytes = _KEPT_BYTES
+        self._preparing = threading.Semaphore(_AT_ONCE)
+
+    def check(self, request: LogprobsRequest) -> None:
+        """Refuse pictures that the model does not take, are damaged, or do not fit the ids of their prompt.
+
+        Raises ProtocolError: 400 for a damaged picture, else 422.
+        """
+        if self._processor is None:
+            if request.pictures:
+                raise ProtocolError(422, "no_pictures", "this server's model takes no pictures: send text alone")
+            return
+        before = None
+        for row, (prompt, _) in enumerate(request.sequences()):
+            if prompt is before:
+                continue
+            places = int((np.asarray(prompt) == self._processor.token_id).sum())
+            if isinstance(prompt, PicturedPrompt):
+                with self._preparing:
+                    self._check_prompt(row, prompt, places)
+            elif places:
+                raise _wrong(row, f"has {places} tokens of a picture (id {self._processor.token_id}) and no picture")
+            before = prompt
+
+    def _check_prompt(self, row: int, prompt: PicturedPrompt, places: int) -> None:
+        made = 0
+        try:
+            # One at a time: no more are prepared than the ids, which are limited, stand for.
+            for picture in prompt.pictures:
+                made += self._processor.count([picture])
+                if made > places:
+                    break
+            if made == places:
+                self._vision.first_position(prompt)
+        except PictureError as error:
+            raise malformed(f"a picture of sequence {row} {error}") from error
+        except MemoryError:
+            raise
+        # The processor's and the model's own code: what it raises for a picture of an odd shape, or for ids in another
+        # order than its pictures, is its affair.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise _wrong(row, f"has pictures that this model cannot be fed ({reason})") from error
+        if made != places:
+            counts = f"{places} tokens of a picture (id {self._processor.token_id}), and its pictures make"
+            raise _wrong(row, f"has {counts} {'more' if made > places else made}")
+
+
+def _wrong(row: int, reason: str) -> ProtocolError:
+    return ProtocolError(422, "wrong_pictures", f"the prompt of sequence {row} {reason}")

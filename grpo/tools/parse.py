@@ -1,0 +1,247 @@
+"""What a policy wrote in a turn: its text, and the calls of tools in it.
+
+The tokenizer's response template reads it where there is one, else one of the formats by name. A call that is not well
+formed is a call too: it has an error, which is the answer to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError
+from grpo.tools.template import render_call
+from grpo.wire.json_fields import find_unrecordable
+from grpo.wire.tool_outcomes import DEEPEST_ARGUMENTS
+
+log = logging.getLogger(__name__)
+
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_BETWEEN_CALLS = re.compile(r"[; \n]*")  # in llama3_json
+_NOT_JSON = ValueError, RecursionError  # what reading JSON raises, the second where it is too deep
+_UNKNOWN = "unknown"  # the name of a call that has none, as in TRL
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool, as the policy wrote it."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+    """why it cannot be read; empty where it can"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote from one answer to the next."""
+
+    content: str
+    """without special tokens, and without the calls that can be read"""
+    calls: list[Call] = field(default_factory=list)
+    reasoning: str = ""
+    """what the response template tells apart from the content"""
+
+    def to_message(self) -> dict[str, Any]:
+        """Return it as a chat template takes it. A call that cannot be read is a part of its content."""
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+            if not call.error
+        ]
+        return {
+            "role": "assistant",
+            "content": self.content,
+            **({"reasoning_content": self.reasoning} if self.reasoning else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+
+class TurnReader:
+    """Reads turns of a model, whose tokenizer this is."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict], parser: str
+    ):
+        """`schemas` are those of the tools, none where no call is to be read; `parser` is `tool_call_parser`.
+
+        Raises ConfigError where "auto" finds no format that the chat template has.
+        """
+        self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
+        # The tokenizer names one end of a turn, and the model may have others.
+        ends = [token for token in eos_token_ids if not tokenizer.decode([token], skip_special_tokens=True)]
+        self._special = [*tokenizer.all_special_tokens, *(self._decode([token]) for token in ends)]
+        self._read_calls: Callable[[str, bool], tuple[str, list[Call]]] | None = None
+        if schemas and getattr(tokenizer, "response_template", None) is None:
+            self._read_calls = _FORMATS[_choose_format(parser, tokenizer, eos_token_ids, schemas)]
+
+    def is_whole(self, ids: Sequence[int]) -> bool:
+        """Tell whether the policy ended the turn itself."""
+        return len(ids) > 0 and ids[-1] in self._eos
+
+    def read_text(self, ids: Sequence[int]) -> Turn:
+        """Return the turn as text alone."""
+        return Turn(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def read(self, ids: list[int], before: list[int]) -> Turn:
+        """Return what a whole turn says. `before` are the ids that it follows: the prompt's, or the last answer's."""
+        if not self._schemas:
+            return self.read_text(ids)
+        if self._read_calls is None:
+            return self._read_by_template(ids, before)
+        text = self._decode(ids[:-1])
+        # All that stands before is decoded only where it matters: it may be long, and each turn is read.
+        in_thought = "</think>" in text and self._decode(before).rstrip().endswith("<think>")
+        content, calls = self._read_calls(text, in_thought)
+        if not calls:
+            return self.read_text(ids)
+        return Turn(self._remove_special(content), calls)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _read_by_template(self, ids: list[int], before: list[int]) -> Turn:
+        try:
+            parsed = self._tokenizer.parse_response(ids, prefix=before, tools=self._schemas)
+        except (*_NOT_JSON, KeyError, TypeError) as error:  # what its parser raises at a text that it cannot read
+            reason = str(error).splitlines()[0]
+            return Turn(self.read_text(ids).content, [_failed(f"the call cannot be read: {reason}")])
+        calls = [
+            _make_call(call.get("function", call) if isinstance(call, dict) else call)
+            for call in parsed.get("tool_calls") or []
+        ]
+        content, reasoning = parsed.get("content") or "", parsed.get("reasoning_content") or ""
+        return Turn(self._remove_special(content), calls, self._remove_special(reasoning))
+
+    def _remove_special(self, text: str) -> str:
+        for token in self._special:
+            text = text.replace(token, "")
+        return text
+
+
+def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after the reasoning.
+
+    `in_thought`: what the text follows has begun the reasoning.
+    """
+    reasoning, mark, rest = text.partition("</think>")
+    before, first_call, _ = reasoning.partition("<tool_call>")
+    # Reasoning may mention a call, and an argument of a call may have </think> in it.
+    if not mark or (first_call and not in_thought and "<think>" not in before):
+        reasoning, mark, rest = "", "", text
+    calls: list[Call] = []
+
+    def take_out(match: re.Match) -> str:
+        body, end = match.groups()
+        calls.append(_load_call(body) if end else _failed("the call has no </tool_call>"))
+        return match.group() if calls[-1].error else ""
+
+    return (reasoning + mark + _HERMES.sub(take_out, rest)).strip(), calls
+
+
+def _read_llama3(text: str, _: bool) -> tuple[str, list[Call]]:
+    """Read `{"name": ..., "parameters": {...}}`, perhaps after <|python_tag|>; several stand with ; between them."""
+    stripped = text.strip()
+    body = stripped.removeprefix("<|python_tag|>").lstrip()
+    if body == stripped and not re.match(r'\{\s*"name"', body):
+        return text, []
+    calls, place = [], 0
+    while place < len(body):
+        try:
+            value, place = json.JSONDecoder().raw_decode(body, place)
+        except _NOT_JSON as error:
+            if isinstance(error, json.JSONDecodeError):  # it names the place in all calls, not in this one
+                error = json.JSONDecodeError(error.msg, body[place:], error.pos - place)
+            calls.append(_failed(f"the call is not JSON: {error}"))
+            break
+        calls.append(_make_call(value))
+        place = _BETWEEN_CALLS.match(body, place).end()
+    return stripped if any(call.error for call in calls) else "", calls
+
+
+def _read_mistral(text: str, _: bool) -> tuple[str, list[Call]]:
+    """Read `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`."""
+    content, mark, body = text.partition("[TOOL_CALLS]")
+    if not mark:
+        return text, []
+    try:
+        values = json.loads(body)
+    except _NOT_JSON as error:
+        return text.strip(), [_failed(f"the calls are not JSON: {error}")]
+    calls = [_make_call(value) for value in (values if isinstance(values, list) else [values])]
+    return (text if any(call.error for call in calls) else content).strip(), calls
+
+
+_FORMATS = {"hermes": _read_hermes, "llama3_json": _read_llama3, "mistral": _read_mistral}
+
+
+def _choose_format(
+    parser: str, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict]
+) -> str:
+    """Return the format that `tool_call_parser` names. Raises ConfigError where "auto" finds none."""
+    written = _find_format(tokenizer.get_chat_template(tools=schemas))
+    if written is not None:
+        call = Call(schemas[0]["function"]["name"], {"argument": "ValueOfTheArgument"})
+        texts = render_call(tokenizer, eos_token_ids, schemas, call.name, call.arguments)
+        if texts and not any(_FORMATS[written](text, False)[1] == [call] for text in texts):
+            written = None  # as [TOOL_CALLS]name[ARGS]{...} of newer Mistral models
+    if parser == "auto" and written is None:
+        raise ConfigError(
+            f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no format that is "
+            f"known: set it to one of {', '.join(_FORMATS)} if the model writes so, or use a tokenizer with a "
+            "response_template"
+        )
+    if parser != "auto" and written not in (None, parser):
+        log.warning(
+            "tool_call_parser=%r: the chat template writes calls as %s does, and such calls are not read",
+            parser,
+            written,
+        )
+    return written if parser == "auto" else parser
+
+
+def _find_format(template: str) -> str | None:
+    """Return the format that the chat template writes calls in, None where it is none of those."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return "hermes"
+    if '"parameters"' in template and "<tool_call>" not in template:
+        return "llama3_json"
+    return None
+
+
+def _load_call(body: str) -> Call:
+    try:
+        return _make_call(json.loads(body))
+    except _NOT_JSON as error:
+        return _failed(f"the call is not JSON: {error}")
+
+
+def _make_call(value: Any) -> Call:
+    """Make a call of JSON's value; what is missing or of another type is its error."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return _failed('a call is an object with "name" and "arguments"')
+    arguments = value["arguments"] if "arguments" in value else value.get("parameters")
+    if isinstance(arguments, str):  # some models write them as JSON in JSON
+        try:
+            arguments = json.loads(arguments)
+        except _NOT_JSON as error:
+            return _failed(f"the arguments are not JSON: {error}", value["name"])
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return _failed("the arguments are no object", value["name"])
+    if fault := find_unrecordable([value["name"], arguments], DEEPEST_ARGUMENTS + 1):
+        return _failed(f"the call has {fault}", value["name"])
+    return Call(value["name"], arguments)
+
+
+def _failed(error: str, name: str = _UNKNOWN) -> Call:
+    return Call(name, {}, error)

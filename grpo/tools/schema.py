@@ -1,0 +1,106 @@
+"""Functions that the policy may call: found, their schemas, and whether a call's arguments fit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.config.errors import ConfigError
+from grpo.config.user_code import load_function
+
+_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function, or a method of the environment, that the policy may call."""
+
+    name: str
+    schema: dict[str, Any]
+    """as a chat template takes it: {"type": "function", "function": {"name", "description", "parameters"}}"""
+    signature: inspect.Signature
+    is_async: bool
+    is_method: bool
+    """True where it is one of the environment's"""
+
+    def find_misfit(self, arguments: dict[str, Any]) -> str:
+        """Return what is wrong with the arguments of a call; "" where they fit."""
+        try:
+            self.signature.bind(**arguments)
+        except TypeError as error:
+            return f"the arguments do not fit {self.name}{self.signature}: {error}"
+        properties = self.schema["function"]["parameters"]["properties"]
+        for name, value in arguments.items():
+            expected = properties.get(name, {})
+            if not _fits(value, expected):
+                kinds = {key: expected[key] for key in ("type", "items", "enum") if key in expected}
+                return f"the argument {name} of {self.name} is {value!r:.200}, which does not fit {kinds}"
+        return ""
+
+
+def make_tool(field: str, value: str, function: Callable, is_method: bool = False) -> Tool:
+    """Make a tool of a function, which the setting `field` names by `value`.
+
+    Raises ConfigError unless it has type hints, a docstring with a line for each argument, and each argument a name by
+    which it can be given.
+    """
+    from transformers.utils import get_json_schema
+
+    if inspect.isclass(function) or not hasattr(function, "__name__"):
+        raise ConfigError(f"{field}={value!r}: it is no function: name a function, or wrap it in one")
+    try:
+        schema = get_json_schema(function)
+        name = schema["function"]["name"]
+        signature = inspect.signature(function)
+    except Exception as error:  # it reads the user's hints, which may be anything
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{field}={value!r}: a model cannot be told what {function.__name__} does ({reason}): "
+            "give each argument a type hint, and the docstring a first line and Args: with a line for each argument"
+        ) from error
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"{field}={value!r}: a call gives each argument by its name, which {name} cannot take as {parameter}: "
+                "write its arguments without *, ** and /"
+            )
+    return Tool(name, schema, signature, inspect.iscoroutinefunction(function), is_method)
+
+
+def load_tools(names: Sequence[str]) -> dict[str, tuple[Tool, Callable]]:
+    """Return the functions that `tools` names, by the name that the policy calls them by.
+
+    Raises ConfigError where there is no such file or function, one cannot be a tool, or two have the same name.
+    """
+    loaded: dict[str, tuple[Tool, Callable]] = {}
+    for name in names:
+        function = load_function("tools", name)
+        tool = make_tool("tools", name, function)
+        if tool.name in loaded:
+            raise ConfigError(f"tools={name!r}: there is a tool {tool.name!r} already: remove or rename one")
+        loaded[tool.name] = tool, function
+    return loaded
+
+
+def _fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Tell whether a value of JSON is of the schema's type; a bool is no number here."""
+    if value is None and schema.get("nullable"):
+        return True
+    names = schema.get("type", [])
+    for name in [names] if isinstance(names, str) else names:
+        if name not in _TYPES:  # such as "any"
+            return True
+        if isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)):
+            items = value if name == "array" else []
+            return value in schema.get("enum", [value]) and all(_fits(item, schema.get("items", {})) for item in items)
+    return not names

@@ -1,0 +1,157 @@
+"""Calls of the user's code, and what comes of them as plain data. One session is used by one caller at a time.
+
+Tasks and their arguments are
+
+    tool          name, arguments    a function of `tools`
+    method        name, arguments    a method of the environment that is a tool
+    reset         columns            an instance is made and reset
+    step          text
+    get_reward
+    close                            the instance is closed
+
+and a reply is {"text", "failed"} of a tool or method, {"text"} of reset, {"text", "reward", "done"} of step, {"reward"}
+of get_reward, {} of close, or {"raised"} where one of these four failed; with "error", the exception's type, and
+"traceback" where something was raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from grpo.config.user_code import Key, load_function, user_code
+from grpo.rewards.functions import Misuse, format_user_stack, repr_of
+from grpo.tools.environment import EnvironmentClass, read_observation, read_reward, read_step
+
+Reply = dict[str, Any]
+
+
+class Session:
+    """The tools, and an instance of the environment while there is one."""
+
+    def __init__(self, functions: Mapping[str, Callable], environment: EnvironmentClass | None, longest: int):
+        """`longest` is `max_tool_response_length`."""
+        self._functions, self._environment, self._longest = functions, environment, longest
+        self._instance: Any = None
+
+    def start(self, task: str, *arguments: Any) -> Reply | Awaitable:
+        """Do the task; return its reply, or of async code what `finish` awaits. Raises nothing of the user's."""
+        try:
+            returned = self._call(task, *arguments)
+            return returned if inspect.isawaitable(returned) else self._make_reply(task, returned)
+        except BaseException as error:  # the user's code may raise anything, sys.exit's too
+            return self._explain(task, error)
+
+    async def finish(self, task: str, awaitable: Awaitable) -> Reply:
+        """Await what `start` returned; return the reply."""
+        try:
+            return self._make_reply(task, await awaitable)
+        except BaseException as error:  # the same
+            return self._explain(task, error)
+
+    def _call(self, task: str, *arguments: Any) -> Any:
+        match task, arguments:
+            case "tool", (name, values):
+                return self._functions[name](**copy.deepcopy(values))  # the caller keeps what the policy wrote
+            case "method", (name, values):
+                return getattr(self._instance, name)(**copy.deepcopy(values))
+            case "reset", (columns,):
+                self._instance = self._environment.type()
+                return self._reset(copy.deepcopy(columns))  # of an EncodedPicture the copy is a PIL image
+            case "close", ():
+                instance, self._instance = self._instance, None
+                return getattr(instance, "close", lambda: None)()
+            case _:
+                return getattr(self._instance, task)(*arguments)
+
+    def _reset(self, columns: dict[str, Any]) -> Any:
+        reset = self._instance.reset
+        if self._environment.is_game:
+            return reset(columns)
+        try:
+            inspect.signature(reset).bind(**columns)
+        except TypeError as error:
+            given = ", ".join(columns) or "nothing"
+            raise Misuse(
+                f"cannot be called: {error}: it is given {given}: let reset name those that it needs, and end with "
+                "**kwargs for the rest"
+            ) from None
+        return reset(**columns)
+
+    def _make_reply(self, task: str, returned: Any) -> Reply:
+        match task:
+            case "tool" | "method":
+                return {"text": self._cut(_to_text(returned)), "failed": False}
+            case "reset":
+                return {"text": clean(read_observation(returned))}
+            case "step":
+                text, reward, done = read_step(returned)
+                return {"text": self._cut(text), "reward": reward, "done": done}
+            case "get_reward":
+                return {"reward": read_reward(returned)}
+        return {}
+
+    def _explain(self, task: str, error: BaseException) -> Reply:
+        reply = {"error": type(error).__name__, "traceback": format_user_stack(error)}
+        if task in ("tool", "method"):
+            return reply | {"text": self._cut(describe_failure(_reason_of(error))), "failed": True}
+        reason = str(error) if isinstance(error, Misuse) else f"failed: {repr_of(error)}"
+        return reply | {"raised": f"{task} {reason}"}
+
+    def _cut(self, text: str) -> str:
+        """Return a text of at most `longest` characters, and where it is cut a mark that says so."""
+        if (missing := len(text) - self._longest) > 0:
+            text = f"{text[: self._longest]}... ({missing} more characters)"
+        return clean(text)
+
+
+def _to_text(returned: Any) -> str:
+    """Return what a tool returned as text: JSON, unless it is text."""
+    if isinstance(returned, str):
+        return returned
+    try:
+        return json.dumps(returned, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):  # keys that JSON has not, or a circle
+        return str(returned)
+
+
+def describe_failure(reason: str) -> str:
+    """Return the answer to a call that failed."""
+    return json.dumps({"error": reason}, ensure_ascii=False)
+
+
+def _reason_of(error: BaseException) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # an error of the user's has a method of its own for this
+        return type(error).__name__
+
+
+def clean(text: str) -> str:
+    """Return the text with what UTF-8 cannot say replaced, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
+# What a process for tools and environments does.
+
+
+class TurnsService:
+    """Does the tasks of grpo/tools/session.py: a Service of grpo/usercode/child.py."""
+
+    def __init__(self, tools: list[str], environment: str | None, longest: int):
+        """The arguments are the settings `tools`, `environment` and `max_tool_response_length`."""
+        functions = {function.__name__: function for name in tools for function in [load_function("tools", name)]}
+        self._session = Session(functions, EnvironmentClass(environment) if environment else None, longest)
+        self._loop = asyncio.new_event_loop()
+
+    def answer(self, key: Key, *task: Any) -> Reply:
+        """Return the reply to a task, whose random numbers follow from `key`."""
+        with user_code(*key):
+            started = self._session.start(*task)
+            if isinstance(started, dict):
+                return started
+            return self._loop.run_until_complete(self._session.finish(task[0], started))

@@ -1,0 +1,171 @@
+"""The token ids of an answer: what the chat template writes between the end of a turn of the policy and the next one.
+
+What the policy drew is never rendered again. A short conversation is, whose last turn of the policy has a mark in it;
+the answer is the text after the end of that turn, up to where the policy goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.config.errors import ConfigError
+from grpo.data.chat_template import place_pictures
+
+_MARK, _ANSWER = "MarkOfTheTurn", "MarkOfTheAnswer"
+_CALL_ID = "call00000"  # some templates ask for nine letters and digits
+
+Messages = list[dict[str, Any]]
+
+
+class AnswerTemplate:
+    """Writes answers as the model's chat template does, or as text alone where it has none."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int],
+        schemas: list[dict],
+        template_kwargs: dict[str, Any] | None,
+        answers_as_user: bool,
+    ):
+        """Try the template with tools, and with an environment's words where `answers_as_user`.
+
+        Raises ConfigError where it leaves out tools or answers, or does not end a turn as the policy does.
+        """
+        self._tokenizer, self._schemas = tokenizer, schemas
+        self._kwargs = {**(template_kwargs or {}), **({"tools": schemas} if schemas else {})}
+        self._ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
+        self._in_parts = self._text_arguments = False
+        if tokenizer.chat_template is None:
+            if schemas:
+                raise ConfigError(
+                    f"model_name_or_path={tokenizer.name_or_path!r}: it has no chat template, so it cannot be told "
+                    "of tools: use a model that was trained to call them, or an environment with step alone"
+                )
+            return
+        if schemas:
+            self._check_schemas()
+        tool = [{"role": "tool", "name": schema["function"]["name"], "content": _ANSWER} for schema in schemas[:1]]
+        self._check_answers([*tool, *([{"role": "user", "content": _ANSWER}] if answers_as_user else [])])
+
+    def render(self, answers: Messages) -> str:
+        """Return the text of the answers to a turn: of tools to its calls, or a message of the user."""
+        return self._split(answers)[1]
+
+    def encode(self, answers: Messages) -> list[int]:
+        """Return the ids of that text, as they are after the end of a turn."""
+        end, text = self._split(answers)
+        # Together, as some ends take the line end after them, and some tokenizers put a space before a text.
+        ids = self._tokenizer(end + text, add_special_tokens=False, verbose=False)["input_ids"]
+        ends = self._tokenizer(end, add_special_tokens=False)["input_ids"]
+        return ids[len(ends) :]
+
+    def _split(self, answers: Messages) -> tuple[str, str]:
+        """Return the text that ends a turn, and what follows it. Raises _Unfit where the template has no such place."""
+        if self._tokenizer.chat_template is None:
+            return "", "".join(f"\n\n{answer['content']}\n\n" for answer in answers)
+        turn: dict[str, Any] = {"role": "assistant", "content": _MARK}
+        if answers[0]["role"] == "tool":
+            turn = _make_call_turn(answers[0]["name"], {_MARK: _MARK}, self._text_arguments)
+            answers = [answer | {"tool_call_id": _CALL_ID} for answer in answers]
+        messages: Messages = [{"role": "user", "content": "?"}, turn, *answers]
+        if self._in_parts:
+            messages = place_pictures(messages, None)
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs)
+        _, mark, rest = text.partition(_MARK)
+        if not mark:
+            raise _Unfit("leaves out the turns that answers follow")
+        places = {rest.find(end): end for end in self._ends if end in rest}
+        if not places:
+            raise _Unfit(f"ends a turn with none of {', '.join(self._ends)}, as the model does")
+        end = places[min(places)]
+        return end, rest[min(places) + len(end) :]
+
+    def _check_schemas(self) -> None:
+        question = [{"role": "user", "content": "?"}]
+        reasons = []
+        for in_parts in (False, True):
+            self._in_parts = in_parts
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    place_pictures(question, None) if in_parts else question, tokenize=False, **self._kwargs
+                )
+            except Exception as error:  # a template is a program that comes with the model: it may raise anything
+                reasons.append(f"refuses the tools ({error})")
+                continue
+            if all(schema["function"]["name"] in text for schema in self._schemas):
+                return
+            reasons.append("leaves out the tools")
+        raise ConfigError(
+            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template {_in_a_line(reasons[0])}: use a "
+            "model that was trained to call them"
+        )
+
+    def _check_answers(self, answers: Messages) -> None:
+        """Find the form in which the template takes these answers. Raises ConfigError where it takes them in none."""
+        reasons = []
+        for self._in_parts, self._text_arguments in itertools.product((False, True), repeat=2):
+            try:
+                if all(_ANSWER in self.render([answer]) for answer in answers):
+                    return
+                reasons.append("leaves out the answers")
+            except Exception as error:  # the same
+                reasons.append(str(error) if isinstance(error, _Unfit) else f"refuses them ({error})")
+        raise ConfigError(
+            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write what "
+            f"{' and '.join(answer['role'] for answer in answers)} answer to the model: it "
+            f"{_in_a_line(reasons[0])}: use a model that was trained to be answered so"
+        )
+
+
+def render_call(
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    schemas: list[dict],
+    name: str,
+    arguments: dict[str, str],
+) -> list[str]:
+    """Return what the policy is to write for a call of a tool, in each form in which the chat template takes one.
+
+    Where the template writes that turn in another way than the policy begins it, what stands before it is in the text.
+    """
+    ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
+    texts = []
+    for in_parts, text_arguments in itertools.product((False, True), repeat=2):
+        messages = [{"role": "user", "content": _MARK}, _make_call_turn(name, arguments, text_arguments)]
+        if in_parts:
+            messages = place_pictures(messages, None)
+        render = functools.partial(tokenizer.apply_chat_template, tools=schemas, tokenize=False)
+        try:
+            prompt, whole = render(messages[:1], add_generation_prompt=True), render(messages)
+        except Exception:  # a template is a program that comes with the model: it may raise anything
+            continue
+        text = whole.partition(_MARK)[2].removeprefix(prompt.partition(_MARK)[2]).strip()
+        for end in ends:
+            text = text.removesuffix(end)
+        if all(value in text for value in arguments.values()):
+            texts.append(text)
+    return texts
+
+
+def _make_call_turn(name: str, arguments: dict[str, str], text_arguments: bool) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments) if text_arguments else arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": _CALL_ID, "function": function}],
+    }
+
+
+def _in_a_line(reason: str) -> str:
+    return " ".join(reason.split())[:300]
+
+
+class _Unfit(Exception):
+    """A template that has no place for answers. The message follows it in a sentence."""

@@ -1,0 +1,351 @@
+"""All of DeepSpeed: ranks meet, ds_config.json is completed with the run's sizes and rates, the engine starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from grpo.config.console import free_port
+from grpo.config.errors import ConfigError
+from grpo.config.fields import REPOSITORY
+from grpo.config.trainer import TrainerConfig
+from grpo.model.devices import describe_shared_cards, memory_of_others, prepare_nccl, wants_card
+from grpo.model.load import resolve_dtype
+from grpo.model.lora import require_packages
+from grpo.run.collective import gather, own_place
+from grpo.run.watchdog import TIME_OUT, Watchdog
+from grpo.trainer.out_of_memory import START, explain_shortage
+
+# AdamW over the trained parameters, and its learning-rate schedule, both as in the Trainer of transformers.
+
+
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+_EPSILON = 1e-8  # torch's and the Trainer's; no recipe has another
+
+_LARGEST_GROUP = 2**30  # numbers in a group of bitsandbytes' AdamW
+
+
+def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """Make torch's AdamW, or with optim=adamw_8bit that of bitsandbytes.
+
+    DeepSpeed's would be compiled at the first start. Fused, AdamW makes no copy of what it steps. Raises ConfigError
+    where the weights are in less than 16 bits, which cannot be trained.
+    """
+    if not config.use_peft and any(weight.dtype.itemsize < 2 for weight in model.parameters()):
+        raise ConfigError(
+            f"model_name_or_path={config.model_name_or_path!r}: its weights are quantized, so that they cannot be "
+            "trained: add use_peft, or name the model that they were made from"
+        )
+    if config.optim == "adamw_8bit":
+        return _with_8_bits(model, config)
+    decays = config.weight_decay, 0.0
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in zip(parameter_groups(model), decays, strict=True)
+        if parameters  # a LoRA adapter has no biases and norms, and DeepSpeed takes no empty group
+    ]
+    betas = config.adam_beta1, config.adam_beta2
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=_EPSILON, fused=True)
+
+
+def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trained parameters: those with weight decay, and those without, biases and the weights of norms.
+
+    A norm is recognised by its name or by its class, as in `Trainer.get_decay_parameter_names`.
+    """
+    layer_norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    norms = {id(parameter) for module in layer_norms for parameter in module.parameters()}
+    decayed, not_decayed = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_bare = id(parameter) in norms or _NOT_DECAYED.search(name.lower())
+            (not_decayed if is_bare else decayed).append(parameter)
+    return decayed, not_decayed
+
+
+def in_8_bits(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose moments are in 8 bits: matrices, but no embeddings and nothing small.
+
+    `Trainer` and bitsandbytes leave those out too; but ZeRO-2 makes one tensor of a group, which is never small, so
+    bitsandbytes could not see it.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [weight for weight in parameter_groups(model)[0] if id(weight) not in embeddings and weight.numel() >= 4096]
+
+
+def _with_8_bits(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+    """Make bitsandbytes' AdamW, each group with its `optim_bits`."""
+    from bitsandbytes.optim import AdamW8bit
+
+    class AdamW(AdamW8bit):
+        def get_config(self, group_index: int, index: int, group: dict) -> dict:
+            return super().get_config(group_index, index, group) | {"optim_bits": group["optim_bits"]}
+
+    decayed, not_decayed = parameter_groups(model)
+    large = in_8_bits(model)
+    large_ids = {id(weight) for weight in large}
+    small = [weight for weight in decayed if id(weight) not in large_ids]
+    groups = [
+        {"params": part, "weight_decay": decay, "optim_bits": bits}
+        for weights, decay, bits in (
+            (large, config.weight_decay, 8),
+            (small, config.weight_decay, 32),
+            (not_decayed, 0.0, 32),
+        )
+        for part in _parts(weights)
+    ]
+    return AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=_EPSILON)
+
+
+def _parts(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split weights, in their order, into groups that bitsandbytes' kernels, which count in 32 bits, can count."""
+    parts, size = [], _LARGEST_GROUP
+    for weight in weights:
+        if size + weight.numel() > _LARGEST_GROUP:
+            parts.append([])
+            size = 0
+        parts[-1].append(weight)
+        size += weight.numel()
+    return parts
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: TrainerConfig) -> LambdaLR:
+    """Make the learning-rate schedule. `transformers.get_scheduler` gives the same rates, but loads bitsandbytes."""
+    return LambdaLR(optimizer, lambda updates: rate_factor(updates, config))
+
+
+def rate_factor(updates: int, config: TrainerConfig) -> float:
+    """Return the factor of `learning_rate` after so many updates: a linear warm-up, then lr_scheduler_type."""
+    warmup, last = config.warmup_steps, config.max_steps
+    if updates < warmup:
+        return updates / warmup
+    if config.lr_scheduler_type == "constant_with_warmup":
+        return 1.0
+    whole = max(1, last - warmup)
+    if config.lr_scheduler_type == "linear":
+        return max(0.0, (last - updates) / whole)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((updates - warmup) / whole))))
+
+
+if not wants_card():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found none
+# DeepSpeed's own calls, one line a rank. The barrier's, on GPUs, means the device that join_ranks has set.
+warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
+warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
+import deepspeed
+from deepspeed.accelerator import cuda_accelerator
+
+# With NVIDIA's library it reads CUDA_VISIBLE_DEVICES as numbers, where GPU-... and MIG-... may stand.
+cuda_accelerator.pynvml = None
+
+log = logging.getLogger(__name__)
+
+
+class Ranks(NamedTuple):
+    """This rank among the launched processes."""
+
+    rank: int
+    size: int
+    """number of ranks"""
+    device: torch.device
+    watchdog: Watchdog
+
+
+def join_ranks(config: TrainerConfig) -> Ranks:
+    """Meet the other ranks. Raises ConfigError if a card cannot be used."""
+    rank, world_size, device = own_place()
+    if "RANK" not in os.environ:  # plain python instead of the deepspeed launcher: one rank
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+    if device.type == "cpu":
+        # An operation that only DeepSpeed's inference uses, and that costs a minute of C++ compiling on a CPU.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    held = memory_of_others(device)
+    watchdog = Watchdog(rank, world_size, hint=prepare_nccl() if device.type == "cuda" else "")
+    deepspeed.init_distributed(verbose=False, timeout=_longest_collective(config))
+    shared_cards = describe_shared_cards(gather(held))
+    watchdog.met = True
+    if shared_cards:
+        log.warning("%s", shared_cards)
+    return Ranks(rank, world_size, device, watchdog)
+
+
+def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
+    """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps.
+
+    Raises ConfigError where DeepSpeed refuses a setting of its file only now.
+    """
+    keep_gradients_apart(ds_config["zero_optimization"], model)
+    optimizer = make_optimizer(model, config)
+    schedule = make_schedule(optimizer, config)
+    with (
+        refused_by_deepspeed(config.deepspeed, AssertionError),
+        explain_shortage(START, START, config, lambda: "nothing is lost: no step was done"),
+    ):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
+    # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so what it times is each
+    # sampled token, and from the third step on its timer waits for the device before each.
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
+    dist.distributed_c10d._set_pg_timeout(_longest_collective(config), engine.seq_data_parallel_group)
+    return engine, schedule
+
+
+def _longest_collective(config: TrainerConfig) -> timedelta:
+    """Return how long a collective may take: a rank may wait for servers while the others wait for that rank."""
+    return timedelta(seconds=TIME_OUT + config.ref_deadline + (config.pool_deadline if config.sampler == "pool" else 0))
+
+
+def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
+    """Return the file's settings with every "auto" filled. Raises ConfigError where file and settings contradict, and
+    where DeepSpeed refuses the file."""
+    path = Path(config.deepspeed)
+    if not path.is_absolute() and not path.exists():
+        path = REPOSITORY / path
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"deepspeed='{config.deepspeed}': {error.strerror}: give the path of a JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"deepspeed='{config.deepspeed}': not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"deepspeed='{config.deepspeed}': write a JSON object")
+
+    def find_section(parent: dict[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
+        section = parent.get(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"deepspeed='{path}': {prefix}{key} is {section!r}: write a JSON object, or take it out")
+        return section
+
+    def fill(section: dict[str, Any], key: str, value: Any, source: str, prefix: str = "") -> None:
+        if section.get(key, "auto") not in ("auto", value):
+            raise ConfigError(
+                f"deepspeed='{path}': {prefix}{key} is {section[key]!r} but {source} makes it {value!r}: "
+                'write "auto" there'
+            )
+        section[key] = value
+
+    for key, instead in (("optimizer", "learning_rate, adam_* and weight_decay"), ("scheduler", "lr_scheduler_type")):
+        if key in settings:
+            raise ConfigError(f"deepspeed='{path}': {key} is set there, but {instead} decide it: take it out")
+    half = {
+        "fp16.enabled": find_section(settings, "fp16").get("enabled", False),
+        "communication_data_type": str(settings.get("communication_data_type")).lower() == "fp16",
+    }
+    for key, is_half in half.items():
+        if is_half:
+            raise ConfigError(
+                f"deepspeed='{path}': {key} asks for float16: the dtypes are bfloat16 and float32: take it out"
+            )
+    timers = {
+        "wall_clock_breakdown": settings.get("wall_clock_breakdown", False),
+        "flops_profiler.enabled": find_section(settings, "flops_profiler").get("enabled", False),
+    }
+    for key, enabled in timers.items():
+        if enabled:
+            raise ConfigError(
+                f"deepspeed='{path}': {key} is true, but DeepSpeed can time only forward passes through its engine, "
+                "and the trainer's go past it: take it out, metrics.jsonl has the time of each phase"
+            )
+    settings.setdefault("zero_optimization", {"stage": 2})
+    zero = find_section(settings, "zero_optimization")
+    if zero.get("stage") != 2:
+        raise ConfigError(
+            f"deepspeed='{path}': zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the "
+            "whole weights that generation needs"
+        )
+    if zero.get("offload_optimizer", {}) is None:  # DeepSpeed's own default
+        del zero["offload_optimizer"]
+    place = find_section(zero, "offload_optimizer", "zero_optimization.").get("device", "none")
+    if place not in ("cpu", "none"):
+        raise ConfigError(f"deepspeed='{path}': zero_optimization.offload_optimizer.device is {place!r}: use 'cpu'")
+    if config.optim == "adamw_8bit":
+        require_packages("optim", config.optim, "bitsandbytes")
+        if place != "none":
+            raise ConfigError(
+                f"optim={config.optim!r}: '{path}' has zero_optimization.offload_optimizer, which wants AdamW on the "
+                "CPU, in 32 bits: take one of them out"
+            )
+        fill(settings, "zero_allow_untested_optimizer", True, "optim")
+    sequences = config.prompts_per_step * config.num_generations
+    source = "prompts_per_step x num_generations"
+    fill(settings, "train_batch_size", sequences, source)
+    fill(settings, "train_micro_batch_size_per_gpu", sequences // world_size, f"{source} / {world_size} ranks")
+    fill(settings, "gradient_accumulation_steps", 1, "the token-budget cutting into micro-batches")
+    fill(settings, "managed_gradient_accumulation", False, "the token-budget cutting into micro-batches")
+    fill(settings, "gradient_clipping", config.max_grad_norm, "max_grad_norm")
+    fill(settings, "zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,")
+    bf16 = settings["bf16"] = find_section(settings, "bf16")
+    dtype = resolve_dtype(config, device)
+    fill(bf16, "enabled", dtype == torch.bfloat16, "dtype", "bf16.")
+    source = "the check for steps that are not finite"  # such a step is left out
+    fill(bf16, "check_grad_overflow", True, source, "bf16.")
+    fill(zero, "compute_grad_norm", True, source, "zero_optimization.")
+    if zero.get("overlap_comm") == "auto":
+        zero["overlap_comm"] = world_size > 1  # one rank has nobody to talk with, and would hold a second bucket
+    data_types = settings["data_types"] = find_section(settings, "data_types")
+    known = ("bf16", "fp32") if bf16["enabled"] else ("fp32",)
+    if data_types.setdefault("grad_accum_dtype", "auto") == "auto":
+        # ZeRO-2 takes the memory for fp32 sums of gradients anyway, for AdamW's step, unless the step is on the CPU:
+        # then bf16 sums are kept there too, and fp32 ones would stay on the GPU.
+        data_types["grad_accum_dtype"] = known[0] if place == "cpu" else "fp32"
+    if data_types["grad_accum_dtype"] not in known:
+        raise ConfigError(
+            f"deepspeed='{path}': data_types.grad_accum_dtype is {data_types['grad_accum_dtype']!r}: with dtype "
+            f"{str(dtype).removeprefix('torch.')} use {' or '.join(known)}"
+        )
+    # What is left of "auto" is DeepSpeed's default, which it takes where a key is not there.
+    settings["zero_optimization"] = {key: value for key, value in zero.items() if value != "auto"}
+    with refused_by_deepspeed(path, Exception):  # pydantic's, DeepSpeed's own, what a value of another type runs into
+        # Without the whole batch, which it compares with the ranks that have met: in a dry run none have.
+        deepspeed.DeepSpeedConfig({key: value for key, value in settings.items() if key != "train_batch_size"})
+    return settings
+
+
+@contextmanager
+def refused_by_deepspeed(path: str | Path, kind: type[Exception]) -> Iterator[None]:
+    """Raise ConfigError where DeepSpeed's checks of the file end the body of the `with` by an error of this kind."""
+    try:
+        yield
+    except kind as error:
+        reason = " ".join(str(error).split()) or repr(error)
+        raise ConfigError(f"deepspeed='{path}': DeepSpeed refuses it: {reason}: correct it there") from error
+
+
+def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:
+    """Switch `overlap_comm` off where a trained weight is larger than a bucket, unless it is the embeddings.
+
+    While one stream sums such a gradient DeepSpeed 0.19 frees it, on ranks that own no part of it, and the backward
+    pass goes on in its memory. After the gradient of the embeddings nothing goes on.
+    """
+    embeddings, bucket = model.get_input_embeddings().weight, int(zero.get("reduce_bucket_size", 500_000_000))
+    trained = (weight for weight in model.parameters() if weight.requires_grad and weight is not embeddings)
+    largest = max((weight.numel() for weight in trained), default=0)
+    if zero.get("overlap_comm") and largest > bucket:
+        zero["overlap_comm"] = False
+        log.info(
+            "overlap_comm is off: a weight has %d numbers, and beside the backward pass DeepSpeed sums "
+            "reduce_bucket_size=%d at most",
+            *(largest, bucket),
+        )

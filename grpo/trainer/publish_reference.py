@@ -1,0 +1,199 @@
+"""The trainer's side of a reference update: after some steps the policy becomes the reference, or is mixed into it.
+
+The new reference is first saved as a model in the run's folder, `reference-STEP`; then its weights go to the servers.
+It stays in the folder until the next update: a restarted server is sent it again, or is started with it. `reference-0`,
+which the servers began with, stays until a checkpoint needs another one: a run that is killed before that begins again
+with it, whatever the servers have by then.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.client.connection import WeightsToSend
+from grpo.client.reference import ReferenceClient
+from grpo.client.server_errors import ServerError, ServersLost
+from grpo.config.connection_settings import ReferenceSection
+from grpo.config.errors import ConfigError
+from grpo.model.fingerprint import fingerprint_with
+from grpo.model.lora import merged
+from grpo.model.pictures import PictureProcessor
+from grpo.model.weights_file import WeightsFile, named_weights, write_weights
+from grpo.run.collective import from_first
+from grpo.run.folder import to_disk, whole_folder
+from grpo.wire.health import ModelInfo
+
+log = logging.getLogger(__name__)
+
+_FILE = "model.safetensors"
+_FIRST = "first.json"  # in reference-0: the fingerprints that the policy and the servers began with
+
+
+def has_begun(folder: Path) -> bool:
+    """Return whether a run in this folder has begun before: then the servers may have any of its references."""
+    return (folder / "reference-0" / _FIRST).is_file()
+
+
+class WeightPublisher:
+    """The reference that is in force, and the updates of it. Every rank has one, and all call it together."""
+
+    def __init__(
+        self,
+        config: ReferenceSection,
+        client: ReferenceClient,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        policy: ModelInfo,
+        folder: Path | None,
+        processor: PictureProcessor | None = None,
+    ):
+        """`policy` describes `model`. `folder` is the run's, on rank 0; else None."""
+        self._client, self._model, self._tokenizer, self._processor = client, model, tokenizer, processor
+        self._alpha, self._policy, self._folder = config.ref_mixup_alpha, policy, folder
+        self.step = 0
+        """the step after which the policy became part of the reference; 0 is what the servers began with"""
+        self._current: Path | None = None
+
+    def begin(self, reference: ModelInfo) -> None:
+        """Save what the servers begin with: for mixtures, and for a run that is resumed before the first update. In a
+        run that begins again, make that the reference again.
+
+        Raises ConfigError where a mixture needs it and it is not what the policy begins with, SaveError, and what
+        resume raises.
+        """
+        first = from_first(self._read_first())
+        if first.get("policy") == self._policy.fingerprint:
+            self.resume(0, first["reference"])
+            return
+        same = self._policy.fingerprint == reference.fingerprint
+        if self._alpha < 1 and not same:
+            raise ConfigError(
+                f"ref_mixup_alpha={self._alpha}: the servers have other weights than the policy begins with, and the "
+                "mixture needs them: start the servers with the policy's model, or use 1"
+            )
+        if self._folder is None:
+            return
+        folder = self._folder / "reference-0"
+        if same:
+            self._save(0)
+        else:
+            with whole_folder(folder, "reference"):
+                pass  # an empty folder: the trainer does not have these weights
+        fingerprints = {"policy": self._policy.fingerprint, "reference": reference.fingerprint}
+        (folder / _FIRST).write_text(json.dumps(fingerprints), encoding="utf-8")
+        to_disk(folder)
+
+    def publish(self, step: int, needed: Iterable[int] = ()) -> None:
+        """Make the policy, as it is after this step, the reference. Returns when no older reference is used any more.
+
+        Deletes older references except those of the steps in `needed`. Raises ServersLost where no server takes the new
+        one, SaveError.
+        """
+        self._announce(step, self._save(step) if self._folder is not None else None)
+        if self._folder is not None:
+            kept = {f"reference-{kept_step}" for kept_step in (step, *needed)}
+            for folder in self._folder.glob("reference-*"):
+                if folder.name not in kept:
+                    shutil.rmtree(folder)
+
+    def resume(self, step: int, first: str) -> None:
+        """Make the reference of this step's update the reference again, whatever the servers have by now.
+
+        `first` is the fingerprint of what they began with. Raises ServersLost where no server takes it, ConfigError
+        where it is not in the run's folder any more.
+        """
+        weights = None
+        if self._folder is not None:
+            self._current = self._folder / f"reference-{step}"
+            if (self._current / _FILE).is_file():
+                weights = self._describe_saved(self._merge_adapter())
+            elif step > 0:
+                raise ConfigError(
+                    f"resume_from_checkpoint: {self._current}, the reference of that checkpoint, is not there: put it "
+                    "back, or resume from another checkpoint"
+                )
+        self._announce(step, weights, first)
+
+    def _read_first(self) -> dict[str, str]:
+        """Return the fingerprints that `begin` wrote; empty where it wrote none, or only a part of the file."""
+        if self._folder is None or not has_begun(self._folder):
+            return {}
+        try:
+            return json.loads((self._folder / "reference-0" / _FIRST).read_text(encoding="utf-8"))
+        except ValueError:
+            return {}
+
+    def _announce(self, step: int, weights: WeightsToSend | None, first: str = "") -> None:
+        """Send rank 0's weights to the servers and accept only their answers; without weights, those of the first."""
+        fingerprint, lost = first, None
+        if weights is not None:
+            fingerprint = weights.fingerprint
+            try:
+                self._client.balancer.send_weights(weights)
+            except ServerError as error:
+                lost = str(error)
+        fingerprint, lost = from_first((fingerprint, lost))
+        if lost:
+            raise ServersLost(lost)
+        if weights is None:
+            self._client.balancer.use_only(fingerprint)
+        self.step = step
+        log.info("the reference is now the policy of step %d (%s)", step, fingerprint)
+
+    def _save(self, step: int) -> WeightsToSend:
+        """Write the new reference as a model that the server, or anybody, can load."""
+        folder = self._folder / f"reference-{step}"
+        with whole_folder(folder, "reference") as unfinished:
+            model = self._merge_adapter()
+            sha256 = self._write(unfinished / _FILE, named_weights(model))
+            settings = copy.deepcopy(model.config)
+            settings.weights_sha256 = sha256  # part of its fingerprint
+            settings.dtype = settings.dtype if self._alpha == 1 else torch.float32
+            settings.architectures = [type(model).__name__]
+            settings.save_pretrained(unfinished)
+            self._tokenizer.save_pretrained(unfinished)
+            if self._processor is not None:
+                self._processor.save(unfinished)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(unfinished)
+        self._current = folder
+        return self._describe_saved(model)
+
+    def _merge_adapter(self) -> PreTrainedModel:
+        """Return the policy as a plain model, an adapter merged into it."""
+        return merged(self._model) if hasattr(self._model, "peft_config") else self._model
+
+    def _describe_saved(self, model: PreTrainedModel) -> WeightsToSend:
+        """Describe the weights saved in `_current`. `model` is a plain model of the same architecture."""
+        path = self._current / _FILE
+        size, sha256 = path.stat().st_size, json.loads((self._current / "config.json").read_text())["weights_sha256"]
+        with open(path, "rb") as file:
+            fingerprint = fingerprint_with(model, self._policy.inputs_fingerprint, WeightsFile(file, size), sha256)
+        return WeightsToSend(path, size, sha256, fingerprint)
+
+    def _write(self, path: Path, weights: dict[str, torch.Tensor]) -> str:
+        """Write the new reference; return the file's SHA-256.
+
+        It is alpha * policy + (1 - alpha) * old reference: TR-DPO's soft update (Gorbatovski et al., arXiv:2404.09656).
+        A mixture is float32 whatever the policy is: with a small alpha a weight moves by less than bfloat16 can show.
+        """
+        alpha = self._alpha
+        if alpha == 1:
+            return write_weights(path, weights)
+        if self._current is None:
+            return write_weights(path, weights, torch.float32)
+        with open(self._current / _FILE, "rb") as file:
+            old_reference = WeightsFile(file, (self._current / _FILE).stat().st_size)
+
+            def mix(name: str, part: slice, values: torch.Tensor) -> torch.Tensor:
+                return alpha * values + (1 - alpha) * old_reference.read(name, part)
+
+            return write_weights(path, weights, torch.float32, mix)

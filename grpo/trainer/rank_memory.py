@@ -1,0 +1,284 @@
+"""The memory of a rank of the trainer, computed from the settings and from a model on device meta.
+
+Activations are counted, as grpo/model/memory.py does; the rest is DeepSpeed's ZeRO-2 (deepspeed 0.19,
+runtime/zero/stage_1_and_2.py). docs/dry_run.md has the formula. `python -m benchmarks.train_memory` compares it with
+measured peaks on a CPU, `python -m benchmarks.gpu --part memory` on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from grpo.config.trainer import TrainerConfig
+from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK
+from grpo.model.memory import (
+    CUDA_PROCESS,
+    MIB,
+    Memory,
+    Pictures,
+    Terms,
+    activations,
+    attention_widths,
+    beside_products,
+    total,
+    weights,
+)
+from grpo.model.pictures import KEPT_BYTES, PictureProcessor
+from grpo.model.shared_cache import GROW
+from grpo.model.trial import longest_packed
+from grpo.sampling.rows import PREFILL_TOKENS, slots
+from grpo.trainer.deepspeed_engine import in_8_bits
+from grpo.wire.picture_files import PicturedPrompt
+
+TRAINER_PROCESS = 550 * MIB  # measured on a CPU: Python, torch and the rest, but no model
+NCCL_BUFFERS = 2 * 256 * MIB  # assumed: for two groups of ranks, the run's and ZeRO's
+SAMPLING, BACKWARD, STEP = "sampling", "backward pass", "AdamW's step"
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """The most that a rank does at a time."""
+
+    config: TrainerConfig
+    ranks: int
+    longest_prompt: int
+    held_out: int
+    """examples to evaluate on"""
+    processor: PictureProcessor | None = None
+    pictured: PicturedPrompt | None = None
+    """the prompt with the most tokens of pictures; None where none has pictures"""
+
+    @property
+    def prompts(self) -> int:
+        """Return the prompts of a step."""
+        return self.config.prompts_per_step // self.ranks
+
+    @property
+    def rows(self) -> int:
+        """Return the sequences in one call of generate, in training or evaluation."""
+        config = self.config
+        drawn = max(config.sequences_per_generate // config.num_generations, 1)
+        drawn = min(drawn, self.prompts * config.steps_per_generation) * config.num_generations
+        drawn = 0 if config.sampler == "pool" else drawn
+        return max(drawn, min(config.sequences_per_generate, self.held_out))
+
+    @property
+    def sequence(self) -> int:
+        """Return the tokens of a prompt with a completion."""
+        return self.longest_prompt + self.config.max_completion_length
+
+    @property
+    def group(self) -> int:
+        """Return the tokens of a prompt with all its completions."""
+        return self.longest_prompt + self.config.num_generations * self.config.max_completion_length
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a micro-batch. A sequence that is longer than the budget goes alone."""
+        return min(max(self.config.micro_batch_tokens, self.sequence), self.prompts * self.group)
+
+    def pictures(self, prompts: int) -> Pictures | None:
+        """Return the pictures of so many prompts."""
+        return Pictures(self.processor, self.pictured, prompts) if self.pictured is not None else None
+
+    @property
+    def pictured_prompts(self) -> int:
+        """Return how many prompts with pictures, each with a token of each completion, a micro-batch has at most."""
+        least = len(self.pictured or ()) + self.config.num_generations
+        return min(self.prompts, max(1, self.tokens // least))
+
+    @property
+    def kept_pixels(self) -> int:
+        """Return the bytes of pixels that are kept in the machine's memory, of a round's pictures at most."""
+        if self.pictured is None:
+            return 0
+        inputs = self.processor.inputs(self.pictured.pictures)
+        of_prompt = sum(value.nbytes for of_picture in inputs for value in of_picture.values())
+        return min(KEPT_BYTES, of_prompt * self.prompts * self.config.steps_per_generation)
+
+    @property
+    def copies(self) -> float:
+        """Return how often a key is laid out: a prompt's before each of its completions too."""
+        return (self.longest_prompt + self.config.num_generations * self.sequence) / self.group
+
+
+def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_type: str) -> Memory:
+    """Return what a rank holds from the second step on.
+
+    The model is on device meta, with its adapter if it trains one, and set to recompute where the run does. It is not
+    quantized there: the settings say how a run has it. Raises NotImplementedError where it does not run there.
+    """
+    config, cuda, item = work.config, device_type == "cuda", model.dtype.itemsize
+    share, largest = _share(model, work), max(_sizes(model))
+    eight_bit = sum(weight.numel() for weight in in_8_bits(model)) if config.optim == "adamw_8bit" else 0
+    packed = -(-eight_bit // work.ranks)  # a byte for each of both moments, and two constants for 256
+    optimizer = {"masters": 4 * share, "AdamW's moments": 8 * (share - packed) + 2 * packed + 8 * -(-packed // 256)}
+    standing = {"weights": weights(model, config.quantization)}
+    if _offloads(ds_config):
+        standing["a gradient"] = item * largest
+        in_16_bits = 0 if _sums_in_fp32(model, ds_config) else item * max(share, largest)
+        optimizer["gradients"] = 4 * share + in_16_bits + item * largest  # in fp32, and as they come
+        optimizer["weights on their way back"] = item * share
+    in_host = cuda and _offloads(ds_config)
+
+    head = model.get_output_embeddings().weight
+    of_tokens = {
+        "activations": activations(
+            model,
+            work.tokens,
+            work.sequence,
+            device_type,
+            work.copies,
+            backward=True,
+            pictures=work.pictures(work.pictured_prompts),
+        ),
+        "head's gradient": item * head.numel() if head.requires_grad else 0,  # until the embeddings' is there, if tied
+        **beside_products(model, config.quantization, work.tokens),
+    }
+    begin, end, step = _gradients(model, work, ds_config, cuda)
+    if eight_bit and not cuda:
+        step["bitsandbytes' moments in fp32"] = 20 * share  # on a CPU alone
+    outside = {"CUDA": CUDA_PROCESS} if cuda else {"process": TRAINER_PROCESS, "pixels": work.kept_pixels}
+    if cuda and work.ranks > 1:
+        outside["NCCL's buffers"] = NCCL_BUFFERS
+    return Memory(
+        outside=outside,
+        standing=standing if in_host else standing | optimizer,
+        phases={
+            SAMPLING: _sampling(model, work, device_type),
+            BACKWARD: max(of_tokens | begin, end, key=total),
+            STEP: step,
+        },
+        device_type=device_type,
+        host=optimizer if in_host else {},
+    )
+
+
+def _sizes(model: PreTrainedModel) -> list[int]:
+    """Return the numbers of each trained parameter."""
+    return [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _share(model: PreTrainedModel, work: RankWork) -> int:
+    """Return the trained numbers of one rank."""
+    return -(-sum(_sizes(model)) // work.ranks)
+
+
+def _offloads(ds_config: dict) -> bool:
+    return (ds_config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+def _sums_in_fp32(model: PreTrainedModel, ds_config: dict) -> bool:
+    """Tell whether DeepSpeed adds gradients in 16 bits up in one piece in fp32, which AdamW reads too."""
+    return model.dtype.itemsize == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+
+
+def _gradients(model: PreTrainedModel, work: RankWork, ds_config: dict, cuda: bool) -> tuple[Terms, Terms, Terms]:
+    """Return ZeRO-2's gradients: at the begin of a backward pass, at its end, and in AdamW's step.
+
+    A bucket of them is summed over the ranks at a time; a parameter larger than a bucket by itself, where it is there
+    twice. A GPU's memory is taken whole with the first gradient, a CPU's when it is written to.
+    """
+    zero, item, sizes, share = ds_config["zero_optimization"], model.dtype.itemsize, _sizes(model), _share(model, work)
+    in_fp32, offloads, largest = _sums_in_fp32(model, ds_config), _offloads(ds_config), max(sizes)
+    # The defaults are DeepSpeed's.
+    bucket, buckets = int(zero.get("reduce_bucket_size", 500_000_000)), 1 + bool(zero.get("overlap_comm"))
+    small = sum(size for size in sizes if size <= bucket)
+    buckets = item * (buckets * bucket if cuda else min(small, buckets * bucket))
+    # A parameter on the border of two shares is kept whole by both ranks.
+    kept = 4 * share if in_fp32 else 0 if offloads else item * max(share, largest)
+    several = work.prompts * work.group > work.config.micro_batch_tokens
+    before = kept if several and not in_fp32 else 0  # of the micro-batches before; in fp32 they are one
+
+    def with_summed(summed: int) -> Terms:
+        arrived = kept if cuda or in_fp32 else max(0, kept - item * bucket)
+        return {"gradients": before + max(kept, arrived + summed), "buckets": buckets}
+
+    first = item * min(small, bucket)
+    last = max(first, 2 * item * largest if largest > bucket else 0) + (4 * largest if in_fp32 else 0)
+    begin = with_summed(first) if cuda else {"gradients": kept if several else 0}
+    norm = 8 * min(share, largest)  # the largest in fp64
+    if in_fp32 or offloads:
+        step = {"gradients": kept or item * largest, "the largest in fp64": norm}
+    else:
+        step = {"gradients": kept, "copies in one piece": max(norm, share * (4 if item == 4 else 2 + 4))}  # and in fp32
+    return begin, with_summed(last), step
+
+
+def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
+    """Return what the rows of a round hold at most, or those of an evaluation, whose prompts have one row each."""
+    config, window = work.config, longest_packed(model)[0]
+    if config.sampler == "pool" and not work.held_out:
+        return {}
+    if config.sampler == "generate" or window < work.sequence:
+        return _generate(model, work, device_type)
+    groups = work.prompts * config.steps_per_generation
+    calls = []
+    if config.sampler != "pool":
+        calls.append(_continuous(model, work, device_type, groups, config.num_generations))
+    if work.held_out:
+        calls.append(_continuous(model, work, device_type, min(config.sequences_per_generate, work.held_out), copies=1))
+    return max(calls, key=total)
+
+
+def _continuous(model: PreTrainedModel, work: RankWork, device_type: str, groups: int, copies: int) -> Terms:
+    """Return the highest of the prompts' forward pass, that of answers of tools or an environment, and that of the last
+    token (grpo/sampling/rows.py)."""
+    config, (_, keys), item = work.config, attention_widths(model), model.dtype.itemsize
+    text, vocabulary = model.config.get_text_config(), len(model.get_output_embeddings().weight)
+    prompt, completion = work.longest_prompt, config.max_completion_length
+    rows = min(config.sequences_per_generate, groups * copies)
+    at_once, block = -(-rows // copies), (CUDA_BLOCK if device_type == "cuda" else CPU_BLOCK)[1]
+    cache = 2 * keys * item  # for one token in one layer
+    prompts = text.num_hidden_layers * cache * slots(groups, rows, copies) * prompt
+    together = max(1, min(at_once, PREFILL_TOKENS // prompt))
+    tokens = together * prompt
+    own = cache * rows * completion
+    step = {
+        # Of the prompts, of the rows, of both, and their softmax, in fp32.
+        "scores": 3 * 4 * rows * text.num_attention_heads * (prompt + completion),
+        # All in fp32; a block is looked through in fp32 and fp64.
+        "next token's logits": rows * (4 * vocabulary + 16 * min(vocabulary, block)),
+        **beside_products(model, config.quantization, rows),
+    }
+    # Recorded steps have memory of their own (grpo/sampling/rows.py), beside that of a step before it is recorded.
+    recorded = {"recorded steps": total(step)} if device_type == "cuda" else {}
+    first = {
+        "KV cache": prompts,
+        "prompts": activations(model, tokens, prompt, device_type, pictures=work.pictures(together)),
+        **beside_products(model, config.quantization, tokens),
+    }
+    if rows < groups * copies:  # prompts that follow the first ones find the rows there
+        first |= {"KV cache": prompts + text.num_hidden_layers * own} | recorded
+    # A layer's tokens are copied when there is room for more.
+    full = {"KV cache": prompts + text.num_hidden_layers * own + int(own / GROW)}
+    passes = [first, full | step | recorded]
+    if config.has_turns:  # one long answer alone, or shorter ones together
+        fed = min(rows * completion, max(completion, PREFILL_TOKENS))
+        answers = {"answers": activations(model, fed, prompt + completion, device_type)}
+        passes.append(full | answers | beside_products(model, config.quantization, fed) | recorded)
+    return max(passes, key=total)
+
+
+def _generate(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
+    """Return the higher of the prompts' forward pass and that of the last token, by transformers' generate.
+
+    With tools or an environment a prompt's pass may have all of its completion but a token, too.
+    """
+    (queries, keys), item, prompt = attention_widths(model), model.dtype.itemsize, work.longest_prompt
+    layers, vocabulary = model.config.get_text_config().num_hidden_layers, len(model.get_output_embeddings().weight)
+    cache = 2 * layers * keys * work.rows * item  # for one token of every sequence
+    context = work.sequence if work.config.has_turns else prompt
+    tokens = work.rows * context  # each completion's prompt by itself
+    products = beside_products(model, work.config.quantization, tokens)
+    pictures = work.pictures(work.rows)
+    first = {
+        "KV cache": cache * context,
+        "prompts": activations(model, tokens, context, device_type, padded=True, pictures=pictures),
+    }
+    # A layer's keys are made anew to take a token in; transformers before 5.23 repeats them for all heads.
+    again = (2 * queries if queries > keys else keys) * work.rows * work.sequence * item
+    last = {"KV cache": cache * work.sequence + again, "next token's logits": 24 * work.rows * vocabulary}  # 6 in fp32
+    return max(first | products, last | products, key=total)

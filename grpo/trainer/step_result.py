@@ -1,0 +1,174 @@
+"""What a step came to: its metrics over all ranks, and what the next step takes from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.algorithm.kl import adapt_beta, adapt_entropy_coef, applied_entropy_coef
+from grpo.config.errors import RewardError
+from grpo.data.records import Rollout, StepBatch
+from grpo.run.metrics import PhaseClock, Stats, add_stats, gather_stats, step_metrics
+from grpo.trainer.setup import Run
+from grpo.trainer.step import DRIFT
+
+_LOGGED = "log_metric:"
+"""before the name of a metric that reward functions log, among a step's numbers"""
+_FAILURES = "tool_failures"
+"""the calls of tools that failed, among a step's numbers"""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What a step is computed with. It may differ from step to step."""
+
+    beta: float
+    entropy_coef: float
+    learning_rate: float
+    ref_step: int
+    """step after which the policy became the reference; 0 for none"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, the same on every rank."""
+
+    metrics: dict[str, float]
+    """by TRL's names"""
+    completions: int
+    masked: bool
+    """True if every completion was masked: there was no token to train on"""
+    applied: bool
+    """False if the loss or gradient was not finite: DeepSpeed left the weights as they were"""
+    rewarded: bool
+    """False if no completion has a reward: each function returned None for all of them"""
+    signal: int
+    """number of the signal that a rank received; 0 for none"""
+    drifts: list[tuple[int, float, int]]
+    """(group id, mean distance of its sampler's log-probs from the policy's, tokens); empty without a pool"""
+
+
+def coefficients(run: Run) -> Coefficients:
+    """Return what the next step is computed with."""
+    config, progress = run.config, run.progress
+    entropy_coef = applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
+    return Coefficients(progress.beta, entropy_coef, run.schedule.get_last_lr()[0], progress.ref_step)
+
+
+def step_result(
+    run: Run, step: int, batch: StepBatch, stats: dict[str, Stats], applied: Coefficients, clock: PhaseClock
+) -> StepResult:
+    """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together.
+
+    Raises RewardError where a reward function logs a metric under a name that the run has.
+    """
+    config, progress = run.config, run.progress
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    by_name = dict(zip(run.rewarder.names, batch.by_function, strict=True))
+    add_stats(
+        stats,
+        {
+            "reward": batch.rewards,
+            "reward_std:std": batch.rewards,
+            "reward_std_within_groups": [Stats.of(group).std for group in batch.rewards],
+            "frac_reward_zero_std": ~batch.signal,
+            **{f"rewards/{name}/mean": rewards for name, rewards in by_name.items()},
+            **{f"rewards/{name}/std:std": rewards for name, rewards in by_name.items()},
+            **stats_of_completions(rollouts),
+            "tokens:none": [len(sample.prompt_ids) + sample.tokens for sample in batch.samples],
+            "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
+            **clock.seconds,
+            # The fullest card is the one that fails.
+            **{f"{name}:max": peak for name, peak in clock.memory.items()},
+            "step_time": clock.total(),
+            "signal:none": [run.stop.asked],
+            **{f"{_LOGGED}{name}:none": values for name, values in run.rounds.logged.items()},
+        },
+    )
+    run.rounds.logged.clear()
+    everyone = gather_stats(stats)
+    tokens = everyone["tokens"].total
+    if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
+        progress.num_tokens += int(tokens)
+    masked = "loss" not in everyone
+    progress.masked_steps += masked
+    is_applied = masked or run.engine.was_step_applied()
+    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.reward_names)
+    flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
+    progress.flat_steps = progress.flat_steps + 1 if flat else 0
+    progress.bad_steps = [] if is_applied and rewarded and not masked else [*progress.bad_steps, step]
+
+    metrics = {
+        "loss": 0.0,
+        **step_metrics(everyone),
+        **failure_frequency(everyone),
+        "grad_norm": 0.0 if masked else float(run.engine.get_global_grad_norm()),
+        "learning_rate": applied.learning_rate,
+        "skipped_steps": run.engine.skipped_steps,
+        "num_tokens": progress.num_tokens,
+        **({"ref_step": applied.ref_step} if run.publisher else {}),
+        "tokens_per_second": tokens / everyone["step_time"].mean,
+    }
+    if config.max_resample:
+        metrics["resampled_groups"] = progress.resampled
+    if config.mask_truncated_completions:
+        metrics["masked_steps"] = progress.masked_steps
+    completions = everyone["completions/mean_length"].count
+    if config.kl_target is not None and "kl" in everyone:
+        metrics["beta"] = applied.beta
+        if is_applied:
+            kl = everyone["kl"].mean
+            progress.beta = adapt_beta(applied.beta, kl, completions, config.kl_target)
+    if config.use_adaptive_entropy and is_applied and not masked:
+        progress.entropy = everyone["entropy_acted_on"].mean
+        progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
+    if config.has_entropy_bonus:
+        metrics["entropy_coef"] = progress.entropy_coef  # the next step's, as TRL has it
+    for key, numbers in everyone.items():
+        name = key.removeprefix(_LOGGED)
+        if name != key:
+            if name in metrics or name == "step" or name.startswith("eval_"):
+                raise RewardError(
+                    f"log_metric: a reward function logs {name!r}, a metric that the run has: choose another name"
+                )
+            metrics[name] = numbers.mean
+    drifts = [
+        (int(name.removeprefix(DRIFT)), numbers.mean, numbers.count)
+        for name, numbers in everyone.items()
+        if name.startswith(DRIFT) and math.isfinite(numbers.mean)
+    ]
+    return StepResult(metrics, completions, masked, is_applied, rewarded, int(everyone["signal"].high), drifts)
+
+
+def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the numbers of a rank's completions, for add_stats. Lengths are of what the policy drew; the tokens of
+    answers are counted beside them."""
+    lengths = [rollout.drawn_tokens for rollout in rollouts]
+    terminated = [rollout.drawn_tokens for rollout in rollouts if rollout.finished]
+    stats = {
+        "completions/mean_length": lengths,
+        "completions/min_length:min": lengths,
+        "completions/max_length:max": lengths,
+        "completions/mean_terminated_length": terminated,
+        "completions/min_terminated_length:min": terminated,
+        "completions/max_terminated_length:max": terminated,
+        "completions/clipped_ratio": [not rollout.finished for rollout in rollouts],
+    }
+    if outcomes := [rollout.outcome for rollout in rollouts if rollout.outcome is not None]:
+        stats |= {
+            "completions/mean_turns": [rollout.turns for rollout in rollouts],
+            "tools/mean_length": [len(rollout.completion_ids) - rollout.drawn_tokens for rollout in rollouts],
+            "tools/call_frequency": [outcome.tool_calls for outcome in outcomes],
+            f"{_FAILURES}:none": [outcome.tool_failures for outcome in outcomes],
+        }
+    return stats
+
+
+def failure_frequency(everyone: Mapping[str, Stats]) -> dict[str, float]:
+    """Return the share of failed calls among a step's calls of tools, as the metric that it is: empty in a run without
+    tools and environment, 0 in a step without a call."""
+    if _FAILURES not in everyone:
+        return {}
+    return {"tools/failure_frequency": everyone[_FAILURES].total / max(1, everyone["tools/call_frequency"].total)}

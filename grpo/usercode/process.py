@@ -1,0 +1,289 @@
+"""Code of the user's in a process of its own, each call with a deadline: for code that runs what a model wrote.
+
+Only a signal ends code that hangs in C (a catastrophic regular expression holds the GIL for ever). So a call that takes
+too long has its process killed, with every process that it started, and a new process takes its place. The processes
+are started from the command line, not by `multiprocessing` or a library over it: that would import the trainer's
+script, with torch and DeepSpeed, into each of them. Their side is grpo/usercode/child.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from grpo.config.errors import RewardError
+from grpo.usercode.child import Service
+from grpo.usercode.prints import PRINTS
+
+_START_SECONDS = 300.0  # to import the user's files, which may be slow; counts for no call's deadline
+END_SECONDS = 30.0  # to kill every process that a call has started
+
+
+def count_processes() -> int:
+    """Return one process per core of this rank, but two at least: a call that hangs must not hold up the others."""
+    return max(2, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
+
+
+class CallLost(Exception):
+    """A call without a reply. The message follows the function's name in a sentence."""
+
+
+class UserProcess:
+    """A process that answers one task at a time. A new process replaces one that is lost."""
+
+    def __init__(self, make_service: Callable[..., Service], arguments: tuple, names: Sequence[str], folder: str):
+        """`make_service` is a class or function of a module, which the process imports and calls with `arguments`.
+
+        `names` are what the user has named of the code that runs there, for messages. `folder` is the process's working
+        directory: the trainer's may have changed when it is replaced.
+        """
+        self._service, self._names, self._folder = pickle.dumps((make_service, arguments)), names, folder
+        self._calls = 0
+        self._is_ended = False
+        self._start()
+
+    def call(self, task: tuple, seconds: float) -> dict[str, Any]:
+        """Return the service's reply to a task.
+
+        Raises CallLost without one in time, RewardError where no process starts, CancelledError after `end`.
+        """
+        if not self._ready:
+            self._wait_ready()
+        self._calls += 1
+        body = pickle.dumps((self._calls, *task))
+        try:
+            deadline = time.monotonic() + seconds
+            self._socket.settimeout(seconds)
+            self._socket.sendall(body)
+            reply = json.loads(self._read_line(deadline))
+            if not isinstance(reply, dict) or reply.get("number") != self._calls:
+                raise ValueError(reply)
+        except TimeoutError:
+            self.stop()
+            lost = CallLost(f"gave no answer within {seconds:g} s")
+        except ValueError:
+            self.stop()
+            lost = CallLost("wrote where its process replies")
+        except (OSError, EOFError):
+            lost = CallLost(self._stop_and_explain())
+        else:
+            return reply
+        if self._is_ended:
+            raise CancelledError
+        self._start()
+        raise lost
+
+    def replace_if_lost(self) -> None:
+        """Start a new process where this one cannot answer a next call, for a caller who left nothing in it."""
+        if self._is_lost():
+            self.stop()
+            self._start()
+
+    def end(self) -> None:
+        """Kill it, and let no other take its place. From any thread: a call that waits for it is cancelled."""
+        self._is_ended = True
+        self._kill()
+
+    def stop(self) -> None:
+        """Kill the worker and wait until it has ended."""
+        self._kill()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it was stopped, or waits for a process that even SIGKILL does not end
+            self._process.kill()
+            self._process.wait()
+        self._printer.join(1.0)  # another user's process may survive and hold the pipe
+        self._socket.close()
+
+    def _kill(self) -> None:
+        """Have the guard kill the worker and every process that it started, as any end of this process does."""
+        self._process.stdin.close()
+
+    def _start(self) -> None:
+        self._socket, worker_end = socket.socketpair()
+        imports = f"import sys; sys.path[:] = {sys.path!r}; from grpo.usercode.child import run_worker"
+        code = f"{imports}; run_worker({worker_end.fileno()})"
+        with worker_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[worker_end.fileno()],
+                start_new_session=True,  # Ctrl-C is for the trainer
+                cwd=self._folder,
+                # Several processes that compute must not each take all cores.
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        self._printer = threading.Thread(target=PRINTS.read_all, args=[self._process.stdout], daemon=True)
+        self._printer.start()
+        self._ready, self._received = False, b""
+        self._socket.settimeout(_START_SECONDS)
+        self._socket.sendall(self._service)
+
+    def _is_lost(self) -> bool:
+        """Tell whether it has ended since its last call, or has written what no call has asked for."""
+        if self._process.poll() is not None:
+            return True
+        if not self._ready:  # what has come says that it is
+            return False
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return bool(self._received)
+        except OSError:
+            pass
+        return True
+
+    def _wait_ready(self) -> None:
+        try:
+            reply = json.loads(self._read_line(time.monotonic() + _START_SECONDS))
+        except (OSError, EOFError, ValueError):
+            raise RewardError(
+                f"a worker process for {' '.join(self._names)} {self._stop_and_explain()} before it could begin: "
+                "see what it printed; your files are imported there"
+            ) from None
+        if "raised" in reply:
+            raise RewardError(
+                f"a worker process could not load {' '.join(self._names)}: {reply['raised']}: their files are imported "
+                "there too, not only in the trainer"
+            )
+        self._ready = True
+
+    def _read_line(self, deadline: float) -> bytes:
+        """Read up to the next line end. Raises TimeoutError at the deadline, EOFError where nothing more can come."""
+        chunks = [self._received]
+        while b"\n" not in chunks[-1]:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            if not (chunk := self._socket.recv(65536)):
+                raise EOFError
+            chunks.append(chunk)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        line, _, self._received = b"".join(chunks).partition(b"\n")
+        return line
+
+    def _stop_and_explain(self) -> str:
+        """Stop a process that closed its socket; return how it ended, in words."""
+        try:
+            code = self._process.wait(1.0)  # its sockets close a moment before it is gone
+            number = -code if code < 0 else code - 128
+            reason = signal.Signals(number).name if number in [*signal.Signals] else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            reason = "it closed its connection"
+        self.stop()
+        return f"lost its process ({reason})"
+
+
+# The event loop of all async code of the user's in a process: what such code keeps, such as a client's connections,
+
+
+_first = threading.Lock()  # two threads at a time would each make a loop
+
+
+def run_in_loop(coroutine: Coroutine) -> Future:
+    """Run the coroutine in the loop's thread; return the future of what it returns. From any thread."""
+    with _first:
+        loop = _get_event_loop()
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+
+@functools.cache
+def _get_event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+
+    def run_forever() -> None:
+        while True:
+            # A task that raises one of these ends the loop, too: run it again for the other tasks.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+
+    threading.Thread(target=run_forever, name="user's async code", daemon=True).start()
+    return loop
+
+
+# Processes for code of the user's, and the threads that wait for them: used again, ended with the interpreter.
+
+
+_Result = TypeVar("_Result")
+
+
+class ProcessPool:
+    """Processes of one service. Up to `threads` calls run at a time; a process that is needed is started.
+
+    A program that ends otherwise than by os._exit closes it, or Python waits for the calls that run.
+    """
+
+    def __init__(
+        self,
+        make_service: Callable[..., Service],
+        arguments: tuple,
+        names: Sequence[str],
+        timeout: float,
+        threads: int,
+        started: int = 0,
+    ):
+        """The first three arguments are those of UserProcess. `timeout`: seconds that a call may take. `started`: how
+        many processes are started now, so that their imports are done when they are needed."""
+        self.timeout = timeout
+        self._arguments = make_service, arguments, names, os.getcwd()
+        self._lock = threading.Lock()
+        self._all = [UserProcess(*self._arguments) for _ in range(started)]
+        self._idle = deque(self._all)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="user's code")
+        self._is_closed = False
+
+    async def run(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Make a call in a thread of this process, which waits for one of those."""
+        return await asyncio.wrap_future(self._threads.submit(call, *arguments))
+
+    def call(self, *task: Any) -> dict[str, Any]:
+        """Return the reply to a task that needs no process of its own. Raises as UserProcess.call."""
+        process = self.take()
+        try:
+            return process.call(task, self.timeout)
+        finally:
+            self.give_back(process)
+
+    def take(self) -> UserProcess:
+        """Return a process that nobody else has until it is given back."""
+        with self._lock:
+            if self._is_closed:
+                raise CancelledError
+            if self._idle:
+                process = self._idle.popleft()
+                process.replace_if_lost()  # where memory runs out, the system kills these first
+                return process
+            process = UserProcess(*self._arguments)
+            self._all.append(process)
+            return process
+
+    def give_back(self, process: UserProcess) -> None:
+        with self._lock:
+            self._idle.append(process)
+
+    def close(self) -> None:
+        """Kill them with all that they started. Calls that wait or run are cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            for process in self._all:
+                process.end()  # a call that hangs would not end by itself
+        self._threads.shutdown(wait=True)
+        for process in self._all:
+            process.stop()

@@ -1,0 +1,68 @@
+"""The errors that a server answers with."""
+
+from __future__ import annotations
+
+import json
+
+
+class ProtocolError(Exception):
+    """The refusal of a request: an HTTP status, a code for programs, a sentence for people."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+
+    def to_json(self) -> bytes:
+        return json.dumps({"error": {"code": self.code, "message": self.message}}).encode()
+
+
+def malformed(message: str) -> ProtocolError:
+    """Return a 400 whose message is cut: it may repeat a name as long as the body."""
+    return ProtocolError(400, "malformed", message[:500])
+
+
+_LONGEST_NAME = 128
+"""most characters of request_id and client"""
+
+
+def check_number(kind: str, number: int, limit: int) -> None:
+    """Raise ProtocolError, 413, for more than `limit` tokens, sequences or messages."""
+    if number > limit:
+        message = f"{number} {kind} in one request: the limit is {limit}; split it"
+        raise ProtocolError(413, f"too_many_{kind}", message)
+
+
+def check_name(name: str, text: str) -> None:
+    """Raise ProtocolError where a name is too long, or can be shown nowhere: JSON may have half a surrogate pair."""
+    if len(text) > _LONGEST_NAME:
+        raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise malformed(f"{name} {text!a} has half of a surrogate pair: send whole characters")
+
+
+# The protocol's version, and the paths and content types of its requests.
+
+
+VERSION = 1
+LOGPROBS_PATH = "/v1/logprobs"
+REWARDS_PATH = "/v1/rewards"
+TASK_PATHS = {"logprobs": LOGPROBS_PATH, "reward": REWARDS_PATH}
+"""the path of each task"""
+WEIGHTS_PATH = "/v1/weights"
+COMMIT_PATH = "/v1/weights/commit"
+ROLLOUTS_PATH = "/v1/rollouts"
+RUN_PATH = f"{ROLLOUTS_PATH}/run"
+TASKS_PATH = f"{ROLLOUTS_PATH}/tasks"
+GROUPS_PATH = f"{ROLLOUTS_PATH}/groups"
+LEASE_PATH = f"{ROLLOUTS_PATH}/lease"
+RESULTS_PATH = f"{ROLLOUTS_PATH}/results"
+FILES_PATH = f"{ROLLOUTS_PATH}/files"
+VERSIONS_PATH = f"{ROLLOUTS_PATH}/versions"
+NEEDED_PATH = f"{ROLLOUTS_PATH}/needed"
+DRIFT_PATH = f"{ROLLOUTS_PATH}/drift"
+HEALTH_PATH = "/health"
+METRICS_PATH = "/metrics"
+STATUS_PATH = "/status"
+PAGE_PATH = "/"
+CONTENT_TYPE = "application/octet-stream"
+CONTENT_TYPES = {"logprobs": CONTENT_TYPE, "reward": "application/json"}

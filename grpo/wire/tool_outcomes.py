@@ -1,0 +1,161 @@
+"""What answers the policy between its turns, as trainer, pool and workers tell each other of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from grpo.wire.json_fields import check_hex, check_int, check_text, find_unrecordable, is_number, read_fields, read_json
+from grpo.wire.refusals import malformed
+
+LONGEST_COLUMNS = 1 << 20
+"""most bytes of a row's columns as JSON"""
+LONGEST_OUTCOME = 4 << 20
+"""most bytes of an outcome as JSON, which takes many times its size in memory"""
+DEEPEST_ARGUMENTS = 50
+"""most lists and objects within each other in a call's arguments: reward functions get a copy of the messages, which
+takes Python several calls a level"""
+_DEEPEST_MESSAGES = DEEPEST_ARGUMENTS + 5  # the messages, one of them, its calls, one of them, its function
+SETTINGS = (
+    *("max_turns", "max_tool_calling_iterations", "max_tool_response_length", "tool_call_parser"),
+    "chat_template_kwargs",
+)
+"""the settings of a run that its workers take over: fields of RunTurns"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a completion of several segments ended. Plain data, as all records."""
+
+    finished: bool
+    """False where it was cut: at max_completion_length, or after as many turns as the settings allow"""
+    messages: list[dict[str, Any]]
+    """the completion as chat messages, as a chat template takes them: of the assistant, perhaps with `tool_calls`, of
+    role `tool`, and of the user where an environment answers in its own words. Each has a `content`, perhaps ''"""
+    tool_calls: int = 0
+    tool_failures: int = 0
+    """those of the calls that failed: malformed, of no such tool, with other arguments, raised, too slow"""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """what the environment gives, by the name that it is logged under"""
+
+    def to_json(self) -> bytes:
+        """Return it as JSON. A reward of NaN is null."""
+        rewards = {name: None if math.isnan(value) else value for name, value in self.rewards.items()}
+        return json.dumps(asdict(self) | {"rewards": rewards}).encode()
+
+    @classmethod
+    def of_json(cls, body: bytes) -> Outcome:
+        """Read what `to_json` wrote. Raises ProtocolError, 400."""
+        if len(body) > LONGEST_OUTCOME:
+            raise malformed(f"an outcome of {len(body)} bytes: send {LONGEST_OUTCOME} at most")
+        outcome = read_fields(cls, read_json(body))
+        if not isinstance(outcome.finished, bool):
+            raise malformed("finished: send true or false")
+        if not (isinstance(outcome.messages, list) and all(map(_is_message, outcome.messages))):
+            raise malformed("messages: send objects with a role and content, and calls with name and arguments")
+        if not outcome.messages or outcome.messages[0]["role"] != "assistant":
+            raise malformed("messages: send at first what the model wrote, by the assistant")
+        if fault := find_unrecordable(outcome.messages, _DEEPEST_MESSAGES):
+            raise malformed(f"messages: send none that has {fault}")
+        check_int("tool_failures", outcome.tool_failures, 0, check_int("tool_calls", outcome.tool_calls, 0))
+        if not isinstance(outcome.rewards, dict) or not all(
+            value is None or is_number(value) for value in outcome.rewards.values()
+        ):
+            raise malformed("rewards: send an object of numbers, and null where there is no reward")
+        rewards = {name: math.nan if value is None else float(value) for name, value in outcome.rewards.items()}
+        return replace(outcome, rewards=rewards)
+
+
+@dataclass(frozen=True)
+class RunTurns:
+    """What a worker's tools and environment must be like, and the run's settings of them."""
+
+    tools: list[str]
+    """names of the functions that the model may call, the environment's methods among them"""
+    schemas: str
+    """SHA-256 of what the chat template is told of these functions"""
+    environment: str | None
+    """name of the environment's class"""
+    rewards: list[str]
+    """names of the rewards that the environment gives"""
+    max_turns: int | None
+    max_tool_calling_iterations: int | None
+    max_tool_response_length: int
+    tool_call_parser: str
+    chat_template_kwargs: dict[str, Any] | None
+
+    @classmethod
+    def of(
+        cls, schemas: Sequence[dict[str, Any]] | None, environment: str | None, rewards: Sequence[str], **settings: Any
+    ) -> RunTurns:
+        """Describe functions by their JSON schemas, and an environment by its setting, path/to/file.py:Class.
+
+        `settings` are those that SETTINGS names.
+        """
+        schemas = [*(schemas or [])]
+        names = [schema["function"]["name"] for schema in schemas]
+        digest = hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()
+        return cls(names, digest, environment and environment.rpartition(":")[2], [*rewards], **settings)
+
+    @classmethod
+    def of_fields(cls, content: object) -> RunTurns:
+        """Read a JSON object. Raises ProtocolError, 400."""
+        turns = read_fields(cls, content)
+        for name in ("tools", "rewards"):
+            values = getattr(turns, name)
+            if not isinstance(values, list):
+                raise malformed(f"{name}: send a list of names")
+            for value in values:
+                check_text(name, value)
+        check_hex("schemas", turns.schemas, 64)
+        check_text("tool_call_parser", turns.tool_call_parser)
+        if turns.environment is not None:
+            check_text("environment", turns.environment)
+        for name in ("max_turns", "max_tool_calling_iterations", "max_tool_response_length"):
+            if (value := getattr(turns, name)) is not None or name == "max_tool_response_length":
+                check_int(name, value, least=1)
+        if not isinstance(turns.chat_template_kwargs, dict | None):
+            raise malformed("chat_template_kwargs: send an object or null")
+        return turns
+
+
+def cut_segments(ids: Sequence[int], drawn: Sequence[bool] | None) -> list[tuple[bool, list[int]]]:
+    """Cut a completion where the policy and what answers it take turns: whether drawn, and the ids, of each part.
+
+    `drawn` has for each id whether the policy drew it; None is all of them.
+    """
+    if drawn is None:
+        return [(True, [*ids])]
+    parts = groupby(zip(drawn, ids, strict=True), key=itemgetter(0))
+    return [(is_drawn, [token for _, token in part]) for is_drawn, part in parts]
+
+
+def check_columns(text: str) -> None:
+    """Refuse what is no JSON object, or a larger one than LONGEST_COLUMNS. Raises ProtocolError, 400."""
+    if len(text.encode()) > LONGEST_COLUMNS:
+        raise malformed(f"the columns of a row have {len(text.encode())} bytes: send {LONGEST_COLUMNS} at most")
+    read_json(text.encode())
+
+
+def _is_message(value: object) -> bool:
+    """Tell whether a value is one of Outcome.messages."""
+    if not isinstance(value, dict):
+        return False
+    calls = value.get("tool_calls", [])
+    return (
+        value.get("role") in ("assistant", "tool", "user")
+        and isinstance(value.get("content"), str)
+        and isinstance(value.get("name", ""), str)
+        and isinstance(calls, list)
+        and all(isinstance(call, dict) and _is_function(call.get("function")) for call in calls)
+    )
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)

@@ -1,0 +1,262 @@
+"""A worker's folder: the model's files, and the weights of one version of the policy, brought over few bytes.
+
+Of a run that trains an adapter a version is the adapter's weights alone; the base under it comes once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from safetensors.numpy import load_file
+
+from grpo.client.server_errors import FileFailure, ServerError
+from grpo.config.errors import ConfigError
+from grpo.pool.client import Patience, PoolClient
+from grpo.pool.delta import DeltaError, apply_delta, sha256_of
+from grpo.pool.protocol import ADAPTER, RunInfo, Version
+from grpo.wire.tensors import Entry, data_begins, read_header
+from grpo.workers.engine import WorkerFailed
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+ADAPTER_WEIGHTS = f"{ADAPTER}/adapter_model.safetensors"
+_MOST_DELTAS = 8  # instead of a whole file; each is less than half of it, and mostly a small part
+_TRIES = 3
+_LONGEST_HEADER = 16 << 20
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_Value = TypeVar("_Value")
+
+
+class ModelFolder:
+    """A folder that an engine loads a model from: configuration, tokenizer and `model.safetensors`.
+
+    That file has a version's weights, or the base of an adapter which the folder `adapter` has.
+    """
+
+    def __init__(self, folder: Path, client: PoolClient, patience: Patience):
+        self.path = folder / "model"
+        self._folder, self._client, self._patience = folder, client, patience
+        self.path.mkdir(exist_ok=True)
+        self._weights = self.path / WEIGHTS
+        self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""
+        """SHA-256 of the version's weights that are here; "" where there are none"""
+
+    def bring_model(self, run: RunInfo) -> None:
+        """Fetch what all versions share, and leave nothing else but `model.safetensors`. Raises as `bring`."""
+        packed = self._folder / "model_files"
+
+        def bring() -> None:
+            self._fetch(run.model_files, packed)
+            self._unpack(packed)
+
+        self._try_again(bring)
+        if run.base_weights is not None:
+            self._bring_base(run.base_weights)
+
+    def _unpack(self, packed: Path) -> None:
+        files = load_file(packed)
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts or str(path) in (WEIGHTS, ADAPTER_WEIGHTS):
+                raise ServerError(f"{self._client.url} has a model file that is called {name!r}: no worker writes it")
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != WEIGHTS:
+                entry.unlink()
+        for name, content in files.items():
+            path = self.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.tobytes())
+        packed.unlink()
+
+    def _bring_base(self, sha256: str) -> None:
+        """Fetch the weights under an adapter where they are not here; from now on versions are the adapter's."""
+        if self.sha256 != sha256:
+            began = time.monotonic()
+            read = self._try_again(lambda: self._fetch_whole(sha256))
+            log.info("the weights under the adapter: %s in %.1f s", _size(read), time.monotonic() - began)
+        self._weights, self.sha256 = self.path / ADAPTER_WEIGHTS, ""
+
+    def bring(self, number: int, sha256: str) -> Version | None:
+        """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
+
+        Return None where the pool has no such version any more. Raises ServerError, WorkerFailed, and as Patience.
+        """
+
+        def bring() -> Version | None:
+            versions = {version.version: version for version in self._patience(self._client.versions)}
+            version = versions.get(number)
+            if version is None or version.sha256 != sha256:
+                return None
+            began = time.monotonic()
+            read, way = self._bring(version, versions)
+            if way:
+                log.info("version %d: %s in %.1f s, %s", number, _size(read), time.monotonic() - began, way)
+            return version
+
+        return self._try_again(bring)
+
+    def _bring(self, target: Version, versions: dict[int, Version]) -> tuple[int, str]:
+        """Bring the weights of a version; return how many bytes came, and how; the latter is "" where none had to."""
+        start, deltas = _chain(target, versions, lambda version: version.sha256 == self.sha256)
+        if start is None or len(deltas) > _MOST_DELTAS:
+            start, deltas = _chain(target, versions, lambda version: version.whole)
+            if start is None:
+                raise FileFailure(f"has no whole file from which deltas lead to version {target.version}")
+        read, way = 0, []
+        if start.sha256 != self.sha256:
+            read, way = self._fetch_whole(start.sha256), ["whole"]
+        delta = self._folder / "delta"
+        for version in deltas:
+            read += self._fetch(version.delta, delta)
+            apply_delta(self._weights, delta, self._weights, self.sha256, version.sha256)
+            self.sha256 = version.sha256
+            delta.unlink()
+        if deltas:
+            way.append("1 delta" if len(deltas) == 1 else f"{len(deltas)} deltas")
+        return read, " and ".join(way)
+
+    def _fetch_whole(self, sha256: str) -> int:
+        """Fetch a file in the place of the weights; return its bytes."""
+        fetched = self._folder / "whole"
+        read = self._fetch(sha256, fetched)
+        os.replace(fetched, self._weights)
+        self.sha256 = sha256
+        return read
+
+    def _fetch(self, sha256: str, path: Path) -> int:
+        """Fetch a file; return its bytes."""
+        for part in self._folder.glob("*.part"):
+            if part.stem != sha256:  # of a version that was wanted before
+                part.unlink()
+        self._patience(lambda: self._client.fetch_file(sha256, path))
+        return path.stat().st_size
+
+    def _try_again(self, bring: Callable[[], _Value]) -> _Value:
+        """Try some times to bring something, after a failure from a whole file on.
+
+        Raises ServerError, and WorkerFailed where the folder cannot be written.
+        """
+        for _ in range(_TRIES):
+            try:
+                return bring()
+            except OSError as error:
+                reason = error.strerror or error
+                raise WorkerFailed(
+                    f"weights_folder={str(self._folder)!r}: {reason}: make room there, or name another folder"
+                ) from error
+            except DeltaError as error:
+                reason = str(error)
+            except FileFailure as failure:
+                reason = f"{self._client.url} {failure}"
+            log.warning("%s; fetching the whole file", reason)
+            self.sha256 = ""
+        raise ServerError(f"{self._client.url} gives no weights that fit together ({reason}): see its log")
+
+
+def _chain(
+    target: Version, versions: dict[int, Version], is_start: Callable[[Version], bool]
+) -> tuple[Version | None, Sequence[Version]]:
+    """Return where to start, and the versions whose deltas lead from there to `target`; None where nothing leads."""
+    deltas: list[Version] = []
+    version: Version | None = target
+    while version is not None and not is_start(version):
+        deltas.append(version)
+        version = versions.get(version.base) if len(deltas) <= len(versions) else None
+    return version, deltas[::-1]
+
+
+def versions_file(run: RunInfo, folder: Path) -> Path:
+    """Return the file of a model folder that each version of the policy replaces."""
+    return folder / (WEIGHTS if run.base_weights is None else ADAPTER_WEIGHTS)
+
+
+def read_tensors(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a safetensors file. Raises OSError, and HeaderError where it is not whole."""
+    with open(path, "rb") as file:
+        size = path.stat().st_size
+        begins = data_begins(file.read(8), size, _LONGEST_HEADER)
+        return read_header(file.read(begins - 8), size, _WIDTHS)[0]
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB" if count >= 10e6 else f"{count / 1e3:,.0f} kB"
+
+
+def dtype_of(folder: Path) -> str:
+    """Return the dtype of most of a model folder's weights, as safetensors names it: F32."""
+    dtypes = [entry.dtype for entry in read_tensors(folder / WEIGHTS).values()]
+    return max(dtypes, key=dtypes.count)
+
+
+# A worker's folder: its own alone, and where it is a temporary one, removed at the end or by the next worker.
+
+
+_LOCK, _PREFIX = "lock", "grpo-worker-"
+
+
+@contextmanager
+def open_folder(path: str | None) -> Iterator[Path]:
+    """Give a folder that no other worker uses; without a path a temporary one, removed at the end.
+
+    Raises ConfigError where it cannot be made, or another worker uses it.
+    """
+    folder, lock = _make_temporary() if path is None else _take(path)
+    try:
+        yield folder
+    finally:
+        if path is None:
+            # A thread may still be writing there: under another name it finds the folder no more.
+            shutil.rmtree(folder.rename(f"{folder}-removed"), ignore_errors=True)
+        os.close(lock)
+
+
+def _take(path: str) -> tuple[Path, int]:
+    """Return the folder, and the descriptor of its lock, which ends with this process in whatever way."""
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder / _LOCK)
+    except OSError as error:
+        raise ConfigError(f"weights_folder={path!r}: {error.strerror}: name a folder that can be written") from error
+    if lock is None:
+        raise ConfigError(f"weights_folder={path!r}: another worker uses it: name another folder")
+    return folder, lock
+
+
+def _make_temporary() -> tuple[Path, int]:
+    """Make a folder, after removing those of workers that were killed: each has the weights of a model."""
+    for lost in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        try:
+            lock = _lock(lost)
+        except OSError:  # another user's, or another worker is removing it
+            continue
+        if lock is not None:
+            shutil.rmtree(lost.parent, ignore_errors=True)
+            os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = _lock(folder / "new")
+    os.rename(folder / "new", folder / _LOCK)  # locked from the first: another worker may be looking
+    return folder, lock
+
+
+def _lock(path: Path) -> int | None:
+    """Return the descriptor of a locked file, which is made; None where another process has locked it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file

@@ -1,0 +1,93 @@
+"""A worker's tools and environment. Whoever starts the worker chooses their code; the run says what they must be like.
+
+Nothing of the user's, and nothing heavy, is imported where a run has neither.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo.config.errors import ConfigError
+from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
+from grpo.config.sampling_settings import SharedConfig
+from grpo.pool.protocol import RunInfo, Task
+from grpo.wire.tool_outcomes import SETTINGS, RunTurns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo.data.records import Example
+    from grpo.data.responder import Dialogue
+    from grpo.tools.start import UserTurns
+
+
+class WorkerTurns:
+    """What answers the policy on this worker: Turns of grpo/data/responder.py, for the tasks of a pool."""
+
+    def __init__(self, turns: UserTurns, tokenizer: PreTrainedTokenizerBase):
+        self._turns, self._tokenizer = turns, tokenizer
+
+    def make_example(self, task: Task) -> Example:
+        """Return what a completion of the task is begun with: its prompt, as text too, and the columns of its row."""
+        from grpo.data.records import Example
+
+        prompt = self._tokenizer.decode(task.prompt_ids, skip_special_tokens=False)
+        return Example(task.group, prompt, task.prompt_ids, json.loads(task.columns or "{}"))
+
+    def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Dialogue:
+        return self._turns.begin(example, name)
+
+    def close(self) -> None:
+        self._turns.close()
+
+
+def check_given(config: WorkerConfig, run: RunInfo) -> None:
+    """Raise ConfigError where the settings cannot be the run's: tools or an environment on one side alone."""
+    wanted = None if run.turns is None else run.turns.environment
+    if (config.environment and config.environment.rpartition(":")[2]) != wanted:
+        remedy = "leave it out" if wanted is None else f"name its file, path/to/file.py:{wanted}, as the trainer does"
+        raise ConfigError(f"environment={config.environment!r}: that of run {run.name} is {wanted}: {remedy}")
+    if run.turns is None and config.tools:
+        raise ConfigError(f"tools={config.tools!r}: run {run.name} has none: leave them out")
+    if run.turns is not None and not config.has_turns:
+        names = ", ".join(run.turns.tools)
+        raise ConfigError(f"tools=[]: run {run.name} has {names}: name their files, as the trainer does")
+
+
+def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTurns | None:
+    """Start the worker's tools and environment with the run's settings; None where the run has none.
+
+    `folder` has the run's tokenizer. Raises ConfigError where they cannot be used, or differ from the run's.
+    """
+    if run.turns is None:
+        return None
+    from grpo.model.load import load_tokenizer
+    from grpo.tools.start import start_turns
+
+    settings = {name: getattr(run.turns, name) for name in SETTINGS}
+    ours = {name: getattr(config, name) for name in ("tools", "environment", "tool_timeout")}
+    tokenizer = load_tokenizer(SharedConfig(model_name_or_path=str(folder), trust_remote_code=config.trust_remote_code))
+    turns = start_turns(WorkerTurnsConfig(**ours, **settings), tokenizer, run.eos_token_ids)
+    check_alike(config, run, RunTurns.of(turns.tools, config.environment, [*turns.rewards], **settings))
+    return WorkerTurns(turns, tokenizer)
+
+
+def check_alike(config: WorkerConfig, run: RunInfo, found: RunTurns) -> None:
+    """Raise ConfigError where a worker's tools and environment are not like the run's."""
+    wanted = run.turns
+    field = "tools" if config.tools else "environment"
+    if found.tools != wanted.tools:
+        what = f"the model may call {_listed(found.tools)}, and in run {run.name} {_listed(wanted.tools)}"
+    elif found.schemas != wanted.schemas:
+        what = f"{_listed(found.tools)} have other schemas (type hints and docstrings) than in run {run.name}"
+    elif found.rewards != wanted.rewards:
+        what = f"it gives {_listed(found.rewards)} as rewards, and in run {run.name} {_listed(wanted.rewards)}"
+    else:
+        return
+    raise ConfigError(f"{field}={getattr(config, field)!r}: {what}: take the files that the trainer has")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"

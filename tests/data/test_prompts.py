@@ -1,0 +1,557 @@
+"""Loading from every kind of place, gold answers, prompts, and the order of training."""
+
+import json
+from typing import ClassVar
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from grpo.config.command_line import parse_arguments
+from grpo.config.errors import ConfigError
+from grpo.config.trainer import TrainerConfig
+from grpo.data.chat_template import render_prompt
+from grpo.data.examples import gold_answer
+from grpo.data.prompts import PromptStream, check_reward_columns, load_examples
+from grpo.trainer.dry_run import dry_run
+
+ROWS = [
+    {"question": "One and one?", "answer": "1+1=2\n#### 2", "level": 1},
+    {"question": "Two and two?", "answer": "2+2=4\n#### 4", "level": 2},
+]
+
+
+def config(name, *options) -> TrainerConfig:
+    return parse_arguments(TrainerConfig, "", ["--dataset_name", str(name), "--system_prompt", "", *options])
+
+
+def write(path, rows=ROWS):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows[1]*.jsonl"])
+def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
+    first, second = load_examples(config(write(tmp_path / name)), "train", tokenizer, progress=False)
+    assert first.columns == {"question": "One and one?", "answer": "2", "level": 1}
+    assert second.columns == {"question": "Two and two?", "answer": "4", "level": 2}
+    assert first.prompt == "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(first.prompt_ids) == first.prompt
+
+
+def test_a_local_folder_has_splits(tmp_path, tokenizer):
+    write(tmp_path / "train.jsonl")
+    write(tmp_path / "test.jsonl", ROWS[1:])
+    assert len(load_examples(config(tmp_path), "train", tokenizer, progress=False)) == 2
+    (only,) = load_examples(config(tmp_path), "test", tokenizer, progress=False)
+    assert only.gold == "4"
+
+
+def test_other_datasets_name_their_columns(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"problem": "x?", "solution": 7, "hint": "seven"}])
+    options = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
+    (only,) = load_examples(config(path, *options), "train", tokenizer, progress=False)
+    assert only.columns == {"problem": "x?", "solution": 7, "answer": "7", "hint": "seven"} and only.gold == "7"
+    with pytest.raises(ConfigError, match=r"dataset_prompt_column='question': .*columns problem, solution, hint"):
+        load_examples(config(path), "train", tokenizer, progress=False)
+    with pytest.raises(ConfigError, match=r"dataset_answer_column='gold': .*name one of them"):
+        load_examples(config(path, *options[:3], "gold"), "train", tokenizer, progress=False)
+
+
+def test_prompts_alone_are_for_rewards_that_ask_for_no_gold_answer(tmp_path, tokenizer):
+    plain = write(tmp_path / "plain.jsonl", [{"question": "x?", "hint": "seven"}])
+    others = write(tmp_path / "others.jsonl", [{"question": "x?", "answer": None}])
+    rewards = {"asks": lambda completions, answer, **_: [], "model": "org/model", "one": lambda completions, **_: []}
+    rewards["may"] = lambda completions, answer=None, **_: []
+    for settings, columns in (
+        (config(plain), {"question": "x?", "hint": "seven"}),
+        (config(others, "--dataset_answer_column", ""), {"question": "x?", "answer": None}),
+    ):
+        (only,) = load_examples(settings, "train", tokenizer, progress=False)
+        assert only.columns == columns and only.gold == ""
+    examples = load_examples(config(write(tmp_path / "rows.jsonl")), "train", tokenizer, progress=False)
+    check_reward_columns(config(plain), examples, rewards)
+    examples += load_examples(config(plain), "train", tokenizer, progress=False)  # as held out
+    with pytest.raises(
+        ConfigError, match=r"^reward_funcs='asks': it asks for gold .* columns question, hint: name the"
+    ):
+        check_reward_columns(config(plain), examples, rewards)
+    check_reward_columns(config(plain), examples, {name: rewards[name] for name in rewards if name != "asks"})
+
+
+def test_csv_is_read_with_prompts_and_answers_as_the_text_that_they_are(tmp_path, tokenizer):
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffquestion,answer,level,note\n"One, ""two""\nand?",007,1,\nNA,NA,2,x\n3,,3,\n')
+    first, second = load_examples(config(path), "train", tokenizer, progress=False)
+    assert first.columns == {"question": 'One, "two"\nand?', "answer": "007", "level": 1, "note": None}
+    assert second.columns == {"question": "NA", "answer": "NA", "level": 2, "note": "x"}
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
+    rows = [*ROWS, {"question": "word " * 200, "answer": "1", "level": 3}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    kept = load_examples(config(path, "--max_prompt_length", "60"), "train", tokenizer, progress=False)
+    assert [example.index for example in kept] == [0, 1]
+    assert "1 of 3 rows dropped, longer than max_prompt_length=60" in caplog.text
+    shortest = min(len(example.prompt_ids) for example in kept)
+    with pytest.raises(ConfigError, match=f"max_prompt_length=3: none of the 3 .* has {shortest} tokens: raise it$"):
+        load_examples(config(path, "--max_prompt_length", "3"), "train", tokenizer, progress=False)
+    of_system = (
+        f"tokens, {len(tokenizer.tokenize('Be brief.'))} of them the system prompt's: raise it, or leave that out"
+    )
+    with pytest.raises(ConfigError, match=of_system):
+        load_examples(config(path, "--max_prompt_length", "3", "--system_prompt", "Be brief."), "train", tokenizer)
+
+
+SOLUTION = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
+
+
+def test_a_column_called_answer_that_is_not_the_gold_answer_stays_what_it_is(tmp_path, tokenizer, caplog):
+    rows = [{"problem": "x?", "solution": "5+2=7\n#### 7", "answer": f"{word} seven"} for word in ("It is", "Just")]
+    settings = config(write(tmp_path / "rows.jsonl", rows), *SOLUTION)
+    examples = load_examples(settings, "train", tokenizer, progress=False)
+    assert [example.columns for example in examples] == rows
+    assert [example.gold for example in examples] == ["7", "7"]
+    check_reward_columns(settings, examples, {})
+    assert (
+        "its column 'answer' is what reward functions are given as `answer`, and evaluation compares with 'solution'"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_list_or_dict_arrives_as_the_dataset_has_it(tmp_path, tokenizer, name, caplog):
+    tests = [{"input": "1 2", "output": 3}, {"input": "é", "output": None}]
+    rows = [{"problem": "Add.", "solution": tests, "limits": {"seconds": 1.5}, "tags": ["a", "b"]}]
+    rows.append(rows[0] | {"solution": []})
+    settings = config(write(tmp_path / name, rows), *SOLUTION)
+    (only,) = examples = load_examples(settings, "train", tokenizer, progress=False)
+    assert only.columns == rows[0] | {"answer": tests}
+    assert json.loads(only.gold) == tests and "é" in only.gold
+    assert "1 of 2 rows dropped, without a gold answer in 'solution'" in caplog.text
+    check_reward_columns(settings, examples, {})
+    assert "its column 'answer'" not in caplog.text, "it has none"
+
+
+def test_a_prompt_column_under_a_name_of_the_arguments_is_given_as_that_argument(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompts": "x?", "answer": "7"}])
+    settings = config(path, "--dataset_prompt_column", "prompts")
+    (only,) = examples = load_examples(settings, "train", tokenizer, progress=False)
+    assert only.columns == {"answer": "7"}
+    check_reward_columns(settings, examples, {})
+
+
+NOTHING = [None, "", " \n\N{NO-BREAK SPACE}", "He has none.\n#### "]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rows_without_a_gold_answer_or_a_prompt_are_dropped_and_counted(tmp_path, tokenizer, caplog, name):
+    rows = [*ROWS, *({"question": "And?", "answer": nothing} for nothing in NOTHING), {"question": "And?"}]
+    rows += [{"question": None, "answer": "5"}, {"answer": "6"}, {"question": "What is it?", "answer": "None"}]
+    kept = load_examples(config(write(tmp_path / name, rows)), "train", tokenizer, progress=False)
+    assert [(example.index, example.gold) for example in kept] == [(0, "2"), (1, "4"), (9, "None")]
+    assert "train: 5 of 10 rows dropped, without a gold answer in 'answer'" in caplog.text
+    assert "train: 2 of 10 rows dropped, without a prompt in 'question'" in caplog.text
+
+
+@pytest.mark.parametrize("blank", NOTHING[1:3])
+def test_a_prompt_of_white_space_is_none_unless_the_environment_says_something(tmp_path, tokenizer, caplog, blank):
+    rules, chat = {"role": "system", "content": "Count."}, [{"role": "user", "content": blank}]
+    chats = [chat, [rules, *chat], [rules], [{"role": "user", "content": [{"type": "text", "text": blank}]}]]
+    texts = [{"question": text, "answer": "1", "level": level} for text in (blank, "?") for level in (1, 2)]
+    for rows, turns, kept in [
+        (texts, None, [2, 3]),
+        (texts, Bank(), [1, 2, 3]),  # whose environment says something where the level is above 1
+        ([{"question": messages, "answer": "1"} for messages in chats], None, [2]),
+    ]:
+        path = write(tmp_path / f"{len(kept)}.jsonl", rows)
+        examples = load_examples(config(path), "train", tokenizer, progress=False, turns=turns)
+        assert [example.index for example in examples] == kept
+        assert f"{len(rows) - len(kept)} of 4 rows dropped, without a prompt in 'question'" in caplog.text
+
+
+def test_numbers_are_gold_answers_and_nan_is_none(tmp_path, tokenizer):
+    rows = [{"question": "?", "answer": answer} for answer in (2.5, float("nan"), 0.0, None)]
+    kept = load_examples(config(write(tmp_path / "rows.jsonl", rows)), "train", tokenizer, progress=False)
+    assert [example.gold for example in kept] == ["2.5", "0.0"]
+
+
+def test_a_list_of_no_messages_is_no_prompt(tmp_path, tokenizer, caplog):
+    rows = [{"question": [{"role": "user", "content": "Hi"}], "answer": "1"}, {"question": [], "answer": "2"}]
+    kept = load_examples(config(write(tmp_path / "rows.jsonl", rows)), "train", tokenizer, progress=False)
+    assert [example.index for example in kept] == [0] and "1 of 2 rows dropped, without a prompt" in caplog.text
+
+
+def test_a_dataset_of_which_no_row_is_left_is_refused(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"question": "Two and two?", "answer": None}, {"answer": "4"}])
+    with pytest.raises(ConfigError, match=r"dataset_name='.*rows.jsonl': none of its 2 rows \(train\) has both"):
+        load_examples(config(path), "train", tokenizer, progress=False)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"question": 7, "answer": "1"}, r"dataset_prompt_column='question': row 1 \(from 0\) has 7: a prompt is"),
+        ({"question": {"role": "user"}, "answer": "1"}, "dataset_prompt_column='question': row 1 "),
+        ({"question": ["Hi"], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
+        ({"question": [{"content": "Hi"}], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
+        ({"question": [{"role": "user"}], "answer": "1"}, "dataset_prompt_column='question': row 1 "),
+        (
+            {"question": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "answer": "1"},
+            "dataset_prompt_column='question': row 1 .* whose content is text or a list of parts",
+        ),
+    ],
+)
+def test_values_of_another_type_are_refused_with_their_row(tmp_path, tokenizer, row, message):
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], row])
+    with pytest.raises(ConfigError, match=message):
+        load_examples(config(path), "train", tokenizer, progress=False)
+
+
+def test_one_column_is_not_both_prompt_and_answer(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match="dataset_answer_column='question': it is dataset_prompt_column too"):
+        load_examples(config(path, "--dataset_answer_column", "question"), "train", tokenizer, progress=False)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "prompt_texts"])
+def test_a_column_that_would_hide_what_reward_functions_are_given_is_refused(tmp_path, model_folder, name):
+    path = write(tmp_path / "rows.jsonl", [{**row, name: "x"} for row in ROWS])
+    lengths = "--max_prompt_length", "96", "--max_completion_length", "24"
+    asked = config(path, "--model_name_or_path", str(model_folder), "--beta", "0", "--eval_steps", "0", *lengths)
+    with pytest.raises(ConfigError, match=f"dataset_name='.*rows.jsonl': its column '{name}' has a name under which"):
+        dry_run(asked)
+
+
+def test_a_limit_takes_the_first(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl", ROWS * 5)
+    assert [e.index for e in load_examples(config(path), "train", tokenizer, limit=3, progress=False)] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="^dataset_config='main': dataset_name .* is a path"):
+        load_examples(config(path, "--dataset_config", "main"), "train", tokenizer)
+
+
+def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train-00000-of-00002.parquet")
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[:1])
+    answers = [e.gold for e in load_examples(config(tmp_path), "train", tokenizer, progress=False)]
+    assert answers == ["2", "4", "2"]
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
+        ("rows.tsv", "needs files of one type, .json, .jsonl, .parquet, .csv; found rows.tsv"),
+        ("header.csv", r"cannot be loaded \(header.csv: there is no row in it\)"),
+        ("empty.csv", r"cannot be loaded \(empty.csv is empty\)"),
+        ("uneven.csv", r"cannot be loaded \(uneven.csv: .* line 3, saw 3\)"),
+        ("nothing.jsonl", "dataset_name='nothing.jsonl': there is no such file or folder"),
+        ("./nothing", "dataset_name='./nothing': there is no such file or folder: correct the path"),
+        ("empty-folder/rows.jsonl", "there is no such file or folder"),
+        ("nobody/made/this", "there is no such file or folder"),
+        ("empty.jsonl", r"split 'train' cannot be loaded \(empty.jsonl is empty\): correct the file"),
+        ("blank.jsonl", r"cannot be loaded \(blank.jsonl: there is no row in it\)"),
+        ("empty.json", r"cannot be loaded \(empty.json: there is no row in it\)"),
+        ("empty.parquet", r"cannot be loaded \(empty.parquet: there is no row in it\)"),
+        ("broken.jsonl", r"cannot be loaded \(broken.jsonl, line 3: Expecting value\): correct the file"),
+        ("broken.json", r"cannot be loaded \(broken.json, line 2: Expecting value"),
+        ("lines.json", r"cannot be loaded \(lines.json, line 2: Expecting value"),
+        ("half.jsonl", r"cannot be loaded \(half.jsonl, line 2: .* surrogates not allowed"),
+        ("latin.jsonl", r"cannot be loaded \(latin.jsonl, line 1: .* can't decode byte"),
+        ("lists.jsonl", r"cannot be loaded \(lists.jsonl, line 1: not a JSON object"),
+        ("deep.jsonl", "cannot be loaded"),
+        ("empty-folder", "split 'train' needs files .* found none: rename them, or set dataset_train_split to what"),
+        ("mixed-folder", "found train-0.jsonl, train-1.parquet: convert or remove"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, reason):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.tsv").write_text("question\tanswer\n")
+    (tmp_path / "header.csv").write_text("question,answer\n")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "uneven.csv").write_text("question,answer\nx,1\nx,y,1\n")
+    good = json.dumps(ROWS[0]) + "\n"
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "empty.json").write_text("[]")
+    empty = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
+    pyarrow.parquet.write_table(empty.empty_table(), tmp_path / "empty.parquet")
+    (tmp_path / "broken.jsonl").write_text(good + "\n" + '{"question": \n' + good)
+    (tmp_path / "broken.json").write_text('[{"question": "a",\n "answer": }]')
+    (tmp_path / "lines.json").write_text(good + '{"question": \n')
+    (tmp_path / "half.jsonl").write_text(good + '{"question": "\\ud800", "answer": "1"}\n')
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "ä", "answer": "1"}\n'.encode("latin-1"))
+    (tmp_path / "lists.jsonl").write_text("[1, 2]\n[3]\n")
+    (tmp_path / "deep.jsonl").write_text('{"question": ' + "[" * 2000 + "]" * 2000 + "}\n")
+    (tmp_path / "empty-folder").mkdir()
+    (tmp_path / "mixed-folder").mkdir()
+    write(tmp_path / "mixed-folder" / "train-0.jsonl")
+    write(tmp_path / "mixed-folder" / "train-1.parquet")
+    with pytest.raises(ConfigError, match=reason):
+        load_examples(config(name), "train", tokenizer, progress=False)
+    assert "Failed to" not in caplog.text, "that one sentence says it"
+
+
+def test_a_folder_without_the_splits_files_says_what_they_are_called_and_what_it_has(tmp_path, tokenizer):
+    for name in ("all", "held_out"):
+        write(tmp_path / f"{name}.jsonl")
+    for split, end in (("train", "begin with"), ("test", "begin with, or train with eval_steps 0")):
+        called = rf"called {split}\.\* or {split}-\*\.\*; found none, but all.jsonl, held_out.jsonl: "
+        with pytest.raises(ConfigError, match=rf"{called}rename them, or set dataset_{split}_split to .* {end}$"):
+            load_examples(config(tmp_path), split, tokenizer, progress=False)
+    assert load_examples(config(tmp_path, "--dataset_test_split", "held_out"), "held_out", tokenizer, progress=False)
+
+
+def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match="dataset_test_split='test': .*set eval_steps to 0"):
+        load_examples(config(write(tmp_path / "rows.jsonl")), "test", tokenizer, progress=False)
+
+
+@pytest.mark.parametrize(
+    "answer, gold",
+    [
+        ("He has 3.\n#### 1,080", "1,080"),
+        ("#### -10", "-10"),
+        ("42", "42"),
+        (42, "42"),
+        ("a #### b #### c ", "c"),
+        ("None", "None"),
+        (None, ""),
+        (float("nan"), ""),
+        ("\t", ""),
+        ("18 ####", ""),
+    ],
+)
+def test_gold_answers(answer, gold):
+    assert gold_answer(answer) == gold
+
+
+def test_a_system_prompt_comes_first_unless_the_data_has_one(tokenizer):
+    with_system = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert render_prompt(tokenizer, "Hi", "Be brief.") == with_system
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert render_prompt(tokenizer, messages, "Be long.") == with_system
+
+
+def test_a_tokenizer_without_a_chat_template_gets_plain_text(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert render_prompt(tokenizer, "Two and two?", "Be brief.") == "Be brief.\n\nTwo and two?\n\n"
+    assert render_prompt(tokenizer, "Two and two?", "") == "Two and two?\n\n"
+
+
+def test_a_template_without_system_messages_is_explained(tokenizer, monkeypatch):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ConfigError, match=r"system_prompt='Be brief.*no system role.*set system_prompt to ''"):
+        render_prompt(tokenizer, "Hi", "Be brief.")
+
+
+class Bank:
+    """What an environment and its tools are to a prompt (grpo/data/responder.py)."""
+
+    tools: ClassVar = [{"type": "function", "function": {"name": "balance", "description": "Return a balance."}}]
+
+    def observe(self, columns):
+        return f" You have {columns['level']} coins." if columns["level"] > 1 else ""
+
+
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}|{% endfor %}assistant:"
+)
+
+
+def test_a_prompt_has_the_tools_and_what_the_environment_says_of_its_row(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(tokenizer, "chat_template", WITH_TOOLS)
+    first, second = load_examples(config(write(tmp_path / "rows.jsonl")), "train", tokenizer, turns=Bank())
+    assert first.prompt == "[balance]user:One and one?|assistant:"
+    assert second.prompt == "[balance]user:Two and two? You have 2 coins.|assistant:"
+    assert second.messages == [{"role": "user", "content": "Two and two? You have 2 coins."}]
+    assert second.prompt_ids == tokenizer(second.prompt)["input_ids"]
+
+
+def test_an_environment_ends_the_last_message_of_a_chat(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(tokenizer, "chat_template", WITH_TOOLS)
+    chat = [{"role": "system", "content": "Pay."}, {"role": "user", "content": "How much?"}]
+    rows = write(tmp_path / "rows.jsonl", [{"question": chat, "answer": "2", "level": 2}])
+    (example,) = load_examples(config(rows), "train", tokenizer, turns=Bank())
+    assert example.prompt == "[balance]system:Pay.|user:How much? You have 2 coins.|assistant:"
+    assert example.conversation[-1]["content"] == "How much? You have 2 coins."
+    assert chat[-1]["content"] == "How much?"
+
+
+PARTS = (
+    "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}assistant:"
+)
+
+
+def test_a_template_that_takes_content_in_parts_alone_is_given_parts(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", PARTS)
+    assert render_prompt(tokenizer, "Two and two?", "Be brief.") == "system:Be brief.user:Two and two?assistant:"
+
+
+# Each would take gigabytes.
+DOUBLED = (
+    "n.x ~ n.x",
+    "n.x + n.x",
+    "[n.x, n.x] | join",
+    "n.x | replace('x', 'xx')",
+    "n.x.replace('x', 'xx')",
+    "twice(n.x)",
+)
+HUGE = (
+    "{{ 'x' * 10**10 }}",
+    "{{ [0] * 10**10 }}",
+    "{{ 'x'.ljust(10**10) }}",
+    "{{ 'x' | center(10000000000) }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '{:>10000000000}'.format(1) }}",
+    "{{ messages | tojson(indent=10**10) }}",
+    "{% for i in range(100000) %}{% for j in range(100000) %}" + 1000 * "x" + "{% endfor %}{% endfor %}",
+    "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
+    *(
+        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='x') %}"
+        f"{{% for i in range(34) %}}{{% set n.x = {doubled} %}}{{% endfor %}}{{{{ n.x }}}}"
+        for doubled in DOUBLED
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ messages[0].content.index('nowhere') }}", "ValueError: substring not found"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+        ("{{ messages[0].nothing.more }}", "UndefinedError: "),
+        ("{% if %}", "TemplateSyntaxError: "),
+        *((template, "SecurityError: it puts together more than ") for template in HUGE),
+    ],
+)
+def test_whatever_a_template_raises_is_one_sentence(tmp_path, tokenizer, monkeypatch, template, reason):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    path = write(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match=rf"model_name_or_path=.*chat template refuses row 0 \(from 0\) \({reason}"):
+        load_examples(config(path), "train", tokenizer, progress=False)
+
+
+def test_a_template_that_leaves_out_the_question_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}assistant:{% endfor %}")
+    with pytest.raises(ConfigError, match="model_name_or_path=.* leaves out what the user says: use"):
+        render_prompt(tokenizer, "Two and two?", "")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content.upper() }}")
+    assert render_prompt(tokenizer, "Two and two?", "") == "TWO AND TWO?"
+
+
+def test_a_template_that_leaves_out_the_system_message_is_warned_of_once(tmp_path, tokenizer, monkeypatch, caplog):
+    path = write(tmp_path / "rows.jsonl", ROWS * 3)
+    load_examples(config(path, "--system_prompt", "Be brief."), "train", tokenizer, progress=False)
+    assert "system message" not in caplog.text
+    template = (
+        "{% for message in messages %}{% if message.role != 'system' %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    load_examples(config(path, "--system_prompt", "Be brief."), "train", tokenizer, progress=False)
+    assert caplog.text.count("the model's chat template leaves the system message out of 6 of 6 prompts") == 1
+
+
+@pytest.mark.parametrize("beginning", ["It is", "<think>\n", "Spaces after "])
+def test_a_last_message_of_the_assistant_is_continued(tokenizer, beginning):
+    messages = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": beginning}]
+    rendered = render_prompt(tokenizer, messages, "")
+    assert rendered == f"<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n{beginning}"
+    data_utils = pytest.importorskip("trl.data_utils")
+    assert rendered == data_utils.apply_chat_template({"prompt": messages}, tokenizer)["prompt"]
+
+
+def test_without_a_chat_template_the_assistants_last_message_is_continued_too(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    messages = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "It is"}]
+    assert render_prompt(tokenizer, messages, "Be brief.") == "Be brief.\n\nTwo and two?\n\nIt is"
+
+
+def test_the_template_reads_chat_template_kwargs(tmp_path, tokenizer, monkeypatch):
+    path = write(tmp_path / "rows.jsonl")
+    template = "{{ messages[-1].content }}{{ '' if enable_thinking is defined and not enable_thinking else '<think>' }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+
+    def prompts(*options) -> list[str]:
+        return [example.prompt for example in load_examples(config(path, *options), "train", tokenizer, progress=False)]
+
+    assert prompts() == ["One and one?<think>", "Two and two?<think>"]
+    off = prompts("--chat_template_kwargs", '{"enable_thinking": false}')
+    assert off == ["One and one?", "Two and two?"]
+    (tmp_path / "run.yaml").write_text("chat_template_kwargs:\n  enable_thinking: false\n")
+    assert prompts("--config", str(tmp_path / "run.yaml")) == off
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs=\{'enable_thinking': False\}: .*no template: leave"):
+        prompts("--config", str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_each_step_equally_and_without_overlap(world_size):
+    stream = PromptStream(range(50), prompts_per_step=8, seed=3)
+    for step in range(20):
+        shares = [stream.examples_of(step, rank, world_size) for rank in range(world_size)]
+        assert {len(share) for share in shares} == {8 // world_size}
+        whole = [index for share in shares for index in share]
+        assert len(set(whole)) == 8
+        assert whole == stream.examples_of(step)  # the same examples whatever the number of ranks
+
+
+def test_an_epoch_shows_no_example_twice_and_the_next_is_shuffled_anew():
+    stream = PromptStream(range(24), prompts_per_step=8, seed=0)
+    epochs = [[index for step in range(start, start + 3) for index in stream.examples_of(step)] for start in (0, 3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(24))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_the_order_is_the_seeds_and_the_step_is_the_whole_state():
+    first, again, different = (PromptStream(range(100), 10, seed) for seed in (1, 1, 2))
+    assert [first.examples_of(step) for step in range(30)] == [again.examples_of(step) for step in range(30)]
+    assert again.examples_of(17) == first.examples_of(17)  # asked out of order: as after a restart
+    assert first.examples_of(0) != different.examples_of(0)
+
+
+def test_other_prompts_are_none_of_the_batch_and_fixed_by_the_seed():
+    stream, same = PromptStream(range(40), prompts_per_step=8, seed=0), PromptStream(range(40), 8, 0)
+    batch = stream.examples_of(2) + stream.examples_of(3)
+    first = stream.replacements(2, 2, attempt=1, places=[0, 3, 15])
+    assert not set(first) & set(batch) and len(set(first)) == 3
+    assert first == same.replacements(2, 2, 1, [0, 3, 15])
+    # A place's prompt does not depend on which other places ask, so neither on the number of ranks.
+    assert first[1:] == stream.replacements(2, 2, 1, [3]) + stream.replacements(2, 2, 1, [15])
+    assert first != stream.replacements(2, 2, 2, [0, 3, 15]) and first != stream.replacements(4, 2, 1, [0, 3, 15])
+
+
+def test_an_attempt_gives_no_prompt_of_an_earlier_one_while_the_data_has_others():
+    stream = PromptStream(range(80), prompts_per_step=8, seed=0)
+    batch, places = stream.examples_of(2) + stream.examples_of(3), range(16)
+    attempts = [stream.replacements(2, 2, attempt, places) for attempt in range(1, 6)]
+    assert len({*batch, *(prompt for attempt in attempts[:4] for prompt in attempt)}) == 80
+    # Then the others are given again, to other places.
+    assert not set(attempts[4]) & set(batch) and attempts[4] not in attempts[:4]
+
+
+def test_where_the_batch_is_all_the_data_any_other_prompt_does():
+    stream = PromptStream(range(8), prompts_per_step=8, seed=0)
+    first, second = (stream.replacements(0, 1, attempt, range(8)) for attempt in (1, 2))
+    assert set(first) == set(second) == set(range(8)) and first != second
+
+
+def test_too_small_a_dataset_is_refused():
+    with pytest.raises(ConfigError, match="prompts_per_step=8: the dataset has only 7 usable prompts"):
+        PromptStream(range(7), 8, 0)

@@ -1,0 +1,175 @@
+"""Whose fault it is when a pool's client gets no answer that it can use: each in one sentence."""
+
+import ssl
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import trustme
+from pools import RUN, running_pool
+from proxy import Proxy
+from servers import eventually
+from stored import sha
+
+from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
+from grpo.client.sessions import check_certificates
+from grpo.pool.client import Patience, PoolClient
+from grpo.pool.protocol import Drawn, Probe, Task, Version
+
+pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pool")
+    (folder / "token").write_text("secret")
+    with running_pool(folder, "--token_file", str(folder / "token")) as server:
+        yield server
+
+
+@contextmanager
+def answering(status: int, body: bytes):
+    """Another program: it answers everything with this."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_wrong_token_is_said_to_be_one(pool):
+    same = "token: give pool, trainer and workers the same one"
+    for token, says in [(None, f"a {same}, with --token_file FILE or GRPO_REF_TOKEN"), ("guess", f"another {same}")]:
+        with pytest.raises(ServerError, match=f"^{pool.url} wants {says}$"):
+            PoolClient(pool.url, token).run()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (404, b"<html>Not Found</html>", "a web page: another program or a proxy answers there"),
+        (404, b'{"error": {"code": "not_found", "message": "its --task is logprobs"}}', "its --task is logprobs"),
+        (200, b"<html>Welcome</html>", "the body is not JSON"),
+        (200, b'{"status": "ok"}', "unknown field"),
+    ],
+)
+def test_another_program_is_said_to_be_no_pool(status, body, reason):
+    with answering(status, body) as url, pytest.raises(ServerError) as refusal:
+        PoolClient(url).run()
+    assert str(refusal.value).startswith(f"{url} is no pool of rollouts (") and reason in str(refusal.value)
+    assert str(refusal.value).endswith("): set pool to a server of the task rollouts")
+
+
+def test_https_with_an_authority_of_ones_own(pool, tmp_path):
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "ours.pem")
+    front = Proxy(pool.port, tls=context)
+    try:
+        assert PoolClient(front.url, "secret", check_certificates(str(tmp_path / "ours.pem"))).status()
+        with pytest.raises(ServerError, match=r"does not verify \(.*set ref_ca_file to the PEM"):
+            PoolClient(front.url, "secret").status()
+    finally:
+        front.close()
+
+
+def test_damaged_answers_and_proxies_without_a_server_are_asked_again():
+    with answering(200, b"{") as url:
+        client = PoolClient(url)
+        for ask in (client.versions, partial(client.take, [], 0), partial(client.results, "a", [], []), client.status):
+            with pytest.raises(RequestFailure, match="sent a damaged answer"):
+                ask()
+    with (
+        answering(502, b"<html>Bad Gateway</html>") as url,
+        pytest.raises(RequestFailure, match="said 502: a web page"),
+    ):
+        PoolClient(url).run()
+    with pytest.raises(RequestFailure, match=r"cannot be reached \(Connection refused\)"):
+        PoolClient(url).run()
+
+
+def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeypatch, caplog):
+    """As with a full disk: it renews leases, and takes no completions."""
+    monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.01)
+    caplog.set_level("INFO")
+    patience, has_room = Patience(PoolClient("http://pool"), 20, threading.Event()), threading.Event()
+
+    def send_results():
+        if not has_room.is_set():
+            raise RequestFailure("said 503: its disk may be full")
+
+    sender = threading.Thread(target=patience, args=[send_results])
+    sender.start()
+    eventually(lambda: patience(lambda: None) or caplog.messages)
+    for _ in range(50):
+        patience(lambda: None)
+        time.sleep(0.002)
+    has_room.set()
+    sender.join()
+    away = "http://pool said 503: its disk may be full; asking again for 20 s"
+    assert caplog.messages == [away, "http://pool answers again"]
+
+
+def test_a_pool_that_refuses_after_a_while_is_not_away_any_more(monkeypatch, caplog):
+    monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.0)
+    caplog.set_level("INFO")
+    patience = Patience(PoolClient("http://pool"), 20, threading.Event())
+    away = RequestFailure("is away")
+    for last in (ResultRefused("these are no completions"), None):
+        answers = iter([away, away, last])
+
+        def send(answers=answers):
+            if answer := next(answers):
+                raise answer
+
+        with suppress(ResultRefused):
+            patience(send)
+    said = "http://pool is away; asking again for 20 s"
+    assert caplog.messages == [said, said, "http://pool answers again"]
+
+
+def test_what_the_pool_refuses_is_sorted_by_what_helps(pool):
+    client = PoolClient(pool.url, "secret")
+    assert client.run() is None
+    client.put_run(RUN)
+    client.put_run(RUN)
+    assert client.run() == RUN
+    with pytest.raises(ServerError, match="refused a request with 409: the pool file is of run"):
+        client.put_run(replace(RUN, run="f" * 16))
+    client.put_tasks([Task(0, 0, 0, [5])])
+    with pytest.raises(ServerError, match="refused a request with 409: group 0 has another prompt"):
+        client.put_tasks([Task(0, 0, 0, [6])])
+    with pytest.raises(RequestFailure, match="said 409: "):  # its file can still be sent
+        client.put_version(Version(0, "b" * 64, 10, True, None, None, Probe([1], [2], [-0.5])))
+    with pytest.raises(RequestFailure, match="said 409: what came is not what was announced"):
+        client.send_file(b"0123456789", "b" * 64)
+    data = b"weights"
+    client.send_file(data, sha(data))
+    client.put_version(Version(0, sha(data), len(data), True, None, None, Probe([1], [2], [-0.5])))
+    weights = [(0, sha(data))]
+    with pytest.raises(ResultRefused, match="refused a request with 422: group 0: 1 completions"):
+        client.results("a worker", [Drawn(0, 0, [[2]], [[-0.5]], [[0]])], weights)
+    drawn = Drawn(0, 0, [[2]] * 4, [[-0.5]] * 4, [[0]] * 4)
+    assert client.results("a worker", [drawn, drawn], weights) in (
+        ["accepted", "already there"],
+        ["accepted", "accepted"],
+    )
+    assert client.results("a worker", [drawn], weights) == ["already there"]
+    assert client.take([(0, 0)], 0) == [drawn] and client.take([(1, 0)], 0) == []

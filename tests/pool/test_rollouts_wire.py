@@ -1,0 +1,353 @@
+"""The bytes between trainer, pool and workers: what is sent comes back, and what is damaged is refused."""
+
+import hashlib
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from grpo.pool.protocol import Drawn, Lease, Probe, RunInfo, Task, Version, check_drawn
+from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
+from grpo.wire.refusals import ProtocolError
+from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTurns
+
+RUN = RunInfo(
+    run="0123456789abcdef",
+    name="runs/a",
+    vocab_size=100,
+    eos_token_ids=[2],
+    num_generations=2,
+    max_completion_length=4,
+    temperature=0.7,
+    seed=42,
+    model_files="a" * 64,
+)
+TASKS = [Task(5, 0, 3, [7, 8, 9]), Task(6, 2, 3, [1])]
+DRAWN = Drawn(5, 0, [[4, 2], [5, 6, 7, 8]], [[-0.5, -0.25], [-1.0, 0.0, -2.0, -0.125]], [[3, 3], [3, 3, 3, 3]])
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {}}}
+SETTINGS = {
+    "max_turns": 3,
+    "max_tool_calling_iterations": None,
+    "max_tool_response_length": 100,
+    "tool_call_parser": "auto",
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+TURNS = RunTurns.of([SCHEMA], "games/guess.py:Guess", ["Guess"], **SETTINGS)
+WITH_TURNS = replace(RUN, max_completion_length=6, turns=TURNS)
+NAN = math.nan
+
+
+def calling(arguments):
+    call = {"function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": "é", "tool_calls": [call]}
+
+
+CALL = calling({})
+OUTCOMES = [
+    Outcome(True, [CALL, {"role": "tool", "content": ""}], 2, 1, {"Guess": 0.5}),
+    Outcome(False, [{"role": "assistant", "content": "\U0001f600"}]),
+]
+ANSWERED = Drawn(
+    5,
+    0,
+    [[4, 2, 9, 2, 5, 2], [5, 2, 7, 8, 9, 6]],
+    [[-0.5, -0.25, NAN, NAN, -1.0, 0.0], [-1.0, -2.0, NAN, -0.5, -0.5, -0.125]],
+    [[3] * 6, [3] * 6],
+    [[True, True, False, False, True, True], [True, True, False, True, True, True]],
+    OUTCOMES,
+)
+VERSION = Version(3, "b" * 64, 1000, False, 2, "c" * 64, Probe([1, 2], [3], [-0.5]))
+
+
+def test_everything_comes_back_as_it_was_sent():
+    assert decode_tasks(encode_tasks(TASKS), 100) == TASKS
+    assert decode_tasks(encode_tasks([]), 100) == []
+    assert decode_drawn(encode_drawn([DRAWN, replace(DRAWN, group=6)])) == [DRAWN, replace(DRAWN, group=6)]
+    assert decode_drawn(encode_drawn([])) == []
+    assert RunInfo.of_json(RUN.to_json()) == RUN
+    assert Version.of_fields(json.loads(VERSION.to_json())) == VERSION
+    lease = Lease("box", 3, [[5, 0]], 20.0, "4090", 2, "drawing", 12.5)
+    assert Lease.of_json(lease.to_json()) == lease
+
+
+def as_numbers(drawn: Drawn) -> Drawn:
+    """The same with NaN, which differs from itself, as None."""
+    rows = [[None if math.isnan(value) else value for value in row] for row in drawn.logprobs]
+    rewards = [{name: str(value) for name, value in outcome.rewards.items()} for outcome in drawn.outcomes]
+    outcomes = [replace(each, rewards=named) for each, named in zip(drawn.outcomes, rewards, strict=True)]
+    return replace(drawn, logprobs=rows, outcomes=outcomes)
+
+
+def test_what_a_run_with_turns_sends_comes_back_as_it_was_sent():
+    assert RunInfo.of_json(WITH_TURNS.to_json()) == WITH_TURNS
+    # What workers compare, by hashlib and json alone.
+    assert TURNS.schemas == hashlib.sha256(json.dumps([SCHEMA], sort_keys=True).encode()).hexdigest()
+    assert (TURNS.tools, TURNS.environment) == (["add"], "Guess")
+    tasks = [replace(TASKS[0], columns='{"secret": "\\u00e9", "hard": NaN}'), replace(TASKS[1], columns="{}")]
+    assert decode_tasks(encode_tasks(tasks), 100) == tasks
+    none = replace(ANSWERED, group=6, outcomes=[replace(OUTCOMES[0], rewards={"Guess": NAN}), OUTCOMES[1]])
+    decoded = decode_drawn(encode_drawn([ANSWERED, none]))
+    assert [as_numbers(drawn) for drawn in decoded] == [as_numbers(ANSWERED), as_numbers(none)]
+    assert (ANSWERED.tokens, DRAWN.tokens) == (9, 6)
+
+
+def test_without_turns_the_bodies_are_those_of_a_run_before_there_were_any():
+    assert {*load(encode_tasks(TASKS))} == {"groups", "attempts", "versions", "prompt_lengths", "prompt_ids"}
+    of_drawn = {"groups", "attempts", "copies", "completion_lengths", "completion_ids", "logprobs", "versions"}
+    assert {*load(encode_drawn([DRAWN]))} == of_drawn
+    assert "turns" not in json.loads(RUN.to_json())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "says"),
+    [
+        ("columns", np.frombuffer(b"[1]", np.uint8), "not a JSON object"),
+        ("columns", np.frombuffer(b"{a}", np.uint8), "not JSON"),
+        ("columns", np.frombuffer(b'"\xff"', np.uint8), "no UTF-8"),
+        ("columns", np.zeros(3, np.int32), "send uint8"),
+        ("columns", np.zeros(4, np.uint8), "add up to 3"),
+        ("column_lengths", np.asarray([3], np.int32), "column_lengths has 1 numbers: send 2"),
+        ("column_lengths", np.asarray([4, -1], np.int32), "a length is -1"),
+        ("column_lengths", None, "'column_lengths' is missing"),
+    ],
+)
+def test_damaged_columns_are_refused(tensor, value, says):
+    body = load(encode_tasks([replace(TASKS[0], columns="{ }"), TASKS[1]])) | {tensor: value}
+    with pytest.raises(ProtocolError, match=says) as refusal:
+        decode_tasks(save({name: values for name, values in body.items() if values is not None}), 100)
+    assert refusal.value.status == 400
+
+
+def test_columns_and_outcomes_have_a_largest_size():
+    text = json.dumps({"text": "x" * LONGEST_COLUMNS})
+    with pytest.raises(ProtocolError, match=f"{len(text)} bytes: send {LONGEST_COLUMNS} at most"):
+        decode_tasks(encode_tasks([replace(TASKS[0], columns=text)]), 100)
+    long = replace(OUTCOMES[0], messages=[{"role": "tool", "content": "x" * LONGEST_OUTCOME}])
+    with pytest.raises(ProtocolError, match=f"bytes: send {LONGEST_OUTCOME} at most"):
+        decode_drawn(encode_drawn([replace(ANSWERED, outcomes=[long, long])]))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "says"),
+    [
+        ("drawn", np.zeros(11, np.uint8), "different lengths"),
+        ("drawn", np.full(12, 2, np.uint8), "drawn has 2: send 0 or 1"),
+        ("drawn", None, "'drawn' is missing"),
+        ("outcomes", None, "'outcomes' is missing"),
+        ("outcome_lengths", np.asarray([5, 5, 5], np.int32), "outcome_lengths has 3 numbers: send 2"),
+    ],
+)
+def test_damaged_masks_are_refused(tensor, value, says):
+    body = load(encode_drawn([ANSWERED])) | {tensor: value}
+    with pytest.raises(ProtocolError, match=says) as refusal:
+        decode_drawn(save({name: values for name, values in body.items() if values is not None}))
+    assert refusal.value.status == 400
+
+
+def nested(depth):
+    return {"arguments": nested(depth - 1)} if depth else 1
+
+
+def test_the_deepest_call_comes_back():
+    deep = replace(OUTCOMES[1], messages=[calling(nested(50))])
+    assert Outcome.of_json(deep.to_json()) == deep
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"finished": 1}, "send true or false"),
+        ({"messages": [{"content": "a"}]}, "with a role and content"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "with a role and content"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "with a role and content"),
+        ({"messages": [{"role": "user", "content": None}]}, "with a role and content"),
+        ({"messages": [CALL | {"tool_calls": None}]}, "with name and arguments"),
+        ({"messages": [CALL | {"tool_calls": [{"name": "add", "arguments": {}}]}]}, "with name and arguments"),
+        ({"messages": [CALL | {"tool_calls": [{"function": {"name": "add"}}]}]}, "with name and arguments"),
+        ({"messages": [CALL | {"tool_calls": [{"function": {"name": 1, "arguments": {}}}]}]}, "with name and"),
+        ({"messages": [calling([])]}, "with name and"),
+        ({"messages": [CALL | {"name": 1}]}, "with a role and content"),
+        ({"messages": {}}, "with a role and content"),
+        ({"messages": []}, "at first what the model wrote"),
+        ({"messages": [{"role": "user", "content": "a"}, CALL]}, "at first what the model wrote"),
+        ({"messages": [CALL | {"content": "\ud800"}]}, "half of a surrogate pair"),
+        ({"messages": [CALL | {"more": NAN}]}, "send none that has NaN"),
+        ({"messages": [calling(nested(51))]}, "more than 55 lists and objects"),
+        ({"tool_calls": -1}, "tool_calls '-1'"),
+        ({"tool_failures": 3}, "tool_failures '3': send an integer from 0 to 2"),
+        ({"tool_calls": 2**31}, "tool_calls"),
+        ({"rewards": [1]}, "an object of numbers"),
+        ({"rewards": {"a": "1"}}, "an object of numbers"),
+        ({"rewards": {"a": True}}, "an object of numbers"),
+        ({"rewards": {"a": 10**400}}, "an object of numbers"),
+        ({"other": 1}, "unknown field 'other'"),
+    ],
+)
+def test_damaged_outcomes_are_refused(changes, says):
+    body = json.loads(OUTCOMES[0].to_json()) | changes
+    with pytest.raises(ProtocolError, match=says) as refusal:
+        Outcome.of_json(json.dumps(body).encode())
+    assert refusal.value.status == 400
+
+
+def swap(place: int, value, rows: list[list]) -> list[list]:
+    return [[*rows[0][:place], value, *rows[0][place + 1 :]], rows[1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"drawn": None, "outcomes": None}, "it was drawn without"),
+        ({"drawn": swap(5, False, ANSWERED.drawn)}, "not between an eos and what was drawn"),
+        ({"drawn": swap(0, False, ANSWERED.drawn)}, "not between an eos and what was drawn"),
+        ({"drawn": swap(1, False, ANSWERED.drawn)}, "not between an eos and what was drawn"),
+        ({"drawn": swap(2, True, ANSWERED.drawn)}, "goes on after an eos"),
+        ({"logprobs": swap(4, NAN, ANSWERED.logprobs)}, "not finite"),
+        ({"logprobs": swap(2, -1.0, ANSWERED.logprobs)}, "an answer's token has a log-prob"),
+        ({"completions": swap(5, 7, ANSWERED.completions)}, "without an eos at its end is called finished"),
+        ({"outcomes": [replace(OUTCOMES[0], rewards={"Other": 1.0}), OUTCOMES[1]]}, "a reward 'Other'"),
+    ],
+)
+def test_a_worker_that_lies_of_turns_is_refused(changes, says):
+    check_drawn(ANSWERED, WITH_TURNS, TASKS[0])
+    with pytest.raises(ProtocolError, match=says) as refusal:
+        check_drawn(replace(ANSWERED, **changes), WITH_TURNS, TASKS[0])
+    assert refusal.value.status == 422
+    limited = replace(WITH_TURNS, turns=replace(TURNS, max_turns=1))
+    with pytest.raises(ProtocolError, match="a completion has 2 turns: max_turns is 1"):
+        check_drawn(ANSWERED, limited, TASKS[0])
+    with pytest.raises(ProtocolError, match="it has outcomes"):
+        check_drawn(ANSWERED, replace(WITH_TURNS, turns=None), TASKS[0])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "says"),
+    [
+        ("groups", np.asarray([5], np.int32), "different lengths"),
+        ("versions", np.asarray([3, -1], np.int32), "below 0"),
+        ("prompt_lengths", np.asarray([4, 0], np.int32), "a length is 0"),
+        ("prompt_lengths", np.asarray([3, 3], np.int32), "add up to 6"),
+        ("prompt_lengths", np.asarray([2**31 - 1, 2**31 - 1], np.int32), "add up to 4294967294"),
+        ("prompt_ids", np.asarray([7, 8, 9, 100], np.int32), "vocabulary is 0 to 99"),
+        ("prompt_ids", np.asarray([7, 8, 9, 1], np.float32), "send int32"),
+        ("extra", np.zeros(1, np.int32), "unknown tensor 'extra'"),
+    ],
+)
+def test_damaged_tasks_are_refused(tensor, value, says):
+    body = save(load(encode_tasks(TASKS)) | {tensor: value})
+    with pytest.raises(ProtocolError, match=says) as refusal:
+        decode_tasks(body, 100)
+    assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "says"),
+    [
+        ("copies", np.asarray([3], np.int32), "copies add up to 3"),
+        ("completion_lengths", np.asarray([6, 0], np.int32), "a length is 0"),
+        ("logprobs", np.zeros(5, np.float32), "different lengths"),
+    ],
+)
+def test_damaged_groups_are_refused(tensor, value, says):
+    with pytest.raises(ProtocolError, match=says):
+        decode_drawn(save(load(encode_drawn([DRAWN])) | {tensor: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"completions": [[4, 2]]}, "1 completions"),
+        ({"completions": [[4, 2], [5, 6, 7, 100]]}, "ids go from 5 to 100"),
+        ({"completions": [[2, 4], [5, 6, 7, 8]]}, "goes on after an eos"),
+        ({"completions": [[4, 5], [5, 6, 7, 8]]}, "neither an eos nor"),
+        ({"completions": [[4, 2], [5, 6, 7, 8, 9]]}, "has 5 tokens"),
+        ({"logprobs": [[-0.5, 0.1], [-1.0, 0.0, -2.0, -0.125]]}, "above 0"),
+        ({"logprobs": [[-0.5, float("nan")], [-1.0, 0.0, -2.0, -0.125]]}, "not finite"),
+        ({"versions": [[3, 3], [3, 3, 4, 4]]}, "the task is of version 3"),
+    ],
+)
+def test_a_worker_that_lies_is_refused(changes, says):
+    check_drawn(DRAWN, RUN, TASKS[0])
+    with pytest.raises(ProtocolError, match=says) as refusal:
+        check_drawn(replace(DRAWN, **changes), RUN, TASKS[0])
+    assert refusal.value.status == 422
+
+
+@pytest.mark.parametrize(
+    ("versions", "says"),
+    [
+        ([[3, 5], [3, 3, 5, 7]], None),
+        ([[7, 7], [3, 3, 3, 3]], None),
+        ([[3, 5], [3, 5, 3, 5]], r"drawn by versions 3, 5, 3, 5: the task takes 3 and later ones, in order"),
+        ([[2, 3], [3, 3, 3, 3]], r"drawn by versions 2, 3: the task takes 3"),
+    ],
+)
+def test_with_in_flight_weight_updates_tokens_have_versions_from_the_tasks_on(versions, says):
+    run = RunInfo.of_json(json.dumps(asdict(RUN) | {"in_flight_weight_updates": True}).encode())
+    with nullcontext() if says is None else pytest.raises(ProtocolError, match=says):
+        check_drawn(replace(DRAWN, versions=versions), run, TASKS[0])
+
+
+def test_a_run_that_was_written_before_a_field_was_added_is_read():
+    added = "in_flight_weight_updates", "turns"
+    old = {name: value for name, value in asdict(RUN).items() if name not in added}
+    assert RunInfo.of_json(json.dumps(old).encode()) == RUN
+
+
+def with_turns(**changes) -> dict:
+    return asdict(RUN) | {"turns": asdict(TURNS) | changes}
+
+
+@pytest.mark.parametrize(
+    ("read", "found", "says"),
+    [
+        (RunInfo.of_json, asdict(RUN) | {"in_flight_weight_updates": 1}, "send true or false"),
+        (RunInfo.of_json, asdict(RUN) | {"turns": []}, "RunTurns: no object"),
+        (RunInfo.of_json, asdict(RUN) | {"turns": {}}, "a field is missing"),
+        (RunInfo.of_json, with_turns(tools="add"), "tools: send a list of names"),
+        (RunInfo.of_json, with_turns(rewards=[1]), "rewards: send a text"),
+        (RunInfo.of_json, with_turns(schemas="a"), "schemas 'a': send 64 hex digits"),
+        (RunInfo.of_json, with_turns(environment=1), "environment: send a text"),
+        (RunInfo.of_json, with_turns(max_turns=0), "max_turns '0'"),
+        (RunInfo.of_json, with_turns(max_tool_response_length=None), "max_tool_response_length 'None'"),
+        (RunInfo.of_json, with_turns(tool_call_parser=None), "tool_call_parser: send a text"),
+        (RunInfo.of_json, with_turns(chat_template_kwargs=[]), "chat_template_kwargs: send an object or null"),
+        (RunInfo.of_json, asdict(RUN) | {"temperature": 0}, "temperature '0'"),
+        (RunInfo.of_json, asdict(RUN) | {"eos_token_ids": [100]}, "eos_token_ids has 100"),
+        (RunInfo.of_json, asdict(RUN) | {"run": "x"}, "16 hex digits"),
+        (RunInfo.of_json, asdict(RUN) | {"temperature": 10**400}, "temperature '1000"),
+        (RunInfo.of_json, asdict(RUN) | {"name": 5}, "name: send a text"),
+        (RunInfo.of_json, asdict(RUN) | {"groups_per_round": 0}, "groups_per_round '0'"),
+        (RunInfo.of_json, asdict(RUN) | {"base_weights": "a" * 63}, "base_weights 'a*': send 64 hex digits"),
+        (RunInfo.of_json, [1], "not a JSON object"),
+        (Lease.of_json, {"worker": "a"}, "a field is missing"),
+        (Lease.of_json, {"worker": "a", "room": True, "holds": [], "wait": 1}, "room"),
+        (Lease.of_json, {"worker": "a", "room": 1, "holds": [[1]], "wait": 1}, r"list of \[group, attempt\]"),
+        (Lease.of_json, {"worker": "a", "room": 1, "holds": [], "wait": float("inf")}, "wait"),
+        (Lease.of_json, {"worker": "a" * 129, "room": 1, "holds": [], "wait": 1}, "129 characters"),
+        (Lease.of_json, {"worker": "\ud800", "room": 1, "holds": [], "wait": 1}, "half of a surrogate pair"),
+    ],
+)
+def test_damaged_json_is_refused(read, found, says):
+    with pytest.raises(ProtocolError, match=says):
+        read(json.dumps(found).encode())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"base": None}, "a version needs"),
+        ({"base": None, "delta": None}, "a version needs"),
+        ({"sha256": "B" * 64}, "64 hex digits"),
+        ({"probe": {"prompt_ids": [1], "completion_ids": [2], "logprobs": []}}, "one finite log-prob"),
+        ({"probe": {"prompt_ids": [1], "completion_ids": [2], "logprobs": [10**400]}}, "one finite log-prob"),
+        ({"other": 1}, "unknown field 'other'"),
+    ],
+)
+def test_damaged_versions_are_refused(changes, says):
+    with pytest.raises(ProtocolError, match=says):
+        Version.of_fields(json.loads(VERSION.to_json()) | changes)

@@ -1,0 +1,341 @@
+"""The sampler that keeps its rows full draws what transformers' generate draws, whatever is beside a row."""
+
+import pytest
+import torch
+from cards import Cards, OnCard
+from models import CONFIGS, SMALL, build
+from rounding import FEW_BITS, assert_rounded
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from grpo.data.records import Example
+from grpo.model.load import checkpoint_activations
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.model.shared_cache import SharedCache
+from grpo.model.tree_attention import switch_on
+from grpo.model.trial import make_batcher
+from grpo.sampling.continuous import ContinuousSampler
+from grpo.sampling.generate import LocalSampler
+from grpo.sampling.rows import StepGraphs
+from grpo.sampling.self_check import make_sampler
+
+LENGTH, COPIES = 20, 3
+NEVER = [10**6]
+
+
+def example(ids) -> Example:
+    return Example(0, "", list(ids), {"answer": ""})
+
+
+EXAMPLES = [example(ids) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [8], [20, 21, 22, 23], [5, 6, 8])]
+ENDS = [*range(20, 30)]  # so many that lengths differ
+
+
+def continuous(model, tokenizer, eos=ENDS, rows=64, longest_packed=2**31) -> ContinuousSampler:
+    return ContinuousSampler(model, tokenizer, eos, LENGTH, rows, longest_packed=longest_packed)
+
+
+def packed(model):
+    assert make_batcher(model, 0).longest_packed > 0
+    return model
+
+
+def ids_of(groups) -> list[list[int]]:
+    return [rollout.completion_ids for rollouts in groups for rollout in rollouts]
+
+
+def logprobs_of(groups) -> list[float]:
+    return [value for rollouts in groups for rollout in rollouts for value in rollout.sampling_logprobs]
+
+
+ARCHITECTURES = [
+    "apertus",
+    "arcee",
+    "aria_text",
+    "biogpt",
+    "bitnet",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "flex_olmo",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "granite",
+    "granitemoe",
+    "helium",
+    "hunyuan_v1_dense",
+    "jais2",
+    "llama",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "vaultgemma",
+]
+
+
+def random_model(name: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**SMALL)).float().eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_draws_the_tokens_of_generate(name, tokenizer):
+    model = random_model(name)
+    batcher = make_batcher(model, 0)
+    full = make_sampler(model, tokenizer, LENGTH, rows=4, longest_packed=batcher.longest_packed)
+    assert type(full) is ContinuousSampler
+    full._eos = ENDS
+    plain = LocalSampler(model, tokenizer, ENDS, LENGTH)
+    assert ids_of([full.greedy(EXAMPLES)]) == ids_of([plain.greedy(EXAMPLES)])
+    groups, expected = (sampler.sample(EXAMPLES, COPIES, 0.8, seed=1) for sampler in (full, plain))
+    assert ids_of(groups) == ids_of(expected)
+    assert_rounded(logprobs_of(groups), logprobs_of(expected))
+    assert_rounded(logprobs_of(groups), scored(model, groups, 0.8))
+
+
+def scored(model, groups, temperature) -> list[float]:
+    """The loss's own log-probs, of padded batches."""
+    sequences = [
+        (example.prompt_ids, rollout.completion_ids)
+        for example, rollouts in zip(EXAMPLES, groups, strict=True)
+        for rollout in rollouts
+    ]
+    with torch.no_grad():
+        return token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)[0].tolist()
+
+
+@pytest.mark.parametrize("look_every", [1, 6])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 64])
+def test_what_is_beside_a_row_changes_nothing(tokenizer, rows, look_every):
+    """Rows that end, move, and are taken by the next completion, against one row at a time."""
+    model = packed(build(CONFIGS["qwen2"]))
+    alone = continuous(model, tokenizer, rows=1).sample(EXAMPLES, COPIES, 1.0, 3, ids=[4, 9, 2, 7, 5])
+    sampler = ContinuousSampler(model, tokenizer, ENDS, LENGTH, rows, longest_packed=2**31, look_every=look_every)
+    handed = []
+    groups = sampler.sample(EXAMPLES, COPIES, 1.0, 3, on_groups=handed.append, ids=[4, 9, 2, 7, 5])
+    assert sorted(group for ended in handed for group in ended.items()) == [*enumerate(groups)]
+    assert (rows, look_every) != (64, 6) or len(handed) < len(groups)  # those that one look finds come together
+    assert ids_of(groups) == ids_of(alone)
+    assert_rounded(logprobs_of(groups), logprobs_of(alone))
+    assert len({len(ids) for ids in ids_of(groups)}) > 3
+
+
+LONG, RARE_ENDS = 100, [20, 21]
+
+
+@pytest.mark.parametrize(("name", "look_every"), [("qwen2", 16), ("gpt_neox", 1), ("gemma2", 1), ("mixtral", 16)])
+def test_steps_of_few_shapes_draw_the_same_tokens(name, look_every, tokenizer, monkeypatch):
+    """What CUDA records, called plainly: rows that draw nothing, moves, refills, a cache that grows."""
+    model, shapes, step = packed(random_model(name)), [], SharedCache.step
+    monkeypatch.setattr(
+        SharedCache, "step", lambda cache, shape, *state: (shapes.append(shape), step(cache, shape, *state))
+    )
+    options = dict(longest_packed=2**31, look_every=look_every)
+    plain, few = (
+        ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, graphs=graphs, **options)
+        for graphs in (None, StepGraphs)
+    )
+    groups = few.sample(EXAMPLES, COPIES, 0.8, seed=1)
+    rows, slots, prompts, own = (set(sizes) for sizes in zip(*shapes, strict=True))
+    assert rows <= {7, 4, 2, 1} and own <= {64, 96, 100} and len(slots) == len(prompts) == 1
+    assert name != "qwen2" or (len(rows) >= 3 and len(own) == 3 and len(set(shapes)) < len(shapes) / 10)
+    expected = plain.sample(EXAMPLES, COPIES, 0.8, seed=1)
+    assert ids_of(groups) == ids_of(expected)
+    assert_rounded(logprobs_of(groups), logprobs_of(expected))
+    assert ids_of([few.greedy(EXAMPLES)]) == ids_of([plain.greedy(EXAMPLES)])
+
+
+def test_a_step_brings_nothing_from_the_cpu_and_asks_nothing_of_the_card(tokenizer, monkeypatch):
+    """What CUDA would not record."""
+
+    class OnCardOnly(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            assert all(isinstance(tensor, OnCard) for tensor in tensors), operation
+            assert operation not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            return operation(*args, **kwargs or {})
+
+    run, steps = StepGraphs.run, []
+
+    def run_on_card(graphs, step, shape):
+        with OnCardOnly():
+            run(graphs, step, shape)
+        steps.append(shape)
+
+    monkeypatch.setattr(StepGraphs, "run", run_on_card)
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # the cards are not made for it
+    options = dict(longest_packed=2**31, look_every=4, graphs=StepGraphs)
+    expected = continuous(packed(build(CONFIGS["qwen2"])), tokenizer).sample(EXAMPLES, COPIES, 0.8, seed=1)
+    with Cards():
+        model = build(CONFIGS["qwen2"]).to("meta:0")
+        switch_on(model, "segments")
+        groups = ContinuousSampler(model, tokenizer, ENDS, LENGTH, 7, **options).sample(EXAMPLES, COPIES, 0.8, seed=1)
+    assert ids_of(groups) == ids_of(expected) and len(steps) > 20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_recorded_steps_draw_the_same_tokens_on_a_gpu(name, tokenizer, monkeypatch):
+    model, replays, replay = random_model(name).to("cuda"), [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph)))
+    longest_packed = make_batcher(model, 0).longest_packed
+    full = make_sampler(model, tokenizer, LONG, rows=7, longest_packed=longest_packed)
+    assert type(full) is ContinuousSampler and len(replays) == 4
+    full._eos = RARE_ENDS
+    plain = ContinuousSampler(model, tokenizer, RARE_ENDS, LONG, 7, longest_packed=longest_packed)
+    for temperature in (0.8, 1.3):
+        groups, expected = (sampler.sample(EXAMPLES, COPIES, temperature, seed=1) for sampler in (full, plain))
+        assert ids_of(groups) == ids_of(expected)
+        assert_rounded(logprobs_of(groups), logprobs_of(expected), FEW_BITS)
+    assert len(replays) > 10 * len(set(map(id, replays)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_that_waits_for_its_gpu_is_sampled_without_graphs(tokenizer, caplog):
+    model = random_model("qwen2").to("cuda")
+    model.model.layers[0].register_forward_hook(lambda layer, inputs, output: output[0].sum().item() and None)
+    sampler = make_sampler(model, tokenizer, LENGTH, longest_packed=make_batcher(model, 0).longest_packed)
+    assert type(sampler) is ContinuousSampler
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.sampling.self_check"]
+    assert line.startswith("sampling goes a slower way, without CUDA graphs: Qwen2ForCausalLM cannot draw tokens")
+    assert len(ids_of(sampler.sample(EXAMPLES, COPIES, 1.0, seed=1))) == len(EXAMPLES) * COPIES
+
+
+def test_no_row_idles_while_a_completion_waits_and_each_prompt_is_computed_once(tokenizer):
+    model, shapes = packed(build(CONFIGS["qwen2"])), []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    try:
+        groups = continuous(model, tokenizer, rows=4).sample(EXAMPLES, COPIES, 1.0, 3)
+    finally:
+        hook.remove()
+    waiting, drawing, expected = [len(ids) for ids in ids_of(groups)], [], []
+    while waiting or drawing:
+        while waiting and len(drawing) < 4:
+            drawing.append(waiting.pop(0) - 1)  # the first token is drawn from the prompt
+        expected.append(len(drawing))
+        drawing = [left - 1 for left in drawing if left > 1]
+    assert sum(shape[1] for shape in shapes if len(shape) == 2) == sum(len(example.prompt_ids) for example in EXAMPLES)
+    assert [shape[0] for shape in shapes if len(shape) == 1] == expected
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("look_every", [1, 16])
+def test_completions_are_cut_at_their_length_and_at_their_first_end(tokenizer, length, look_every):
+    model = packed(build(CONFIGS["qwen2"]))
+    for eos in (NEVER, ENDS, [*range(64)]):
+        arguments = model, tokenizer, eos, length, 4
+        full = ContinuousSampler(*arguments, longest_packed=2**31, look_every=look_every)
+        expected = LocalSampler(*arguments).sample(EXAMPLES, 2, 1.0, 5)
+        drawn = full.sample(EXAMPLES, 2, 1.0, 5)
+        assert ids_of(drawn) == ids_of(expected)
+        finished, as_expected = ([item.finished for group in groups for item in group] for groups in (drawn, expected))
+        assert finished == as_expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_samples_have_the_frequencies_that_the_logprobs_say(tokenizer, temperature):
+    """The second token of 12,000 samples against softmax(logits / temperature), by a chi-square."""
+    model, count = packed(build(CONFIGS["qwen2"])), 12_000
+    sampler = ContinuousSampler(model, tokenizer, NEVER, 2, 512, longest_packed=2**31)
+    (rollouts,) = sampler.sample([example([5, 6, 7])], count, temperature, seed=0)
+    firsts = [rollout.completion_ids[0] for rollout in rollouts]
+    first = max(set(firsts), key=firsts.count)
+    seconds = torch.tensor([rollout.completion_ids[1] for rollout in rollouts if rollout.completion_ids[0] == first])
+    with torch.no_grad():
+        batch = Batcher(0, 0).make([([5, 6, 7, first], [token]) for token in range(64)], "cpu")
+        expected = token_logprobs(model, batch, temperature)[0].exp().double() * len(seconds)
+    likely = expected > 5
+    observed = torch.bincount(seconds, minlength=64).double()
+    observed, expected = (
+        torch.cat([values[likely], values[~likely].sum(0, keepdim=True)]) for values in (observed, expected)
+    )
+    degrees = len(expected) - 1
+    assert len(seconds) > 500 and degrees >= 5
+    assert ((observed - expected) ** 2 / expected).sum() < degrees + 4 * (
+        2 * degrees
+    ) ** 0.5 + 8  # p below 0.001 beyond
+
+
+@pytest.mark.parametrize("name", ["qwen2", "cohere, scaled", "granite, divided", "phi, bias"])
+def test_in_16_bits_logprobs_are_as_near_to_the_exact_ones_as_those_of_generate(name, tokenizer):
+    """One more rounding to 16 bits in each layer would double the error."""
+    model = packed(build(CONFIGS[name]).to(torch.bfloat16))
+    exact = build(CONFIGS[name]).to(torch.bfloat16).double()
+
+    def error(sampler) -> float:
+        groups = sampler.sample(EXAMPLES, 8, 0.8, seed=2)
+        difference = torch.tensor(logprobs_of(groups)) - torch.tensor(scored(exact, groups, 0.8))
+        return difference.square().mean().sqrt().item()
+
+    of_generate = error(LocalSampler(model, tokenizer, NEVER, LENGTH))
+    assert error(continuous(model, tokenizer, NEVER, rows=5)) < 1.5 * of_generate
+
+
+def test_with_lora_and_layers_that_recompute(tokenizer):
+    peft = pytest.importorskip("peft")
+    model = build(CONFIGS["qwen2"])
+    checkpoint_activations(model)
+    model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    packed(model)
+    groups, expected = (
+        sampler.sample(EXAMPLES, COPIES, 1.0, seed=1)
+        for sampler in (continuous(model, tokenizer, rows=4), LocalSampler(model, tokenizer, ENDS, LENGTH))
+    )
+    assert ids_of(groups) == ids_of(expected)
+    # And it learns as if nothing had been drawn.
+    token_logprobs(model, make_batcher(model, 0).make([([5, 6], [7, 8, 9])], "cpu"), 1.0)[0].sum().backward()
+    assert any(weight.grad is not None for weight in model.parameters())
+
+
+def test_a_model_that_draws_something_else_falls_back_and_says_so(tokenizer, caplog):
+    model = random_model("diffllama")
+    sampler = make_sampler(model, tokenizer, LENGTH, longest_packed=make_batcher(model, 0).longest_packed)
+    assert type(sampler) is LocalSampler
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.sampling.self_check"]
+    assert line.startswith("sampling goes a slower way, by transformers' generate: DiffLlamaForCausalLM draws tokens")
+
+
+def test_what_is_longer_than_a_window_is_left_to_generate(tokenizer):
+    model = build(CONFIGS["mistral, sliding window"])
+    longest_packed = make_batcher(model, 0).longest_packed
+    assert longest_packed == 8
+    full = ContinuousSampler(model, tokenizer, ENDS, LENGTH, 6, longest_packed=longest_packed)
+    assert full.sample(EXAMPLES, 3, 1.0, 1) == LocalSampler(model, tokenizer, ENDS, LENGTH, 6).sample(
+        EXAMPLES, 3, 1.0, 1
+    )
+
+
+def test_logits_that_are_not_numbers_end_the_call(tokenizer):
+    model = packed(build(CONFIGS["qwen2"]))
+    model.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="the model's logits are NaN"):
+        continuous(model, tokenizer).sample(EXAMPLES, 2, 1.0, 1)

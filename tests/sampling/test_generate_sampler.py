@@ -1,0 +1,372 @@
+"""Sampling draws from the very distribution that the loss scores, and cuts completions at their first eos."""
+
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from models import CONFIGS, SMALL, build
+from rounding import assert_rounded
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+
+from grpo.data.records import Example
+from grpo.model.load import checkpoint_activations
+from grpo.model.logprobs import token_logprobs
+from grpo.model.packing import Batcher
+from grpo.sampling.generate import LOOK_EVERY, LocalSampler
+
+
+def example(ids) -> Example:
+    return Example(0, "", list(ids), {"answer": ""})
+
+
+@pytest.fixture
+def examples(tokenizer) -> list[Example]:
+    return [example(tokenizer(text)["input_ids"]) for text in ("Tom has 3", "A bus carries 8 people and", "7")]
+
+
+def sampler(model, tokenizer, eos=None, length=12) -> LocalSampler:
+    return LocalSampler(model, tokenizer, [tokenizer.eos_token_id] if eos is None else eos, length)
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_does_not(model, tokenizer, examples):
+    draw = sampler(model, tokenizer).sample
+    first, again, different = (draw(examples, 4, 1.0, seed) for seed in (1, 1, 2))
+    assert first == again != different
+    assert [len(group) for group in first] == [4, 4, 4]
+
+
+def test_greedy_is_the_most_likely_token_each_time(model, tokenizer, examples):
+    for prompt, rollout in zip(examples, sampler(model, tokenizer).greedy(examples), strict=True):
+        ids = list(prompt.prompt_ids)
+        for token in rollout.completion_ids:
+            assert token == model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()
+            ids.append(token)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, temperature):
+    """The first token of 4,000 samples against softmax(logits / temperature), by a chi-square over the likeliest."""
+    prompt, count = example(tokenizer("Tom has 3")["input_ids"]), 4000
+    groups = sampler(model, tokenizer, length=1).sample([prompt], count, temperature, seed=0)
+    drawn = torch.tensor([rollout.completion_ids[0] for rollout in groups[0]])
+    vocabulary = model.config.vocab_size
+    with torch.no_grad():
+        batch = Batcher(0, 0).make([(prompt.prompt_ids, [token]) for token in range(vocabulary)], "cpu")
+        probabilities = token_logprobs(model, batch, temperature)[0].exp().double()
+    assert_rounded(probabilities.sum().item(), 1.0)
+    top = probabilities.topk(30).indices
+    expected = torch.cat([probabilities[top], 1 - probabilities[top].sum(0, keepdim=True)]) * count
+    observed = torch.bincount(drawn, minlength=vocabulary)[top].double()
+    observed = torch.cat([observed, count - observed.sum(0, keepdim=True)])
+    assert ((observed - expected) ** 2 / expected).sum() < 60  # 30 degrees of freedom: p below 0.001 beyond 59.7
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, examples, temperature):
+    drawn_by = sampler(model, tokenizer, eos=list(range(100)), length=20)  # many ends, so that lengths differ
+    drawn_by.update_weights(7)
+    groups = drawn_by.sample(examples, 4, temperature, seed=2)
+    sequences = [
+        (prompt.prompt_ids, rollout.completion_ids)
+        for prompt, rollouts in zip(examples, groups, strict=True)
+        for rollout in rollouts
+    ]
+    with torch.no_grad():
+        scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)
+    drawn_with = [logprob for rollouts in groups for rollout in rollouts for logprob in rollout.sampling_logprobs]
+    assert_rounded(drawn_with, scored)
+    assert len({len(completion) for _, completion in sequences}) > 2
+    assert {rollout.policy_version for rollouts in groups for rollout in rollouts} == {7}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_seed_draws_what_its_random_numbers_say(model, tokenizer, examples, temperature):
+    """One sequence at a time, without a cache, by NumPy in float64."""
+    eos, copies, length = list(range(20)), 3, 20
+    draw = sampler(model, tokenizer, eos, length=length).sample
+    groups = draw(examples, copies, temperature, seed=6, on_groups=lambda groups: None, ids=[40, 7, 123456789])
+    for example, group, rollouts in zip(examples, [40, 7, 123456789], groups, strict=True):
+        for place, rollout in enumerate(rollouts):
+            numbers = np.random.Generator(np.random.Philox(np.random.SeedSequence((6, group, place)))).random(length)
+            ids = list(example.prompt_ids)
+            for number in numbers:
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double().numpy() / temperature
+                ends = np.cumsum(np.exp(logits - logits.max()))
+                ids.append(int((ends <= number * ends[-1]).sum()))
+                if ids[-1] in eos:
+                    break
+            assert rollout.completion_ids == ids[len(example.prompt_ids) :]
+    assert len({len(rollout.completion_ids) for group in groups for rollout in group}) > 2
+
+
+def test_what_is_drawn_at_a_time_changes_nothing(model, tokenizer, examples):
+    whole = sampler(model, tokenizer, list(range(20)), length=20).sample(examples, 3, 1.0, seed=6, ids=[5, 6, 7])
+    for rows in (1, 3, 6):
+        few = LocalSampler(model, tokenizer, list(range(20)), 20, rows)
+        handed = {}
+        again = few.sample(examples, 3, 1.0, seed=6, on_groups=handed.update, ids=[5, 6, 7])
+        assert handed == dict(enumerate(again))
+        assert_alike(again, whole)
+    ((last, *_), *_) = sampler(model, tokenizer, list(range(20)), length=20).sample(examples[2:], 1, 1.0, 6, ids=[7])
+    assert last.completion_ids == whole[2][0].completion_ids
+
+
+def assert_alike(groups, others) -> None:
+    """The same tokens; log-probs but for the rounding of products of another shape."""
+    for rollouts, expected in zip(groups, others, strict=True):
+        assert [rollout.completion_ids for rollout in rollouts] == [rollout.completion_ids for rollout in expected]
+        for rollout, other in zip(rollouts, expected, strict=True):
+            assert_rounded(rollout.sampling_logprobs, other.sampling_logprobs)
+
+
+HEADS = ["qwen2", "gemma2, softcapped", "cohere, scaled", "granite, divided", "phi, bias", "with LoRA"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_in_16_bits_too_a_rollout_brings_the_logprobs_that_the_loss_gives_it(name, tokenizer):
+    """Without attention kernels that round otherwise with each shape, nothing but the head could round otherwise."""
+    model = build(CONFIGS.get(name, CONFIGS["qwen2"]))
+    model.set_attn_implementation("eager")
+    if name == "with LoRA":
+        peft = pytest.importorskip("peft")
+        checkpoint_activations(model)
+        model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.to(torch.bfloat16)
+    examples, copies = [example([5, 6, 7]), example([9, 10, 11, 12, 13, 14])], 8
+    groups = sampler(model, tokenizer, eos=[10**6], length=20).sample(examples, copies, 0.8, seed=2)
+    rollouts = [rollout for group in groups for rollout in group]
+    prompts = [item.prompt_ids for item in examples for _ in range(copies)]
+    sequences = [(prompt, rollout.completion_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    with torch.no_grad():
+        scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), 0.8)
+        logits = model(input_ids=torch.tensor([prompts[0]])).logits
+    difference = (torch.tensor([value for item in rollouts for value in item.sampling_logprobs]) - scored).abs()
+    assert len(difference) == 320 and (difference > 0.01).float().mean() < 0.01
+    # And the head is the model's own again.
+    assert "forward" not in vars(model.get_output_embeddings())
+    assert logits.shape[1] == 3 and torch.equal(logits, logits.bfloat16().to(logits.dtype))
+
+
+def test_a_head_is_the_models_own_again_after_a_failure(tokenizer):
+    model = build(CONFIGS["qwen2"]).to(torch.bfloat16)
+
+    def fails(*_):
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        sampler(model, tokenizer).stream(example([5, 6]), 1.0, 0, fails)
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_the_models_own_generation_config_changes_nothing(model, tokenizer, examples, monkeypatch):
+    plain = sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5)
+    settings = GenerationConfig(
+        top_k=1,
+        top_p=0.1,
+        temperature=0.1,
+        repetition_penalty=5.0,
+        no_repeat_ngram_size=1,
+        suppress_tokens=list(range(200)),
+        min_new_tokens=9,
+        do_sample=True,
+    )
+    monkeypatch.setattr(model, "generation_config", settings)
+    assert sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5) == plain
+    assert model.generation_config is settings  # and it is there again, to be saved with the model
+
+
+def first_tokens(model, tokenizer, examples) -> list[int]:
+    return [rollout.completion_ids[0] for rollout in sampler(model, tokenizer).greedy(examples)]
+
+
+def test_an_eos_that_comes_first_is_the_whole_completion(model, tokenizer, examples):
+    eos = first_tokens(model, tokenizer, examples)
+    for rollout, token in zip(sampler(model, tokenizer, eos).greedy(examples), eos, strict=True):
+        assert rollout.completion_ids == [token] and rollout.finished
+
+
+def drawn(model, tokenizer, examples) -> list[list[int]]:
+    """Sampled completions that never end, to choose an eos from."""
+    return [
+        group[0].completion_ids for group in sampler(model, tokenizer, eos=[10**6]).sample(examples, 1, 2.0, seed=3)
+    ]
+
+
+def test_an_eos_that_is_also_the_pad_is_kept_once(model, model_folder, examples):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    ends = [ids[place] for place, ids in enumerate(drawn(model, tokenizer, examples), start=2)]
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
+    assert tokenizer.pad_token_id == ends[0]
+    for (rollout,) in sampler(model, tokenizer, ends).sample(examples, 1, 2.0, seed=3):
+        assert rollout.finished and rollout.completion_ids[-1] in ends
+        assert not set(rollout.completion_ids[:-1]) & set(ends)
+
+
+def test_a_completion_without_eos_is_truncated_and_says_so(model, tokenizer, examples):
+    for rollout in sampler(model, tokenizer, eos=[10**6], length=5).greedy(examples):
+        assert len(rollout.completion_ids) == 5 and not rollout.finished
+
+
+def test_an_eos_at_the_last_place_is_finished(model, tokenizer, examples):
+    ids = drawn(model, tokenizer, examples[:1])[0]
+    assert ids[3] not in ids[:3]
+    ((rollout,),) = sampler(model, tokenizer, [ids[3]], length=4).sample(examples[:1], 1, 2.0, seed=3)
+    assert rollout.completion_ids == ids[:4] and rollout.finished
+
+
+def test_the_text_has_no_special_tokens_and_keeps_the_tags(model, tokenizer):
+    tags = "<think>1</think><answer>2</answer>"
+    ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
+    assert LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids, [-1.0] * len(ids)).text == tags
+
+
+def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, tokenizer, examples):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    plain = sampler(model, tokenizer).greedy(examples)
+    checkpoint_activations(model)
+    token_logprobs(model, Batcher(0, 0).make([([1], [2])], "cpu"), 1.0)[0].sum().backward()
+    widths = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+    assert sampler(model, tokenizer).greedy(examples) == plain
+    assert widths == [max(len(prompt.prompt_ids) for prompt in examples)] + [1] * (len(widths) - 1)
+
+
+def gradients(model) -> list[torch.Tensor]:
+    model.zero_grad()
+    token_logprobs(model, Batcher(0, 0).make([([5, 6], [7, 8, 9])], "cpu"), 1.0)[0].sum().backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+def keep_tensors(model) -> None:
+    """Make a layer keep what it computes in its first forward pass, as a buffer and as an attribute."""
+
+    def scale(layer, inputs) -> tuple:
+        if not hasattr(layer, "attribute"):
+            layer.attribute = torch.linspace(0.5, 2.0, inputs[0].shape[-1])
+            layer.register_buffer("buffer", layer.attribute.square())
+        return (inputs[0] * layer.attribute * layer.buffer,)
+
+    model.model.layers[0].mlp.register_forward_pre_hook(scale)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "keeps tensors", "dynamic positions"])
+def test_a_model_learns_after_sampling_as_if_there_had_been_none(kind, checkpointing, tokenizer):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    settings = SMALL | {"max_position_embeddings": 16, "initializer_range": 0.3}
+
+    def make():
+        model = build(LlamaConfig(**settings, rope_parameters=rope if kind == "dynamic positions" else None))
+        if kind == "keeps tensors":
+            keep_tensors(model)
+        if checkpointing:
+            checkpoint_activations(model)
+        return model
+
+    model, modes = make(), set()
+    model.lm_head.register_forward_pre_hook(lambda *_: modes.add(torch.is_inference_mode_enabled()))
+    sampler(model, tokenizer, eos=[10**6], length=40).sample([example([5, 6])], 2, 1.0, seed=0)
+    assert modes == {True}
+    assert all(map(torch.equal, gradients(model), gradients(make())))
+    kept = [value for part in model.modules() for value in (*vars(part).values(), *part.buffers(recurse=False))]
+    assert not any(isinstance(value, torch.Tensor) and value.is_inference() for value in kept)
+
+
+class HostWaits(TorchFunctionMode):
+    """Counts what makes the host wait for the device, or copies to it, by who asks for it: ours or transformers."""
+
+    NAMES = ("tolist", "item", "cpu", "numpy", "nonzero", "tensor", "as_tensor", "unique", "equal")
+    NAMES += ("__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if (name := getattr(function, "__name__", "")) in self.NAMES:
+            frame = sys._getframe(1)
+            while not (ours := "grpo/sampling/" in frame.f_code.co_filename) and (
+                "transformers/" not in frame.f_code.co_filename
+            ):
+                frame = frame.f_back
+            self.counts["ours" if ours else "transformers", name] += 1
+        return function(*arguments, **options or {})
+
+
+def test_no_token_makes_the_host_wait_for_the_sake_of_ours(model, tokenizer, examples):
+    def waits(length: int) -> Counter:
+        with HostWaits() as counted:
+            draw = sampler(model, tokenizer, eos=[10**6], length=length).sample
+            draw(examples, 2, 0.9, seed=1, on_groups=lambda groups: None)
+        return counted.counts
+
+    tokens = 2 * LOOK_EVERY
+    more = waits(1 + 2 * tokens) - waits(1 + tokens)
+    assert more["ours", "tolist"] == 2  # a look every LOOK_EVERY tokens
+    assert {name for who, name in more if who == "ours"} == {"tolist"}
+    # transformers' own: whether its mask can be left out, and whether all rows have ended.
+    assert sum(number for (who, _), number in more.items() if who == "transformers") <= 2 * tokens
+
+
+def test_each_group_is_handed_over_once_soon_after_its_last_completion_ends(model, tokenizer, examples):
+    draw = sampler(model, tokenizer, eos=list(range(30)), length=100).sample  # so many ends that lengths differ
+    plain = draw(examples * 2, 4, 1.0, seed=5)
+    passes, handed = [], []
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        watched = draw(
+            examples * 2,
+            4,
+            1.0,
+            seed=5,
+            on_groups=lambda groups: handed.extend((place, group, len(passes)) for place, group in groups.items()),
+        )
+    finally:
+        hook.remove()
+    assert watched == plain
+    assert {place: rollouts for place, rollouts, _ in handed} == dict(enumerate(plain)) and len(handed) == 6
+    # A forward pass draws one token of every row, so a group's last token is there after as many as its longest
+    # completion has; whether it is there is asked at each LOOK_EVERY-th token, and at the end.
+    longest = [max(len(rollout.completion_ids) for rollout in rollouts) for _, rollouts, _ in handed]
+    looks = [min(-(-count // LOOK_EVERY) * LOOK_EVERY, max(longest)) for count in longest]
+    assert [after for *_, after in handed] == looks == sorted(looks) and len({*looks}) > 2
+
+
+def streamed(model, tokenizer, prompt, temperature, seed, stop_after=100, eos=10**6):
+    shown = []
+
+    def on_token(ids) -> bool:
+        shown.append(ids)
+        return len(ids) == stop_after
+
+    return sampler(model, tokenizer, eos=[eos]).stream(prompt, temperature, seed, on_token), shown
+
+
+def test_a_stream_shows_each_token_and_ends_as_its_rollout(model, tokenizer, examples):
+    for prompt in examples:
+        (greedy,) = sampler(model, tokenizer, eos=[10**6]).greedy([prompt])
+        rollout, shown = streamed(model, tokenizer, prompt, temperature=0, seed=1)
+        assert rollout == greedy
+        assert shown == [greedy.completion_ids[:count] for count in range(1, 13)]
+        ((drawn,),) = sampler(model, tokenizer, eos=[10**6]).sample([prompt], 1, 2.0, seed=1)
+        assert streamed(model, tokenizer, prompt, temperature=2.0, seed=1)[0] == drawn
+
+
+def test_a_stream_shows_each_token_once_up_to_its_eos(model, tokenizer, examples):
+    for temperature in (0, 2.0):
+        whole, _ = streamed(model, tokenizer, examples[0], temperature, seed=1)
+        end = next(place for place in range(4, 12) if whole.completion_ids[place] not in whole.completion_ids[:place])
+        eos = whole.completion_ids[end]
+        rollout, shown = streamed(model, tokenizer, examples[0], temperature, seed=1, eos=eos)
+        assert rollout.finished and rollout.completion_ids == whole.completion_ids[: end + 1]
+        assert shown == [rollout.completion_ids[:count] for count in range(1, end + 2)]
+
+
+def test_a_stream_stops_where_it_is_told_to(model, tokenizer, examples):
+    whole, _ = streamed(model, tokenizer, examples[0], temperature=0, seed=1)
+    stopped, shown = streamed(model, tokenizer, examples[0], temperature=0, seed=1, stop_after=3)
+    assert stopped.completion_ids == whole.completion_ids[:3] and not stopped.finished and len(shown) == 3
