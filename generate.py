@@ -36,7 +36,7 @@ from grpo.config.console import start_logging
 from grpo.config.programs import WorkerConfig
 from grpo.pool.client import PoolClient
 from grpo.workers.engine import Engine, WorkerFailed
-from grpo.workers.loop import Worker
+from grpo.workers.loop import GenerationWorker
 from grpo.workers.weights_folder import open_folder
 
 log = logging.getLogger("generate")
@@ -68,7 +68,7 @@ def run(config: WorkerConfig) -> int:
     stopped = take_signals(stop)
     check_pool(config)
     with open_folder(config.weights_folder) as folder:
-        worker = Worker(config, make_engine(config), folder, stop)
+        worker = GenerationWorker(config, make_engine(config), folder, stop)
         log.info("%s draws for %s with %s", worker.name, config.pool, config.engine)
         failures: list[BaseException] = []
         thread = threading.Thread(target=collect, args=[worker, failures], name="worker", daemon=True)
@@ -92,7 +92,7 @@ def check_pool(config: WorkerConfig) -> None:
         PoolClient(config.pool, config.token, check_certificates(config.ref_ca_file), request_timeout=5.0).run()
 
 
-def collect(worker: Worker, failures: list[BaseException]) -> None:
+def collect(worker: GenerationWorker, failures: list[BaseException]) -> None:
     """Run the worker in a thread, and keep what ends it."""
     try:
         worker.run()

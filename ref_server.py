@@ -11,7 +11,7 @@ on other machines, and their completions to the trainer.
 
 Read it from the top: what it answers at each path, how it starts and stops. The threads of the web server only parse,
 queue and wait (grpo/server/model_service.py, grpo/pool/pool_service.py); one worker thread owns the model
-(grpo/server/worker.py). docs/protocol.md describes the wire.
+(grpo/server/scorer.py). docs/protocol.md describes the wire.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ from demo.__main__ import prepare, start, train
 from grpo.client.server_errors import RequestFailure
 from grpo.config.console import free_port
 from grpo.pool.client import PoolClient
-from grpo.pool.protocol import Drawn, Lease, Probe, RunInfo, Task, Version
+from grpo.pool.protocol import GroupResult, Lease, Probe, RunInfo, Task, Version
 from grpo.pool.store import Store
 from grpo.pool.task_tensors import encode_drawn
 
 COPIES, TOKENS = 8, 700
-DRAWN = Drawn(0, 0, [[5] * TOKENS] * COPIES, [[-0.5] * TOKENS] * COPIES, [[0] * TOKENS] * COPIES)
+DRAWN = GroupResult(0, 0, [[5] * TOKENS] * COPIES, [[-0.5] * TOKENS] * COPIES, [[0] * TOKENS] * COPIES)
 MODEL = b"weights" * 1000
 
 

@@ -48,7 +48,7 @@ from grpo.sampling import continuous
 from grpo.sampling import generate as local
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
-from grpo.tools.start import UserTurns, start_turns
+from grpo.tools.start import UserResponder, start_turns
 
 PROMPTS, COPIES, LENGTH = 8, 8, 768
 WORDS = (8, 60)  # tokens of a turn before its call
@@ -111,7 +111,7 @@ class Work:
     """path/to/file.py:calculate"""
     timeout: float | None = None
     """tool_timeout: calls run in processes"""
-    turns: UserTurns = field(init=False)
+    turns: UserResponder = field(init=False)
 
     def __post_init__(self):
         self.trainer = make_trainer(self.model, self.tokenizer, load_function("tools", self.tool))

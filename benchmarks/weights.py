@@ -34,7 +34,7 @@ from demo.__main__ import prepare, train
 from grpo.config.console import free_port
 from grpo.model.packing import Batcher
 from grpo.model.weights_file import named_weights, write_weights
-from grpo.pool.client import Patience, PoolClient
+from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import apply_delta, make_delta
 from grpo.trainer.publish_policy import PolicyPublisher
 from grpo.workers.weights_folder import ModelFolder
@@ -211,7 +211,7 @@ class Worker:
         folder.mkdir()
         self._line = Line(port, rate)
         self._client = PoolClient(self._line.url)
-        self._model = ModelFolder(folder, self._client, Patience(self._client, 60.0, threading.Event()))
+        self._model = ModelFolder(folder, self._client, Retrier(self._client, 60.0, threading.Event()))
         self.brought: list[tuple[int, float]] = []
         """bytes over the line and seconds of each version"""
 

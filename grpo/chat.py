@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from grpo.data.conversation import Conversation
     from grpo.data.records import Example, Rollout
-    from grpo.data.responder import Dialogue, Turns
+    from grpo.data.responder import Dialogue, Responder
     from grpo.model.pictures import Vision
 
 IMAGE = "/image"
@@ -120,7 +120,7 @@ class Answerer:
         tokenizer: PreTrainedTokenizerBase,
         end_ids: list[int],
         vision: Vision | None,
-        turns: Turns | None,
+        turns: Responder | None,
     ):
         """`end_ids`: the ids that end a turn of the model. `turns` is None where nothing answers it."""
         self._config, self._model, self._tokenizer, self._end_ids = config, model, tokenizer, end_ids

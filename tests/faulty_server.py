@@ -13,37 +13,37 @@ def code_for(fault, *arguments) -> str:
 
 def hold_passes(go: str) -> None:
     """Let each forward pass wait until the file `go` exists, so that the queue is as full as a test wants it."""
-    from grpo.server import worker
+    from grpo.server import scorer
 
-    score = worker.token_logprobs
+    score = scorer.token_logprobs
 
     def held(*arguments):
         while not Path(go).exists():
             time.sleep(0.01)
         return score(*arguments)
 
-    worker.token_logprobs = held
+    scorer.token_logprobs = held
 
 
 def delay_passes(seconds: float) -> None:
-    from grpo.server import worker
+    from grpo.server import scorer
 
-    score = worker.token_logprobs
+    score = scorer.token_logprobs
 
     def delayed(*arguments):
         time.sleep(seconds)
         return score(*arguments)
 
-    worker.token_logprobs = delayed
+    scorer.token_logprobs = delayed
 
 
 def break_passes() -> None:
     """Let a pass fail by what it scores: 400 an error, 401 the device, from then on, 402 the memory, 403 NaN."""
     import torch
 
-    from grpo.server import worker
+    from grpo.server import scorer
 
-    score, is_dead = worker.token_logprobs, False
+    score, is_dead = scorer.token_logprobs, False
 
     def breaking(model, batch, *rest):
         nonlocal is_dead
@@ -58,7 +58,7 @@ def break_passes() -> None:
             raise RuntimeError("the device is gone")
         return score(model, batch, *rest)
 
-    worker.token_logprobs = breaking
+    scorer.token_logprobs = breaking
 
 
 def hold_loading(go: str) -> None:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from grpo.pool.delta import sha256_of
-from grpo.pool.protocol import Drawn, Probe, RunInfo, Task
+from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
 from grpo.workers.engine import EngineError
 from grpo.workers.weights_folder import WEIGHTS
 
@@ -53,7 +53,7 @@ class PlainEngine:
         self.wrong_logprobs -= 1
         return [value - (self.wrong_logprobs >= 0) for value in probe.logprobs]
 
-    def draw(self, task: Task) -> Drawn:
+    def draw(self, task: Task) -> GroupResult:
         with self._lock:
             self._drawing += 1
             self.draws += 1
@@ -69,7 +69,7 @@ class PlainEngine:
                 self._drawing -= 1
         copies = self.copies or self.run.num_generations
         ids, logprobs = [[self.run.eos_token_ids[0]]] * copies, [[-0.5]] * copies
-        return Drawn(task.group, task.attempt, ids, logprobs, [[self.version]] * copies)
+        return GroupResult(task.group, task.attempt, ids, logprobs, [[self.version]] * copies)
 
     def close(self) -> None:
         self.calls.append("close")

@@ -5,10 +5,10 @@ import math
 import random
 from dataclasses import replace
 
-from grpo.pool.protocol import Drawn, Probe, RunInfo, Task, Version
+from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, Version
 from grpo.pool.store import Store
-from grpo.wire.tool_outcomes import Outcome, RunTurns
-from grpo.wire.weights import Piece
+from grpo.wire.tool_outcomes import Outcome, RunTools
+from grpo.wire.weights import FilePart
 
 PROBE = Probe([1, 2], [3], [-0.5])
 FOLDER = b"the model's folder"
@@ -20,7 +20,7 @@ def sha(data: bytes) -> str:
 
 RUN = RunInfo("0123456789abcdef", "runs/a", 100, [2], 2, 4, 0.7, 42, sha(FOLDER), groups_per_round=2)
 
-TURNS = RunTurns(["add"], "f" * 64, "Guess", ["Guess"], None, None, 2048, "auto", None)
+TURNS = RunTools(["add"], "f" * 64, "Guess", ["Guess"], None, None, 2048, "auto", None)
 WITH_TURNS = replace(RUN, turns=TURNS)
 
 
@@ -33,7 +33,7 @@ def weights(number: int, size: int = 5000) -> bytes:
 
 
 def put_file(store: Store, data: bytes) -> str:
-    assert store.files.add(Piece(sha(data), len(data), 0), data) == len(data)
+    assert store.files.add(FilePart(sha(data), len(data), 0), data) == len(data)
     return sha(data)
 
 
@@ -49,12 +49,12 @@ def put_version(store: Store, number: int, base: int | None = None, whole: bool 
     return version
 
 
-def drawn(task: Task) -> Drawn:
+def drawn(task: Task) -> GroupResult:
     ids = [[3 + (task.group + task.attempt) % 50, 2], [5, 6, 7, 8]]
-    return Drawn(*task.key, ids, [[-0.5] * len(row) for row in ids], [[task.version] * len(row) for row in ids])
+    return GroupResult(*task.key, ids, [[-0.5] * len(row) for row in ids], [[task.version] * len(row) for row in ids])
 
 
-def answered(task: Task) -> Drawn:
+def answered(task: Task) -> GroupResult:
     """Completions of a run with turns: the first has an answer of one token."""
     made, segments = drawn(task), [[3 + task.group % 50, 2, 9, 2], [5, 6, 7, 8]]
     masks = [[True, True, False, True], [True] * 4]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from demo.model import build_tokenizer
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
-from grpo.tools.start import UserTurns, start_turns
+from grpo.tools.start import UserResponder, start_turns
 
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
 _TOOLS = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
@@ -112,7 +112,9 @@ def call(name: str, **arguments) -> str:
 class Talk:
     """A completion, whose policy says what a test wants."""
 
-    def __init__(self, turns: UserTurns, tokenizer: PreTrainedTokenizerBase, example: Example, length: int, name=None):
+    def __init__(
+        self, turns: UserResponder, tokenizer: PreTrainedTokenizerBase, example: Example, length: int, name=None
+    ):
         self.dialogue = turns.begin(example, name)
         self._tokenizer, self._room = tokenizer, length
         self.answers: list[str | None] = []

@@ -13,7 +13,7 @@ import requests
 
 from grpo.client.server_errors import RequestFailure, ServerError
 from grpo.config.connection_settings import TOKEN_VARIABLE
-from grpo.wire.weights import Piece
+from grpo.wire.weights import FilePart
 
 CONNECT_SECONDS = 5.0  # to connect, and for all of /health
 PIECE_BYTES = 16 << 20  # of a file in one request
@@ -54,7 +54,7 @@ def send_pieces(
     """
     data, received = b"", 0
     while True:
-        response = post(asdict(Piece(sha256, size, received)), data)
+        response = post(asdict(FilePart(sha256, size, received)), data)
         try:
             now_received = int(response.json()["received"])
         except (ValueError, KeyError, TypeError) as error:

@@ -18,7 +18,7 @@ from grpo.data.chat_template import (
 )
 from grpo.data.dataset_pictures import encode_picture
 from grpo.data.records import Example, Rollout
-from grpo.data.responder import Turns
+from grpo.data.responder import Responder
 from grpo.model.pictures import PictureProcessor
 
 NEW = "/new"
@@ -38,7 +38,7 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         processor: PictureProcessor | None,
         longest: int,
-        turns: Turns | None,
+        turns: Responder | None,
     ):
         """`longest`: tokens that the model takes, an answer's first one included."""
         self._config, self._tokenizer, self._processor, self._longest = config, tokenizer, processor, longest

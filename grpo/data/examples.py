@@ -21,7 +21,7 @@ from grpo.data.chat_template import (
 )
 from grpo.data.dataset_pictures import PictureColumn, check_prompt
 from grpo.data.records import Example
-from grpo.data.responder import Turns
+from grpo.data.responder import Responder
 from grpo.wire.picture_files import EncodedPicture
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def make_example(
     row: Mapping[str, Any],
     column: PictureColumn | None = None,
     processor: PictureProcessor | None = None,
-    turns: Turns | None = None,
+    turns: Responder | None = None,
 ) -> Example | None:
     """Make an Example of a dataset row; None where its prompt, with what the environment says, has neither text nor
     picture.

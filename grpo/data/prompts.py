@@ -22,7 +22,7 @@ from grpo.data.dataset import decoded, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
 from grpo.data.examples import GIVEN_TO_REWARDS, gold_answer, make_example
 from grpo.data.records import Example
-from grpo.data.responder import Turns
+from grpo.data.responder import Responder
 from grpo.wire.picture_files import PictureError, pictures_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def load_examples(
     limit: int = 0,
     progress: bool = True,
     processor: PictureProcessor | None = None,
-    turns: Turns | None = None,
+    turns: Responder | None = None,
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0.
 

@@ -41,7 +41,7 @@ class Dialogue(Protocol):
         ...
 
 
-class Turns(Protocol):
+class Responder(Protocol):
     """What answers the policy, in all completions of a run."""
 
     tools: list[dict[str, Any]] | None

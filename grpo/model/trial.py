@@ -42,7 +42,7 @@ SAME_GRADIENT = 0.6  # share of the gradient's norm in 16 bit: the noise above m
 
 
 @dataclass(frozen=True)
-class Answer:
+class TrialResult:
     """The log-probs and gradients of one batch."""
 
     logprobs: torch.Tensor
@@ -54,7 +54,7 @@ class Answer:
 class Padded:
     """The answer for a padded batch, which packed batches are compared with."""
 
-    answer: Answer
+    answer: TrialResult
     effect: float
     """how far different prompts move the log-probs"""
 
@@ -152,7 +152,7 @@ def distance(logprobs: torch.Tensor, expected: torch.Tensor) -> float:
     return (logprobs - expected).square().mean().sqrt().item()
 
 
-def _answer(model: PreTrainedModel, batcher: Batcher) -> Answer:
+def _answer(model: PreTrainedModel, batcher: Batcher) -> TrialResult:
     """Compute the answer for `trial_sequences`, with gradients where the model is to be trained.
 
     Raises ConfigError where no vector has a gradient: HRM-Text's only one is what its first cycle begins with, which
@@ -161,7 +161,7 @@ def _answer(model: PreTrainedModel, batcher: Batcher) -> Answer:
     batch = batcher.make(trial_sequences(model, batcher.vision), model.device)
     if not torch.is_grad_enabled() or not any(weight.requires_grad for weight in model.parameters()):
         with torch.no_grad():
-            return Answer(token_logprobs(model, batch, 1.0)[0], [])
+            return TrialResult(token_logprobs(model, batch, 1.0)[0], [])
     with _vectors_trained(model) as vectors:
         logprobs, _ = token_logprobs(model, batch, 1.0)
         loss = (logprobs * torch.linspace(-1, 2, len(logprobs), device=logprobs.device)).sum()
@@ -171,7 +171,7 @@ def _answer(model: PreTrainedModel, batcher: Batcher) -> Answer:
                 "only a part of theirs: use another model"
             )
         slopes = torch.autograd.grad(loss, vectors, allow_unused=True) if vectors else []
-    return Answer(logprobs.detach(), [*slopes])
+    return TrialResult(logprobs.detach(), [*slopes])
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from grpo.client.sessions import (
     send_pieces,
     token_refused,
 )
-from grpo.pool.protocol import Drawn, Lease, RunInfo, Task, Version
+from grpo.pool.protocol import GroupResult, Lease, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.json_fields import LARGEST_ID
 from grpo.wire.refusals import (
@@ -61,7 +61,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
-class Leased:
+class LeaseReply:
     """The answer to a worker that asks for tasks."""
 
     tasks: list[Task]
@@ -127,23 +127,23 @@ class PoolClient:
         """Put up to MOST_TASKS tasks. Raises ServerError where one has another prompt than the pool's."""
         self._post(TASKS_PATH, encode_tasks(tasks))
 
-    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[Drawn]:
+    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
         """Return those of up to MOST_TASKS groups that are drawn: at least one, or none after `wait` seconds."""
         body = json.dumps({"groups": [[*key] for key in keys], "wait": wait}).encode()
         return self._decoded(self._post(GROUPS_PATH, body, wait=wait), decode_drawn)
 
-    def lease(self, lease: Lease) -> Leased:
+    def lease(self, lease: Lease) -> LeaseReply:
         """Return new tasks, at most `lease.room`: at least one, or none after `lease.wait` seconds."""
 
-        def decode(body: bytes) -> Leased:
+        def decode(body: bytes) -> LeaseReply:
             _, metadata = read_tensors(body)
             tasks, seconds = decode_tasks(body, self._vocab_size), float(metadata["lease_seconds"])
             version, sha256 = int(metadata.get("version", -1)), metadata.get("sha256", "")
-            return Leased(tasks, seconds, metadata["run"], version, sha256)
+            return LeaseReply(tasks, seconds, metadata["run"], version, sha256)
 
         return self._decoded(self._post(LEASE_PATH, lease.to_json(), wait=lease.wait), decode)
 
-    def results(self, worker: str, drawn: Sequence[Drawn], weights: Iterable[tuple[int, str]]) -> list[str]:
+    def results(self, worker: str, drawn: Sequence[GroupResult], weights: Iterable[tuple[int, str]]) -> list[str]:
         """Send groups; return what became of each: "accepted", "already there" or "not wanted".
 
         `weights`: number and SHA-256 of the versions that drew them. Raises ResultRefused where they are no completions
@@ -319,7 +319,7 @@ class Stopped(Exception):
     """The end of waiting, because the program is to end."""
 
 
-class Patience:
+class Retrier:
     """The patience with a pool, of all threads together: the log says once that it is away, and that it is back."""
 
     def __init__(self, client: PoolClient, deadline: float, stop: threading.Event):

@@ -26,7 +26,7 @@ _MOST_WORKERS = 256
 
 
 @dataclass
-class Worker:
+class WorkerState:
     """What the pool knows of a worker. Times are time.monotonic()."""
 
     name: str
@@ -54,10 +54,10 @@ class Leases:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         """notified when a task may have become free, or a result may be there"""
-        self._workers: dict[str, Worker] = {}
-        self._void: set[tuple[str, Key]] = set()
+        self._workers: dict[str, WorkerState] = {}
+        self._revoked: set[tuple[str, Key]] = set()
 
-    def seen(self, lease: Lease) -> Worker:
+    def seen(self, lease: Lease) -> WorkerState:
         """Note a worker's request: it holds what it names, and nothing else any more.
 
         What it has from before a restart of this process, or from before it was silent, is its own again where nobody
@@ -66,9 +66,10 @@ class Leases:
         with self.changed:
             worker = self._worker(lease.worker, lease)
             named = {(group, attempt) for group, attempt in lease.holds}
-            self._void = {(name, key) for name, key in self._void if name != worker.name or key in named}
+            self._revoked = {(name, key) for name, key in self._revoked if name != worker.name or key in named}
             others = self.held() - worker.holds
-            before, worker.holds = worker.holds, {key for key in named - others if (worker.name, key) not in self._void}
+            before = worker.holds
+            worker.holds = {key for key in named - others if (worker.name, key) not in self._revoked}
             if before - named:
                 self.changed.notify_all()
             return worker
@@ -93,30 +94,30 @@ class Leases:
                     worker.holds.clear()
             return set().union(*(worker.holds for worker in self._workers.values()))
 
-    def find(self, name: str) -> Worker | None:
+    def find(self, name: str) -> WorkerState | None:
         """Return a worker, None where it is not known."""
         with self.changed:
             return self._workers.get(name)
 
-    def void(self, keys: Iterable[Key]) -> None:
+    def revoke(self, keys: Iterable[Key]) -> None:
         """End the leases of these tasks: what is being drawn for them is not wanted any more."""
         with self.changed:
             keys = set(keys)
             for worker in self._workers.values():
-                self._void |= {(worker.name, key) for key in worker.holds & keys}
+                self._revoked |= {(worker.name, key) for key in worker.holds & keys}
                 worker.holds -= keys
             self.changed.notify_all()
 
-    def is_void(self, name: str, key: Key) -> bool:
+    def is_revoked(self, name: str, key: Key) -> bool:
         """Return whether this worker draws the task for a lease that was ended."""
         with self.changed:
-            return (name, key) in self._void
+            return (name, key) in self._revoked
 
     def uploaded(self, name: str, keys: Iterable[Key], groups: int, tokens: int) -> None:
         """Note an upload of these tasks, of which so many groups with so many tokens were accepted."""
         with self.changed:
             keys = set(keys)
-            self._void -= {(name, key) for key in keys}
+            self._revoked -= {(name, key) for key in keys}
             for worker in self._workers.values():
                 worker.holds -= keys
             if groups and (worker := self._workers.get(name)) is not None:
@@ -125,7 +126,7 @@ class Leases:
                 worker.refused_in_a_row = 0
             self.changed.notify_all()
 
-    def refused(self, name: str, keys: Iterable[Key], reason: str) -> Worker:
+    def refused(self, name: str, keys: Iterable[Key], reason: str) -> WorkerState:
         """Note a refused upload: others may draw these tasks."""
         with self.changed:
             worker = self._worker(name, None)
@@ -133,11 +134,11 @@ class Leases:
             worker.reason = reason
             worker.holds.difference_update(keys)
             if worker.refused_in_a_row >= MOST_REFUSALS:
-                self._set_apart(worker, f"{MOST_REFUSALS} uploads in a row were refused, the last: {reason}")
+                self._suspend(worker, f"{MOST_REFUSALS} uploads in a row were refused, the last: {reason}")
             self.changed.notify_all()
             return worker
 
-    def drifted(self, drifts: Mapping[str, float], are_alike: bool = True) -> list[Worker]:
+    def drifted(self, drifts: Mapping[str, float], are_alike: bool = True) -> list[WorkerState]:
         """Note how far each worker's log-probs are from the trainer's. Return the workers that this sets apart.
 
         `are_alike`: whether all drew with one version, so that they can be compared; else none is set apart.
@@ -150,12 +151,12 @@ class Leases:
                 worker.drift = drift
                 if are_alike and drift > MOST_DRIFT[0] + MOST_DRIFT[1] * least:
                     far = f"its log-probs are {drift:.2g} nats a token from the trainer's"
-                    self._set_apart(worker, f"{far}, another worker's {least:.2g}")
+                    self._suspend(worker, f"{far}, another worker's {least:.2g}")
                     apart.append(worker)
             self.changed.notify_all()
             return apart
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerState]:
         """Return all workers that are known, the last seen first."""
         with self.changed:
             return sorted(self._workers.values(), key=lambda worker: -worker.seen)
@@ -164,7 +165,7 @@ class Leases:
         """Return the number of workers in each state."""
         return Counter(state(worker) for worker in self.workers())
 
-    def _set_apart(self, worker: Worker, reason: str) -> None:
+    def _suspend(self, worker: WorkerState, reason: str) -> None:
         worker.is_apart, worker.reason = True, reason
         worker.holds.clear()
 
@@ -174,18 +175,18 @@ class Leases:
             live = (worker for worker in self._workers.values() if state(worker) in ("drawing", "waiting"))
             return len({name, *(worker.name for worker in live if worker.holds or worker.lease.room)})
 
-    def _worker(self, name: str, lease: Lease | None) -> Worker:
+    def _worker(self, name: str, lease: Lease | None) -> WorkerState:
         now = time.monotonic()
         worker = self._workers.get(name)
         if worker is None:
             while len(self._workers) >= _MOST_WORKERS:
                 del self._workers[min(self._workers.values(), key=lambda worker: worker.seen).name]
-            worker = self._workers[name] = Worker(name, lease or Lease(name, 0, [], 0.0), now)
+            worker = self._workers[name] = WorkerState(name, lease or Lease(name, 0, [], 0.0), now)
         worker.seen, worker.lease = now, lease or worker.lease
         return worker
 
 
-def state(worker: Worker) -> str:
+def state(worker: WorkerState) -> str:
     """Return which of STATES a worker is in."""
     if worker.is_apart:
         return "apart"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge
 
-from grpo.pool.leases import STATES, Leases, Worker, state
+from grpo.pool.leases import STATES, Leases, WorkerState, state
 from grpo.pool.store import Store
 from grpo.server.monitor import Monitor
 
@@ -112,7 +112,7 @@ class PoolMonitor:
         return {"leased": min(leased, undrawn), "waiting": max(0, undrawn - leased)}
 
 
-def _describe(worker: Worker, now: float) -> dict:
+def _describe(worker: WorkerState, now: float) -> dict:
     lease = worker.lease
     return {
         "name": worker.name,

@@ -27,7 +27,7 @@ from grpo.wire.refusals import (
     ProtocolError,
     malformed,
 )
-from grpo.wire.weights import Piece
+from grpo.wire.weights import FilePart
 
 _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON takes many times its size in memory
 
@@ -50,7 +50,7 @@ def add_pool_routes(app: App, service: PoolService) -> None:
     @app.post(FILES_PATH)
     def add_piece():
         with service.thread_of(service.work_threads):
-            piece = Piece.of(bottle.request.query)
+            piece = FilePart.of(bottle.request.query)
             body = read_post()
             received = service.store.files.add(piece, body)
             service.numbers.received(len(body))

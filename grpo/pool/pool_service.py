@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from grpo.config.server import ServerConfig
 from grpo.pool.database import PIECE_BYTES
-from grpo.pool.leases import LEASE_SECONDS, Key, Leases, Worker
+from grpo.pool.leases import LEASE_SECONDS, Key, Leases, WorkerState
 from grpo.pool.pool_monitor import PoolMonitor
 from grpo.pool.protocol import Lease, RunInfo, Task, Version, check_drawn
 from grpo.pool.store import Store
@@ -69,14 +69,14 @@ class PoolService(Service):
     def add_version(self, version: Version) -> None:
         """Keep a version of the policy. Raises ProtocolError, 409, where a file is not here."""
         with self._storing, self.leases.changed:  # nobody may lease, or send, what is just going
-            self.leases.void(self.store.add_version(version))
+            self.leases.revoke(self.store.add_version(version))
 
     def put_tasks(self, body: bytes) -> int:
         """Keep tasks; return their number. Raises ProtocolError, 409, for tasks of another run."""
         with self._storing:
             tasks = decode_tasks(body, self.store.run().vocab_size)
             with self.leases.changed:
-                self.leases.void(self.store.put_tasks(tasks))
+                self.leases.revoke(self.store.put_tasks(tasks))
         return len(tasks)
 
     def lease(self, lease: Lease, is_gone: Callable[[], bool]) -> bytes:
@@ -118,8 +118,8 @@ class PoolService(Service):
             for drawn in groups:
                 task, is_drawn = self.store.find_task(drawn.key) or (None, False)
                 versions = {*chain(*drawn.versions)}
-                is_void = self.leases.is_void(worker, drawn.key) or not versions.isdisjoint(replaced)
-                is_wanted = task is not None and not is_void
+                is_revoked = self.leases.is_revoked(worker, drawn.key) or not versions.isdisjoint(replaced)
+                is_wanted = task is not None and not is_revoked
                 answers.append("already there" if is_drawn else "accepted" if is_wanted else "not wanted")
                 if answers[-1] == "accepted":
                     try:
@@ -209,7 +209,7 @@ class PoolService(Service):
                 items = find()
         return items
 
-    def _check_welcome(self, worker: Worker) -> None:
+    def _check_welcome(self, worker: WorkerState) -> None:
         if worker.is_apart:
             message = f"worker {worker.name[:80]} is set apart: {worker.reason[:250]}: mend and restart it"
             raise ProtocolError(403, "set_apart", message)

@@ -26,7 +26,7 @@ from grpo.wire.json_fields import (
     shown,
 )
 from grpo.wire.refusals import ProtocolError, check_number, malformed
-from grpo.wire.tool_outcomes import Outcome, RunTurns, cut_segments
+from grpo.wire.tool_outcomes import Outcome, RunTools, cut_segments
 
 MOST_TASKS = 4096
 """most tasks or groups of one request"""
@@ -61,7 +61,7 @@ class RunInfo:
     in_flight_weight_updates: bool = False
     """whether a task may be drawn by its version and by any newer one, and each token of a completion by another:
     workers always take the newest version"""
-    turns: RunTurns | None = None
+    turns: RunTools | None = None
     """what answers the policy between its turns; None where nothing does"""
 
     def to_json(self) -> bytes:
@@ -87,7 +87,7 @@ class RunInfo:
             raise malformed(f"temperature {shown(info.temperature)}: send a number above 0")
         if not isinstance(info.in_flight_weight_updates, bool):
             raise malformed("in_flight_weight_updates: send true or false")
-        return info if info.turns is None else replace(info, turns=RunTurns.of_fields(info.turns))
+        return info if info.turns is None else replace(info, turns=RunTools.of_fields(info.turns))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GroupResult:
     """The completions of a group."""
 
     group: int
@@ -260,7 +260,7 @@ def drifts_of(value: object) -> dict[int, tuple[float, int]]:
 # Can these be the completions of a task? What a pool asks of each result before it keeps it.
 
 
-def check_drawn(drawn: Drawn, run: RunInfo, task: Task) -> None:
+def check_drawn(drawn: GroupResult, run: RunInfo, task: Task) -> None:
     """Raise ProtocolError, 422, where these cannot be completions of this task."""
 
     def wrong(message: str) -> ProtocolError:
@@ -298,7 +298,7 @@ def check_drawn(drawn: Drawn, run: RunInfo, task: Task) -> None:
 
 
 def _check_outcome(
-    outcome: Outcome, turns: RunTurns, segments: int, ends_with_eos: bool, wrong: Callable[[str], ProtocolError]
+    outcome: Outcome, turns: RunTools, segments: int, ends_with_eos: bool, wrong: Callable[[str], ProtocolError]
 ) -> None:
     """Raise what `wrong` makes of a message where a completion of so many drawn segments cannot have ended so."""
     if outcome.finished and not ends_with_eos:

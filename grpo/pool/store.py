@@ -20,10 +20,10 @@ import numpy as np
 
 from grpo.config.errors import ConfigError
 from grpo.pool.database import PIECE_BYTES, Database, check_row, damaged, open_read_only, unusable
-from grpo.pool.protocol import Drawn, RunInfo, Task, Version
+from grpo.pool.protocol import GroupResult, RunInfo, Task, Version
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
 from grpo.wire.refusals import ProtocolError, malformed
-from grpo.wire.weights import Piece
+from grpo.wire.weights import FilePart
 
 # The files that a pool keeps in its database, in pieces: weights and the model's folder.
 
@@ -39,7 +39,7 @@ class Files:
         self._digests: dict[str, tuple[int, Any]] = {}  # of files that are not complete, and of how many bytes
         self._touched: dict[str, float] = {}  # time.monotonic() of their last pieces
 
-    def add(self, piece: Piece, data: bytes) -> int:
+    def add(self, piece: FilePart, data: bytes) -> int:
         """Keep a piece of a file. Return how many bytes are here by now, from the first on without a gap.
 
         Bytes that are here already are ignored, so a piece may come twice, and an empty one asks where to continue.
@@ -312,7 +312,7 @@ class Store:
         task, drawn = read_task(rows[0])
         return task, drawn is not None
 
-    def add_results(self, drawn_tasks: Sequence[tuple[Task, Drawn]], worker: str) -> list[bool]:
+    def add_results(self, drawn_tasks: Sequence[tuple[Task, GroupResult]], worker: str) -> list[bool]:
         """Keep the completions of tasks; return of each whether it is kept: the first of a task and its version is."""
         kept = []
         with self._database.transaction():
@@ -322,7 +322,7 @@ class Store:
                     self._store_task(task, drawn, worker)
         return kept
 
-    def _store_task(self, task: Task, drawn: Drawn | None = None, worker: str | None = None) -> None:
+    def _store_task(self, task: Task, drawn: GroupResult | None = None, worker: str | None = None) -> None:
         of_drawn, body = (None, None, None), None
         if drawn is not None:
             of_drawn, body = (worker, drawn.tokens, max(map(max, drawn.versions))), encode_drawn([drawn])
@@ -421,7 +421,7 @@ class Recording:
             )
         self.run = RunInfo.of_json(row[1])
 
-    def result(self, key: tuple[int, int]) -> Drawn | None:
+    def result(self, key: tuple[int, int]) -> GroupResult | None:
         """Return the completions of a task (group, attempt), None where there are none."""
         _, body = self._task(key)
         return None if body is None else decode_drawn(body)[0]

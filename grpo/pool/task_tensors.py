@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 from safetensors.numpy import save
 
-from grpo.pool.protocol import MOST_TASKS, Drawn, Task
+from grpo.pool.protocol import MOST_TASKS, GroupResult, Task
 from grpo.wire.json_fields import check_hex, check_int
 from grpo.wire.refusals import check_number, malformed
 from grpo.wire.tensors import float32, int32, read_tensors, uint8
@@ -57,7 +57,7 @@ def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
     return [Task(group, attempt, version, prompt.tolist(), text) for group, attempt, version, prompt, text in rows]
 
 
-def encode_drawn(groups: Sequence[Drawn], weights: Iterable[tuple[int, str]] | None = None) -> bytes:
+def encode_drawn(groups: Sequence[GroupResult], weights: Iterable[tuple[int, str]] | None = None) -> bytes:
     """Return the body of POST results, and of the answer of POST groups.
 
     `weights`, of POST results: number and SHA-256 of the versions that drew them.
@@ -82,7 +82,7 @@ def encode_drawn(groups: Sequence[Drawn], weights: Iterable[tuple[int, str]] | N
     )
 
 
-def decode_drawn(body: bytes) -> list[Drawn]:
+def decode_drawn(body: bytes) -> list[GroupResult]:
     """Read groups. Raises ProtocolError: 400 for what is malformed, 413 for too many."""
     tensors, _ = read_tensors(body)
     groups, attempts, copies = (int32(tensors, name) for name in ("groups", "attempts", "copies"))
@@ -107,12 +107,12 @@ def decode_drawn(body: bytes) -> list[Drawn]:
     if has_turns:
         rows.append([Outcome.of_json(text) for text in _read_texts("outcome", tensors, len(lengths))])
     return [
-        Drawn(group, attempt, *(parts[end - count : end] for parts in rows))
+        GroupResult(group, attempt, *(parts[end - count : end] for parts in rows))
         for group, attempt, count, end in zip(groups.tolist(), attempts.tolist(), copies.tolist(), ends, strict=True)
     ]
 
 
-def decode_results(body: bytes) -> tuple[list[Drawn], list[tuple[int, str]]]:
+def decode_results(body: bytes) -> tuple[list[GroupResult], list[tuple[int, str]]]:
     """Read groups and `weights` of the body of POST results. Raises as decode_drawn."""
     groups, (_, metadata) = decode_drawn(body), read_tensors(body)
     if "weights" not in metadata:

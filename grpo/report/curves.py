@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from grpo.report.read import Run, read_run
+from grpo.report.read import RecordedRun, read_run
 
 COLOURS = (
     "#3277e0", "#e0601a", "#16976b", "#a05fe0", "#d8437f", "#8f7f10", "#0e93b5", "#9a6a3c", "#7d8590", "#5f9e22",
@@ -140,12 +140,12 @@ class Phases:
     """for each phase the sum over all steps"""
 
 
-def default_window(runs: Sequence[Run]) -> int:
+def default_window(runs: Sequence[RecordedRun]) -> int:
     """Return the steps of the moving average: a twentieth of the longest run, at least 5."""
     return max(5, max(len(run.rows) for run in runs) // 20 | 1)
 
 
-def make_charts(runs: Sequence[Run], window: int) -> dict[str, list[Chart]]:
+def make_charts(runs: Sequence[RecordedRun], window: int) -> dict[str, list[Chart]]:
     """Put every metric into one chart, by section. Those that no panel knows have one each, in the last section."""
     names_by_run = [run.names for run in runs]
     names = list(dict.fromkeys(name for of_run in names_by_run for name in of_run if not name.startswith(TIME)))
@@ -171,7 +171,7 @@ def make_charts(runs: Sequence[Run], window: int) -> dict[str, list[Chart]]:
     return charts
 
 
-def _line(place: int, run: Run, name: str, window: int) -> Line:
+def _line(place: int, run: RecordedRun, name: str, window: int) -> Line:
     points = [(step, row[name], row.get(f"{name}_se", 0.0)) for step, row in run.rows.items() if name in row]
     steps, values, errors = map(np.array, zip(*points, strict=True))
     noisy = window > 1 and len(steps) > 2 and name not in _EXACT and not name.startswith("eval_")
@@ -211,13 +211,13 @@ def _rounded(values: np.ndarray) -> list[float]:
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
-def make_phases(runs: Sequence[Run]) -> list[Phases]:
+def make_phases(runs: Sequence[RecordedRun]) -> list[Phases]:
     """Return the time of each run by phase; all runs have the same phases in the same order."""
     names = [name for name in dict.fromkeys(name for run in runs for name in run.names) if name.startswith(TIME)]
     return [_phases(run, names) for run in runs]
 
 
-def _phases(run: Run, names: Sequence[str]) -> Phases:
+def _phases(run: RecordedRun, names: Sequence[str]) -> Phases:
     rows = {step: row for step, row in run.rows.items() if "step_time" in row or any(name in row for name in names)}
     phases = [name.removeprefix(TIME) for name in names]
     table = np.array([[row.get(name, 0.0) for name in (*names, "step_time")] for row in rows.values()])

@@ -17,7 +17,7 @@ from typing import Any
 from grpo.config.errors import require
 from grpo.config.programs import ReportConfig
 from grpo.report.curves import COLOURS, OTHER, PANELS, REST, default_window, make_charts, make_phases
-from grpo.report.read import Run, read_completions, read_pictures, read_run
+from grpo.report.read import RecordedRun, read_completions, read_pictures, read_run
 
 PAGE, UNFINISHED = "report.html", "report.unfinished"
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -74,7 +74,7 @@ def run_folders(config: ReportConfig) -> list[Path]:
     return folders
 
 
-def page_data(runs: Sequence[Run], smoothing: int) -> dict[str, Any]:
+def page_data(runs: Sequence[RecordedRun], smoothing: int) -> dict[str, Any]:
     """Return what the page shows. Reads the completions, and adds to the notes of the runs what is missing of them."""
     names, window = run_names([run.folder for run in runs]), smoothing or default_window(runs)
     completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
@@ -119,7 +119,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return [os.path.relpath(folder, common) for folder in folders]
 
 
-def all_settings(runs: Sequence[Run]) -> dict[str, list[str | None]]:
+def all_settings(runs: Sequence[RecordedRun]) -> dict[str, list[str | None]]:
     """Return each setting but output_dir, with its value in each run; None where a run has none."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
     return {name: [_to_text(run.settings[name]) if name in run.settings else None for run in runs] for name in names}
@@ -129,7 +129,7 @@ def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def summarise(run: Run, name: str, window: int) -> dict[str, Any]:
+def summarise(run: RecordedRun, name: str, window: int) -> dict[str, Any]:
     """Return a run's row of the table at the top; its rewards are means over the first and the last `window` steps."""
 
     def values(metric: str) -> list[float]:

@@ -1,7 +1,7 @@
 """A run's files, read back: its metrics, its settings, its starts, and a selection of its completions.
 
 The run may have been killed in the middle of a line, may still be going, or may have been resumed from an earlier step.
-What cannot be read is left out and named in `Run.notes`.
+What cannot be read is left out and named in `RecordedRun.notes`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LARGEST = 1e300  # a larger number, which only a damaged file has, is left out:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """A run's folder as it was when it was read."""
 
     folder: Path
@@ -69,7 +69,7 @@ class _Block:
     """bytes of the first STEP_COMPLETIONS, about as in the page"""
 
 
-def read_run(folder: Path, may_be_empty: bool = False) -> Run:
+def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
     """Read metrics and settings. Raises ConfigError where there is no run, or none with a step.
 
     `may_be_empty`: a folder without a step is a run that has just begun.
@@ -82,7 +82,7 @@ def read_run(folder: Path, may_be_empty: bool = False) -> Run:
         raise ConfigError(
             f"runs='{folder}': no run's folder, as it has no metrics.jsonl: name one that the trainer made"
         )
-    run, repeated = Run(folder, {}, {}), 0
+    run, repeated = RecordedRun(folder, {}, {}), 0
     for *_, record in _read_lines(path, run.notes) if path.is_file() else ():
         repeated += record["step"] in run.rows
         run.rows[record["step"]] = {
@@ -101,7 +101,7 @@ def read_run(folder: Path, may_be_empty: bool = False) -> Run:
     return run
 
 
-def read_completions(run: Run, size: int) -> list[dict[str, Any]]:
+def read_completions(run: RecordedRun, size: int) -> list[dict[str, Any]]:
     """Return the run's completions as `{step, phase, groups, left_out}` by step, in about `size` bytes of text.
 
     A group is `{prompt, answer, completions}`, and has `pictures`, the names of their files, where its prompt has some;
@@ -246,7 +246,7 @@ LONGEST_SIDE = 512
 """pixels of the longer side of a picture that is made smaller"""
 
 
-def read_pictures(run: Run, blocks: Sequence[dict[str, Any]], size: int) -> dict[str, str]:
+def read_pictures(run: RecordedRun, blocks: Sequence[dict[str, Any]], size: int) -> dict[str, str]:
     """Return the pictures that blocks of `read_completions` name, as data URLs by name, in about `size` bytes.
 
     Where not all fit, those of training are left out evenly. Adds to the run's notes what is not shown.

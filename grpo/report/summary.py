@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from grpo.config.reward_settings import is_users_own
-from grpo.report.read import Run, read_run
+from grpo.report.read import RecordedRun, read_run
 
 _HELD_OUT = {
     "accuracy": "eval_accuracy",
@@ -59,7 +59,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
-def _next_commands(run: Run) -> list[str]:
+def _next_commands(run: RecordedRun) -> list[str]:
     folder, code = shlex.quote(str(run.folder)), ""
     if tools := run.settings.get("tools"):
         code += f" --tools {shlex.join(map(str, tools))}"

@@ -27,8 +27,8 @@ from grpo.config.user_code import Key
 from grpo.model.reward_model import PADDED, describe_reward, load_reward_model, sequence_scores, tokenize
 from grpo.rewards.deadline import RewardPool, add_deadline
 from grpo.rewards.functions import (
-    Batch,
     Logged,
+    RewardBatch,
     TrainerState,
     begin_call,
     call_function,
@@ -150,7 +150,7 @@ def compute_rewards(
     Raises RewardError, with the function's name and the user's part of the stack, where a function raises, or returns
     the wrong number of rewards or a reward that is not a finite number.
     """
-    batch = Batch(prompts, completions, columns, state or TrainerState(), key)
+    batch = RewardBatch(prompts, completions, columns, state or TrainerState(), key)
     logs = {name: Logged() for name in functions}
     awaitable = {name: function for name, function in functions.items() if not _is_blocking(function)}
     pending = run_in_loop(_await_all(awaitable, batch, conversations, logs)) if awaitable else None
@@ -217,7 +217,7 @@ def _is_blocking(reward: Callable | RewardScorer | str) -> bool:
 
 async def _await_all(
     functions: dict[str, Callable | RewardScorer],
-    batch: Batch,
+    batch: RewardBatch,
     conversations: Sequence[list[Message]],
     logs: dict[str, Logged],
 ) -> list[list | BaseException]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from grpo.config.user_code import user_code
 from grpo.rewards.functions import (
-    Batch,
     Logged,
     Misuse,
+    RewardBatch,
     RewardError,
     begin_call,
     call_function,
@@ -28,14 +28,14 @@ from grpo.rewards.functions import (
 from grpo.usercode.process import CallLost, ProcessPool
 
 
-def call_each_alone(compute_reward: Callable[[Batch, Logged], Awaitable[float | None]]) -> Callable:
+def call_each_alone(compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]) -> Callable:
     """Return an async function for `begin_call` that calls this one on each completion, as a batch of one, all at the
     same time.
 
     What the calls log is logged for the whole batch: a column is null where a call has none.
     """
 
-    async def rewards(batch: Batch, logged: Logged) -> list[float | None]:
+    async def rewards(batch: RewardBatch, logged: Logged) -> list[float | None]:
         logs = [Logged() for _ in batch.completions]
         calls = [asyncio.ensure_future(compute_reward(batch.select(i), alone)) for i, alone in enumerate(logs)]
         try:
@@ -61,7 +61,7 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
     A call that takes longer than `seconds` is cancelled; its completion gets the reward `fallback`.
     """
 
-    async def compute_reward(batch: Batch, logged: Logged) -> float | None:
+    async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
         (completion,) = map(text_of, batch.completions)
         try:
             call = asyncio.ensure_future(begin_call(function, batch, logged))
@@ -91,7 +91,7 @@ class RewardService:
         """`names` are as in `reward_funcs`."""
         self._functions = [load_function(name) for name in names]
 
-    def answer(self, index: int, batch: Batch) -> dict[str, Any]:
+    def answer(self, index: int, batch: RewardBatch) -> dict[str, Any]:
         """Call a function on a batch of one completion. Raises sys.exit and other ends of a process."""
         logged = Logged()
         with user_code(*batch.key, index):
@@ -127,7 +127,7 @@ class RewardPool:
         """
         index, label = self._names.index(name), name.rpartition(":")[2]
 
-        async def compute_reward(batch: Batch, logged: Logged) -> float | None:
+        async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
             return await self._processes.run(self._call_function, index, label, batch, logged)
 
         return call_each_alone(compute_reward)
@@ -135,7 +135,7 @@ class RewardPool:
     def close(self) -> None:
         self._processes.close()
 
-    def _call_function(self, index: int, label: str, batch: Batch, logged: Logged) -> float | None:
+    def _call_function(self, index: int, label: str, batch: RewardBatch, logged: Logged) -> float | None:
         (completion,) = map(text_of, batch.completions)
         try:
             reply = self._processes.call(index, batch)

@@ -77,7 +77,7 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RewardBatch:
     """What reward functions are called with."""
 
     prompts: list[str] | list[list[Message]]
@@ -88,10 +88,10 @@ class Batch:
     key: Key = ()
     """what random numbers of the functions follow from"""
 
-    def select(self, i: int) -> Batch:
+    def select(self, i: int) -> RewardBatch:
         """Return completion `i` as a batch of one."""
         columns = {name: values[i : i + 1] for name, values in self.columns.items()}
-        return Batch(self.prompts[i : i + 1], self.completions[i : i + 1], columns, self.state, (*self.key, i))
+        return RewardBatch(self.prompts[i : i + 1], self.completions[i : i + 1], columns, self.state, (*self.key, i))
 
     def make_arguments(self, logged: Logged) -> dict[str, Any]:
         """Make the arguments of a call. No other function and no later step may see what a function changes in them.
@@ -129,7 +129,7 @@ def load_function(name: str) -> Callable:
     return function
 
 
-def call_function(function: Callable, batch: Batch, logged: Logged) -> list | BaseException:
+def call_function(function: Callable, batch: RewardBatch, logged: Logged) -> list | BaseException:
     """Return one reward per completion, or the exception that prevented it, even sys.exit's."""
     try:
         return check_returned(begin_call(function, batch, logged), batch, logged)
@@ -140,7 +140,7 @@ def call_function(function: Callable, batch: Batch, logged: Logged) -> list | Ba
         return error
 
 
-def begin_call(function: Callable, batch: Batch, logged: Logged) -> Any:
+def begin_call(function: Callable, batch: RewardBatch, logged: Logged) -> Any:
     """Call the function, and return what it returns: of an async one, what to await. Raises what it raises.
 
     Raises Misuse where it does not take the arguments.
@@ -162,7 +162,7 @@ def begin_call(function: Callable, batch: Batch, logged: Logged) -> Any:
     return function(**arguments)
 
 
-def check_returned(returned: Any, batch: Batch, logged: Logged) -> list:
+def check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
     """Return the rewards as a list. Raises Misuse unless there is one, and one of each column, per completion."""
     count = len(batch.completions)
     if returned is None:

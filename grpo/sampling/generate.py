@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from grpo.data.records import Example, Outcome, Rollout
-from grpo.data.responder import Dialogue, Turns, close_all, make_rollout
+from grpo.data.responder import Dialogue, Responder, close_all, make_rollout
 from grpo.model.logprobs import Head, text_at
 from grpo.model.lora import frozen_norms
 from grpo.model.pictures import Vision
@@ -215,7 +215,7 @@ class LocalSampler(Sampler):
         max_completion_length: int,
         rows: int = 64,
         vision: Vision | None = None,
-        turns: Turns | None = None,
+        turns: Responder | None = None,
     ):
         """`rows`: the completions that are drawn at a time; the copies of an example are drawn together.
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.errors import ConfigError
 from grpo.data.records import Example
-from grpo.data.responder import Turns
+from grpo.data.responder import Responder
 from grpo.model.devices import is_out_of_memory
 from grpo.model.load import eos_token_ids
 from grpo.model.logprobs import token_logprobs
@@ -85,7 +85,7 @@ def make_sampler(
     rows: int = 64,
     longest_packed: int = 0,
     vision: Vision | None = None,
-    turns: Turns | None = None,
+    turns: Responder | None = None,
 ) -> LocalSampler:
     """Choose the sampler that keeps its rows full where the model allows it, else transformers' generate.
 

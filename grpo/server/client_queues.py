@@ -22,7 +22,7 @@ from grpo.wire.refusals import ProtocolError
 
 
 @dataclass(frozen=True)
-class Answer:
+class Scores:
     """The result of a request."""
 
     values: np.ndarray
@@ -39,11 +39,11 @@ class Job:
         self.sequences = request.sequences()
         self.tokens_left = len(request.input_ids)
         """tokens of this request that wait or are being scored"""
-        self.pieces: list[Piece] = []
+        self.pieces: list[RequestPart] = []
         self.answers: dict[int, np.ndarray] = {}
         """answers by the sequence's place in the request"""
         self.refusal: ProtocolError | None = None
-        self.future: Future[Answer] = Future()
+        self.future: Future[Scores] = Future()
 
     @property
     def is_over(self) -> bool:
@@ -55,10 +55,10 @@ class Job:
             self.future.set_exception(self.refusal)
         else:
             values = np.concatenate([self.answers[row] for row in range(len(self.sequences))])
-            self.future.set_result(Answer(values, fingerprint))
+            self.future.set_result(Scores(values, fingerprint))
 
 
-class Piece:
+class RequestPart:
     """Waiting sequences of one request: those of one prompt; in deterministic mode those of one forward pass."""
 
     def __init__(self, job: Job, rows: list[int]):
@@ -75,16 +75,16 @@ Batch = list[tuple[Job, int]]
 """sequences for about one forward pass: the job of each, and its place in the job"""
 
 
-class Turns:
+class ClientQueues:
     """The waiting pieces of every client, in the order of the clients' turns. The caller holds the queue's lock."""
 
     def __init__(self) -> None:
-        self._pieces: OrderedDict[str, deque[Piece]] = OrderedDict()
+        self._pieces: OrderedDict[str, deque[RequestPart]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
 
-    def add(self, client: str, pieces: list[Piece]) -> None:
+    def add(self, client: str, pieces: list[RequestPart]) -> None:
         self._pieces.setdefault(client, deque()).extend(pieces)
 
     def drop_empty(self) -> None:
@@ -103,7 +103,7 @@ class Turns:
 
     def take_shared(self, budget: int) -> Batch:
         """Take sequences of one temperature from each client in turn, up to `budget` tokens, and at least one."""
-        same_prompt: dict[tuple[float, bytes], list[Piece]] = defaultdict(list)
+        same_prompt: dict[tuple[float, bytes], list[RequestPart]] = defaultdict(list)
         for pieces in self._pieces.values():
             for piece in pieces:
                 same_prompt[piece.sharing].append(piece)
@@ -136,7 +136,7 @@ class Turns:
                 break
         return batch
 
-    def _first_piece(self, client: str) -> Piece | None:
+    def _first_piece(self, client: str) -> RequestPart | None:
         """Return the client's first piece that still waits; forget a client that has none."""
         pieces = self._pieces[client]
         while pieces and not pieces[0].waiting:

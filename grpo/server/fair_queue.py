@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from grpo.model.packing import Batcher, by_prompt
-from grpo.server.client_queues import Answer, Batch, Job, Piece, Turns
+from grpo.server.client_queues import Batch, ClientQueues, Job, RequestPart, Scores
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.refusals import ProtocolError
 
@@ -64,10 +64,10 @@ class FairQueue:
         """fingerprint of the model that answers now"""
         self._limits = Load(max_queue_tokens, max_requests)
         self._held: defaultdict[str, Load] = defaultdict(Load)
-        self._jobs: dict[Future[Answer], Job] = {}  # unanswered jobs, in the order they came
-        self._waiting = Turns()
+        self._jobs: dict[Future[Scores], Job] = {}  # unanswered jobs, in the order they came
+        self._waiting = ClientQueues()
         self._exchange: Exchange | None = None
-        self._later = Turns()  # pieces that came after the exchange
+        self._later = ClientQueues()  # pieces that came after the exchange
         self._changed = threading.Condition()
         self._closed = False
 
@@ -81,7 +81,7 @@ class FairQueue:
         with self._changed:
             return {client: (held.tokens, held.requests) for client, held in self._held.items()}
 
-    def submit(self, request: LogprobsRequest, client: str = "") -> Future[Answer]:
+    def submit(self, request: LogprobsRequest, client: str = "") -> Future[Scores]:
         """Queue a request; the future gives its answer, or raises ProtocolError.
 
         Raises ProtocolError, 503: the queue is closed, or full for this client, with the seconds until there should be
@@ -91,7 +91,7 @@ class FairQueue:
         rows_of_pieces = by_prompt(job.sequences, range(len(job.sequences)))
         if self._deterministic:
             rows_of_pieces = self._passes(job, rows_of_pieces)
-        pieces = [Piece(job, rows) for rows in rows_of_pieces]
+        pieces = [RequestPart(job, rows) for rows in rows_of_pieces]
         with self._changed:
             self._check_open()
             self._check_room(client, job.tokens_left)
@@ -114,7 +114,7 @@ class FairQueue:
             for places in self._batcher.cut([job.sequences[row] for row in rows], self.budget)
         ]
 
-    def cancel(self, future: Future[Answer], refusal: ProtocolError) -> None:
+    def cancel(self, future: Future[Scores], refusal: ProtocolError) -> None:
         """Take back a request whose client is gone: do not score what has not begun."""
         with self._changed:
             job = self._jobs.get(future)
@@ -161,7 +161,7 @@ class FairQueue:
         """End the exchange, undone where there is a refusal, and continue with the requests that came after it."""
         with self._changed:
             exchange, self._exchange = self._exchange, None
-            self._waiting, self._later = self._later, Turns()
+            self._waiting, self._later = self._later, ClientQueues()
             if refusal is None:
                 self.fingerprint = exchange.becomes
         if refusal is not None:

@@ -56,8 +56,8 @@ class ModelService(Service):
         from grpo.model.trial import make_batcher
         from grpo.server.fair_queue import FairQueue
         from grpo.server.request_pictures import PictureCheck
+        from grpo.server.scorer import Scorer, completion_logprobs
         from grpo.server.weight_swap import WeightSwap
-        from grpo.server.worker import Worker, completion_logprobs
 
         config, device = self.config, take_device(local_rank=0)
         if config.task == "reward":
@@ -94,7 +94,7 @@ class ModelService(Service):
             deterministic=config.deterministic,
             fingerprint=info.fingerprint,
         )
-        self.worker = Worker(
+        self.worker = Scorer(
             self.queue, model, batcher, on_death=self.fail, on_pass=self.monitor.scored, compute=compute
         )
         if config.update_folder is not None:

@@ -28,7 +28,7 @@ from grpo.model.weights_file import WeightsFile, blocks, named_weights, write_we
 from grpo.server.fair_queue import FairQueue
 from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.tensors import LONGEST_HEADER, HeaderError, data_begins
-from grpo.wire.weights import Commit, Piece
+from grpo.wire.weights import Commit, FilePart
 
 # New weights on their way into the server: a safetensors file, sent in pieces, that has no name in its folder.
 
@@ -67,7 +67,7 @@ class UploadSlot:
         """SHA-256 of the last upload that was installed"""
         self._lock = threading.Lock()
 
-    def add(self, piece: Piece, data: bytes) -> int:
+    def add(self, piece: FilePart, data: bytes) -> int:
         """Keep a piece of an upload. Return how many bytes are here by now, from the first on without a gap.
 
         Bytes that are here already are ignored, so a piece may come twice, and an empty one asks where to continue.
@@ -131,7 +131,7 @@ class UploadSlot:
         """Return the seconds until another upload may take this one's place."""
         return upload.touched + self._patience - time.monotonic()
 
-    def _upload_of(self, piece: Piece) -> Upload:
+    def _upload_of(self, piece: FilePart) -> Upload:
         upload = self._upload
         if upload is not None and upload.sha256 == piece.sha256:
             if upload.size != piece.size:
@@ -235,7 +235,7 @@ class WeightSwap:
 
     def add(self, query: Mapping[str, str], data: bytes) -> dict:
         """Keep a piece of an upload; return how far it is. Raises ProtocolError as UploadSlot.add does."""
-        return {"received": self._uploads.add(Piece.of(query), data)}
+        return {"received": self._uploads.add(FilePart.of(query), data)}
 
     def commit(self, query: Mapping[str, str]) -> dict:
         """Swap in what was uploaded; return when that is done. A commit may be repeated: the second does nothing.

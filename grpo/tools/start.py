@@ -27,16 +27,16 @@ PRINTS_TOGETHER = 128
 
 def start_turns(
     config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
-) -> UserTurns | None:
+) -> UserResponder | None:
     """Return what answers the policy, None where nothing does. `config` has AnswerSection's settings too; a turn ends
     with one of `eos_token_ids`.
 
     Raises ConfigError where a function or class cannot be used, or the tokenizer's chat template has no tools.
     """
-    return UserTurns(config, tokenizer, eos_token_ids) if config.has_turns else None
+    return UserResponder(config, tokenizer, eos_token_ids) if config.has_turns else None
 
 
-class UserTurns:
+class UserResponder:
     """The user's tools and environment, in all completions of a run: Turns of grpo/data/responder.py."""
 
     def __init__(self, config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):

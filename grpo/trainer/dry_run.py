@@ -37,7 +37,7 @@ from grpo.run.collective import own_place
 from grpo.run.description import RunDescription
 from grpo.run.folder import check_login
 from grpo.run.run_folder import find_run_folder
-from grpo.tools.start import UserTurns
+from grpo.tools.start import UserResponder
 from grpo.trainer.deepspeed_engine import engine_config
 from grpo.trainer.pool_sampler import describe_workers
 from grpo.trainer.rank_memory import RankWork, rank_memory
@@ -154,7 +154,7 @@ def _describe_inputs(
     return lines
 
 
-def _describe_turns(config: TrainerConfig, turns: UserTurns) -> str:
+def _describe_turns(config: TrainerConfig, turns: UserResponder) -> str:
     names = [tool["function"]["name"] for tool in turns.tools or []]
     where = "in the trainer" if config.tool_timeout is None else f"in other processes, {config.tool_timeout:g} s a call"
     by = f" by {config.environment}" if config.environment is not None else ""

@@ -25,8 +25,8 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream
 from grpo.data.records import Example, Rollout
 from grpo.data.responder import make_rollout
-from grpo.pool.client import Patience, PoolClient, Stopped
-from grpo.pool.protocol import MOST_TASKS, Drawn, Task
+from grpo.pool.client import PoolClient, Retrier, Stopped
+from grpo.pool.protocol import MOST_TASKS, GroupResult, Task
 from grpo.pool.store import Recording
 from grpo.run.collective import raise_together
 from grpo.run.folder import SaveError
@@ -130,7 +130,7 @@ class Source(Protocol):
 
     def put_tasks(self, tasks: Sequence[Task]) -> None: ...
 
-    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[Drawn]: ...
+    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -171,7 +171,7 @@ class PoolSampler(Sampler):
         self,
         config: TrainerConfig,
         source: Source,
-        ask: Patience,
+        ask: Retrier,
         run: PoolRun | None,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: Sequence[int],
@@ -258,7 +258,7 @@ class PoolSampler(Sampler):
             part = tasks[start : start + most]
             self._ask(lambda part=part: self._source.put_tasks(part))
 
-    def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[Drawn]:
+    def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[GroupResult]:
         """Return those of the groups that have arrived, perhaps none. Raises ServersLost where none came for long."""
         wait = max(0.1, min(_LONG_POLL, deadline.seconds_left()))
         drawn = self._ask(lambda: self._source.take(keys, wait))
@@ -274,7 +274,7 @@ class PoolSampler(Sampler):
     def _stopped(self) -> ServersLost:
         return ServersLost(f"stopped by signal while round {self._round} waited for workers")
 
-    def _rollouts(self, drawn: Drawn) -> list[Rollout]:
+    def _rollouts(self, drawn: GroupResult) -> list[Rollout]:
         count = len(drawn.completions)
         masks, outcomes = drawn.drawn or [None] * count, drawn.outcomes or [None] * count
         rows = zip(drawn.completions, drawn.logprobs, drawn.versions, masks, outcomes, strict=True)
@@ -314,7 +314,7 @@ class Replay:
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """Do nothing: `take` finds what there is of them."""
 
-    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[Drawn]:
+    def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
         """Return these groups. Raises ServersLost where one is not in the file, or damaged."""
         drawn = []
         for group, attempt in keys:

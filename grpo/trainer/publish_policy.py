@@ -38,13 +38,13 @@ from grpo.model.lora import NAME, adapter_weights, base_weights
 from grpo.model.packing import Batcher
 from grpo.model.quantization import is_quantized
 from grpo.model.weights_file import named_weights, write_weights
-from grpo.pool.client import Patience, PoolClient
+from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import make_delta, sha256_of
 from grpo.pool.protocol import ADAPTER, MOST_TASKS, Probe, RunInfo, Version
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.folder import SaveError
-from grpo.tools.start import UserTurns
-from grpo.wire.tool_outcomes import SETTINGS, RunTurns
+from grpo.tools.start import UserResponder
+from grpo.wire.tool_outcomes import SETTINGS, RunTools
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class PolicyPublisher:
         batcher: Batcher,
         vocab_size: int,
         folder: Path,
-        ask: Patience,
+        ask: Retrier,
         stop: threading.Event,
     ):
         """`folder` is the run's, `vocab_size` that of RunInfo. `ask` sends to the pool until
@@ -276,13 +276,13 @@ class PoolRun:
         self,
         config: TrainerConfig,
         pool: PoolClient,
-        ask: Patience,
+        ask: Retrier,
         publisher: PolicyPublisher,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         checkpoints: Checkpoints,
-        turns: UserTurns | None,
+        turns: UserResponder | None,
     ):
         """`name` is the run's on pages and in logs. `turns` are the trainer's, which its workers' must be like."""
         self._config, self._pool, self._ask, self._publisher = config, pool, ask, publisher
@@ -380,6 +380,6 @@ class PoolRun:
             )
 
 
-def _describe(turns: UserTurns, config: TrainerConfig) -> RunTurns:
+def _describe(turns: UserResponder, config: TrainerConfig) -> RunTools:
     settings = {name: getattr(config, name) for name in SETTINGS}
-    return RunTurns.of(turns.tools, config.environment, [*turns.rewards], **settings)
+    return RunTools.of(turns.tools, config.environment, [*turns.rewards], **settings)

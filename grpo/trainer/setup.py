@@ -38,7 +38,7 @@ from grpo.model.packing import Batcher
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
 from grpo.model.vision_tower import freeze_vision_tower
-from grpo.pool.client import Patience
+from grpo.pool.client import Retrier
 from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.checkpoint_files import read_progress
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
@@ -50,7 +50,7 @@ from grpo.run.trackers import check_report_to
 from grpo.run.watchdog import Watchdog
 from grpo.sampling.sampler import Sampler
 from grpo.sampling.self_check import make_sampler
-from grpo.tools.start import UserTurns, start_turns
+from grpo.tools.start import UserResponder, start_turns
 from grpo.trainer.deepspeed_engine import Ranks, engine_config, start_engine
 from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.pool_sampler import PoolSampler, Replay, check_rows, connect
@@ -76,7 +76,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     processor: PictureProcessor | None
     """what prepares pictures; None where the model takes text alone"""
-    turns: UserTurns | None
+    turns: UserResponder | None
     """tools and environment; None where nothing answers the policy"""
     examples: list[Example]
     stream: PromptStream
@@ -268,7 +268,7 @@ def set_up(
     round_sampler, pool_run, stop_waiting = sampler, None, threading.Event()
     if config.sampler == "pool":
         source = pool or Replay(config.replay, checkpoints.identity())
-        ask = Patience(source, config.pool_deadline, stop_waiting)
+        ask = Retrier(source, config.pool_deadline, stop_waiting)
         if pool is not None and rank == 0:
             policy = PolicyPublisher(pool, engine.module, batcher, policy_info.vocab_size, folder, ask, stop_waiting)
             pool_run = PoolRun(

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Protocol
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
-class Service(Protocol):
+class UserService(Protocol):
     """What such a process does."""
 
     def answer(self, *task: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def run_worker(descriptor: int) -> None:
 
         try:
             make_service, arguments = pickle.load(tasks)
-            service: Service = make_service(*arguments)
+            service: UserService = make_service(*arguments)
         except Exception as error:  # the user's file may raise anything
             send({"raised": repr(error)})
             return

@@ -26,7 +26,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from grpo.config.errors import RewardError
-from grpo.usercode.child import Service
+from grpo.usercode.child import UserService
 from grpo.usercode.prints import PRINTS
 
 _START_SECONDS = 300.0  # to import the user's files, which may be slow; counts for no call's deadline
@@ -45,7 +45,7 @@ class CallLost(Exception):
 class UserProcess:
     """A process that answers one task at a time. A new process replaces one that is lost."""
 
-    def __init__(self, make_service: Callable[..., Service], arguments: tuple, names: Sequence[str], folder: str):
+    def __init__(self, make_service: Callable[..., UserService], arguments: tuple, names: Sequence[str], folder: str):
         """`make_service` is a class or function of a module, which the process imports and calls with `arguments`.
 
         `names` are what the user has named of the code that runs there, for messages. `folder` is the process's working
@@ -231,7 +231,7 @@ class ProcessPool:
 
     def __init__(
         self,
-        make_service: Callable[..., Service],
+        make_service: Callable[..., UserService],
         arguments: tuple,
         names: Sequence[str],
         timeout: float,

@@ -26,7 +26,7 @@ SETTINGS = (
     *("max_turns", "max_tool_calling_iterations", "max_tool_response_length", "tool_call_parser"),
     "chat_template_kwargs",
 )
-"""the settings of a run that its workers take over: fields of RunTurns"""
+"""the settings of a run that its workers take over: fields of RunTools"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class RunTurns:
+class RunTools:
     """What a worker's tools and environment must be like, and the run's settings of them."""
 
     tools: list[str]
@@ -93,7 +93,7 @@ class RunTurns:
     @classmethod
     def of(
         cls, schemas: Sequence[dict[str, Any]] | None, environment: str | None, rewards: Sequence[str], **settings: Any
-    ) -> RunTurns:
+    ) -> RunTools:
         """Describe functions by their JSON schemas, and an environment by its setting, path/to/file.py:Class.
 
         `settings` are those that SETTINGS names.
@@ -104,7 +104,7 @@ class RunTurns:
         return cls(names, digest, environment and environment.rpartition(":")[2], [*rewards], **settings)
 
     @classmethod
-    def of_fields(cls, content: object) -> RunTurns:
+    def of_fields(cls, content: object) -> RunTools:
         """Read a JSON object. Raises ProtocolError, 400."""
         turns = read_fields(cls, content)
         for name in ("tools", "rewards"):

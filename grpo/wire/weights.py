@@ -9,7 +9,7 @@ from grpo.wire.refusals import malformed
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePart:
     """The query of `POST /v1/weights`: where its body belongs in a safetensors file with a model's weights."""
 
     sha256: str
@@ -20,7 +20,7 @@ class Piece:
     """place of the body's first byte in the file"""
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Piece:
+    def of(cls, query: Mapping[str, str]) -> FilePart:
         """Read a request's query. Raises ProtocolError, 400."""
         return cls(_hex(query, "sha256", 64), _count(query, "size"), _count(query, "offset"))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from grpo.pool.protocol import Drawn, Probe, RunInfo, Task
-from grpo.workers.worker_tools import WorkerTurns
+from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task
+from grpo.workers.worker_tools import WorkerTools
 
 
 class EngineError(Exception):
@@ -28,7 +28,7 @@ class Engine(Protocol):
     """whether `load` and `logprobs` may be called while it draws: a completion goes on with the new weights; known
     after `start`"""
 
-    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTurns | None = None) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Load the model of a folder, the policy's `version`: its configuration, tokenizer and model.safetensors, and
         where the run has `base_weights` the adapter in folder/adapter. `turns` answer the policy in each completion.
 
@@ -44,7 +44,7 @@ class Engine(Protocol):
         """Return the log-prob of each of the probe's completion ids, at temperature 1. `draw` as for `load`."""
         ...
 
-    def draw(self, task: Task) -> Drawn:
+    def draw(self, task: Task) -> GroupResult:
         """Draw a group's completions, and say which version drew each token.
 
         Up to `capacity` threads call it at a time. It raises RewardError too, where the run's environment fails.

@@ -23,11 +23,11 @@ from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
 from grpo.client.sessions import check_certificates
 from grpo.config.errors import RewardError
 from grpo.config.programs import WorkerConfig
-from grpo.pool.client import Leased, Patience, PoolClient, Stopped
-from grpo.pool.protocol import Drawn, Lease, Task, Version
+from grpo.pool.client import LeaseReply, PoolClient, Retrier, Stopped
+from grpo.pool.protocol import GroupResult, Lease, Task, Version
 from grpo.workers.engine import Engine, EngineError, WorkerFailed
 from grpo.workers.weights_folder import ModelFolder, dtype_of
-from grpo.workers.worker_tools import WorkerTurns, check_given, open_turns
+from grpo.workers.worker_tools import WorkerTools, check_given, open_turns
 
 # The proof that an engine has a version of the policy: it gives a sequence the log-probs that the trainer gave it.
 
@@ -71,7 +71,7 @@ class Tally:
         self._last: deque[tuple[float, int]] = deque()
         """time and tokens of the groups of the last minute"""
 
-    def add(self, drawn: Drawn) -> None:
+    def add(self, drawn: GroupResult) -> None:
         with self._lock:
             self._groups, self._tokens = self._groups + 1, self._tokens + drawn.tokens
             self._last.append((time.monotonic(), drawn.tokens))
@@ -114,7 +114,7 @@ POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the e
 _UPLOADS = 4  # threads; each sends one group
 
 
-class Worker:
+class GenerationWorker:
     """A worker of a pool. `run` in one thread, `stop` and `close` from any."""
 
     def __init__(self, config: WorkerConfig, engine: Engine, folder: Path, stop: threading.Event | None = None):
@@ -123,11 +123,11 @@ class Worker:
         self.name = f"{config.name} #{secrets.token_hex(4)}"
         self.stop = stop or threading.Event()
         self._config, self._engine, self._is_started = config, engine, False
-        self._turns: WorkerTurns | None = None
+        self._turns: WorkerTools | None = None
         verify = check_certificates(config.ref_ca_file)
         self._new_client = partial(PoolClient, config.pool, config.token, verify, name=self.name)
         self._client = self._new_client()
-        self._patience = Patience(self._client, config.pool_deadline, self.stop)
+        self._patience = Retrier(self._client, config.pool_deadline, self.stop)
         self._folder = folder
         self._version: Version | None = None  # which the engine has
         self._loaded: list[tuple[int, str]] = []  # number and SHA-256 of all that the engine had, or was to have
@@ -312,10 +312,10 @@ class Worker:
 
     # Tasks
 
-    def _lease(self, room: int, wait: float) -> Leased:
+    def _lease(self, room: int, wait: float) -> LeaseReply:
         """Ask for tasks, renew what is held, and hold what comes. Raises WorkerFailed where the pool's run changed."""
 
-        def ask() -> Leased:
+        def ask() -> LeaseReply:
             with self._changed:
                 holds = [[*key] for key in sorted(self._holds)]
             version = -1 if self._version is None else self._version.version
@@ -382,14 +382,14 @@ class Worker:
             self._drawing -= 1
             self._changed.notify_all()
 
-    def _proved(self, drawn: Drawn) -> Drawn | None:
+    def _proved(self, drawn: GroupResult) -> GroupResult | None:
         """Return what was drawn once the engine has shown that it has its weights; None where it fails to."""
         with self._changed:
             while not (self._is_proved or self._engine_error or self.stop.is_set()):
                 self._changed.wait(0.2)
             return drawn if self._is_proved else None
 
-    def _send(self, drawn: Drawn, weights: list[tuple[int, str]]) -> None:
+    def _send(self, drawn: GroupResult, weights: list[tuple[int, str]]) -> None:
         try:
             (result,) = self._patience(lambda: self._client.results(self.name, [drawn], weights))
         except ResultRefused as refusal:  # after three in a row the pool refuses the worker, which ends it

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from grpo.pool.protocol import Drawn, RunInfo, Task
+from grpo.pool.protocol import GroupResult, RunInfo, Task
 from grpo.wire.tool_outcomes import Outcome
 
 if TYPE_CHECKING:
-    from grpo.workers.worker_tools import WorkerTurns
+    from grpo.workers.worker_tools import WorkerTools
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Completion:
 
 
 def draw_in_turns(
-    turns: WorkerTurns,
+    turns: WorkerTools,
     run: RunInfo,
     task: Task,
     draw_segment: Callable[[list[int], int], tuple[list[int], list[float], list[int]]],
-) -> Drawn:
+) -> GroupResult:
     """Draw a group whose completions have several segments, each completion in a thread: none waits for another's.
 
     `draw_segment(ids, room)` draws at most `room` tokens after these ids, up to an eos, and returns their ids,
@@ -82,10 +82,10 @@ def draw_in_turns(
     return as_drawn(task, completions)
 
 
-def as_drawn(task: Task, completions: list[Completion]) -> Drawn:
+def as_drawn(task: Task, completions: list[Completion]) -> GroupResult:
     """Return the group of these completions; without turns none of them has an outcome."""
     of_turns = [[each.drawn for each in completions], [each.outcome for each in completions]]
-    return Drawn(
+    return GroupResult(
         *task.key,
         [each.ids for each in completions],
         [each.logprobs for each in completions],

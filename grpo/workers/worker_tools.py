@@ -13,20 +13,20 @@ from grpo.config.errors import ConfigError
 from grpo.config.programs import WorkerConfig, WorkerTurnsConfig
 from grpo.config.sampling_settings import SharedConfig
 from grpo.pool.protocol import RunInfo, Task
-from grpo.wire.tool_outcomes import SETTINGS, RunTurns
+from grpo.wire.tool_outcomes import SETTINGS, RunTools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpo.data.records import Example
     from grpo.data.responder import Dialogue
-    from grpo.tools.start import UserTurns
+    from grpo.tools.start import UserResponder
 
 
-class WorkerTurns:
+class WorkerTools:
     """What answers the policy on this worker: Turns of grpo/data/responder.py, for the tasks of a pool."""
 
-    def __init__(self, turns: UserTurns, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, turns: UserResponder, tokenizer: PreTrainedTokenizerBase):
         self._turns, self._tokenizer = turns, tokenizer
 
     def make_example(self, task: Task) -> Example:
@@ -56,7 +56,7 @@ def check_given(config: WorkerConfig, run: RunInfo) -> None:
         raise ConfigError(f"tools=[]: run {run.name} has {names}: name their files, as the trainer does")
 
 
-def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTurns | None:
+def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools | None:
     """Start the worker's tools and environment with the run's settings; None where the run has none.
 
     `folder` has the run's tokenizer. Raises ConfigError where they cannot be used, or differ from the run's.
@@ -70,11 +70,11 @@ def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTurns 
     ours = {name: getattr(config, name) for name in ("tools", "environment", "tool_timeout")}
     tokenizer = load_tokenizer(SharedConfig(model_name_or_path=str(folder), trust_remote_code=config.trust_remote_code))
     turns = start_turns(WorkerTurnsConfig(**ours, **settings), tokenizer, run.eos_token_ids)
-    check_alike(config, run, RunTurns.of(turns.tools, config.environment, [*turns.rewards], **settings))
-    return WorkerTurns(turns, tokenizer)
+    check_alike(config, run, RunTools.of(turns.tools, config.environment, [*turns.rewards], **settings))
+    return WorkerTools(turns, tokenizer)
 
 
-def check_alike(config: WorkerConfig, run: RunInfo, found: RunTurns) -> None:
+def check_alike(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
     """Raise ConfigError where a worker's tools and environment are not like the run's."""
     wanted = run.turns
     field = "tools" if config.tools else "environment"

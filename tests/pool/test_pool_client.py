@@ -17,8 +17,8 @@ from stored import sha
 
 from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
 from grpo.client.sessions import check_certificates
-from grpo.pool.client import Patience, PoolClient
-from grpo.pool.protocol import Drawn, Probe, Task, Version
+from grpo.pool.client import PoolClient, Retrier
+from grpo.pool.protocol import GroupResult, Probe, Task, Version
 
 pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
 
@@ -109,7 +109,7 @@ def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeyp
     """As with a full disk: it renews leases, and takes no completions."""
     monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.01)
     caplog.set_level("INFO")
-    patience, has_room = Patience(PoolClient("http://pool"), 20, threading.Event()), threading.Event()
+    patience, has_room = Retrier(PoolClient("http://pool"), 20, threading.Event()), threading.Event()
 
     def send_results():
         if not has_room.is_set():
@@ -130,7 +130,7 @@ def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeyp
 def test_a_pool_that_refuses_after_a_while_is_not_away_any_more(monkeypatch, caplog):
     monkeypatch.setattr("grpo.pool.client.seconds_to_next_try", lambda *_: 0.0)
     caplog.set_level("INFO")
-    patience = Patience(PoolClient("http://pool"), 20, threading.Event())
+    patience = Retrier(PoolClient("http://pool"), 20, threading.Event())
     away = RequestFailure("is away")
     for last in (ResultRefused("these are no completions"), None):
         answers = iter([away, away, last])
@@ -165,8 +165,8 @@ def test_what_the_pool_refuses_is_sorted_by_what_helps(pool):
     client.put_version(Version(0, sha(data), len(data), True, None, None, Probe([1], [2], [-0.5])))
     weights = [(0, sha(data))]
     with pytest.raises(ResultRefused, match="refused a request with 422: group 0: 1 completions"):
-        client.results("a worker", [Drawn(0, 0, [[2]], [[-0.5]], [[0]])], weights)
-    drawn = Drawn(0, 0, [[2]] * 4, [[-0.5]] * 4, [[0]] * 4)
+        client.results("a worker", [GroupResult(0, 0, [[2]], [[-0.5]], [[0]])], weights)
+    drawn = GroupResult(0, 0, [[2]] * 4, [[-0.5]] * 4, [[0]] * 4)
     assert client.results("a worker", [drawn, drawn], weights) in (
         ["accepted", "already there"],
         ["accepted", "accepted"],

@@ -32,7 +32,7 @@ from grpo.pool import leases as leases_module
 from grpo.pool import pool_service as service_module
 from grpo.pool.database import PIECE_BYTES
 from grpo.pool.pool_service import PoolService
-from grpo.pool.protocol import Drawn, Lease, Task, Version
+from grpo.pool.protocol import GroupResult, Lease, Task, Version
 from grpo.pool.store import Recording
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.tensors import read_tensors
@@ -194,7 +194,7 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
 
     def send(task: Task, *versions: int):
         ids = [[3, 4, 5, 2], [5, 6, 7, 8]]
-        return pool.send(Drawn(*task.key, ids, [[-0.5] * 4] * 2, [[*versions]] * 2))
+        return pool.send(GroupResult(*task.key, ids, [[-0.5] * 4] * 2, [[*versions]] * 2))
 
     assert newest(0) == ([], "1", sha(weights(1)))
     assert newest(2) == ([(0, 0), (1, 0)], "1", sha(weights(1)))
@@ -202,7 +202,7 @@ def test_with_in_flight_weight_updates_any_task_is_drawn_by_the_newest_version_t
     pool.put_version(2)
     assert newest(0, *TASKS) == ([], "2", sha(weights(2)))
     assert send(TASKS[0], 1, 1, 2, 2) == ["accepted"]
-    wrong = Drawn(1, 0, [[3, 4, 5, 2]] * 2, [[-0.5] * 4] * 2, [[2, 1, 1, 1]] * 2)
+    wrong = GroupResult(1, 0, [[3, 4, 5, 2]] * 2, [[-0.5] * 4] * 2, [[2, 1, 1, 1]] * 2)
     assert "by versions 2, 1: the" in pool.results(wrong, name="x").refusal[2]
     old = dict(pool.weights)
     pool.put_version(2, salt=7)  # the run went back: what is being drawn may have tokens of what is gone

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from grpo.pool.protocol import Drawn, Lease, Probe, RunInfo, Task, Version, check_drawn
+from grpo.pool.protocol import GroupResult, Lease, Probe, RunInfo, Task, Version, check_drawn
 from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, encode_tasks
 from grpo.wire.refusals import ProtocolError
-from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTurns
+from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTools
 
 RUN = RunInfo(
     run="0123456789abcdef",
@@ -27,7 +27,7 @@ RUN = RunInfo(
     model_files="a" * 64,
 )
 TASKS = [Task(5, 0, 3, [7, 8, 9]), Task(6, 2, 3, [1])]
-DRAWN = Drawn(5, 0, [[4, 2], [5, 6, 7, 8]], [[-0.5, -0.25], [-1.0, 0.0, -2.0, -0.125]], [[3, 3], [3, 3, 3, 3]])
+DRAWN = GroupResult(5, 0, [[4, 2], [5, 6, 7, 8]], [[-0.5, -0.25], [-1.0, 0.0, -2.0, -0.125]], [[3, 3], [3, 3, 3, 3]])
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {}}}
 SETTINGS = {
     "max_turns": 3,
@@ -36,7 +36,7 @@ SETTINGS = {
     "tool_call_parser": "auto",
     "chat_template_kwargs": {"enable_thinking": False},
 }
-TURNS = RunTurns.of([SCHEMA], "games/guess.py:Guess", ["Guess"], **SETTINGS)
+TURNS = RunTools.of([SCHEMA], "games/guess.py:Guess", ["Guess"], **SETTINGS)
 WITH_TURNS = replace(RUN, max_completion_length=6, turns=TURNS)
 NAN = math.nan
 
@@ -51,7 +51,7 @@ OUTCOMES = [
     Outcome(True, [CALL, {"role": "tool", "content": ""}], 2, 1, {"Guess": 0.5}),
     Outcome(False, [{"role": "assistant", "content": "\U0001f600"}]),
 ]
-ANSWERED = Drawn(
+ANSWERED = GroupResult(
     5,
     0,
     [[4, 2, 9, 2, 5, 2], [5, 2, 7, 8, 9, 6]],
@@ -74,7 +74,7 @@ def test_everything_comes_back_as_it_was_sent():
     assert Lease.of_json(lease.to_json()) == lease
 
 
-def as_numbers(drawn: Drawn) -> Drawn:
+def as_numbers(drawn: GroupResult) -> GroupResult:
     """The same with NaN, which differs from itself, as None."""
     rows = [[None if math.isnan(value) else value for value in row] for row in drawn.logprobs]
     rewards = [{name: str(value) for name, value in outcome.rewards.items()} for outcome in drawn.outcomes]
@@ -306,7 +306,7 @@ def with_turns(**changes) -> dict:
     ("read", "found", "says"),
     [
         (RunInfo.of_json, asdict(RUN) | {"in_flight_weight_updates": 1}, "send true or false"),
-        (RunInfo.of_json, asdict(RUN) | {"turns": []}, "RunTurns: no object"),
+        (RunInfo.of_json, asdict(RUN) | {"turns": []}, "RunTools: no object"),
         (RunInfo.of_json, asdict(RUN) | {"turns": {}}, "a field is missing"),
         (RunInfo.of_json, with_turns(tools="add"), "tools: send a list of names"),
         (RunInfo.of_json, with_turns(rewards=[1]), "rewards: send a text"),

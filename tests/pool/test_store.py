@@ -24,7 +24,7 @@ from grpo.pool.store import Recording, Store
 from grpo.pool.task_tensors import decode_drawn, encode_drawn
 from grpo.trainer.pool_sampler import Replay
 from grpo.wire.refusals import ProtocolError
-from grpo.wire.weights import Piece
+from grpo.wire.weights import FilePart
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def numbers(store: Store) -> list[int]:
 
 def test_a_file_comes_in_pieces_in_any_rhythm_and_is_read_in_any(store):
     data = weights(1, 2 * PIECE_BYTES + 12345)
-    piece = lambda start, end: store.files.add(Piece(sha(data), len(data), start), data[start:end])  # noqa: E731
+    piece = lambda start, end: store.files.add(FilePart(sha(data), len(data), start), data[start:end])  # noqa: E731
     assert piece(0, 0) == 0
     assert piece(0, 1000) == 1000 == piece(0, 500)
     assert store.files.size(sha(data)) is None
@@ -62,9 +62,9 @@ def test_a_file_comes_in_pieces_in_any_rhythm_and_is_read_in_any(store):
         assert store.files.read(sha(data), start, end) == data[start:end]
     assert store.files.read(sha(data), 0, len(data)) == data
     with pytest.raises(ProtocolError, match=f"this file has {len(data)} bytes"):
-        store.files.add(Piece(sha(data), len(data) + 1, 0), b"")
+        store.files.add(FilePart(sha(data), len(data) + 1, 0), b"")
     with pytest.raises(ProtocolError, match="beyond"):
-        store.files.add(Piece(sha(data), 10, 5), b"123456")
+        store.files.add(FilePart(sha(data), 10, 5), b"123456")
 
 
 def test_a_pool_that_starts_again_says_what_it_has(path, caplog):
@@ -82,16 +82,16 @@ def test_a_pool_that_starts_again_says_what_it_has(path, caplog):
 def test_a_file_goes_on_after_a_restart_and_a_damaged_one_is_dropped(path):
     data = weights(2)
     first = Store(path, damage)
-    first.files.add(Piece(sha(data), len(data), 0), data[:3000])
+    first.files.add(FilePart(sha(data), len(data), 0), data[:3000])
     first.close()
     store = Store(path, damage)
-    assert store.files.add(Piece(sha(data), len(data), 3000), data[3000:]) == len(data)
+    assert store.files.add(FilePart(sha(data), len(data), 3000), data[3000:]) == len(data)
     other = weights(3)
-    store.files.add(Piece(sha(other), len(other), 0), other[:4000])
+    store.files.add(FilePart(sha(other), len(other), 0), other[:4000])
     with pytest.raises(ProtocolError, match="SHA-256 differs") as refusal:
-        store.files.add(Piece(sha(other), len(other), 4000), bytes(1000))
+        store.files.add(FilePart(sha(other), len(other), 4000), bytes(1000))
     assert refusal.value.code == "damaged"
-    assert store.files.add(Piece(sha(other), len(other), 0), b"") == 0
+    assert store.files.add(FilePart(sha(other), len(other), 0), b"") == 0
     put_file(store, other)
     store.close()
 
@@ -161,13 +161,13 @@ def test_the_weights_under_an_adapter_stay(store, monkeypatch):
 
 def test_a_file_that_is_still_coming_in_stays_and_an_abandoned_one_goes(store, monkeypatch):
     data = weights(5)
-    store.files.add(Piece(sha(data), len(data), 0), data[:100])
+    store.files.add(FilePart(sha(data), len(data), 0), data[:100])
     put_version(store, 0)
     store.drop_versions_below(1)
-    assert store.files.add(Piece(sha(data), len(data), 0), b"") == 100
+    assert store.files.add(FilePart(sha(data), len(data), 0), b"") == 100
     monkeypatch.setattr(files_module, "_ABANDONED_SECONDS", 0)
     store.drop_versions_below(1)
-    assert store.files.add(Piece(sha(data), len(data), 0), b"") == 0
+    assert store.files.add(FilePart(sha(data), len(data), 0), b"") == 0
 
 
 def test_tasks_are_open_by_version_group_and_attempt_until_they_have_a_result(store):
@@ -457,13 +457,13 @@ def test_a_full_disk_stores_nothing_of_a_request_and_all_of_it_later(store, path
     data = weights(1, 3 << 20)
     tasks = [Task(group, 0, 0, [7] * 1000) for group in range(1, 1000)]
     for attempt in (
-        lambda: store.files.add(Piece(sha(data), len(data), 0), data),
+        lambda: store.files.add(FilePart(sha(data), len(data), 0), data),
         lambda: store.put_tasks(tasks),
     ):
         with pytest.raises(ProtocolError, match="its disk may be full") as refusal:
             attempt()
         assert (refusal.value.status, refusal.value.code) == (503, "no_space") and refusal.value.retry_after
-    assert store.files.add(Piece(sha(data), len(data), 0), b"") == 0
+    assert store.files.add(FilePart(sha(data), len(data), 0), b"") == 0
     assert store.count_open() == 1 and store.find_task((1, 0)) is None
     small_disk(100 << 20)
     put_file(store, data)

@@ -21,7 +21,7 @@ from grpo.report.curves import (
     moving_average,
     thin,
 )
-from grpo.report.read import Run
+from grpo.report.read import RecordedRun
 
 KNOWN = [
     "reward",
@@ -75,8 +75,8 @@ KNOWN = [
 values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
 
 
-def a_run(rows: dict) -> Run:
-    return Run(Path("run"), rows, {})
+def a_run(rows: dict) -> RecordedRun:
+    return RecordedRun(Path("run"), rows, {})
 
 
 @settings(deadline=None)

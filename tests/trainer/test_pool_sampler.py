@@ -14,7 +14,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream
 from grpo.data.records import Example
-from grpo.pool.client import Patience
+from grpo.pool.client import Retrier
 from grpo.pool.store import Store
 from grpo.pool.task_tensors import decode_drawn
 from grpo.trainer.deepspeed_engine import Ranks
@@ -71,7 +71,7 @@ def test_a_task_has_its_row_and_a_rollout_its_segments(settings, ranks, tokenize
     text = "x" * (LONGEST_COLUMNS - 100)
     examples, config = [example(index, secret="é", text=text) for index in range(40)], settings(prompts_per_step=40)
     source = Kept(tmp_path / "pool.sqlite")
-    ask, stream = Patience(source, 900.0, threading.Event()), PromptStream(examples, 40, seed=0)
+    ask, stream = Retrier(source, 900.0, threading.Event()), PromptStream(examples, 40, seed=0)
     sampler = PoolSampler(config, source, ask, None, tokenizer, [2], stream, ranks)
     sampler.update_weights(0)
     groups = sampler.sample(examples, 2, 1.0, config.seed, ids=range(40))

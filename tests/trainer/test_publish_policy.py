@@ -26,10 +26,10 @@ from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
 from grpo.model.trial import make_batcher
-from grpo.pool.client import Patience, PoolClient, Stopped
+from grpo.pool.client import PoolClient, Retrier, Stopped
 from grpo.pool.delta import apply_delta
 from grpo.pool.pool_service import PoolService
-from grpo.pool.protocol import Drawn, Probe, Task, Version
+from grpo.pool.protocol import GroupResult, Probe, Task, Version
 from grpo.run.folder import SaveError
 from grpo.sampling.self_check import make_sampler
 from grpo.server.http import HttpServer
@@ -92,8 +92,8 @@ def publisher_of(pool: Pool, model, folder: Path, deadline: float = 30.0) -> Pol
     return PolicyPublisher(pool.client, model, make_batcher(model, 0), model.config.vocab_size, folder, ask, stop)
 
 
-def patience_with(client: PoolClient, deadline: float) -> tuple[Patience, threading.Event]:
-    return Patience(client, deadline, stop := threading.Event()), stop
+def patience_with(client: PoolClient, deadline: float) -> tuple[Retrier, threading.Event]:
+    return Retrier(client, deadline, stop := threading.Event()), stop
 
 
 @torch.no_grad()
@@ -226,7 +226,7 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     first, second = pool.client.versions()
     assert equal(pool.fetch(second, tmp_path), adapter)
 
-    worker = ModelFolder(tmp_path, pool.client, Patience(pool.client, 20, threading.Event()))
+    worker = ModelFolder(tmp_path, pool.client, Retrier(pool.client, 20, threading.Event()))
     worker.bring_model(run)
     engine = TransformersEngine(WorkerConfig(pool=pool.client.url))
     worker.bring(0, first.sha256)
@@ -238,7 +238,7 @@ def test_a_version_of_an_adapter_is_the_adapter_and_a_worker_draws_with_it_the_s
     drawn = engine.draw(Task(7, 0, 1, [5, 6, 7]))
     assert drawn.completions == [rollout.completion_ids for rollout in rollouts]
     assert drawn.logprobs == [rollout.sampling_logprobs for rollout in rollouts]
-    again = ModelFolder(tmp_path, pool.client, Patience(pool.client, 20, threading.Event()))
+    again = ModelFolder(tmp_path, pool.client, Retrier(pool.client, 20, threading.Event()))
     assert again.sha256 == base  # a worker that starts again has it
 
 
@@ -285,7 +285,7 @@ def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_dre
     pool.client.put_tasks([Task(3, 0, 0, [5])])  # of the round that begins with version 2
     count, longest = config.num_generations, config.max_completion_length
     row = [5] * longest, [-0.5] * longest, [0] + [2] * (longest - 1)
-    drawn = Drawn(3, 0, *([values] * count for values in row))
+    drawn = GroupResult(3, 0, *([values] * count for values in row))
     assert pool.client.results("w", [drawn], before.items()) == ["accepted"]
     again = start("again")
     again.publish(2, 2)

@@ -25,9 +25,9 @@ from grpo.pool.client import PoolClient
 from grpo.pool.protocol import Lease, Task
 from grpo.sampling.self_check import make_sampler
 from grpo.tools.start import start_turns
-from grpo.wire.tool_outcomes import SETTINGS, RunTurns
+from grpo.wire.tool_outcomes import SETTINGS, RunTools
 from grpo.workers import loop
-from grpo.workers.loop import Worker, WorkerFailed
+from grpo.workers.loop import GenerationWorker, WorkerFailed
 from grpo.workers.transformers_engine import TransformersEngine
 
 pytestmark = [pytest.mark.plain_start, pytest.mark.slow]
@@ -55,7 +55,7 @@ def trainer(pool, model_folder, tmp_path):
 def working(pool, folder, engine, **settings):
     """Run a worker; give it with the list of what it ended with."""
     folder.mkdir(exist_ok=True)
-    worker, ended = Worker(WorkerConfig(pool=pool.url, **settings), engine, folder), []
+    worker, ended = GenerationWorker(WorkerConfig(pool=pool.url, **settings), engine, folder), []
 
     def run():
         try:
@@ -134,7 +134,7 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
     folder, environment = game
     (tmp_path / "trainer").mkdir()
     settings = WorkerTurnsConfig(environment=environment, max_turns=4)
-    of_run = RunTurns.of(None, environment, ["Guess"], **{name: getattr(settings, name) for name in SETTINGS})
+    of_run = RunTools.of(None, environment, ["Guess"], **{name: getattr(settings, name) for name in SETTINGS})
     changes = {"turns": of_run, "max_completion_length": 80}
     trainer = Trainer(PoolClient(pool.url), folder, tmp_path / "trainer", **changes)
     trainer.publish(0)

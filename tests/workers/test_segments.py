@@ -14,7 +14,7 @@ from grpo.data.records import Outcome
 from grpo.pool.protocol import RunInfo, Task, check_drawn
 from grpo.wire.tool_outcomes import cut_segments
 from grpo.workers.segments import draw_in_turns
-from grpo.workers.worker_tools import WorkerTurns
+from grpo.workers.worker_tools import WorkerTools
 
 RUN = RunInfo("0" * 16, "run", 100, [2], 8, 40, 1.0, 0, "0" * 64, in_flight_weight_updates=True, turns=TURNS)
 TASK = Task(3, 0, 0, [5, 6, 7], '{"secret": 1}')
@@ -42,7 +42,7 @@ def drawer():
 
 def test_a_completion_is_what_was_drawn_and_answered_in_turn(tokenizer):
     turns = Scripted([2], reply, delay=lambda drawn: sum(drawn) % 7 / 300)
-    group = draw_in_turns(WorkerTurns(turns, tokenizer), RUN, TASK, drawer())
+    group = draw_in_turns(WorkerTools(turns, tokenizer), RUN, TASK, drawer())
     check_drawn(group, RUN, TASK)
     assert turns.dialogues[0].example.columns == {"secret": 1}
     assert turns.dialogues[0].example.prompt == tokenizer.decode(TASK.prompt_ids)
@@ -80,7 +80,7 @@ def test_a_completion_waits_for_its_own_answers_alone(tokenizer):
                 waiting.set_result(None)
 
     first, waiting = {}, Future()
-    group = draw_in_turns(WorkerTurns(Slow(), tokenizer), RUN, TASK, drawer())
+    group = draw_in_turns(WorkerTools(Slow(), tokenizer), RUN, TASK, drawer())
     assert ended[-1] is first["dialogue"] and len(ended) == 8 and len(group.outcomes) == 8
 
 
@@ -95,5 +95,5 @@ def test_what_fails_ends_the_group_and_closes_all_of_it(tokenizer):
         return draw(prompt, room)
 
     with pytest.raises(RewardError, match="reset raised"):
-        draw_in_turns(WorkerTurns(turns, tokenizer), RUN, TASK, noted)
+        draw_in_turns(WorkerTools(turns, tokenizer), RUN, TASK, noted)
     assert turns.dialogues and not turns.alive() and {*draws} == {3}

@@ -31,12 +31,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
-from grpo.pool.protocol import Drawn, Probe, RunInfo, Task, check_drawn
+from grpo.pool.protocol import GroupResult, Probe, RunInfo, Task, check_drawn
 from grpo.wire.tool_outcomes import cut_segments
 from grpo.workers import vllm_process
 from grpo.workers.engine import EngineError
 from grpo.workers.vllm_engine import SERVER, VllmEngine
-from grpo.workers.worker_tools import WorkerTurns
+from grpo.workers.worker_tools import WorkerTools
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")]
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
@@ -223,7 +223,7 @@ def reply(drawn: list[int], turn: int) -> list[int] | None:
     return None if sum(drawn) % 2 else [5 + (sum(drawn) + turn) % 40, 2, 7][: 1 + sum(drawn) % 3]
 
 
-def check_in_turns(task: Task, group: Drawn, run: RunInfo, folders: list[Path]) -> int:
+def check_in_turns(task: Task, group: GroupResult, run: RunInfo, folders: list[Path]) -> int:
     """Hold what was drawn of a task against plain transformers, with the folder of each token's version."""
     check_drawn(group, run, task)
     by_version = [scored(folder, task.prompt_ids, group.completions, run.temperature) for folder in folders]
@@ -243,7 +243,7 @@ def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, 
         run, turns=TURNS, in_flight_weight_updates=True, num_generations=8, max_completion_length=60
     )
     monkeypatch.setattr(engine, "_run", with_turns)
-    monkeypatch.setattr(engine, "_turns", WorkerTurns(turns, tokenizer))
+    monkeypatch.setattr(engine, "_turns", WorkerTools(turns, tokenizer))
     engine.load(folders["untied0"], 0)
     tasks = [Task(group, 0, 0, prompt) for group, prompt in enumerate(PROMPTS)]
     with ThreadPoolExecutor(2) as threads:
@@ -260,7 +260,7 @@ def test_a_completion_goes_on_after_an_answer_and_with_new_weights(engine, run, 
 def test_a_server_that_waits_for_an_answer_is_not_one_that_hangs(make_fake, run, folders, tokenizer):
     engine, turns = make_fake(stall_seconds=1.5), Scripted(EOS, reply, delay=lambda drawn: 3.0, at_once=False)
     with_turns = dataclasses.replace(run, turns=TURNS, num_generations=2)
-    engine.start(with_turns, folders["untied0"], 0, WorkerTurns(turns, tokenizer))
+    engine.start(with_turns, folders["untied0"], 0, WorkerTools(turns, tokenizer))
     task = Task(0, 0, 0, PROMPT)
     check_in_turns(task, engine.draw(task), with_turns, [folders["untied0"]])
     assert turns.dialogues[0].answered

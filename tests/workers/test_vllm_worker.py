@@ -29,7 +29,7 @@ from grpo.model.packing import Batcher
 from grpo.pool.client import PoolClient
 from grpo.pool.protocol import Task
 from grpo.workers import loop
-from grpo.workers.loop import Worker
+from grpo.workers.loop import GenerationWorker
 from grpo.workers.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,9 @@ def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, m
         (tmp_path / name).mkdir()
     trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
     log = tmp_path / "vllm.log"
-    worker = Worker(WorkerConfig(pool=pool.url), VllmEngine(FAKE, log, ["--fault", "keeps_head"]), tmp_path / "worker")
+    worker = GenerationWorker(
+        WorkerConfig(pool=pool.url), VllmEngine(FAKE, log, ["--fault", "keeps_head"]), tmp_path / "worker"
+    )
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
@@ -91,7 +93,7 @@ def test_a_swap_in_the_middle_of_completions_is_in_the_versions_of_their_tokens(
     trainer.publish(0)
     tasks, policies = trainer.put_tasks(0, range(3)), [copy.deepcopy(trainer.model)]
     engine = VllmEngine(FAKE, tmp_path / "vllm.log", ["--fault", "draws_slowly"])
-    worker = Worker(WorkerConfig(pool=pool.url), engine, tmp_path / "worker")
+    worker = GenerationWorker(WorkerConfig(pool=pool.url), engine, tmp_path / "worker")
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:

@@ -14,7 +14,7 @@ from proxy import Plan, Proxy
 from safetensors.numpy import save
 
 from grpo.client.server_errors import FileFailure, ServerError
-from grpo.pool.client import Patience, PoolClient
+from grpo.pool.client import PoolClient, Retrier
 from grpo.pool.delta import sha256_of
 from grpo.workers.engine import WorkerFailed
 from grpo.workers.weights_folder import ModelFolder
@@ -61,7 +61,7 @@ def folder(pool, versions, tmp_path):
 
 def folder_of(url, path) -> ModelFolder:
     client = PoolClient(url, request_timeout=2)
-    return ModelFolder(path, client, Patience(client, 20, threading.Event()))
+    return ModelFolder(path, client, Retrier(client, 20, threading.Event()))
 
 
 def bring(folder, version) -> None:
@@ -161,7 +161,7 @@ def test_an_upload_goes_on_where_it_was_cut(pool, versions, tmp_path, monkeypatc
     proxy = Proxy(pool.port, lambda: Plan(request_bytes=100_000))
     client = PoolClient(proxy.url, request_timeout=2)
     try:
-        Patience(client, 20, threading.Event())(lambda: client.send_file(tmp_path / "file", sha256))
+        Retrier(client, 20, threading.Event())(lambda: client.send_file(tmp_path / "file", sha256))
         assert proxy.happened
     finally:
         proxy.close()

@@ -7,7 +7,7 @@ import pytest
 from grpo.config.errors import ConfigError
 from grpo.config.programs import WorkerConfig
 from grpo.pool.protocol import RunInfo
-from grpo.wire.tool_outcomes import SETTINGS, RunTurns
+from grpo.wire.tool_outcomes import SETTINGS, RunTools
 from grpo.workers.worker_tools import check_alike, check_given
 
 PLAIN = RunInfo("0" * 16, "runs/a", 100, [2], 8, 40, 1.0, 0, "0" * 64)
@@ -15,7 +15,7 @@ DEFAULTS = dict(zip(SETTINGS, (None, None, 2048, "auto", None), strict=True))
 
 
 def run(names: list[str], environment: str | None = None, rewards=()) -> RunInfo:
-    return replace(PLAIN, turns=RunTurns.of([*map(schema, names)], environment, rewards, **DEFAULTS))
+    return replace(PLAIN, turns=RunTools.of([*map(schema, names)], environment, rewards, **DEFAULTS))
 
 
 def schema(name: str, text: str = "Do it.") -> dict:
@@ -69,17 +69,17 @@ def test_a_worker_without_what_the_run_has_is_refused_before_anything_is_fetched
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (RunTurns.of([schema("add")], None, [], **DEFAULTS), None),
+        (RunTools.of([schema("add")], None, [], **DEFAULTS), None),
         (
-            RunTurns.of([schema("mul")], None, [], **DEFAULTS),
+            RunTools.of([schema("mul")], None, [], **DEFAULTS),
             r"^tools=\['.*'\]: the model may call mul, and in run runs/a add: take the files that the trainer has$",
         ),
         (
-            RunTurns.of([schema("add", "Do that.")], None, [], **DEFAULTS),
+            RunTools.of([schema("add", "Do that.")], None, [], **DEFAULTS),
             r"^tools=\['.*'\]: add have other schemas \(type hints and docstrings\) than in run runs/a: take the files",
         ),
         (
-            RunTurns.of([schema("add")], None, ["Guess"], **DEFAULTS),
+            RunTools.of([schema("add")], None, ["Guess"], **DEFAULTS),
             r"^tools=\['.*'\]: it gives Guess as rewards, and in run runs/a nothing: take the files",
         ),
     ],

@@ -18,7 +18,7 @@ from grpo.model.packing import Batcher
 from grpo.model.trial import make_batcher
 from grpo.server.fair_queue import FairQueue
 from grpo.server.monitor import Pass
-from grpo.server.worker import Worker
+from grpo.server.scorer import Scorer
 from grpo.wire.logprobs import LogprobsRequest
 from grpo.wire.refusals import ProtocolError
 
@@ -48,7 +48,7 @@ class Desk:
         self.model.base_model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.notes: list[Pass] = []
         self.queue = FairQueue(self.batcher, budget, queue, requests, deterministic)
-        self.scorer = Worker(self.queue, self.model, self.batcher, on_death=self.dead.append, on_pass=self.notes.append)
+        self.scorer = Scorer(self.queue, self.model, self.batcher, on_death=self.dead.append, on_pass=self.notes.append)
         self.first = self.ask([63], [[62]])
         assert self._busy.wait(30)
 
@@ -287,7 +287,7 @@ def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(con
     desk.go()
     for answer in answers:
         answer.result(30)
-    warnings = [record.getMessage() for record in caplog.records if record.name == "grpo.server.worker"]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "grpo.server.scorer"]
     assert warnings == [
         f"out of memory: batches of {budget} tokens from now on (--max_batch_tokens)" for budget in (32, 16)
     ]

@@ -40,7 +40,7 @@ def completion_logprobs(
     return np.split(logprobs, ends[:-1]), batch.input_ids.numel()
 
 
-class Worker:
+class Scorer:
     """A thread that answers what is in the queue, with a frozen model.
 
     A request that fails gets that failure as its error. After it the worker scores a sequence of its own: if that fails
