@@ -35,8 +35,8 @@ KILLED_AFTER = 20  # steps, with --pool
 SHOWN, WIDTH = 4, 58  # printed problems; characters of a column of completions
 PICTURE = re.compile(r"<\|vision_start\|>.*<\|vision_end\|>")
 
-# One thread for what builds the model, and each for two trainer ranks and the server: more wait for each other on a
-# loaded machine. On the CPU even where the machine has a GPU.
+# One thread for what builds the model (two with pictures), and each for two ranks and the server: more wait for each
+# other on a loaded machine. On the CPU even where the machine has a GPU.
 ENVIRONMENT = os.environ | {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",

@@ -298,24 +298,29 @@ def launch() -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def letters(tmp_path_factory) -> list[str]:
-    """A third reward function that even the text of random weights earns something from, so that weights move. It
-    draws, too: runs that are compared draw alike."""
+    """A third reward function that even the text of random weights earns something from, so that weights move."""
     path = tmp_path_factory.mktemp("rewards") / "own.py"
     path.write_text(
-        "import random\nimport numpy as np\nimport torch\n\n"
-        "def letters(prompts, completions, **columns):\n"
-        "    chance = random.random() + np.random.random() + torch.rand(1).item()\n"
-        "    return [(len(text) + chance * random.random()) / 100 for text in completions]\n"
+        "def letters(prompts, completions, **columns):\n    return [len(text) / 100 for text in completions]\n"
     )
     return ["--reward_funcs", "correctness_reward", "format_reward", f"{path}:letters"]
 
 
 @pytest.fixture(scope="session")
-def setting(model_folder, data_folder, letters):
-    """`setting(run, kind, **changes)`: the trainer's options."""
+def setting(model_folder, data_folder, letters, tmp_path_factory):
+    """`setting(run, kind, **changes)`: the trainer's options. One of the rewards draws a number, by step and rank: with
+    `draws` False none does, so that runs on other numbers of ranks are the same."""
     from trainer_runs import KINDS, OPTIONS, options
 
-    def make(run: Path, kind: str, **changes) -> list[str]:
-        return [*options(model_folder, data_folder, run, **{**OPTIONS, **KINDS[kind], **changes}), *letters]
+    path = tmp_path_factory.mktemp("rewards") / "chance.py"
+    path.write_text(
+        "import random\nimport numpy as np\nimport torch\n\n"
+        "def chance(completions, **columns):\n"
+        "    return [random.random() + np.random.random() + torch.rand(1).item() for _ in completions]\n"
+    )
+
+    def make(run: Path, kind: str, draws: bool = True, **changes) -> list[str]:
+        rewards = [*letters, f"{path}:chance"] if draws else letters
+        return [*options(model_folder, data_folder, run, **{**OPTIONS, **KINDS[kind], **changes}), *rewards]
 
     return make

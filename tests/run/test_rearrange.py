@@ -22,10 +22,10 @@ KILLED = "grpo.run.checkpoints:Checkpoints._delete_old:before:"
 @pytest.mark.parametrize("kind", ["reference updates", "LoRA"])
 def test_from_two_ranks_to_four_to_one_in_the_middle_of_rounds(setting, model_folder, tmp_path, kind):
     with reference(model_folder, tmp_path / "server") as server:
-        finish(2, setting(tmp_path / "straight", kind, ref_servers=server.url))
+        finish(2, setting(tmp_path / "straight", kind, draws=False, ref_servers=server.url))
     run = tmp_path / "run"
     with reference(model_folder, tmp_path / "server 2") as server:
-        words = setting(run, kind, ref_servers=server.url, resume_from_checkpoint="last")
+        words = setting(run, kind, draws=False, ref_servers=server.url, resume_from_checkpoint="last")
         for ranks, moment, step in ((2, KILLED + "1", 0), (4, KILLED + "2", 2)):
             with training(ranks, words, "tests/killed_at.py", moment, "0") as process:
                 output, _ = process.communicate(timeout=200)
