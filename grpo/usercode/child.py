@@ -23,6 +23,8 @@ import sys
 import threading
 from typing import Any, NoReturn, Protocol
 
+from grpo.config.errors import ConfigError
+
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
@@ -62,7 +64,7 @@ def run_worker(descriptor: int) -> None:
             make_service, arguments = pickle.load(tasks)
             service: UserService = make_service(*arguments)
         except Exception as error:  # the user's file may raise anything
-            send({"raised": repr(error)})
+            send({"raised": str(error) if isinstance(error, ConfigError) else repr(error)})
             return
         send({})
         worker_pid = os.getpid()

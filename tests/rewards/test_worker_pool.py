@@ -156,7 +156,7 @@ def pooled(functions):
 def is_worker(process: psutil.Process) -> bool:
     """Tell whether a process is a guard or the worker below it."""
     try:
-        return "rewards.worker import run_worker" in " ".join(process.cmdline())
+        return "usercode.child import run_worker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
 
@@ -405,7 +405,9 @@ def test_a_file_that_only_a_worker_cannot_load_ends_the_run(tmp_path):
     for name in load_reward_funcs([f"{path}:f"]):
         assert name == "f"
     pool = RewardPool([f"{path}:f"], 5.0, 0.0, workers=1)
-    with pytest.raises(RewardError, match="could not load .*picky.py:f: AssertionError.*not here"):
+    with pytest.raises(
+        RewardError, match=r"could not load .*picky.py:f: .*picky.py:2 cannot be imported \(AssertionError: not here\)"
+    ):
         rewards({"f": pool.make_function(f"{path}:f")}, ["a"])
     pool.close()
 

@@ -135,7 +135,7 @@ def workers_below() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if "worker import run_worker" in " ".join(process.cmdline()):
+            if "usercode.child import run_worker" in " ".join(process.cmdline()):
                 found.append(process)
         except psutil.NoSuchProcess:
             pass
