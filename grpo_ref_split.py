@@ -8,9 +8,9 @@ The last needs no GPU: it starts two CPU processes.
 
 Read it from the top: `train` sets up, `optimize` is the training loop, in phase order. A step is one optimizer update,
 from prompts_per_step prompts x num_generations completions over all ranks (grpo/trainer/step.py). A round
-(grpo/trainer/round.py) draws, rewards and compares what steps_per_generation steps train on, num_iterations times each;
-by default a round is a step, and each completion is used once, by the policy that drew it: the probability ratio is 1
-and the clipping idle.
+(grpo/trainer/round.py) samples, rewards and compares the completions of steps_per_generation steps, which each train on
+them num_iterations times. By default a round is a step, and each completion is used once, by the policy that drew it:
+the probability ratio is 1 and the clipping idle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from grpo.client.server_errors import ServerError, ServersLost
+from grpo.client.server_errors import ServerError
 from grpo.config.errors import RewardError
 from grpo.report.curves import draw_curves
 from grpo.report.summary import summary
@@ -51,8 +51,16 @@ from grpo.run.preflight import check_alike, check_run_folder, describe_inputs, f
 from grpo.trainer.deepspeed_engine import join_ranks
 from grpo.trainer.dry_run import dry_run
 from grpo.trainer.out_of_memory import OutOfMemory
-from grpo.trainer.record import evaluate_policy, finish, progress_bar, raise_if_over, record_step, saved_at_the_end
-from grpo.trainer.rewarding import RewardsLost
+from grpo.trainer.record import (
+    evaluate_first,
+    evaluate_policy,
+    finish,
+    progress_bar,
+    raise_if_over,
+    raised_later,
+    record_step,
+    saved_at_the_end,
+)
 from grpo.trainer.setup import Run, read_inputs, set_up
 from grpo.trainer.step import update
 from grpo.trainer.step_result import coefficients, step_result
@@ -61,7 +69,7 @@ log = logging.getLogger("grpo_ref_split")
 
 
 def train(config: TrainerConfig, launcher: Launcher) -> None:
-    """Set up, loop, and save the model. Raises ConfigError before a model is loaded where the mistake shows by then."""
+    """Set up, loop, and save the model. Most mistakes raise ConfigError before a model is loaded."""
     ranks = join_ranks(config)
     try:
         check_run_folder(config, ranks.rank)
@@ -80,68 +88,48 @@ def train(config: TrainerConfig, launcher: Launcher) -> None:
                 push_model(folder / "model", config.hub_model_id)
         dist.destroy_process_group()
     finally:
-        ranks.watchdog.close()  # torch prints a traceback of its own where rank 0 cannot be reached any more
+        ranks.watchdog.close()  # torch prints a traceback of its own if rank 0 cannot be reached any more
 
 
 def optimize(run: Run) -> None:
     """Do the steps that are left: the training loop."""
-    config, progress, rounds, publisher = run.config, run.progress, run.rounds, run.publisher
-    evaluated: dict[str, float] = {}
-    if run.held_out and progress.step == 0:
-        evaluated = evaluate_policy(run, 0)
-        if run.recorder:
-            run.recorder.metrics(0, evaluated)
-
+    config, progress, watchdog = run.config, run.progress, run.ranks.watchdog
+    evaluated = evaluate_first(run)
     bar = progress_bar(run)
     for step in bar:
-        run.watchdog.step, run.watchdog.clock = step, (clock := PhaseClock())
-        number, within = divmod(step - 1, config.updates_per_round)
-        current, lost = coefficients(run), None
+        watchdog.step, watchdog.clock = step, (clock := PhaseClock())
+        current, lost = coefficients(run), []
 
         # Sample, reward while the reference is at work, and compare within each group.
-        if progress.round != number:
-            progress.batches, progress.resampled = rounds.collect(number, step - 1, current.beta, clock)
-            progress.round = number
-        batch = progress.batches[within % config.steps_per_generation]
+        batch = run.batch_for(step, current.beta, clock)
 
-        # Update. The reference's log-probs are fetched on the way, when the policy's own forward pass is done.
+        # The reference's log-probs are fetched on the way, after the policy's own forward pass.
         with clock("update"):
             beta, entropy_coef = current.beta, current.entropy_coef
-            stats = update(run.engine, batch.samples, config, run.batcher, clock, beta, entropy_coef, rounds.requests)
+            stats = update(run.engine, batch.samples, config, run.batcher, clock, beta, entropy_coef, batch.requests)
 
-        # Every ref_update_steps, between two rounds, the policy becomes the reference. After the last step nobody would
-        # ask it.
-        if publisher and step % config.ref_update_steps == 0 and step < config.max_steps:
-            progress.ref_step = step
-            with clock("publish_ref"):
-                try:
-                    publisher.publish(step, needed=run.checkpoints.references())
-                except ServersLost as error:
-                    lost = error  # raised once this step is recorded
+        if run.reference_is_due(step):
+            with clock("publish_ref"), raised_later(lost):
+                progress.ref_step = step
+                run.publisher.publish(step, needed=run.checkpoints.references())
 
-        # Gather the numbers, evaluate, record, save, and stop if it is time.
         result = step_result(run, step, batch, stats, current, clock)
         progress.step, progress.evaluated = step, {}
-        if run.held_out and (step == config.max_steps or step % config.eval_steps == 0):
-            try:
-                evaluated = evaluate_policy(run, step)
+        if run.evaluation_is_due(step):
+            with raised_later(lost):
+                progress.evaluated = evaluated = evaluate_policy(run, step)
                 result.metrics.update(evaluated)
-                progress.evaluated = evaluated
-            except RewardsLost as error:
-                lost = error
         record_step(run, bar, step, batch, result, evaluated)
         if config.save_steps and step % config.save_steps == 0:
             run.checkpoints.save(run.engine, progress)
         if lost:
-            raise lost
+            raise lost[-1]
         raise_if_over(run, step, result)
 
 
 def show_end(folder: Path) -> None:
-    """Print the run's table, draw its curves and say where everything is.
-
-    The model is there: without curves the run has succeeded too.
-    """
+    """Print the run's table, draw its curves and say where its files are. The model is saved: a run without curves has
+    succeeded too."""
     try:
         print(summary(folder), flush=True)
         log.info("done: model in %s, curves in %s", folder / "model", draw_curves(folder))
@@ -151,7 +139,7 @@ def show_end(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # all is imported: exit_code tells of a Ctrl-C now
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # all is imported: exit_code handles a Ctrl-C from now on
     code = 1
     try:
         code = exit_code(
@@ -165,6 +153,4 @@ if __name__ == "__main__":
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python waits for threads: one that a reward function left, or that waits for the reference, must not keep the
-    # process alive.
-    os._exit(code)
+    os._exit(code)  # Python would wait for threads that a reward function left, or that wait for the reference

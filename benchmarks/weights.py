@@ -176,8 +176,8 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def lines(name: str, model: PreTrainedModel, move: Move, options: argparse.Namespace) -> Iterator[list[object]]:
     """Yield a row for each line. The worker of each line gets every version before the next is made."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, running_pool(Path(folder)) as port:
-        client, vocab_size = PoolClient(f"http://127.0.0.1:{port}"), model.config.vocab_size
-        publisher = PolicyPublisher(client, model, Batcher(0, 0), vocab_size, Path(folder), 60.0, threading.Event())
+        client, stop = PoolClient(f"http://127.0.0.1:{port}"), threading.Event()
+        publisher = PolicyPublisher(client, model, Batcher(0, 0), Path(folder), Retrier(client, 60.0, stop), stop)
         workers = [Worker(Path(folder) / f"worker{place}", port, rate) for place, rate in enumerate(LINES.values())]
         changed, published = [], []
         for version in range(options.versions + 1):

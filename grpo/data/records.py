@@ -1,7 +1,8 @@
-"""The records that go from the sampler to the loss. They are plain data: no callables, no futures."""
+"""The records that go from the sampler to the loss. They are plain data, but for a batch's open requests."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +127,14 @@ class StepBatch:
     """bool [groups], True where the group's completions teach something"""
     samples: list[Sample]
     """groups x num_generations samples, group after group"""
+    requests: dict[int, Future[list[np.ndarray]]] = field(default_factory=dict)
+    """the round's requests to the reference servers, by group id; a checkpoint has none"""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "requests"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, requests={})
 
     def cut(self, start: int, end: int) -> StepBatch:
         """Return the batch of the groups from `start` up to `end`."""
@@ -136,6 +145,7 @@ class StepBatch:
             self.rewards[start:end],
             self.signal[start:end],
             self.samples[start * copies : end * copies],
+            self.requests,
         )
 
     def to_lines(self, count: int | None = None) -> list[dict[str, Any]]:

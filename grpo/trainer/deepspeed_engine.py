@@ -43,8 +43,8 @@ _LARGEST_GROUP = 2**30  # numbers in a group of bitsandbytes' AdamW
 def make_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """Make torch's AdamW, or with optim=adamw_8bit that of bitsandbytes.
 
-    DeepSpeed's would be compiled at the first start. Fused, AdamW makes no copy of what it steps. Raises ConfigError
-    where the weights are in less than 16 bits, which cannot be trained.
+    DeepSpeed's would be compiled at the first start. A fused AdamW copies no weights. Raises ConfigError for weights in
+    less than 16 bits, which cannot be trained.
     """
     if not config.use_peft and any(weight.dtype.itemsize < 2 for weight in model.parameters()):
         raise ConfigError(
@@ -193,7 +193,7 @@ def join_ranks(config: TrainerConfig) -> Ranks:
 def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tuple[Any, LRScheduler]:
     """Return the DeepSpeed engine around the policy, and the learning-rate schedule that it steps.
 
-    Raises ConfigError where DeepSpeed refuses a setting of its file only now.
+    Raises ConfigError if DeepSpeed refuses a setting of its file only now.
     """
     keep_gradients_apart(ds_config["zero_optimization"], model)
     optimizer = make_optimizer(model, config)
@@ -203,8 +203,8 @@ def start_engine(config: TrainerConfig, ds_config: dict, model: nn.Module) -> tu
         explain_shortage(START, START, config, lambda: "nothing is lost: no step was done"),
     ):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)
-    # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so what it times is each
-    # sampled token, and from the third step on its timer waits for the device before each.
+    # DeepSpeed times each forward pass of the whole model. The update calls the model's body, so DeepSpeed would time
+    # each sampled token, and from the third step on wait for the device before each.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     # ZeRO reduces in a group of its own, which DeepSpeed makes with torch's time-out: 10 minutes on GPUs.
@@ -218,114 +218,139 @@ def _longest_collective(config: TrainerConfig) -> timedelta:
 
 
 def engine_config(config: TrainerConfig, world_size: int, device: torch.device) -> dict[str, Any]:
-    """Return the file's settings with every "auto" filled. Raises ConfigError where file and settings contradict, and
-    where DeepSpeed refuses the file."""
-    path = Path(config.deepspeed)
-    if not path.is_absolute() and not path.exists():
-        path = REPOSITORY / path
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"deepspeed='{config.deepspeed}': {error.strerror}: give the path of a JSON file") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"deepspeed='{config.deepspeed}': not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"deepspeed='{config.deepspeed}': write a JSON object")
-
-    def find_section(parent: dict[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
-        section = parent.get(key, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"deepspeed='{path}': {prefix}{key} is {section!r}: write a JSON object, or take it out")
-        return section
-
-    def fill(section: dict[str, Any], key: str, value: Any, source: str, prefix: str = "") -> None:
-        if section.get(key, "auto") not in ("auto", value):
-            raise ConfigError(
-                f"deepspeed='{path}': {prefix}{key} is {section[key]!r} but {source} makes it {value!r}: "
-                'write "auto" there'
-            )
-        section[key] = value
-
-    for key, instead in (("optimizer", "learning_rate, adam_* and weight_decay"), ("scheduler", "lr_scheduler_type")):
-        if key in settings:
-            raise ConfigError(f"deepspeed='{path}': {key} is set there, but {instead} decide it: take it out")
-    half = {
-        "fp16.enabled": find_section(settings, "fp16").get("enabled", False),
-        "communication_data_type": str(settings.get("communication_data_type")).lower() == "fp16",
-    }
-    for key, is_half in half.items():
-        if is_half:
-            raise ConfigError(
-                f"deepspeed='{path}': {key} asks for float16: the dtypes are bfloat16 and float32: take it out"
-            )
-    timers = {
-        "wall_clock_breakdown": settings.get("wall_clock_breakdown", False),
-        "flops_profiler.enabled": find_section(settings, "flops_profiler").get("enabled", False),
-    }
-    for key, enabled in timers.items():
-        if enabled:
-            raise ConfigError(
-                f"deepspeed='{path}': {key} is true, but DeepSpeed can time only forward passes through its engine, "
-                "and the trainer's go past it: take it out, metrics.jsonl has the time of each phase"
-            )
-    settings.setdefault("zero_optimization", {"stage": 2})
-    zero = find_section(settings, "zero_optimization")
-    if zero.get("stage") != 2:
-        raise ConfigError(
-            f"deepspeed='{path}': zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the "
-            "whole weights that generation needs"
-        )
-    if zero.get("offload_optimizer", {}) is None:  # DeepSpeed's own default
-        del zero["offload_optimizer"]
-    place = find_section(zero, "offload_optimizer", "zero_optimization.").get("device", "none")
-    if place not in ("cpu", "none"):
-        raise ConfigError(f"deepspeed='{path}': zero_optimization.offload_optimizer.device is {place!r}: use 'cpu'")
-    if config.optim == "adamw_8bit":
-        require_packages("optim", config.optim, "bitsandbytes")
-        if place != "none":
-            raise ConfigError(
-                f"optim={config.optim!r}: '{path}' has zero_optimization.offload_optimizer, which wants AdamW on the "
-                "CPU, in 32 bits: take one of them out"
-            )
-        fill(settings, "zero_allow_untested_optimizer", True, "optim")
-    sequences = config.prompts_per_step * config.num_generations
-    source = "prompts_per_step x num_generations"
-    fill(settings, "train_batch_size", sequences, source)
-    fill(settings, "train_micro_batch_size_per_gpu", sequences // world_size, f"{source} / {world_size} ranks")
-    fill(settings, "gradient_accumulation_steps", 1, "the token-budget cutting into micro-batches")
-    fill(settings, "managed_gradient_accumulation", False, "the token-budget cutting into micro-batches")
-    fill(settings, "gradient_clipping", config.max_grad_norm, "max_grad_norm")
-    fill(settings, "zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,")
-    bf16 = settings["bf16"] = find_section(settings, "bf16")
-    dtype = resolve_dtype(config, device)
-    fill(bf16, "enabled", dtype == torch.bfloat16, "dtype", "bf16.")
-    source = "the check for steps that are not finite"  # such a step is left out
-    fill(bf16, "check_grad_overflow", True, source, "bf16.")
-    fill(zero, "compute_grad_norm", True, source, "zero_optimization.")
+    """Return the file's settings with every "auto" filled. Raises ConfigError if file and settings contradict each
+    other, or if DeepSpeed refuses the file."""
+    file = _DeepSpeedFile(config.deepspeed)
+    file.refuse_what_settings_decide()
+    zero, place = _zero_section(file, config)
+    sequences, source = config.prompts_per_step * config.num_generations, "prompts_per_step x num_generations"
+    cutting = "the token-budget cutting into micro-batches"
+    for key, value, decided_by in (
+        ("train_batch_size", sequences, source),
+        ("train_micro_batch_size_per_gpu", sequences // world_size, f"{source} / {world_size} ranks"),
+        ("gradient_accumulation_steps", 1, cutting),
+        ("managed_gradient_accumulation", False, cutting),
+        ("gradient_clipping", config.max_grad_norm, "max_grad_norm"),
+        ("zero_force_ds_cpu_optimizer", False, "torch's AdamW, which is not compiled at the first start,"),
+    ):
+        file.fill(file.settings, key, value, decided_by)
+    dtype, bf16 = resolve_dtype(config, device), file.section("bf16")
+    skipping = "the check for steps that are not finite"  # such a step is left out
+    file.fill(bf16, "enabled", dtype == torch.bfloat16, "dtype", "bf16.")
+    file.fill(bf16, "check_grad_overflow", True, skipping, "bf16.")
+    file.fill(zero, "compute_grad_norm", True, skipping, "zero_optimization.")
     if zero.get("overlap_comm") == "auto":
-        zero["overlap_comm"] = world_size > 1  # one rank has nobody to talk with, and would hold a second bucket
-    data_types = settings["data_types"] = find_section(settings, "data_types")
+        zero["overlap_comm"] = world_size > 1  # one rank has no other to talk with, and would hold a second bucket
+    data_types = file.section("data_types")
     known = ("bf16", "fp32") if bf16["enabled"] else ("fp32",)
     if data_types.setdefault("grad_accum_dtype", "auto") == "auto":
         # ZeRO-2 takes the memory for fp32 sums of gradients anyway, for AdamW's step, unless the step is on the CPU:
         # then bf16 sums are kept there too, and fp32 ones would stay on the GPU.
         data_types["grad_accum_dtype"] = known[0] if place == "cpu" else "fp32"
     if data_types["grad_accum_dtype"] not in known:
-        raise ConfigError(
-            f"deepspeed='{path}': data_types.grad_accum_dtype is {data_types['grad_accum_dtype']!r}: with dtype "
+        raise file.error(
+            f"data_types.grad_accum_dtype is {data_types['grad_accum_dtype']!r}: with dtype "
             f"{str(dtype).removeprefix('torch.')} use {' or '.join(known)}"
         )
-    # What is left of "auto" is DeepSpeed's default, which it takes where a key is not there.
+    settings = file.settings
+    # DeepSpeed takes its default for a key that is missing.
     settings["zero_optimization"] = {key: value for key, value in zero.items() if value != "auto"}
-    with refused_by_deepspeed(path, Exception):  # pydantic's, DeepSpeed's own, what a value of another type runs into
-        # Without the whole batch, which it compares with the ranks that have met: in a dry run none have.
+    with refused_by_deepspeed(file.path, Exception):  # pydantic's, DeepSpeed's own, any other of a value's wrong type
+        # Without the whole batch, which DeepSpeed compares with the ranks that have met: in a dry run none have.
         deepspeed.DeepSpeedConfig({key: value for key, value in settings.items() if key != "train_batch_size"})
     return settings
 
 
+class _DeepSpeedFile:
+    """A JSON file of DeepSpeed's settings."""
+
+    def __init__(self, name: str):
+        self.path = Path(name)
+        if not self.path.is_absolute() and not self.path.exists():
+            self.path = REPOSITORY / self.path
+        try:
+            self.settings = json.loads(self.path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"deepspeed='{name}': {error.strerror}: give the path of a JSON file") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"deepspeed='{name}': not JSON: {error}") from error
+        if not isinstance(self.settings, dict):
+            raise ConfigError(f"deepspeed='{name}': write a JSON object")
+
+    def error(self, text: str) -> ConfigError:
+        return ConfigError(f"deepspeed='{self.path}': {text}")
+
+    def section(self, key: str, parent: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
+        """Return a section, which is added if the file has none."""
+        section = (self.settings if parent is None else parent).setdefault(key, {})
+        if not isinstance(section, dict):
+            raise self.error(f"{prefix}{key} is {section!r}: write a JSON object, or take it out")
+        return section
+
+    def fill(self, section: dict[str, Any], key: str, value: Any, source: str, prefix: str = "") -> None:
+        if section.get(key, "auto") not in ("auto", value):
+            raise self.error(f'{prefix}{key} is {section[key]!r} but {source} makes it {value!r}: write "auto" there')
+        section[key] = value
+
+    def refuse_what_settings_decide(self) -> None:
+        for key, instead in (
+            ("optimizer", "learning_rate, adam_* and weight_decay"),
+            ("scheduler", "lr_scheduler_type"),
+        ):
+            if key in self.settings:
+                raise self.error(f"{key} is set there, but {instead} decide it: take it out")
+        half = {
+            "fp16.enabled": self._is_enabled("fp16"),
+            "communication_data_type": str(self.settings.get("communication_data_type")).lower() == "fp16",
+        }
+        for key, is_half in half.items():
+            if is_half:
+                raise self.error(f"{key} asks for float16: the dtypes are bfloat16 and float32: take it out")
+        timers = {
+            "wall_clock_breakdown": self.settings.get("wall_clock_breakdown", False),
+            "flops_profiler.enabled": self._is_enabled("flops_profiler"),
+        }
+        for key, enabled in timers.items():
+            if enabled:
+                raise self.error(
+                    f"{key} is true, but DeepSpeed can time only forward passes through its engine, and the trainer's "
+                    "go past it: take it out, metrics.jsonl has the time of each phase"
+                )
+
+    def _is_enabled(self, key: str) -> bool:
+        return key in self.settings and self.section(key).get("enabled", False)
+
+
+def _zero_section(file: _DeepSpeedFile, config: TrainerConfig) -> tuple[dict[str, Any], str]:
+    """Return the section of ZeRO, and where its optimizer's state is: "cpu" or "none"."""
+    file.settings.setdefault("zero_optimization", {"stage": 2})
+    zero = file.section("zero_optimization")
+    if zero.get("stage") != 2:
+        raise file.error(
+            f"zero_optimization.stage is {zero.get('stage')!r}: use 2, which leaves every rank the whole weights that "
+            "generation needs"
+        )
+    if zero.get("offload_optimizer", {}) is None:  # DeepSpeed's own default
+        del zero["offload_optimizer"]
+    place = "none"
+    if "offload_optimizer" in zero:
+        place = file.section("offload_optimizer", zero, "zero_optimization.").get("device", "none")
+    if place not in ("cpu", "none"):
+        raise file.error(f"zero_optimization.offload_optimizer.device is {place!r}: use 'cpu'")
+    if config.optim == "adamw_8bit":
+        require_packages("optim", config.optim, "bitsandbytes")
+        if place != "none":
+            raise ConfigError(
+                f"optim={config.optim!r}: '{file.path}' has zero_optimization.offload_optimizer, which wants AdamW on "
+                "the CPU, in 32 bits: take one of them out"
+            )
+        file.fill(file.settings, "zero_allow_untested_optimizer", True, "optim")
+    return zero, place
+
+
 @contextmanager
 def refused_by_deepspeed(path: str | Path, kind: type[Exception]) -> Iterator[None]:
-    """Raise ConfigError where DeepSpeed's checks of the file end the body of the `with` by an error of this kind."""
+    """Raise ConfigError if DeepSpeed's checks of the file raise an error of this kind in the block."""
     try:
         yield
     except kind as error:
@@ -334,10 +359,10 @@ def refused_by_deepspeed(path: str | Path, kind: type[Exception]) -> Iterator[No
 
 
 def keep_gradients_apart(zero: dict[str, Any], model: nn.Module) -> None:
-    """Switch `overlap_comm` off where a trained weight is larger than a bucket, unless it is the embeddings.
+    """Switch `overlap_comm` off if a trained weight is larger than a bucket, unless it is the embeddings.
 
-    While one stream sums such a gradient DeepSpeed 0.19 frees it, on ranks that own no part of it, and the backward
-    pass goes on in its memory. After the gradient of the embeddings nothing goes on.
+    While one stream sums such a gradient, DeepSpeed 0.19 frees it on ranks that own no part of it, and the backward
+    pass reuses its memory. The embeddings' gradient is the last of the pass.
     """
     embeddings, bucket = model.get_input_embeddings().weight, int(zero.get("reduce_bucket_size", 500_000_000))
     trained = (weight for weight in model.parameters() if weight.requires_grad and weight is not embeddings)

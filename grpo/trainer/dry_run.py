@@ -1,7 +1,7 @@
-"""`grpo_ref_split.py --dry_run`: check everything that a run checks before it loads a model, and print what it needs.
+"""`grpo_ref_split.py --dry_run`: check everything that a run checks before it loads a model, and print its needs.
 
-It makes no folder, waits for nobody and loads no weights. It starts no processes but those that `reward_timeout` and
-`tool_timeout` ask for.
+A dry run makes no folder, waits for no server and loads no weights. It starts only the processes that `reward_timeout`
+and `tool_timeout` ask for.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def dry_run(config: TrainerConfig) -> None:
-    """Print what a run would do, on rank 0. Raises ConfigError and RewardError as a run would."""
+    """Print a run's plan on rank 0. Raises ConfigError and RewardError as a run would."""
     rank, ranks, device = own_place()
     if rank != 0:
         return
@@ -92,7 +92,7 @@ def policy_on_meta(config: TrainerConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _describe_start(config: TrainerConfig, folder: Path, description: RunDescription) -> str:
-    """Say where a run would begin. Raises ConfigError where the checkpoint is not of these settings and this data."""
+    """Return at which step a run would begin. Raises ConfigError if the checkpoint has other settings or data."""
     if config.resume_from_checkpoint == "last" and finished_steps(folder) >= config.max_steps:
         return f"nothing to do: the run in {folder} is done"
     found = find_checkpoints(config)
@@ -114,10 +114,7 @@ def _describe_inputs(
     policy_info: ModelInfo,
     pictured: PicturedPrompt | None,
 ) -> list[str]:
-    """Return what a run would train on, with what rewards, and what the servers answer.
-
-    `pictured` is the prompt with the most tokens of pictures.
-    """
+    """Return a run's model, data, rewards and the servers' answers. `pictured` has the most tokens of pictures."""
     rewards = inputs.reward_funcs
     weighted = [f"{name} x {weight:g}" for name, weight in zip(rewards, config.reward_weights, strict=True)]
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -176,7 +173,7 @@ def _describe_pictures(inputs: Inputs, pictured: PicturedPrompt | None) -> str:
 
 
 def _most_pictured(inputs: Inputs) -> PicturedPrompt | None:
-    """Return the prompt with the most tokens of pictures, None where there are no pictures."""
+    """Return the prompt with the most tokens of pictures; None without pictures."""
     prompts = [example.prompt_ids for example in inputs.examples if pictures_of(example.prompt_ids)]
     return max(prompts, key=lambda prompt: _pieces(prompt, inputs.processor), default=None)
 
@@ -192,10 +189,7 @@ def _describe_server(
     config: TrainerConfig | None = None,
     policy_info: ModelInfo | None = None,
 ) -> str:
-    """Ask a server once what it serves, and return the answer as the rest of a sentence.
-
-    A server that does not fit ends a run, but not a dry run.
-    """
+    """Ask a server once for its model, and return the answer as the rest of a sentence. Raises nothing."""
     try:
         model_info = connection.health(url).model
         if inputs is not None and config is not None and policy_info is not None:
@@ -209,7 +203,7 @@ def _describe_server(
 
 
 def _describe_source(config: TrainerConfig) -> str:
-    """Say where completions come from: ask the pool once what it serves, and who draws for it."""
+    """Return the source of completions: ask the pool once for its run and its workers."""
     if config.pool is None:
         return f"of the run in {config.replay}"
     try:
@@ -250,7 +244,7 @@ def _describe_step(work: RankWork, examples: list[Example]) -> list[str]:
 
 
 def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> list[str]:
-    """Return what a rank needs on this machine, and on a card: as set, and with each change that lowers it."""
+    """Return a rank's memory on this machine and on a card: as set, and with each change that lowers it."""
     config, cuda = work.config, torch.device("cuda")
     models: dict[tuple, PreTrainedModel] = {}
 
@@ -266,7 +260,7 @@ def _describe_memory(work: RankWork, rewards: dict, device: torch.device) -> lis
     try:
         memories = {"as set": needed(config, work.ranks, cuda)}
         for changes, ranks in _changes(work, offloaded=bool(memories["as set"].host)):
-            # What a run would refuse, or what needs a package that is not installed, is no choice.
+            # A change that a run would refuse, or whose package is not installed, is no choice.
             with suppress(ConfigError):
                 changed = replace(config, **changes)
                 changed.check_ranks(ranks)
@@ -294,7 +288,7 @@ def _changes(work: RankWork, offloaded: bool) -> list[tuple[dict[str, object], i
 
 
 def _reward_models(config: TrainerConfig, rewards: dict, device: torch.device) -> Terms:
-    """Return the weights of the reward models that every rank loads. Raises ConfigError where there is none."""
+    """Return the weights of the reward models that every rank loads. Raises ConfigError for a name that has none."""
     terms = {}
     for name in rewards.values():
         if not isinstance(name, str) or name.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""Evaluation: what a model's answers to held-out problems earn, and how many it solves; shared by all ranks."""
+"""Evaluation: the rewards of a model's answers to held-out problems, and how many it solves; shared by all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo.algorithm.advantages import total_rewards
 from grpo.config.errors import ConfigError, require
 from grpo.config.reward_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
-from grpo.data.records import Example
+from grpo.data.records import Example, Rollout
 from grpo.rewards.functions import TrainerState
 from grpo.run.collective import gather
 from grpo.run.metrics import Stats
@@ -41,11 +41,11 @@ def evaluate(
     together: so the number of ranks changes nothing, to the last bit. A completion's `sample` is 0 for the greedy one,
     else its number.
 
-    Reward functions are given `state`, where the training is. What they log is not recorded. Raises RewardsLost.
+    Reward functions are given `state`; their log is not recorded. Raises RewardsLost.
 
-    `eval_reward` and `eval_rewards/NAME/mean` are of the greedy answers, as all but avg@k and pass@k; so are
-    `eval_tools/...`, which exist where something answers the model. `eval_accuracy`, avg@k and pass@k exist where a
-    reward function is a verdict, `eval_format` where one declares a full reward.
+    Only avg@k and pass@k count the sampled answers; the others the greedy ones. `eval_tools/...` exist with
+    tools or an environment, `eval_accuracy`, avg@k and pass@k with a reward function that is a verdict, `eval_format`
+    with one that declares a full reward.
 
     `eval_accuracy_se` is sqrt(p (1 - p) / n). The other standard errors are s / sqrt(n), where s is the standard
     deviation of the problems' estimates (both: Miller 2024, arXiv:2411.00640, section 2); NaN for a single problem.
@@ -77,20 +77,23 @@ def evaluate(
                 called = (0, 0) if outcome is None else (outcome.tool_calls, outcome.tool_failures)
                 counts[:, problem, sample] = rollout.drawn_tokens, not rollout.finished, *called
                 rewards[:, problem, sample] = by_function[:, i]
-                completions.append(
-                    {
-                        "problem": example.index,
-                        "sample": sample,
-                        "prompt": example.prompt,
-                        "completion": rollout.text,
-                        **({} if outcome is None else {"messages": outcome.messages}),
-                        "answer": example.gold,
-                        **{name: values[i].item() for name, values in judged.items()},
-                        "tokens": rollout.drawn_tokens,
-                        "finished": rollout.finished,
-                    }
-                )
+                verdict = {name: values[i].item() for name, values in judged.items()}
+                completions.append(_line(example, sample, rollout, verdict))
     return _metrics(sum(gather(counts)), sum(gather(rewards)), rewarder, config), completions
+
+
+def _line(example: Example, sample: int, rollout: Rollout, verdict: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "problem": example.index,
+        "sample": sample,
+        "prompt": example.prompt,
+        "completion": rollout.text,
+        **({} if rollout.outcome is None else {"messages": rollout.outcome.messages}),
+        "answer": example.gold,
+        **verdict,
+        "tokens": rollout.drawn_tokens,
+        "finished": rollout.finished,
+    }
 
 
 def with_pictures(completions: Sequence[dict[str, Any]], examples: Sequence[Example]) -> list[dict[str, Any]]:
@@ -103,7 +106,7 @@ def with_pictures(completions: Sequence[dict[str, Any]], examples: Sequence[Exam
 
 
 def check_verdicts(config: RewardedConfig, rewards: Mapping[str, Any]) -> None:
-    """Refuse samples for avg@k and pass@k where none of join_rewards is a verdict. Raises ConfigError."""
+    """Raise ConfigError if samples for avg@k and pass@k are asked for and no reward of join_rewards is a verdict."""
     require(
         config.num_generations_eval == 0 or bool(verdicts(rewards)),
         "num_generations_eval",
@@ -116,7 +119,7 @@ def check_verdicts(config: RewardedConfig, rewards: Mapping[str, Any]) -> None:
 def best_metric(config: TrainerConfig, rewards: Mapping[str, Any]) -> str:
     """Return the metric by which a checkpoint is the best, with the rewards of join_rewards.
 
-    Raises ConfigError where the evaluation has no such one.
+    Raises ConfigError if the evaluation has no such metric.
     """
     names = ["accuracy"] if verdicts(rewards) else []
     names += ["reward", *(f"rewards/{name}/mean" for name in reward_names(rewards, config))]
@@ -147,8 +150,8 @@ def _sampled(config: RewardedConfig) -> dict[str, list[int]]:
 
 
 def _judge(rewarder: Rewarder, by_function: torch.Tensor) -> dict[str, np.ndarray]:
-    """Return what the record says of completions, [functions, completions] -> [completions] by name: the verdicts, and
-    where there is none the reward."""
+    """Return the verdicts on completions, without verdicts their rewards: [functions, completions] -> [completions] by
+    name."""
     rewards = by_function.numpy()
     judged = {"correct": rewarder.is_correct(rewards)} if rewarder.verdicts else {}
     judged |= {"format": rewarder.has_format(rewards)} if rewarder.full_rewards else {}

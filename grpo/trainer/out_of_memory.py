@@ -24,7 +24,7 @@ class OutOfMemory(Exception):
 
 
 def raise_if_short(error: BaseException, where: str, phase: str, config: TrainerConfig, way_on: str) -> None:
-    """Raise OutOfMemory if that is what the error means; otherwise return.
+    """Raise OutOfMemory if the error means it.
 
     `where` is the place, such as "update of step 7"; `phase` is its kind; `way_on` says how to continue the run.
     """
@@ -36,7 +36,7 @@ def raise_if_short(error: BaseException, where: str, phase: str, config: Trainer
 
 @contextmanager
 def explain_shortage(where: str, phase: str, config: TrainerConfig, way_on: Callable[[], str]) -> Iterator[None]:
-    """Raise OutOfMemory, as raise_if_short, where that is what an error in the block means."""
+    """Raise OutOfMemory as raise_if_short does for an error in the block."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -75,7 +75,7 @@ def _remedy(error: BaseException, phase: str, config: TrainerConfig) -> str:
 
 
 def _of_gradients(error: BaseException) -> bool:
-    """Tell whether it was in one of ZeRO's hooks, which autograd calls where a gradient is there."""
+    """Tell whether a hook of ZeRO failed, which autograd calls for each gradient."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         for place in ("deepspeed/runtime/zero", "torch/autograd"):
             if place in frame.filename:

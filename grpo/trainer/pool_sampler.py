@@ -1,8 +1,8 @@
 """The sampler that lets workers draw: tasks go to a pool, completions come back from it.
 
-Round r is drawn by the policy as it was when round max(0, r - max_policy_lag) began, whoever draws it and whenever. So
-what comes back follows from the run's settings alone: a rank, a worker or the pool may be killed and started again.
-With in_flight_weight_updates that policy is the oldest that may draw the round; workers take the newest there is.
+The policy at the start of round max(0, r - max_policy_lag) draws round r, on whichever worker and whenever. So the
+completions follow from the run's settings alone: a rank, a worker or the pool may be killed and started again. With
+in_flight_weight_updates that policy is the oldest that may draw the round; workers take the newest version.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ from grpo.trainer.deepspeed_engine import Ranks
 from grpo.trainer.publish_policy import PoolRun
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS
 
-# Waiting for a pool and its workers: how long, and what is said meanwhile.
-
-
 log = logging.getLogger(__name__)
 
 SHOWN = 8
@@ -59,7 +56,7 @@ class GroupDeadline:
         return self._end - time.monotonic()
 
     def wants_status(self) -> bool:
-        """Tell whether is_over has something to find out."""
+        """Tell whether is_over needs the pool's status."""
         return self._drawn is None or self.seconds_left() <= 0
 
     def is_over(self, status: dict[str, Any]) -> bool:
@@ -73,7 +70,7 @@ class GroupDeadline:
 
 @contextmanager
 def logged_wait(what: str, url: str, status: Callable[[], dict[str, Any]], round_number: int) -> Iterator[None]:
-    """Log what is waited for, after 5 s and then each 15 s, while the block lasts."""
+    """Log the state of the wait after 5 s and then each 15 s, while the block lasts."""
     ended = threading.Event()
 
     def write_lines() -> None:
@@ -97,14 +94,14 @@ def logged_wait(what: str, url: str, status: Callable[[], dict[str, Any]], round
 
 
 def describe_wait(status: dict[str, Any], url: str, round_number: int) -> str:
-    """Say how many groups of a round are drawn, and what the pool's workers do."""
+    """Return how many groups of a round are drawn, and the state of the pool's workers."""
     rows = [row for row in status.get("rounds", []) if row["round"] == round_number]
     groups = "".join(f"{row['drawn']} of {row['tasks']} groups are drawn; " for row in rows)
     return groups + describe_workers(status, url)
 
 
 def describe_workers(status: dict[str, Any], url: str) -> str:
-    """Say of each worker of a pool what it does, and what it said last; where there is none, how to start one."""
+    """Return the state and last message of each worker; without workers, the command that starts one."""
     workers = status.get("workers", [])
     if not workers:
         return f"no worker asks this pool: start one with 'python generate.py --pool {url}', on any machine"
@@ -119,7 +116,7 @@ def describe_workers(status: dict[str, Any], url: str) -> str:
 
 
 _LONG_POLL = 5.0  # seconds; a signal is heeded after so many
-_MOST_COLUMNS = 32 << 20  # bytes of a request, half of what a pool takes
+_MOST_COLUMNS = 32 << 20  # bytes of a request, half of a pool's limit
 
 
 class Source(Protocol):
@@ -148,7 +145,7 @@ def connect(config: TrainerConfig, name: str) -> PoolClient:
 
 
 def check_rows(config: TrainerConfig, examples: Iterable[Example]) -> None:
-    """Raise ConfigError where a row cannot be sent to the environments of a pool's workers."""
+    """Raise ConfigError if a row cannot be sent to the environments of a pool's workers."""
     if config.sampler != "pool" or config.environment is None:
         return
     for example in examples:
@@ -218,8 +215,8 @@ class PoolSampler(Sampler):
         waiting = {(group, attempt): index for index, group in enumerate(ids)}
         with self._logged_wait():
             try:
-                # Also where they were put in an earlier round: a pool that then got another version than it had, from
-                # an earlier start of the run, has dropped them.
+                # Tasks that were put ahead are put again: the pool may have dropped them, when a version replaced that
+                # of an earlier start of the run.
                 self._put_tasks(self._round, attempt, examples, ids)
                 self._put_tasks_ahead()
                 deadline = GroupDeadline(self._config.pool_deadline)
@@ -237,7 +234,7 @@ class PoolSampler(Sampler):
         return [groups[index] for index in range(len(examples))]
 
     def _put_tasks_ahead(self) -> None:
-        """Put the tasks of the rounds that workers may draw while this one is trained on, where that is not done."""
+        """Put the tasks of later rounds that workers may draw while this one is trained on."""
         last = (self._config.max_steps - 1) // self._config.updates_per_round
         for number in range(max(self._put, self._round) + 1, min(last, self._round + self._config.max_policy_lag) + 1):
             steps = self._config.steps_of_round(number)
@@ -245,7 +242,7 @@ class PoolSampler(Sampler):
             self._put = number
 
     def _put_tasks(self, number: int, attempt: int, examples: Sequence[Example], ids: Sequence[int]) -> None:
-        """Put the tasks of these groups of round `number`."""
+
         version = self._config.version_of_round(number)
         columns_of = _columns_as_json if self._config.environment is not None else lambda example: ""
         tasks = [
@@ -259,7 +256,7 @@ class PoolSampler(Sampler):
             self._ask(lambda part=part: self._source.put_tasks(part))
 
     def _take(self, keys: list[tuple[int, int]], deadline: GroupDeadline) -> list[GroupResult]:
-        """Return those of the groups that have arrived, perhaps none. Raises ServersLost where none came for long."""
+        """Return the groups that have arrived, perhaps none. Raises ServersLost if none came before the deadline."""
         wait = max(0.1, min(_LONG_POLL, deadline.seconds_left()))
         drawn = self._ask(lambda: self._source.take(keys, wait))
         if drawn:
@@ -284,25 +281,22 @@ class PoolSampler(Sampler):
         ]
 
     def _logged_wait(self) -> AbstractContextManager:
-        """Return what logs on the first rank, while a block lasts, for what all ranks wait in it."""
+        """Return a context that logs the wait on the first rank."""
         if self._ranks.rank != 0:
             return nullcontext()
         return logged_wait(f"round {self._round}", self._source.url, self._source.status, self._round)
 
 
 def _columns_as_json(example: Example) -> str:
-    """Return the columns that an environment is reset with. Raises TypeError or ValueError where one is no JSON."""
+    """Return the columns that reset an environment. Raises TypeError or ValueError if a value is no JSON."""
     return json.dumps(example.columns)
 
 
-# The file of an earlier run's pool, in the place of a pool: what was drawn then is trained on again.
-
-
 class Replay:
-    """A pool that has what an earlier run's workers drew, and gets nothing more."""
+    """The completions of an earlier run, read from its pool's file, in the place of a pool."""
 
     def __init__(self, path: str, run: str):
-        """`run` is the identity of the run that is replayed. Raises ConfigError where the file is of another one."""
+        """`run` is the identity of the run that is replayed. Raises ConfigError if the file is of another run."""
         self.url = path
         self._recording = Recording(path)
         if run != self._recording.run.run:
@@ -312,10 +306,10 @@ class Replay:
             )
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """Do nothing: `take` finds what there is of them."""
+        """Do nothing: the file has the results already."""
 
     def take(self, keys: Iterable[tuple[int, int]], wait: float) -> list[GroupResult]:
-        """Return these groups. Raises ServersLost where one is not in the file, or damaged."""
+        """Return these groups. Raises ServersLost if a group is missing from the file, or damaged."""
         drawn = []
         for group, attempt in keys:
             try:
@@ -331,5 +325,5 @@ class Replay:
         return drawn
 
     def status(self) -> dict[str, Any]:
-        """Return that nobody draws."""
+        """Return an empty status: no worker draws."""
         return {}

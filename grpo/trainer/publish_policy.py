@@ -5,8 +5,8 @@ changes them. Everything else happens in a thread beside the update: the file is
 with the version before, and sent. A file of the whole weights goes with every eighth version, and wherever the delta is
 not less than half of it: a worker that joins needs seven deltas at most.
 
-The file stays until the pool has the version after it. With a lag the pool needs a version that a run which goes on
-cannot make any more: `send_left` sends it where the run ended, or was killed, before the pool had it.
+The file stays until the pool has the version after it. With a lag the pool needs versions that a resumed run cannot
+make any more: `send_left` sends those that the pool did not get before the run ended or was killed.
 """
 
 from __future__ import annotations
@@ -60,15 +60,13 @@ class PolicyPublisher:
         client: PoolClient,
         model: PreTrainedModel,
         batcher: Batcher,
-        vocab_size: int,
         folder: Path,
         ask: Retrier,
         stop: threading.Event,
     ):
-        """`folder` is the run's, `vocab_size` that of RunInfo. `ask` sends to the pool until
-        `stop` is set."""
-        self._client, self._model, self._batcher = client, model, batcher
-        self._probe = _probe_ids(vocab_size, longest_sequence(model.config))
+        """`folder` is the run's. `ask` sends to the pool until `stop` is set."""
+        self.client, self.model, self.ask, self._batcher, self._stop = client, model, ask, batcher, stop
+        self._probe = _probe_ids(model.get_input_embeddings().weight.shape[0], longest_sequence(model.config))
         self._folder = folder / "policy"
         self._copies: dict[str, torch.Tensor] = {}
         self._last: Version | None = None
@@ -77,38 +75,36 @@ class PolicyPublisher:
         self._written: Future[Version] | None = None
         self._publication: Future[None] | None = None
         self._version: int | None = None
-        self._ask, self._stop = ask, stop
 
     def write_base(self) -> tuple[Path, str] | None:
         """Write the weights that the policy's adapter is on; return the file and its SHA-256, None without adapter.
 
         The file is the caller's to remove. Raises SaveError.
         """
-        if not hasattr(self._model, "peft_config"):
+        if not hasattr(self.model, "peft_config"):
             return None
         path = self._folder / "base.safetensors"
         try:
-            return path, self._write(path, base_weights(self._model))
+            return path, self._write(path, base_weights(self.model))
         except OSError as error:
             raise _not_saved(path, error) from error
 
     def send_left(self, first: int, end: int) -> None:
-        """Send what the pool lacks of the versions from `first` to before `end` that an earlier start of the run left.
+        """Send the versions from `first` to before `end` that an earlier start of the run left and the pool lacks.
 
-        Nothing of that start is in the folder then. Raises what `wait` raises.
+        Empties the folder. Raises as `wait`.
         """
         for path in sorted(self._folder.glob("*.json"), key=lambda path: int(path.stem)):
             left = Version.of_fields(json.loads(path.read_bytes()))
             may_lack = first <= left.version < end and self._path(left.version).exists()
-            if may_lack and self._ask(lambda left=left: self._upload(left)):
+            if may_lack and self.ask(lambda left=left: self._upload(left)):
                 log.info("the pool has version %d, which was not sent when the run ended", left.version)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def publish(self, version: int) -> None:
         """Publish the policy as it is now, after `version` updates. Returns when it is copied: it may change then.
 
-        The publication before must be over, which this waits for. Returns at once where it was of the same version.
-        Raises what `wait` raises, SaveError.
+        Waits for the publication before. Returns at once if that was the same version. Raises as `wait`, SaveError.
         """
         self.wait()
         if version == self._version:
@@ -121,7 +117,7 @@ class PolicyPublisher:
     def wait(self) -> None:
         """Return when the pool has the version that was published last.
 
-        Raises ServerError where it does not take it or has not answered by the deadline, SaveError, Stopped.
+        Raises ServerError if the pool refuses it or does not answer by the deadline, SaveError, Stopped.
         """
         if self._publication is not None:
             self._publication.result()
@@ -139,9 +135,9 @@ class PolicyPublisher:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights that updates change, as tensors in the host's memory that none changes."""
-        has_adapter = hasattr(self._model, "peft_config")
-        weights = adapter_weights(self._model) if has_adapter else named_weights(self._model)
+        """Return a copy of the weights that updates change, in the host's memory."""
+        has_adapter = hasattr(self.model, "peft_config")
+        weights = adapter_weights(self.model) if has_adapter else named_weights(self.model)
         for name, weight in weights.items():
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(weight, device="cpu")
@@ -151,13 +147,13 @@ class PolicyPublisher:
     @torch.no_grad()
     def _score_probe(self) -> Probe:
         prompt, completion = self._probe
-        batch = self._batcher.make([self._probe], self._model.device)
-        logprobs, _ = token_logprobs(self._model, batch, temperature=1.0)
+        batch = self._batcher.make([self._probe], self.model.device)
+        logprobs, _ = token_logprobs(self.model, batch, temperature=1.0)
         # Short numbers: every worker reads the probes of all versions, each time.
         return Probe(prompt, completion, [round(logprob, 6) for logprob in logprobs.tolist()])
 
     def _write_version(self, number: int, weights: dict[str, torch.Tensor], probe: Probe) -> Version:
-        """Write a version's weights, and all that `send_left` has to know of them. Raises SaveError."""
+        """Write a version's weights, and its description for `send_left`. Raises SaveError."""
         path = self._path(number)
         try:
             sha256 = self._write(path, weights)
@@ -182,8 +178,8 @@ class PolicyPublisher:
         base = before.version if delta_bytes else None
         whole = delta_bytes is None or self._published % _WHOLE_EVERY == 0
         sent_as = replace(new, whole=whole, base=base, delta=delta_sha256)
-        self._ask(lambda: self._upload(sent_as))
-        # The first says what a whole file costs on its way, the second what a change does. More would be one a step.
+        self.ask(lambda: self._upload(sent_as))
+        # The first line shows the cost of a whole file, the second that of a delta. The others would be one a step.
         level = logging.INFO if self._published < 2 else logging.DEBUG
         self._last, self._published = new, self._published + 1
         delta.unlink(missing_ok=True)
@@ -212,22 +208,19 @@ class PolicyPublisher:
         return sha256
 
     def _upload(self, version: Version) -> bool:
-        """Send a version. What the pool has got stays there when a request fails, and all is sent again.
-
-        Return False where the pool has it already.
-        """
-        known = {other.version: other.sha256 for other in self._client.versions()}
-        # A run that goes on from a checkpoint makes versions that it has published before, to the last bit.
+        """Send a version; return False if the pool has it already. The pool keeps its parts if a request fails."""
+        known = {other.version: other.sha256 for other in self.client.versions()}
+        # A resumed run makes versions that it has published before, to the last bit.
         if known.get(version.version) == version.sha256:
             return False
         # A pool that was started with an older copy of its file has not got the version before.
         if version.base is not None and known.get(version.base) != self._last.sha256:
             version = replace(version, whole=True, base=None, delta=None)
         if version.delta is not None:
-            self._client.send_file(self._delta_path(version.version), version.delta)
+            self.client.send_file(self._delta_path(version.version), version.delta)
         if version.whole:
-            self._client.send_file(self._path(version.version), version.sha256)
-        self._client.put_version(version)
+            self.client.send_file(self._path(version.version), version.sha256)
+        self.client.put_version(version)
         return True
 
 
@@ -266,27 +259,21 @@ def _probe_ids(vocab_size: int, longest: int | None) -> tuple[list[int], list[in
     return ids[: min(prompt, length - 1)], ids[min(prompt, length - 1) :]
 
 
-# What the first rank tells a pool: the run, each version of the policy, and which versions may go.
-
-
 class PoolRun:
     """The run as the pool knows it. Rank 0 alone has one."""
 
     def __init__(
         self,
         config: TrainerConfig,
-        pool: PoolClient,
-        ask: Retrier,
         publisher: PolicyPublisher,
-        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         checkpoints: Checkpoints,
         turns: UserResponder | None,
     ):
         """`name` is the run's on pages and in logs. `turns` are the trainer's, which its workers' must be like."""
-        self._config, self._pool, self._ask, self._publisher = config, pool, ask, publisher
-        self._checkpoints = checkpoints
+        self._config, self._pool, self._ask, self._publisher = config, publisher.client, publisher.ask, publisher
+        self._checkpoints, model = checkpoints, publisher.model
         self._needed, self._is_begun = 0, False
         self._files = model_files(model, tokenizer)
         self._run = RunInfo(
@@ -307,9 +294,9 @@ class PoolRun:
     def publish(self, version: int, number: int) -> None:
         """Publish this version of the policy, with which round `number` begins.
 
-        Returns when the pool has the version that draws that round; what it had of an earlier start of the run that had
-        other bits is gone then. Raises ServerError where the pool is away for too long, refuses the run, or lacks a
-        version that only it had; SaveError; Stopped.
+        Returns when the pool has the version that draws that round, and has dropped the versions of an earlier start
+        whose bits differ. Raises ServerError if the pool is away for too long, refuses the run, or lacks a version that
+        only it had; SaveError; Stopped.
         """
         draws_this_round = self._config.version_of_round(number) == version
         if not self._is_begun:
@@ -320,7 +307,8 @@ class PoolRun:
         self._release()
         if not draws_this_round:
             self._publisher.wait()  # for the version that draws this round
-        # An earlier start's versions, from this one on, may have drawn tokens of this round, and go where they differ.
+        # Versions of an earlier start, from this one on, may have drawn tokens of this round: the pool drops them if
+        # their bits differ.
         earlier = self._ask(self._pool.versions) if self._run.in_flight_weight_updates else []
         self._publisher.publish(version)
         if draws_this_round or any(known.version >= version for known in earlier):
@@ -346,7 +334,7 @@ class PoolRun:
     def _begin(self, version: int, number: int) -> None:
         """Tell the pool the run, and send what all its versions share, and what an earlier start left to be sent.
 
-        Raises what `publish` raises.
+        Raises as `publish`.
         """
         base = self._publisher.write_base()
         if base is not None:
@@ -360,7 +348,7 @@ class PoolRun:
         self._publisher.send_left(self._config.version_of_round(number), version)
 
     def _release(self) -> None:
-        """Let the pool drop what no start of the run will need."""
+        """Let the pool drop the versions that no start of the run will need."""
         config = self._config
         needed = config.version_of_round(-(-self._checkpoints.oldest() // config.updates_per_round))
         if needed > self._needed:
@@ -368,7 +356,7 @@ class PoolRun:
             self._needed = needed
 
     def _check_version(self, number: int) -> None:
-        """Raise ServersLost where the pool has neither the groups of this round nor the version that draws them."""
+        """Raise ServersLost if the pool has neither the groups of this round nor the version that draws them."""
         version = self._config.version_of_round(number)
         known = {version.version for version in self._ask(self._pool.versions)}
         rows = self._ask(self._pool.status)["rounds"]

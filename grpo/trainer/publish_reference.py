@@ -59,15 +59,14 @@ class WeightPublisher:
         self._client, self._model, self._tokenizer, self._processor = client, model, tokenizer, processor
         self._alpha, self._policy, self._folder = config.ref_mixup_alpha, policy, folder
         self.step = 0
-        """the step after which the policy became part of the reference; 0 is what the servers began with"""
+        """the step after which the policy became part of the reference; 0: the servers' first model"""
         self._current: Path | None = None
 
     def begin(self, reference: ModelInfo) -> None:
-        """Save what the servers begin with: for mixtures, and for a run that is resumed before the first update. In a
-        run that begins again, make that the reference again.
+        """Save the servers' first model, for mixtures and for a run that is resumed before the first update. A run that
+        begins again makes it the reference again.
 
-        Raises ConfigError where a mixture needs it and it is not what the policy begins with, SaveError, and what
-        resume raises.
+        Raises ConfigError if a mixture needs that model and the policy begins as another; SaveError; as resume.
         """
         first = from_first(self._read_first())
         if first.get("policy") == self._policy.fingerprint:
@@ -92,10 +91,10 @@ class WeightPublisher:
         to_disk(folder)
 
     def publish(self, step: int, needed: Iterable[int] = ()) -> None:
-        """Make the policy, as it is after this step, the reference. Returns when no older reference is used any more.
+        """Make the policy after this step the reference. Returns when no older reference is used any more.
 
-        Deletes older references except those of the steps in `needed`. Raises ServersLost where no server takes the new
-        one, SaveError.
+        Deletes older references but those of the steps in `needed`. Raises ServersLost if no server takes the new one,
+        SaveError.
         """
         self._announce(step, self._save(step) if self._folder is not None else None)
         if self._folder is not None:
@@ -107,8 +106,8 @@ class WeightPublisher:
     def resume(self, step: int, first: str) -> None:
         """Make the reference of this step's update the reference again, whatever the servers have by now.
 
-        `first` is the fingerprint of what they began with. Raises ServersLost where no server takes it, ConfigError
-        where it is not in the run's folder any more.
+        `first` is the fingerprint of their first model. Raises ServersLost if no server takes the reference,
+        ConfigError if the run's folder lacks it.
         """
         weights = None
         if self._folder is not None:
@@ -123,7 +122,7 @@ class WeightPublisher:
         self._announce(step, weights, first)
 
     def _read_first(self) -> dict[str, str]:
-        """Return the fingerprints that `begin` wrote; empty where it wrote none, or only a part of the file."""
+        """Return the fingerprints that `begin` wrote; empty without a whole file."""
         if self._folder is None or not has_begun(self._folder):
             return {}
         try:

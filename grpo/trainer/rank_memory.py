@@ -48,7 +48,7 @@ class RankWork:
     """examples to evaluate on"""
     processor: PictureProcessor | None = None
     pictured: PicturedPrompt | None = None
-    """the prompt with the most tokens of pictures; None where none has pictures"""
+    """the prompt with the most tokens of pictures; None without pictures"""
 
     @property
     def prompts(self) -> int:
@@ -105,10 +105,10 @@ class RankWork:
 
 
 def rank_memory(model: PreTrainedModel, work: RankWork, ds_config: dict, device_type: str) -> Memory:
-    """Return what a rank holds from the second step on.
+    """Return a rank's memory from the second step on.
 
-    The model is on device meta, with its adapter if it trains one, and set to recompute where the run does. It is not
-    quantized there: the settings say how a run has it. Raises NotImplementedError where it does not run there.
+    The model is on device meta, with its adapter, and with checkpointed activations if the run has them. It is not
+    quantized there: the settings name the run's quantization. Raises NotImplementedError if it does not run on meta.
     """
     config, cuda, item = work.config, device_type == "cuda", model.dtype.itemsize
     share, largest = _share(model, work), max(_sizes(model))
@@ -178,8 +178,8 @@ def _sums_in_fp32(model: PreTrainedModel, ds_config: dict) -> bool:
 def _gradients(model: PreTrainedModel, work: RankWork, ds_config: dict, cuda: bool) -> tuple[Terms, Terms, Terms]:
     """Return ZeRO-2's gradients: at the begin of a backward pass, at its end, and in AdamW's step.
 
-    A bucket of them is summed over the ranks at a time; a parameter larger than a bucket by itself, where it is there
-    twice. A GPU's memory is taken whole with the first gradient, a CPU's when it is written to.
+    The ranks sum a bucket of gradients at a time. A parameter larger than a bucket is summed alone, and held twice. A
+    GPU's memory is taken whole with the first gradient, a CPU's as it is written.
     """
     zero, item, sizes, share = ds_config["zero_optimization"], model.dtype.itemsize, _sizes(model), _share(model, work)
     in_fp32, offloads, largest = _sums_in_fp32(model, ds_config), _offloads(ds_config), max(sizes)
@@ -208,7 +208,7 @@ def _gradients(model: PreTrainedModel, work: RankWork, ds_config: dict, cuda: bo
 
 
 def _sampling(model: PreTrainedModel, work: RankWork, device_type: str) -> Terms:
-    """Return what the rows of a round hold at most, or those of an evaluation, whose prompts have one row each."""
+    """Return the peak of a round's rows, or of an evaluation's, whose prompts have one row each."""
     config, window = work.config, longest_packed(model)[0]
     if config.sampler == "pool" and not work.held_out:
         return {}

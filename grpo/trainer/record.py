@@ -1,4 +1,4 @@
-"""What is recorded and shown of a run: a step's metrics and completions, the progress bar, each evaluation."""
+"""A run's record and screen: each step's metrics and completions, the progress bar, each evaluation, the end."""
 
 from __future__ import annotations
 
@@ -47,9 +47,28 @@ def progress_bar(run: Run) -> tqdm:
         range(done + 1, steps + 1),
         initial=done,
         total=steps,
-        disable=run.rank != 0 or not sys.stderr.isatty(),
+        disable=run.ranks.rank != 0 or not sys.stderr.isatty(),
         bar_format="{n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}",  # with the numbers it fits 80 columns
     )
+
+
+def evaluate_first(run: Run) -> dict[str, float]:
+    """Evaluate the policy before the first step of a run that begins, and record the metrics; else return none."""
+    if run.progress.step > 0 or not run.evaluation_is_due(0):
+        return {}
+    evaluated = evaluate_policy(run, 0)
+    if run.recorder:
+        run.recorder.metrics(0, evaluated)
+    return evaluated
+
+
+@contextmanager
+def raised_later(lost: list[Exception]) -> Iterator[None]:
+    """Put the error of lost servers or rewards into `lost`: the loop raises it once the step is recorded."""
+    try:
+        yield
+    except (ServersLost, RewardsLost) as error:
+        lost.append(error)
 
 
 def evaluate_policy(run: Run, step: int) -> dict[str, float]:
@@ -58,22 +77,22 @@ def evaluate_policy(run: Run, step: int) -> dict[str, float]:
     All ranks call it together. Raises OutOfMemory, RewardsLost.
     """
     with explain_shortage(f"{EVALUATION} after step {step}", EVALUATION, run.config, run.checkpoints.way_on):
-        log.info("step %d: evaluating %d held-out problems", step, len(run.held_out))
+        log.info("step %d: evaluating %d held-out problems", step, len(run.inputs.held_out))
         run.sampler.update_weights(step)
         state = TrainerState(step, run.config.max_steps)
         metrics, completions = evaluate(
-            run.sampler, run.held_out, run.rewarder, run.config, run.rank, run.world_size, state
+            run.sampler, run.inputs.held_out, run.rewarder, run.config, run.ranks.rank, run.ranks.size, state
         )
     greedy = chain.from_iterable(gather([completion for completion in completions if completion["sample"] == 0]))
     if run.recorder:
         recorded = sorted(greedy, key=itemgetter("problem"))[:EVAL_RECORDED]
-        run.recorder.completions(step, "eval", with_pictures(recorded, run.held_out))
+        run.recorder.completions(step, "eval", with_pictures(recorded, run.inputs.held_out))
         log.info("step %d: %s", step, describe_evaluation(metrics))
     return metrics
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
-    """Return the numbers of an evaluation in a line: accuracy where a reward function is a verdict, else rewards."""
+    """Return the numbers of an evaluation in a line: accuracy if a reward function is a verdict, else rewards."""
 
     def pair(name: str) -> str:
         return f"{metrics[name]:.3f} ± {metrics[f'{name}_se']:.3f} (n={metrics['eval_n']})"
@@ -124,7 +143,7 @@ def record_step(
         cut = f"all {result.completions} completions are cut at max_completion_length"
         log.warning("step %d does nothing: %s, and mask_truncated_completions leaves them out", step, cut)
     if not result.rewarded:
-        names = ", ".join(run.reward_names)
+        names = ", ".join(run.inputs.rewards)
         where = "see 'Steps have no reward' in docs/troubleshooting.md"
         log.warning("step %d has no reward: %s returned None for every completion: %s", step, names, where)
     failed = metrics.get("tools/failure_frequency", 0.0)
@@ -147,7 +166,7 @@ def record_step(
 
 
 def transcript(sample: Mapping[str, Any]) -> str:
-    """Return a sample's completion; with tools or an environment turn by turn, what was answered in brackets."""
+    """Return a sample's completion; with tools or an environment turn by turn, answers in brackets."""
     if "messages" not in sample:
         return sample["completion"]
     lines: list[str] = []
@@ -181,15 +200,12 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _LONGEST_SAMPLE else f"{text[:half]} ... {text[-half:]}"
 
 
-# How a run ends: early, with a checkpoint and a sentence that says how to continue; or done, with a model.
-
-
 MOST_BAD_STEPS = 5  # in a row: one or two may be a reward out of scale; five cost little, and nobody watches at night
 
 
 @contextmanager
 def saved_at_the_end(run: Run) -> Iterator[None]:
-    """Save a checkpoint where the run ends early, and raise EndRun with its reason and how to continue.
+    """Save a checkpoint if the run ends early, and raise EndRun with its reason and how to continue.
 
     EndRun, ServersLost and RewardsLost reach every rank after the same step, so all of them save together. Memory ends
     on one rank alone, which can save nothing: raises OutOfMemory. Weights that are not finite are not worth saving.
@@ -205,7 +221,7 @@ def saved_at_the_end(run: Run) -> Iterator[None]:
     except FloatingPointError as error:
         raise EndRun(f"{error}: lower learning_rate; {run.checkpoints.way_on()}") from error
     except (RuntimeError, MemoryError) as error:
-        clock, step = run.watchdog.clock, f"step {run.watchdog.step}"
+        clock, step = run.ranks.watchdog.clock, f"step {run.ranks.watchdog.step}"
         phase = clock.open[-1] if clock.open else ""
         where = f"{phase} of {step}" if phase else f"{step}, after {clock.ended or 'its begin'}"
         raise_if_short(error, where, phase, run.config, run.checkpoints.way_on())
@@ -228,7 +244,7 @@ def raise_if_over(run: Run, step: int, result: StepResult) -> None:
             )
         elif result.applied:
             reason = (
-                f"in the last {', '.join(run.reward_names)} returned None for every completion: read some in "
+                f"in the last {', '.join(run.inputs.rewards)} returned None for every completion: read some in "
                 f"{run.folder / 'completions.jsonl'}, and make sure that one of the functions applies to them"
             )
         else:
@@ -246,9 +262,14 @@ def finish(run: Run) -> None:
     """Save the model of a run that is done, and leave the other ranks."""
     if run.recorder:
         save_model(
-            run.engine.module, run.tokenizer, run.folder / "model", run.config, run.config.max_steps, run.processor
+            run.engine.module,
+            run.inputs.tokenizer,
+            run.folder / "model",
+            run.config,
+            run.config.max_steps,
+            run.inputs.processor,
         )
-    run.watchdog.close()
+    run.ranks.watchdog.close()
     dist.barrier()  # nobody leaves while rank 0 may still need the others' sockets
     if run.client is not None:
         run.client.close()

@@ -1,5 +1,5 @@
-"""A run's rewards, in training and in evaluation: what its functions and its environment give, their weights, and
-which are verdicts."""
+"""A run's rewards, in training and in evaluation: those of its functions and its environment, their weights, and which
+are verdicts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ from grpo.rewards.functions import Logged, TrainerState
 from grpo.run.collective import raise_together
 from grpo.wire.rewards import Message
 
-# Gives reward functions what they judge, as TRL does: prompts, completions, token ids and the dataset's columns.
-
-
 log = logging.getLogger(__name__)
 
 
@@ -40,15 +37,15 @@ def score_rollouts(
     logged: Logged | None = None,
     key: Key = (),
 ) -> np.ndarray:
-    """Compute the rewards of rollouts of these examples, one example for each rollout. `logged` takes up what the
-    functions log; their random numbers follow from `key`.
+    """Compute the rewards of rollouts of these examples, one example for each rollout. The functions log to `logged`;
+    their random numbers follow from `key`.
 
     A prompt that is a list of messages in the dataset, and its completion, are given as lists of messages, as TRL does;
     with tools or an environment the completion has several. A prompt that is text is given as the model reads it, its
-    chat template applied, and its completion as what the model wrote. `prompt_texts` is that text of both kinds, which
+    chat template applied, and its completion as the model's text. `prompt_texts` is that text of both kinds, which
     TRL does not have. Reward models are given the whole conversation.
 
-    Returns float64 [len(functions), len(rollouts)], NaN where a function does not apply. Raises as compute_rewards.
+    Returns float64 [len(functions), len(rollouts)], NaN for a function that does not apply. Raises as compute_rewards.
     """
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     columns["completion_ids"] = [rollout.completion_ids for rollout in rollouts]
@@ -76,8 +73,7 @@ def try_rewards(
     example: Example,
 ) -> None:
     """Call each function of `load_reward_funcs` once, as the run will, on two completions of the example, its gold
-    answer (without one its prompt) and an empty one, and log what it gives. A mistake shows here, not after minutes of
-    sampling.
+    answer (without one its prompt) and an empty one, and log its rewards: a mistake shows before minutes of sampling.
 
     Reward models are left out: none is loaded yet. Raises RewardError.
     """
@@ -107,8 +103,8 @@ def _messages(rollout: Rollout) -> list[dict[str, Any]]:
 def _converse(example: Example, rollout: Rollout) -> list[Message]:
     """Return the prompt's chat with the completion, in messages of role and content alone, as reward servers take them.
 
-    A call of a tool is a line of JSON in its message's content. Where the prompt ends with what the assistant had
-    begun, the completion is the rest of it.
+    A call of a tool is a line of JSON in its message's content. If the prompt ends with the begin of an assistant's
+    message, the completion is its rest.
     """
     answered = [{"role": message["role"], "content": _content(message)} for message in _messages(rollout)]
     chat = example.messages
@@ -132,9 +128,9 @@ class RewardsLost(RewardError):
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise RewardsLost on every rank where one could not draw or reward. All ranks call it together.
+    """Raise RewardsLost on every rank if one could not draw or reward. All ranks call it together.
 
-    What is done inside is done by each rank alone, but for what raises ServersLost.
+    In the block each rank works alone, but for calls that raise ServersLost.
     """
     lost = None
     try:
@@ -171,12 +167,12 @@ class Rewarder:
         logged: Logged | None = None,
         key: Key = (),
     ) -> torch.Tensor:
-        """Compute the rewards of rollouts: float64 [names, rollouts], NaN where one does not apply.
+        """Compute the rewards of rollouts: float64 [names, rollouts], NaN for a reward that does not apply.
 
-        `examples` has the prompt of each rollout; `logged` takes up what the functions log. Their random numbers follow
-        from the run's seed, the step in `state`, and `key`, which no other batch of the step has. The punishment for
-        length counts the tokens of answers too: max_completion_length, which the completion comes close to, does. It
-        applies where another reward does. Raises RewardError, ServerError.
+        `examples` has the prompt of each rollout; the functions log to `logged`. Their random numbers follow from the
+        run's seed, the step in `state`, and `key`, which no other batch of the step has. The punishment for length
+        counts the tokens of answers too, as max_completion_length does, and applies only beside another reward. Raises
+        RewardError, ServerError.
         """
         config, key = self._config, (self._config.seed, state.global_step, *key)
         by_function = torch.from_numpy(score_rollouts(self._started, examples, rollouts, state, logged, key))
@@ -210,10 +206,9 @@ class Rewarder:
 
 
 def join_rewards(loaded: Mapping[str, Callable | str], of_environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the functions, as load_reward_funcs returns them, and the environment's class by the name of each reward
-    that it gives, in one mapping by name: what gives each reward, and declares what it means.
+    """Return the giver of each reward by name: a function, as load_reward_funcs returns it, or the environment's class.
 
-    Raises ConfigError where both have the same name.
+    Raises ConfigError if both have the same name.
     """
     if both := sorted({*loaded} & {*of_environment}):
         raise ConfigError(

@@ -8,7 +8,6 @@ The token ids of a completion go from `Sampler.sample` to `Rounds.collect`, thro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from grpo.run.collective import gather, raise_together
 from grpo.run.metrics import PhaseClock
 from grpo.sampling.sampler import Sampler
 from grpo.trainer.rewarding import Rewarder, fail_together
-from grpo.trainer.step import policy_logprobs, split_masked, wait_for_reference
+from grpo.trainer.step import ReferenceRequests, policy_logprobs, split_masked, wait_for_reference
 
 
 class Rounds:
@@ -46,13 +45,11 @@ class Rounds:
         client: ReferenceClient | None,
         adapter_off: AdapterOffReference | None,
     ):
-        """`client` is None where no server is asked, `adapter_off` unless the policy itself is the reference."""
+        """`client` is None without servers, `adapter_off` is None unless the policy itself is the reference."""
         self._config, self._model, self._sampler, self._batcher = config, model, sampler, batcher
         self._stream, self._rewarder = stream, rewarder
         self._client, self._adapter_off = client, adapter_off
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self.requests: dict[int, Future[list[np.ndarray]]] = {}
-        """the requests to the reference about this round's groups, by group id"""
         self.logged: dict[str, list[float]] = {}
         """the metrics that reward functions logged of this round, by name, until its first step has taken them"""
         self._state = TrainerState()
@@ -67,17 +64,17 @@ class Rounds:
         config = self._config
         steps, share = config.steps_of_round(number), config.prompts_per_step // self._world_size
         examples, ids = self._stream.groups_of(steps, self._rank, self._world_size)
-        self.requests.clear()
+        requests: ReferenceRequests = {}
         self._state = TrainerState(updates, config.max_steps)
         with clock("generate"):
             self._sampler.update_weights(updates)
         with fail_together():
             with clock("generate"):
-                groups = self._draw(examples, ids, attempt=0)
+                groups = self._draw(examples, ids, 0, requests)
             with clock("reward"):
                 by_function = self._reward(groups, attempt=0)
             greedy = self._reward_greedy(groups, clock, attempt=0)
-        replaced = self._replace(groups, by_function, greedy, steps[0], clock)
+        replaced = self._replace(groups, by_function, greedy, steps[0], clock, requests)
 
         samples = [sample for group in groups for sample in make_samples(group)]
         size = share * config.num_generations
@@ -92,7 +89,7 @@ class Rounds:
                 for sample, logprobs in self._score(samples_by_step):
                     sample.ref_logprobs = logprobs
 
-        penalty = self._kl_penalty(samples, beta, clock).view(len(groups), -1)
+        penalty = self._kl_penalty(samples, beta, clock, requests).view(len(groups), -1)
         lengths = torch.tensor([sample.tokens for sample in samples]).view(len(groups), -1)
         # Some ways to compare look at the rewards of all ranks.
         all_rewards, all_penalties, all_lengths, all_greedy = zip(
@@ -111,29 +108,29 @@ class Rounds:
             sample.advantage = advantage
 
         signal = share_of_rank.ne(0).any(dim=1)
-        whole = StepBatch(groups, by_function, total_rewards(by_function, self._weights), signal, samples)
+        whole = StepBatch(groups, by_function, total_rewards(by_function, self._weights), signal, samples, requests)
         return [whole.cut(begin, begin + share) for begin in range(0, len(groups), share)], replaced
 
     def ask_again(self, batches: list[StepBatch]) -> None:
         """Ask the reference about the groups of a resumed run's batches that had no answer when the run was saved."""
         for batch in batches if self._client is not None else []:
             unanswered = {sample.group_id for sample in batch.samples if sample.ref_logprobs is None}
-            self._ask([group for group in batch.groups if group.id in unanswered])
+            self._ask([group for group in batch.groups if group.id in unanswered], batch.requests)
 
-    def _ask(self, groups: list[Group]) -> None:
+    def _ask(self, groups: list[Group], requests: ReferenceRequests) -> None:
         asked = [
             (f"group {group.id}", group.example.prompt_ids, [rollout.completion_ids for rollout in group.rollouts])
             for group in groups
         ]
-        self.requests |= zip((group.id for group in groups), self._client.request_groups(asked), strict=True)
+        requests |= zip((group.id for group in groups), self._client.request_groups(asked), strict=True)
 
-    def _draw(self, examples: list[Example], ids: list[int], attempt: int) -> list[Group]:
-        """Draw a group for each example. Each goes to the reference soon after its last completion ends, together with
-        those that end then too."""
+    def _draw(self, examples: list[Example], ids: list[int], attempt: int, requests: ReferenceRequests) -> list[Group]:
+        """Draw a group for each example. Ask the reference about groups as they end, those that end together in one
+        request."""
         config = self._config
 
         def ask(ended: dict[int, list[Rollout]]) -> None:
-            self._ask([Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()])
+            self._ask([Group(ids[place], examples[place], rollouts) for place, rollouts in ended.items()], requests)
 
         sampled = self._sampler.sample(
             examples,
@@ -147,7 +144,7 @@ class Rounds:
         return list(map(Group, ids, examples, sampled))
 
     def _reward(self, groups: list[Group], attempt: int) -> torch.Tensor:
-        """Compute the groups' rewards: float64 [functions, groups, num_generations], NaN where one does not apply."""
+        """Compute the groups' rewards: float64 [functions, groups, num_generations], NaN if one does not apply."""
         logged = Logged()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         examples = [group.example for group in groups for _ in group.rollouts]
@@ -172,7 +169,13 @@ class Rounds:
             return self._rewarder.compute(examples, rollouts, self._state, key=(self._rank, attempt, "greedy"))
 
     def _replace(
-        self, groups: list[Group], by_function: torch.Tensor, greedy: torch.Tensor, first_step: int, clock: PhaseClock
+        self,
+        groups: list[Group],
+        by_function: torch.Tensor,
+        greedy: torch.Tensor,
+        first_step: int,
+        clock: PhaseClock,
+        requests: ReferenceRequests,
     ) -> int:
         """Replace groups without signal by groups of other prompts, in `groups`, `by_function` and `greedy`, up to
         max_resample times. Return how many on all ranks. (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.)"""
@@ -185,13 +188,13 @@ class Rounds:
             replaced += on_all_ranks
             ids = [groups[row].id for row in rows]
             for group_id in ids:
-                if (request := self.requests.pop(group_id, None)) is not None:
+                if (request := requests.pop(group_id, None)) is not None:
                     request.cancel()
             with fail_together():
                 with clock("generate"):
                     places = [group_id - first_step * config.prompts_per_step for group_id in ids]
                     examples = self._stream.replacements(first_step, config.steps_per_generation, attempt, places)
-                    new_groups = self._draw(examples, ids, attempt)
+                    new_groups = self._draw(examples, ids, attempt, requests)
                 if rows:
                     with clock("reward"):
                         by_function[:, rows] = self._reward(new_groups, attempt)
@@ -207,16 +210,18 @@ class Rounds:
                 logprobs, _ = policy_logprobs(self._model, rows, self._config, self._batcher)
                 yield from zip(rows, logprobs, strict=True)
 
-    def _kl_penalty(self, samples: list[Sample], beta: float, clock: PhaseClock) -> torch.Tensor:
-        """Return what the KL term takes from each sample's reward: float64 [samples], zeros without kl_in_reward.
+    def _kl_penalty(
+        self, samples: list[Sample], beta: float, clock: PhaseClock, requests: ReferenceRequests
+    ) -> torch.Tensor:
+        """Return the KL term of each sample's reward: float64 [samples], zeros without kl_in_reward.
 
-        All ranks call it together. Raises ServersLost on every rank where the reference has not answered one of them.
+        All ranks call it together. Raises ServersLost on every rank if the reference did not answer a request.
         """
         penalty, lost = torch.zeros(len(samples), dtype=torch.float64), None
         if self._config.kl_in_reward:
             with clock("wait_ref"):
                 try:
-                    wait_for_reference(samples, self.requests)
+                    wait_for_reference(samples, requests)
                     penalty = beta * torch.stack([summed_kl(sample, self._config.kl_estimator) for sample in samples])
                 except ServerError as error:
                     lost = error

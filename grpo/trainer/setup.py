@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.algorithm.estimators import try_estimator
 from grpo.algorithm.loss import try_loss
@@ -19,7 +19,7 @@ from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.errors import require
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples
-from grpo.data.records import Example
+from grpo.data.records import Example, StepBatch
 from grpo.model.answering import read_answering
 from grpo.model.fingerprint import describe
 from grpo.model.load import (
@@ -43,11 +43,11 @@ from grpo.rewards.compute import load_reward_funcs, start_rewards
 from grpo.run.checkpoint_files import read_progress
 from grpo.run.checkpoints import LOAD_UNIVERSAL, Checkpoints, Progress
 from grpo.run.description import RunDescription
+from grpo.run.metrics import PhaseClock
 from grpo.run.preflight import check_alike, open_run
 from grpo.run.recorder import Recorder, describe_start, record_start
 from grpo.run.signals import Launcher, StopSignals
 from grpo.run.trackers import check_report_to
-from grpo.run.watchdog import Watchdog
 from grpo.sampling.sampler import Sampler
 from grpo.sampling.self_check import make_sampler
 from grpo.tools.start import UserResponder, start_turns
@@ -58,6 +58,7 @@ from grpo.trainer.publish_policy import PolicyPublisher, PoolRun
 from grpo.trainer.publish_reference import WeightPublisher, has_begun
 from grpo.trainer.rewarding import Rewarder, join_rewards, try_rewards
 from grpo.trainer.round import Rounds
+from grpo.wire.health import ModelInfo
 from grpo.wire.picture_files import pictures_of
 
 log = logging.getLogger(__name__)
@@ -65,19 +66,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads before it loads a model."""
+    """All that a run reads before it loads a model."""
 
     reward_funcs: dict[str, Callable | str]
     """functions, or names of reward models, by name"""
     rewards: dict[str, Any]
-    """these, and the environment's class where it gives a reward (join_rewards)"""
+    """these, and the environment's class if it gives a reward (join_rewards)"""
     ds_config: dict[str, Any]
     """ds_config.json, completed"""
     tokenizer: PreTrainedTokenizerBase
     processor: PictureProcessor | None
-    """what prepares pictures; None where the model takes text alone"""
+    """the preparer of pictures; None for a model of text"""
     turns: UserResponder | None
-    """tools and environment; None where nothing answers the policy"""
+    """tools and environment; None without both"""
     examples: list[Example]
     stream: PromptStream
     held_out: list[Example]
@@ -90,15 +91,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is set up: what the training loop works with."""
+    """A run that is set up: all that the training loop works with."""
 
     config: TrainerConfig
-    rank: int
-    world_size: int
+    ranks: Ranks
+    inputs: Inputs
     folder: Path
-    tokenizer: PreTrainedTokenizerBase
-    processor: PictureProcessor | None
-    held_out: list[Example]
     engine: Any
     """DeepSpeedEngine around the policy"""
     schedule: LRScheduler
@@ -106,20 +104,33 @@ class Run:
     sampler: Sampler
     rounds: Rounds
     client: ReferenceClient | None
-    """None where no reference server is asked"""
+    """None without a reference server"""
     publisher: WeightPublisher | None
-    """None where the reference stays as it is"""
+    """None without reference updates"""
     pool_run: PoolRun | None
-    """on rank 0 of a run whose completions a pool brings"""
-    reward_names: list[str]
-    """the user's rewards, without the overlong punishment"""
+    """on rank 0 of a run with a pool"""
     rewarder: Rewarder
     checkpoints: Checkpoints
     progress: Progress
     recorder: Recorder | None
     """on rank 0 only"""
     stop: StopSignals
-    watchdog: Watchdog
+
+    def batch_for(self, step: int, beta: float, clock: PhaseClock) -> StepBatch:
+        """Return this rank's batch of a step; the first step of a round draws the round. All ranks call it together."""
+        progress, (number, within) = self.progress, divmod(step - 1, self.config.updates_per_round)
+        if progress.round != number:
+            progress.batches, progress.resampled = self.rounds.collect(number, step - 1, beta, clock)
+            progress.round = number
+        return progress.batches[within % self.config.steps_per_generation]
+
+    def reference_is_due(self, step: int) -> bool:
+        """Tell whether the policy becomes the reference after this step. After the last step no request follows."""
+        due = step % (self.config.ref_update_steps or 1) == 0 and step < self.config.max_steps
+        return self.publisher is not None and due
+
+    def evaluation_is_due(self, step: int) -> bool:
+        return bool(self.inputs.held_out) and (step == self.config.max_steps or step % self.config.eval_steps == 0)
 
 
 def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch.device) -> Inputs:
@@ -182,7 +193,7 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
 
 
 def warn_of_other_question(config: TrainerConfig) -> None:
-    """Warn where the model was trained with another system prompt, or other arguments of its chat template."""
+    """Warn if the model was trained with another system prompt, or other arguments of its chat template."""
     path, before = read_answering(config.model_name_or_path)
     for name in ("system_prompt", "chat_template_kwargs") if path else ():
         if before.get(name) != (now := getattr(config, name)):
@@ -192,76 +203,34 @@ def warn_of_other_question(config: TrainerConfig) -> None:
 def set_up(
     config: TrainerConfig, ranks: Ranks, inputs: Inputs, folder: Path, checkpoint: Path | None, launcher: Launcher
 ) -> Run:
-    """Reach the servers, load the policy, start its engine, and continue from the checkpoint if there is one.
+    """Reach the servers, load the policy, start its engine, and continue from the checkpoint, if one is given.
 
     Raises ConfigError for a model, server or checkpoint that does not fit.
     """
-    rank, world_size, device, watchdog = ranks
-    tokenizer, resumed = inputs.tokenizer, checkpoint is not None
-    description = RunDescription(config, inputs.examples, world_size)
-    if resumed:
-        saved = read_progress(checkpoint)
-        description.check(checkpoint, saved)
-        if saved["ranks"] != world_size:
-            inputs.ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
-
-    client = ReferenceClient(config, folder.name) if config.beta > 0 and config.ref == "server" else None
-    if config.beta == 0:
-        log.info("beta is 0: no KL term, no reference server")
-    elif client is None:
-        log.info("ref is adapter_off: no reference server")
-    else:
-        # Every rank asks: each keeps the fingerprint that all later answers must bear.
-        any_version = config.ref_update_steps > 0 and (resumed or has_begun(folder))
-        reference = client.wait_ready(any_version)
+    rank, world_size, device, _ = ranks
+    description = _describe_run(config, inputs, world_size, checkpoint)
+    any_version = config.ref_update_steps > 0 and (checkpoint is not None or has_begun(folder))
+    client, reference = _reach_reference(config, folder, any_version)
     pool = connect(config, folder.name) if config.pool else None
     started, _ = start_rewards(inputs.reward_funcs, config, device, folder.name)
     rewarder = Rewarder(inputs.rewards, started, config)
 
-    log.info("loading %s", config.model_name_or_path)
-    model = load_model(config, device)
-    policy_info = describe(model, tokenizer, config.model_name_or_path, inputs.processor)
-    if config.router_aux_loss_coef > 0:
-        check_router(model, config.router_aux_loss_coef)
-    check_alike({"the model's fingerprint": policy_info.fingerprint})
+    model, policy_info = _load_policy(config, inputs, device)
     if client is not None:
         check_reference(config, policy_info, reference, any_version, inputs.has_pictures)
-    began_with_adapter = config.use_peft and train_adapter(model, config)
-    if config.freeze_vision_tower:
-        freeze_vision_tower(model)
-    adapter_off = None
-    if config.beta > 0 and config.ref == "adapter_off":
-        adapter_off = AdapterOffReference(model, began_with_adapter)
-    if config.gradient_checkpointing:
-        checkpoint_activations(model)
-    with enough_memory(config):
-        batcher = make_batcher(model, tokenizer.pad_token_id, inputs.processor)
-        sampler = make_sampler(
-            model,
-            tokenizer,
-            config.max_completion_length,
-            config.sequences_per_generate,
-            longest_packed=batcher.longest_packed if config.sampler != "generate" else 0,
-            vision=batcher.vision,
-            turns=inputs.turns,
-        )
+    adapter_off = _make_trainable(config, model)
+    batcher, sampler = _make_sampler(config, inputs, model)
     publisher = None
     if config.ref_update_steps:
         run_folder = folder if rank == 0 else None
-        publisher = WeightPublisher(config, client, model, tokenizer, policy_info, run_folder, inputs.processor)
+        publisher = WeightPublisher(config, client, model, inputs.tokenizer, policy_info, run_folder, inputs.processor)
     log.info("starting DeepSpeed on %d x %s", world_size, device)
     engine, schedule = start_engine(config, inputs.ds_config, model)
 
     open_run(config, rank, folder)
-    reference_model = reference.fingerprint if client is not None else ""
+    first_reference = reference.fingerprint if client is not None else ""
     checkpoints = Checkpoints(
-        config,
-        folder,
-        tokenizer,
-        description,
-        policy_info.fingerprint,
-        reference_model,
-        rank,
+        *(config, folder, inputs.tokenizer, description, policy_info.fingerprint, first_reference, rank),
         best_by=best_metric(config, inputs.rewards),
         processor=inputs.processor,
     )
@@ -270,54 +239,98 @@ def set_up(
         source = pool or Replay(config.replay, checkpoints.identity())
         ask = Retrier(source, config.pool_deadline, stop_waiting)
         if pool is not None and rank == 0:
-            policy = PolicyPublisher(pool, engine.module, batcher, policy_info.vocab_size, folder, ask, stop_waiting)
-            pool_run = PoolRun(
-                config, pool, ask, policy, engine.module, tokenizer, folder.name, checkpoints, inputs.turns
-            )
-        eos = eos_token_ids(engine.module, tokenizer)
-        round_sampler = PoolSampler(config, source, ask, pool_run, tokenizer, eos, inputs.stream, ranks)
+            policy = PolicyPublisher(pool, engine.module, batcher, folder, ask, stop_waiting)
+            pool_run = PoolRun(config, policy, inputs.tokenizer, folder.name, checkpoints, inputs.turns)
+        eos = eos_token_ids(engine.module, inputs.tokenizer)
+        round_sampler = PoolSampler(config, source, ask, pool_run, inputs.tokenizer, eos, inputs.stream, ranks)
     rounds = Rounds(config, engine.module, round_sampler, batcher, inputs.stream, rewarder, client, adapter_off)
-    if resumed:
+    progress = Progress(config.beta, config.entropy_coef, reference=first_reference)
+    if checkpoint is not None:
         progress = checkpoints.load(checkpoint, engine)
-    else:
-        progress = Progress(config.beta, config.entropy_coef, reference=reference_model)
-    if publisher and resumed:
+    if publisher and checkpoint is not None:
         publisher.resume(progress.ref_step, progress.reference)
     elif publisher:
         publisher.begin(reference)
     rounds.ask_again(progress.batches)
     stop = StopSignals(launcher, stop_waiting)
-    recorder, start = None, describe_start(progress.step, device)
-    if rank == 0:
-        recorder = Recorder(config, folder, after=progress.step if resumed else -1)
+    recorder = _start_record(config, ranks, inputs, folder, progress, is_resumed=checkpoint is not None)
+    parts = engine, schedule, batcher, sampler, rounds, client, publisher, pool_run
+    return Run(config, ranks, inputs, folder, *parts, rewarder, checkpoints, progress, recorder, stop)
+
+
+def _describe_run(config: TrainerConfig, inputs: Inputs, world_size: int, checkpoint: Path | None) -> RunDescription:
+    """Describe the run. Compare a checkpoint with it, and let DeepSpeed load one of another number of ranks."""
+    description = RunDescription(config, inputs.examples, world_size)
+    if checkpoint is not None:
+        saved = read_progress(checkpoint)
+        description.check(checkpoint, saved)
+        if saved["ranks"] != world_size:
+            inputs.ds_config.setdefault("checkpoint", {}).update(LOAD_UNIVERSAL)
+    return description
+
+
+def _reach_reference(
+    config: TrainerConfig, folder: Path, any_version: bool
+) -> tuple[ReferenceClient | None, ModelInfo | None]:
+    """Return the client of the reference servers and their model, once they answer; None and None without servers."""
+    if config.beta == 0 or config.ref != "server":
+        log.info("%s no reference server", "beta is 0: no KL term," if config.beta == 0 else "ref is adapter_off:")
+        return None, None
+    # Every rank asks: each keeps the fingerprint that all later answers must bear.
+    client = ReferenceClient(config, folder.name)
+    return client, client.wait_ready(any_version)
+
+
+def _load_policy(config: TrainerConfig, inputs: Inputs, device: torch.device) -> tuple[PreTrainedModel, ModelInfo]:
+    """Load the policy, and describe it before anything of it is changed."""
+    log.info("loading %s", config.model_name_or_path)
+    model = load_model(config, device)
+    policy_info = describe(model, inputs.tokenizer, config.model_name_or_path, inputs.processor)
+    if config.router_aux_loss_coef > 0:
+        check_router(model, config.router_aux_loss_coef)
+    check_alike({"the model's fingerprint": policy_info.fingerprint})
+    return model, policy_info
+
+
+def _make_trainable(config: TrainerConfig, model: PreTrainedModel) -> AdapterOffReference | None:
+    """Add the adapter and freeze the other weights. Return the reference of a policy that is its own."""
+    began_with_adapter = config.use_peft and train_adapter(model, config)
+    if config.freeze_vision_tower:
+        freeze_vision_tower(model)
+    is_own_reference = config.beta > 0 and config.ref == "adapter_off"
+    adapter_off = AdapterOffReference(model, began_with_adapter) if is_own_reference else None
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
+    return adapter_off
+
+
+def _make_sampler(config: TrainerConfig, inputs: Inputs, model: PreTrainedModel) -> tuple[Batcher, Sampler]:
+    with enough_memory(config):
+        batcher = make_batcher(model, inputs.tokenizer.pad_token_id, inputs.processor)
+        sampler = make_sampler(
+            model,
+            inputs.tokenizer,
+            config.max_completion_length,
+            config.sequences_per_generate,
+            longest_packed=batcher.longest_packed if config.sampler != "generate" else 0,
+            vision=batcher.vision,
+            turns=inputs.turns,
+        )
+    return batcher, sampler
+
+
+def _start_record(
+    config: TrainerConfig, ranks: Ranks, inputs: Inputs, folder: Path, progress: Progress, is_resumed: bool
+) -> Recorder | None:
+    """Open the run's files on rank 0, and log the run's sizes. All ranks call it together."""
+    recorder, start = None, describe_start(progress.step, ranks.device)
+    if ranks.rank == 0:
+        recorder = Recorder(config, folder, after=progress.step if is_resumed else -1)
         record_start(folder, start)
     log.info(
         "%d prompts, %d held out; %d x %s; %d prompts a step; learning rate %g; run folder %s%s",
-        *(len(inputs.examples), len(inputs.held_out), world_size, device),
+        *(len(inputs.examples), len(inputs.held_out), ranks.size, ranks.device),
         *(config.prompts_per_step, config.learning_rate, folder),
-        f"; goes on after step {progress.step}" if resumed else "",
+        f"; goes on after step {progress.step}" if is_resumed else "",
     )
-    return Run(
-        config=config,
-        rank=rank,
-        world_size=world_size,
-        folder=folder,
-        tokenizer=tokenizer,
-        processor=inputs.processor,
-        held_out=inputs.held_out,
-        engine=engine,
-        schedule=schedule,
-        batcher=batcher,
-        sampler=sampler,
-        rounds=rounds,
-        client=client,
-        publisher=publisher,
-        pool_run=pool_run,
-        reward_names=[*inputs.rewards],
-        rewarder=rewarder,
-        checkpoints=checkpoints,
-        progress=progress,
-        recorder=recorder,
-        stop=stop,
-        watchdog=watchdog,
-    )
+    return recorder

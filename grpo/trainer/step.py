@@ -1,14 +1,16 @@
 """One optimizer step from completions with their advantages, whatever the cut into ranks and micro-batches.
 
-It trains on the tokens that the policy drew. What tools and environments answered between them is fed to the model, and
-has no part in any number here.
+It trains on the tokens that the policy drew. The answers of tools and environments between them are fed to the model,
+and have no part in any number here.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from grpo.wire.picture_files import pictures_of
 
 DRIFT = "drift/"
 """before a group's id: the distance of the sampler's log-probs from the policy's, of each of its tokens"""
-ReferenceRequests = Mapping[int, Future[list[np.ndarray]]]
+ReferenceRequests = dict[int, Future[list[np.ndarray]]]
 """The requests to the reference servers, by group id. An answer has the float32 log-probs of each completion."""
 
 
@@ -45,14 +47,13 @@ def update(
 ) -> dict[str, Stats]:
     """Do one optimizer step on this rank's samples and return this rank's stats by name. All ranks call it together.
 
-    The gradient is that of the loss over the whole step: a token's weight is fixed by the step's size, and ZeRO's mean
-    over ranks is undone by the factor world_size. The log-probs that the samples still lack are taken from the
-    reference's answers to `requests`. Where samples are trained on again, their `old_logprobs` become the policy's
-    log-probs before this step. A step whose loss or gradient is not finite changes nothing on any rank;
-    `engine.was_step_applied()` tells. Nor does a step without a token to train on, where every completion of every rank
-    is masked: then the engine is not called at all, and the stats have no "loss".
+    The gradient is that of the loss over the whole step: the step's size fixes the weight of a token, and the factor
+    world_size undoes ZeRO's mean over ranks. Samples without reference log-probs take them from the answers to
+    `requests`. Samples that are trained on again keep the policy's log-probs before this step as `old_logprobs`.
+    A step whose loss or gradient is not finite changes no weight on any rank: see `engine.was_step_applied()`. If every
+    completion of every rank is masked, the engine is not called, and the stats have no "loss".
 
-    Raises ServersLost on every rank, with the weights unchanged, where the reference has not answered one of them.
+    Raises ServersLost on every rank, with the weights unchanged, if the reference did not answer a request.
     """
     device = engine.module.device
     samples, _ = split_masked(samples, config)
@@ -63,107 +64,146 @@ def update(
         high_entropy = _highest(entropies, config.top_entropy_quantile)
     micro_batches = _cut(samples, config, batcher)
     size, micro_batch_count = _whole_step(samples, high_entropy, len(micro_batches), device)
-
     if size.tokens == 0:
         return {}  # zero gradients would still let AdamW's momentum and weight decay move the weights
     chosen = None
     if config.router_aux_loss_coef > 0:
         with clock("routers"):
             chosen = _experts_chosen(engine.module, samples, micro_batches, batcher)
-    lost: ServerError | None = None
-    # They stay on the device until the step is done: to fetch one is to wait for all that was asked of the device.
-    values: dict[str, list[torch.Tensor]] = defaultdict(list)
-    sums: dict[str, list[torch.Tensor]] = defaultdict(list)
-    compared: list[Sample] = []
-    first_samples: list[Sample] = []
-    first_logprobs: list[torch.Tensor] = []
-    # ZeRO-2 reduces in every backward, so every rank must do equally many. A rank that has fewer, or nothing but empty
-    # completions in one, computes one token of weight 0 instead: every parameter must take part.
-    filler = Sample([0], [0], True, ref_logprobs=np.zeros(1, np.float32))
-    # After a step, and at first, DeepSpeed 0.19 takes the next backward pass for its last. With an offloaded optimizer
-    # it then drops, with the next micro-batch, each gradient that it reduced while the pass went on: all but those in
-    # the last bucket.
+
+    step = _Step(engine, config, batcher, clock, beta, entropy_coef, requests, size, chosen)
+    # DeepSpeed 0.19 takes the first backward pass of each step for the last one. With an offloaded optimizer it then
+    # drops the gradients that it reduced during that pass, all but those of the last bucket.
     engine.optimizer.set_gradient_accumulation_boundary(False)
+    # ZeRO-2 reduces in every backward pass, so all ranks do equally many.
     for indices in micro_batches + [[]] * (micro_batch_count - len(micro_batches)):
         rows = [samples[index] for index in indices]
-        real = any(sample.tokens for sample in rows)
-        rows = rows if real else [filler]
-        batch = _make(rows, batcher, device)
+        step.add_gradient(rows, None if high_entropy is None else [high_entropy[index] for index in indices])
+    raise_together(step.lost, ServersLost)
+    with clock("optimizer"):
+        engine.step()
+    if not engine.was_step_applied():
+        engine.optimizer.averaged_gradients.clear()  # with offload DeepSpeed would add the next step's gradient to this
+    step.keep_old_logprobs()
+    return step.stats()
+
+
+@dataclass
+class _Step:
+    """One optimizer step: what its micro-batches share, and the numbers that they leave.
+
+    The numbers stay on the device until the step is done: to fetch one waits for all work of the device.
+    """
+
+    engine: Any
+    config: TrainerConfig
+    batcher: Batcher
+    clock: PhaseClock
+    beta: float
+    entropy_coef: float
+    requests: ReferenceRequests
+    size: StepSize
+    chosen: torch.Tensor | None
+    """how many of the step's tokens chose each expert; None without a balance loss"""
+    lost: ServerError | None = None
+    trained: list[Sample] = field(default_factory=list)
+    old_logprobs: list[torch.Tensor] = field(default_factory=list)
+    values: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    sums: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def add_gradient(self, rows: list[Sample], high_entropy: list[np.ndarray] | None) -> None:
+        """Add the gradient of a micro-batch. Without a token, compute one of weight 0: every parameter takes part."""
+        config, real = self.config, any(sample.tokens for sample in rows)
+        if not real:
+            rows, high_entropy = [Sample([0], [0], True, ref_logprobs=np.zeros(1, np.float32))], None
+        tokens, routers = self._forward(rows, high_entropy)
+        loss, metrics = grpo_loss(
+            tokens,
+            self.size,
+            config,
+            beta=self.beta,
+            entropy_coef=self.entropy_coef,
+            max_completion_length=config.max_completion_length,
+        )
+        sums = {"loss": loss.detach()}
+        if self.chosen is not None:
+            imbalance = balance_loss(routers, self.chosen, self.size)
+            loss = loss + config.router_aux_loss_coef * imbalance
+            sums = {"loss": loss.detach(), "aux_loss": imbalance.detach()}
+        # DeepSpeed skips, on all ranks, a step whose gradient is not finite: this makes one of a loss that is not.
+        finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+        self.engine.backward(loss * finite * real * dist.get_world_size(), scale_wrt_gas=False)
+        if real:
+            self.trained += rows
+            if config.num_iterations > 1 and tokens.old_logprobs is None:
+                self.old_logprobs.append(tokens.logprobs.detach())
+            for collected, new in ((self.values, metrics), (self.sums, sums)):
+                for name, value in new.items():
+                    collected[name].append(value)
+
+    def _forward(self, rows: list[Sample], high_entropy: list[np.ndarray] | None) -> tuple[Tokens, torch.Tensor | None]:
+        """Run the model. Return what the loss is computed from, and with a balance loss the routers' logits."""
+        model, temperature, device = self.engine.module, self.config.temperature, self.engine.module.device
+        batch, routers = _make(rows, self.batcher, device), None
         lengths = torch.tensor([sample.tokens for sample in rows], device=device)
-        if chosen is None:
-            logprobs, entropy = token_logprobs(engine.module, batch, config.temperature, with_entropy=True)
+        if self.chosen is None:
+            logprobs, entropy = token_logprobs(model, batch, temperature, with_entropy=True)
         else:
-            logprobs, entropy, routers = with_router_logits(engine.module, batch, config.temperature, with_entropy=True)
-        ref_logprobs = None
-        if config.beta > 0:
-            with clock("wait_ref"):
-                try:
-                    wait_for_reference(rows, requests)
-                    ref_logprobs = [sample.ref_logprobs for sample in rows]
-                except ServerError as error:
-                    # The other ranks are in this step's collectives: this one goes on with zeros, and all raise below.
-                    lost, ref_logprobs = error, [np.zeros(sample.tokens, np.float32) for sample in rows]
+            logprobs, entropy, routers = with_router_logits(model, batch, temperature, with_entropy=True)
         tokens = Tokens(
             lengths,
             torch.tensor([sample.advantage for sample in rows], device=device),
             logprobs,
             entropy,
             _joined([sample.old_logprobs for sample in rows], device),
-            _joined(ref_logprobs, device),
+            _joined(self._reference(rows), device),
             _joined([sample.sampling_logprobs for sample in rows], device),
-            _joined([high_entropy[index] for index in indices] if high_entropy and real else None, device),
+            _joined(high_entropy, device),
         )
-        loss, metrics = grpo_loss(
-            tokens,
-            size,
-            config,
-            beta=beta,
-            entropy_coef=entropy_coef,
-            max_completion_length=config.max_completion_length,
-        )
-        if chosen is not None:
-            imbalance = balance_loss(routers, chosen, size)
-            loss = loss + config.router_aux_loss_coef * imbalance
-        # DeepSpeed skips, on all ranks, a step whose gradient is not finite: a loss that is not finite becomes such.
-        finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-        engine.backward(loss * finite * real * dist.get_world_size(), scale_wrt_gas=False)
-        if not real:
-            continue
-        for name, metric in metrics.items():
-            values[name].append(metric)
-        if config.pool is not None and DISTANCE in metrics:
-            compared += rows
-        sums["loss"].append(loss.detach())
-        if chosen is not None:
-            sums["aux_loss"].append(imbalance.detach())
-        if config.num_iterations > 1 and tokens.old_logprobs is None:
-            first_samples += rows
-            first_logprobs.append(logprobs.detach())
-    raise_together(lost, ServersLost)
-    with clock("optimizer"):
-        engine.step()
-    if not engine.was_step_applied():
-        engine.optimizer.averaged_gradients.clear()  # with offload DeepSpeed would add the next step's gradient to this
-    if first_samples:
-        by_sample = torch.cat(first_logprobs).cpu().split([sample.tokens for sample in first_samples])
-        for sample, old_logprobs in zip(first_samples, by_sample, strict=True):
-            sample.old_logprobs = old_logprobs.numpy()
-    stats: dict[str, Stats] = {}
-    add_stats(stats, {name: torch.cat(parts) for name, parts in values.items()})
-    if compared:
-        lengths = [sample.tokens for sample in compared]
-        for sample, distances in zip(compared, torch.cat(values[DISTANCE]).cpu().split(lengths), strict=True):
-            add_stats(stats, {f"{DRIFT}{sample.group_id}:none": distances})
-    return stats | {
-        name: Stats(len(parts), sum(torch.stack(parts).tolist()), statistic="sum") for name, parts in sums.items()
-    }
+        return tokens, routers
+
+    def _reference(self, rows: list[Sample]) -> list[np.ndarray] | None:
+        """Return the reference's log-probs, zeros after a failed request: the other ranks are in this step's
+        collectives, so all ranks raise after the last."""
+        if self.config.beta == 0:
+            return None
+        with self.clock("wait_ref"):
+            try:
+                wait_for_reference(rows, self.requests)
+                return [sample.ref_logprobs for sample in rows]
+            except ServerError as error:
+                self.lost = error
+                return [np.zeros(sample.tokens, np.float32) for sample in rows]
+
+    def keep_old_logprobs(self) -> None:
+        """Give the samples the policy's log-probs before this step, if they had none and are trained on again."""
+        if self.old_logprobs:
+            for sample, logprobs in self._by_sample(self.old_logprobs):
+                sample.old_logprobs = logprobs.numpy()
+
+    def stats(self) -> dict[str, Stats]:
+        """Return this rank's stats by name, with a pool also each group's distance of the sampler from the policy."""
+        stats: dict[str, Stats] = {}
+        add_stats(stats, {name: torch.cat(parts) for name, parts in self.values.items()})
+        if self.config.pool is not None and DISTANCE in self.values:
+            for sample, distances in self._by_sample(self.values[DISTANCE]):
+                add_stats(stats, {f"{DRIFT}{sample.group_id}:none": distances})
+        return stats | {
+            name: Stats(len(parts), sum(torch.stack(parts).tolist()), statistic="sum")
+            for name, parts in self.sums.items()
+        }
+
+    def _by_sample(self, parts: list[torch.Tensor]) -> Iterator[tuple[Sample, torch.Tensor]]:
+        """Yield each sample with its tokens' values. `parts` are those of the micro-batches."""
+        values = torch.cat(parts).cpu().split([sample.tokens for sample in self.trained])
+        return zip(self.trained, values, strict=True)
 
 
 def wait_for_reference(samples: Sequence[Sample], requests: ReferenceRequests) -> None:
-    """Fill in the reference's log-probs of the samples that lack them, as soon as they are answered. The reference
-    scores the tokens of answers, too, which are left out.
+    """Fill in the reference's log-probs of the samples that lack them, as soon as they are answered. The reference's
+    scores of the tokens of answers are left out.
 
-    Raises ServerError where a request failed; its samples stay as they are.
+    Raises ServerError if a request failed; its samples stay as they are.
     """
     for sample in samples:
         if sample.ref_logprobs is None:
@@ -230,11 +270,11 @@ def _sequences(samples: Sequence[Sample]) -> list[tuple[Ids, Ids]]:
 
 
 def _make(samples: Sequence[Sample], batcher: Batcher, device: torch.device) -> Batch:
-    """Make a micro-batch; where the vision tower is trained and no prompt has a picture, with a small one beside them.
+    """Make a micro-batch. If the vision tower is trained and no prompt has a picture, add a small picture.
 
     ZeRO-2 sums a backward pass's gradients over the ranks as they arrive, a bucket at a time. Another rank may have
-    pictures in this pass: with other gradients, or the same in another order, ranks would add up what does not belong
-    together, or wait for ever. Zeros added to the loss would bring all gradients, but not in the order of the vision
+    pictures in this pass: with other gradients, or the same in another order, ranks would add up gradients of different
+    weights, or wait for ever. Zeros added to the loss would bring all gradients, but not in the order of the vision
     tower's own pass, so it runs: over a picture without a completion, whose gradient is 0. On one rank it is needed
     too: for an offloaded parameter without a gradient DeepSpeed takes that of the step before.
     """

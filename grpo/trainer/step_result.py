@@ -1,4 +1,4 @@
-"""What a step came to: its metrics over all ranks, and what the next step takes from them."""
+"""A step's result: its metrics over all ranks, and the coefficients of the next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from grpo.algorithm.kl import adapt_beta, adapt_entropy_coef, applied_entropy_coef
 from grpo.config.errors import RewardError
 from grpo.data.records import Rollout, StepBatch
-from grpo.run.metrics import PhaseClock, Stats, add_stats, gather_stats, step_metrics
+from grpo.run.collective import gather
+from grpo.run.metrics import PhaseClock, Stats, add_stats, step_metrics
 from grpo.trainer.setup import Run
 from grpo.trainer.step import DRIFT
 
@@ -22,7 +23,7 @@ _FAILURES = "tool_failures"
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What a step is computed with. It may differ from step to step."""
+    """The coefficients of a step, which may differ from step to step."""
 
     beta: float
     entropy_coef: float
@@ -33,7 +34,7 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, the same on every rank."""
+    """The result of a step, the same on every rank."""
 
     metrics: dict[str, float]
     """by TRL's names"""
@@ -51,7 +52,7 @@ class StepResult:
 
 
 def coefficients(run: Run) -> Coefficients:
-    """Return what the next step is computed with."""
+    """Return the coefficients of the next step."""
     config, progress = run.config, run.progress
     entropy_coef = applied_entropy_coef(progress.entropy_coef, progress.entropy, config)
     return Coefficients(progress.beta, entropy_coef, run.schedule.get_last_lr()[0], progress.ref_step)
@@ -62,70 +63,16 @@ def step_result(
 ) -> StepResult:
     """Gather the step's numbers from all ranks, and carry them into the run's progress. All ranks call it together.
 
-    Raises RewardError where a reward function logs a metric under a name that the run has.
+    Raises RewardError if a reward function logs a metric under a name that the run has.
     """
-    config, progress = run.config, run.progress
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    by_name = dict(zip(run.rewarder.names, batch.by_function, strict=True))
-    add_stats(
-        stats,
-        {
-            "reward": batch.rewards,
-            "reward_std:std": batch.rewards,
-            "reward_std_within_groups": [Stats.of(group).std for group in batch.rewards],
-            "frac_reward_zero_std": ~batch.signal,
-            **{f"rewards/{name}/mean": rewards for name, rewards in by_name.items()},
-            **{f"rewards/{name}/std:std": rewards for name, rewards in by_name.items()},
-            **stats_of_completions(rollouts),
-            "tokens:none": [len(sample.prompt_ids) + sample.tokens for sample in batch.samples],
-            "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
-            **clock.seconds,
-            # The fullest card is the one that fails.
-            **{f"{name}:max": peak for name, peak in clock.memory.items()},
-            "step_time": clock.total(),
-            "signal:none": [run.stop.asked],
-            **{f"{_LOGGED}{name}:none": values for name, values in run.rounds.logged.items()},
-        },
-    )
-    run.rounds.logged.clear()
-    everyone = gather_stats(stats)
-    tokens = everyone["tokens"].total
-    if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
-        progress.num_tokens += int(tokens)
+    add_stats(stats, _numbers(run, step, batch, clock))
+    everyone, signal = _gather(stats, run.stop.asked)
     masked = "loss" not in everyone
-    progress.masked_steps += masked
     is_applied = masked or run.engine.was_step_applied()
-    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.reward_names)
-    flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
-    progress.flat_steps = progress.flat_steps + 1 if flat else 0
-    progress.bad_steps = [] if is_applied and rewarded and not masked else [*progress.bad_steps, step]
-
-    metrics = {
-        "loss": 0.0,
-        **step_metrics(everyone),
-        **failure_frequency(everyone),
-        "grad_norm": 0.0 if masked else float(run.engine.get_global_grad_norm()),
-        "learning_rate": applied.learning_rate,
-        "skipped_steps": run.engine.skipped_steps,
-        "num_tokens": progress.num_tokens,
-        **({"ref_step": applied.ref_step} if run.publisher else {}),
-        "tokens_per_second": tokens / everyone["step_time"].mean,
-    }
-    if config.max_resample:
-        metrics["resampled_groups"] = progress.resampled
-    if config.mask_truncated_completions:
-        metrics["masked_steps"] = progress.masked_steps
-    completions = everyone["completions/mean_length"].count
-    if config.kl_target is not None and "kl" in everyone:
-        metrics["beta"] = applied.beta
-        if is_applied:
-            kl = everyone["kl"].mean
-            progress.beta = adapt_beta(applied.beta, kl, completions, config.kl_target)
-    if config.use_adaptive_entropy and is_applied and not masked:
-        progress.entropy = everyone["entropy_acted_on"].mean
-        progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
-    if config.has_entropy_bonus:
-        metrics["entropy_coef"] = progress.entropy_coef  # the next step's, as TRL has it
+    rewarded = any(everyone[f"rewards/{name}/mean"].count for name in run.inputs.rewards)
+    _advance(run, step, everyone, taught=is_applied and rewarded and not masked, rewarded=rewarded, masked=masked)
+    metrics = _metrics(run, everyone, applied, masked)
+    metrics |= _adapt(run, everyone, applied, masked, is_applied)
     for key, numbers in everyone.items():
         name = key.removeprefix(_LOGGED)
         if name != key:
@@ -139,12 +86,91 @@ def step_result(
         for name, numbers in everyone.items()
         if name.startswith(DRIFT) and math.isfinite(numbers.mean)
     ]
-    return StepResult(metrics, completions, masked, is_applied, rewarded, int(everyone["signal"].high), drifts)
+    completions = everyone["completions/mean_length"].count
+    return StepResult(metrics, completions, masked, is_applied, rewarded, signal, drifts)
+
+
+def _numbers(run: Run, step: int, batch: StepBatch, clock: PhaseClock) -> dict[str, Any]:
+    """Return this rank's numbers of a step, for add_stats, and take what reward functions logged."""
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    by_name = dict(zip(run.rewarder.names, batch.by_function, strict=True))
+    logged = {f"{_LOGGED}{name}:none": values for name, values in run.rounds.logged.items()}
+    run.rounds.logged.clear()
+    return {
+        "reward": batch.rewards,
+        "reward_std:std": batch.rewards,
+        "reward_std_within_groups": [Stats.of(group).std for group in batch.rewards],
+        "frac_reward_zero_std": ~batch.signal,
+        **{f"rewards/{name}/mean": rewards for name, rewards in by_name.items()},
+        **{f"rewards/{name}/std:std": rewards for name, rewards in by_name.items()},
+        **stats_of_completions(rollouts),
+        "tokens:none": [len(sample.prompt_ids) + sample.tokens for sample in batch.samples],
+        "sampling/policy_lag": [step - 1 - rollout.policy_version for rollout in rollouts],
+        **clock.seconds,
+        # The fullest card is the one that fails.
+        **{f"{name}:max": peak for name, peak in clock.memory.items()},
+        "step_time": clock.total(),
+        **logged,
+    }
+
+
+def _gather(stats: dict[str, Stats], signal: int) -> tuple[dict[str, Stats], int]:
+    """Return every rank's stats, added up, and the signal that one of them received."""
+    everyone: dict[str, Stats] = {}
+    by_rank = gather((stats, signal))
+    for of_rank, _ in by_rank:
+        add_stats(everyone, of_rank)
+    return everyone, max(of_rank for _, of_rank in by_rank)
+
+
+def _advance(run: Run, step: int, everyone: Mapping[str, Stats], taught: bool, rewarded: bool, masked: bool) -> None:
+    """Count the step in the run's progress."""
+    config, progress = run.config, run.progress
+    if (step - 1) % config.updates_per_round < config.steps_per_generation:  # the first time that they are trained on
+        progress.num_tokens += int(everyone["tokens"].total)
+    progress.masked_steps += masked
+    flat = rewarded and everyone["frac_reward_zero_std"].mean == 1
+    progress.flat_steps = progress.flat_steps + 1 if flat else 0
+    progress.bad_steps = [] if taught else [*progress.bad_steps, step]
+
+
+def _metrics(run: Run, everyone: Mapping[str, Stats], applied: Coefficients, masked: bool) -> dict[str, float]:
+    config, progress = run.config, run.progress
+    return {
+        "loss": 0.0,
+        **step_metrics(everyone),
+        **failure_frequency(everyone),
+        "grad_norm": 0.0 if masked else float(run.engine.get_global_grad_norm()),
+        "learning_rate": applied.learning_rate,
+        "skipped_steps": run.engine.skipped_steps,
+        "num_tokens": progress.num_tokens,
+        **({"ref_step": applied.ref_step} if run.publisher else {}),
+        "tokens_per_second": everyone["tokens"].total / everyone["step_time"].mean,
+        **({"resampled_groups": progress.resampled} if config.max_resample else {}),
+        **({"masked_steps": progress.masked_steps} if config.mask_truncated_completions else {}),
+    }
+
+
+def _adapt(
+    run: Run, everyone: Mapping[str, Stats], applied: Coefficients, masked: bool, is_applied: bool
+) -> dict[str, float]:
+    """Move the coefficients that follow from a step's numbers, and return them as metrics."""
+    config, progress, metrics = run.config, run.progress, {}
+    if config.kl_target is not None and "kl" in everyone:
+        metrics["beta"] = applied.beta
+        if is_applied:
+            completions = everyone["completions/mean_length"].count
+            progress.beta = adapt_beta(applied.beta, everyone["kl"].mean, completions, config.kl_target)
+    if config.use_adaptive_entropy and is_applied and not masked:
+        progress.entropy = everyone["entropy_acted_on"].mean
+        progress.entropy_coef = adapt_entropy_coef(progress.entropy_coef, progress.entropy, config)
+    if config.has_entropy_bonus:
+        metrics["entropy_coef"] = progress.entropy_coef  # the next step's, as TRL has it
+    return metrics
 
 
 def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the numbers of a rank's completions, for add_stats. Lengths are of what the policy drew; the tokens of
-    answers are counted beside them."""
+    """Return the numbers of a rank's completions, for add_stats. Lengths count the tokens that the policy drew."""
     lengths = [rollout.drawn_tokens for rollout in rollouts]
     terminated = [rollout.drawn_tokens for rollout in rollouts if rollout.finished]
     stats = {
@@ -167,8 +193,7 @@ def stats_of_completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def failure_frequency(everyone: Mapping[str, Stats]) -> dict[str, float]:
-    """Return the share of failed calls among a step's calls of tools, as the metric that it is: empty in a run without
-    tools and environment, 0 in a step without a call."""
+    """Return the metric of a step's share of failed calls of tools: 0 without calls, no metric without tools."""
     if _FAILURES not in everyone:
         return {}
     return {"tools/failure_frequency": everyone[_FAILURES].total / max(1, everyone["tools/call_frequency"].total)}

@@ -84,7 +84,7 @@ def test_the_phase_that_ran_out_is_named_or_the_one_before(phases, where):
         pass
     checkpoints = SimpleNamespace(way_on=lambda: "begin again")
     run = SimpleNamespace(
-        watchdog=SimpleNamespace(clock=clock, step=7),
+        ranks=SimpleNamespace(watchdog=SimpleNamespace(clock=clock, step=7)),
         config=TrainerConfig(),
         checkpoints=checkpoints,
         pool_run=None,

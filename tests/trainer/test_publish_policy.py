@@ -89,7 +89,7 @@ def model(model_folder):
 
 def publisher_of(pool: Pool, model, folder: Path, deadline: float = 30.0) -> PolicyPublisher:
     ask, stop = patience_with(pool.client, deadline)
-    return PolicyPublisher(pool.client, model, make_batcher(model, 0), model.config.vocab_size, folder, ask, stop)
+    return PolicyPublisher(pool.client, model, make_batcher(model, 0), folder, ask, stop)
 
 
 def patience_with(client: PoolClient, deadline: float) -> tuple[Retrier, threading.Event]:
@@ -269,25 +269,24 @@ def test_a_resumed_run_publishes_what_is_new_alone(pool, model, tmp_path):
 def test_with_in_flight_updates_no_round_gets_what_an_earlier_starts_weights_drew(pool, model, model_folder, tmp_path):
     words = ["--sampler=pool", "--pool=http://box:1", "--max_policy_lag=2", "--in_flight_weight_updates=true"]
     config, tokenizer = parse_arguments(TrainerConfig, "", words), AutoTokenizer.from_pretrained(model_folder)
-    ask, _ = patience_with(pool.client, 30.0)
 
-    def start(folder: str) -> PoolRun:
+    def start(folder: str) -> tuple[PolicyPublisher, PoolRun]:
         publisher = publisher_of(pool, model, tmp_path / folder)
         checkpoints = SimpleNamespace(identity=lambda: RUN.run, oldest=lambda: 0)
-        return PoolRun(config, pool.client, ask, publisher, model, tokenizer, "a", checkpoints, None)
+        return publisher, PoolRun(config, publisher, tokenizer, "a", checkpoints, None)
 
-    first = start("first")
+    publisher, first = start("first")
     for version in range(3):
         first.publish(version, version)
         train(model)
-    first._publisher.wait()
+    publisher.wait()
     before = {version.version: version.sha256 for version in pool.client.versions()}
     pool.client.put_tasks([Task(3, 0, 0, [5])])  # of the round that begins with version 2
     count, longest = config.num_generations, config.max_completion_length
     row = [5] * longest, [-0.5] * longest, [0] + [2] * (longest - 1)
     drawn = GroupResult(3, 0, *([values] * count for values in row))
     assert pool.client.results("w", [drawn], before.items()) == ["accepted"]
-    again = start("again")
+    _, again = start("again")
     again.publish(2, 2)
     assert pool.client.versions()[-1].sha256 != before[2] and pool.client.take([(3, 0)], 0) == []
 
@@ -321,7 +320,7 @@ def test_a_pool_that_lost_the_version_before_gets_the_next_one_whole(pool, model
 
 def test_a_pool_that_is_gone_ends_the_run_at_the_next_version(model, tmp_path):
     client = PoolClient("http://127.0.0.1:9")
-    publisher = PolicyPublisher(client, model, make_batcher(model, 0), 100, tmp_path, *patience_with(client, 0.5))
+    publisher = PolicyPublisher(client, model, make_batcher(model, 0), tmp_path, *patience_with(client, 0.5))
     publisher.publish(0)
     for call in (lambda: publisher.publish(1), publisher.wait):
         with pytest.raises(
@@ -351,7 +350,7 @@ def test_a_pool_with_a_full_disk_is_given_up_too(pool, model, tmp_path, monkeypa
 def test_a_run_that_ends_gives_up_what_it_was_sending(model, tmp_path):
     def make() -> PolicyPublisher:
         client, batcher = PoolClient("http://127.0.0.1:9"), make_batcher(model, 0)
-        return PolicyPublisher(client, model, batcher, 100, tmp_path, *patience_with(client, 60.0))
+        return PolicyPublisher(client, model, batcher, tmp_path, *patience_with(client, 60.0))
 
     publisher = make()
     publisher.publish(0)
@@ -368,7 +367,7 @@ def test_a_run_that_goes_on_sends_what_it_was_ended_before_it_had_sent(pool, mod
     publisher, weights, probes = publisher_of(pool, model, tmp_path), [], []
     for version in (0, 1):
         if version > sent:
-            publisher._client = PoolClient("http://127.0.0.1:9")
+            publisher.client = PoolClient("http://127.0.0.1:9")
         publisher.publish(version)
         publisher.wait_written()
         weights.append(saved(model))
