@@ -1,4 +1,4 @@
-"""Checkpoints that a run continues from as if nothing had happened. Each is there whole or not at all.
+"""Checkpoints: a run continues from one as if nothing had happened. Each is whole or does not exist.
 
 `checkpoint-STEP` is a model that `from_pretrained` reads. The files beside it are for this run only: `engine/` has
 DeepSpeed's weights, optimizer and schedule, `rank-K.pickle` a rank's random states and the completions that it has
@@ -42,10 +42,21 @@ from grpo.run.checkpoint_files import (
 )
 from grpo.run.collective import from_first, gather
 from grpo.run.description import RunDescription, check_same
-from grpo.run.exit import how_to_go_on
+from grpo.run.exit import how_to_continue
 from grpo.run.folder import SaveError, describe_room, put_in_place, to_disk, write_model
 
-# How far a run is: what all ranks share, and each rank's completions and random states.
+log = logging.getLogger(__name__)
+
+ENGINE = "engine"
+LOAD_UNIVERSAL = {"load_universal": True}
+"""the setting in DeepSpeed's "checkpoint" section with which it loads what `to_universal` wrote"""
+
+_MOVED = {
+    "grpo.rollouts.records": "grpo.data.records",
+    "grpo.wire.pictures": "grpo.wire.picture_files",
+    "grpo.wire.turns": "grpo.wire.tool_outcomes",
+}
+"""the new modules of classes that older checkpoints name by their former modules"""
 
 
 @dataclass
@@ -61,15 +72,15 @@ class Progress:
     num_tokens: int = 0
     """the tokens that were trained on, over all ranks"""
     evaluated: dict[str, float] = field(default_factory=dict)
-    """the metrics of the evaluation after the last step; empty where there was none"""
+    """the metrics of the evaluation after the last step; empty if there was none"""
     round: int = -1
     """the round that `batches` belong to; -1 before the first is drawn"""
     batches: list[StepBatch] = field(default_factory=list)
     """this rank's batch of each step of the round"""
     reference: str = ""
-    """the fingerprint of the model that the reference servers began with; empty where no server is asked"""
+    """the fingerprint of the model that the reference servers began with; empty without servers"""
     ref_step: int = 0
-    """the last step after which the policy became part of the reference; 0 where it never did"""
+    """the last step after which the policy became part of the reference; 0: never"""
     bad_steps: list[int] = field(default_factory=list)
     """the last steps, in a row, that taught the policy nothing: not finite, all rewards None, or all masked"""
     flat_steps: int = 0
@@ -79,7 +90,7 @@ class Progress:
     resampled: int = 0
     """the number of groups that were replaced in this round, on all ranks"""
     most_calls_failed: bool = False
-    """whether most calls of tools failed in the last step; of rank 0 alone, and in no checkpoint"""
+    """whether most calls of tools failed in the last step; rank 0 alone knows it, and no checkpoint has it"""
 
 
 SHARED = [name for name in Progress.__dataclass_fields__ if name not in ("batches", "most_calls_failed")]
@@ -101,68 +112,8 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-# Checkpoints for another number of ranks than saved them: DeepSpeed's own conversion, and the round shared anew.
-
-
-_MOVED = {
-    "grpo.rollouts.records": "grpo.data.records",
-    "grpo.wire.pictures": "grpo.wire.picture_files",
-    "grpo.wire.turns": "grpo.wire.tool_outcomes",
-}
-"""modules of the classes in a checkpoint that was written before they moved"""
-
-LOAD_UNIVERSAL = {"load_universal": True}
-"""the setting in DeepSpeed's "checkpoint" section with which it loads what `to_universal` wrote"""
-
-
-def to_universal(engine: Path, to: Path) -> None:
-    """Write the parts that ZeRO-2 saved on each rank as one tensor a parameter, which any number of ranks can load.
-
-    Raises OSError with the last line of DeepSpeed's program where that failed.
-    """
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
-            *("--input_folder", str(engine), "--output_folder", str(to)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if ended.returncode:
-        raise OSError(f"DeepSpeed's ds_to_universal: {(ended.stdout.splitlines() or ['it was killed'])[-1]}")
-
-
-def put_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Move each count of steps from the CPU, where DeepSpeed leaves it, to its parameter, as a fused AdamW needs it."""
-    for parameter, state in optimizer.state.items():
-        state["step"] = state["step"].to(parameter.device)
-
-
-def share_anew(by_rank: Sequence[list[StepBatch]], rank: int, world_size: int) -> list[StepBatch]:
-    """Return the share that this one of `world_size` ranks has of a round; `by_rank` has the shares as they were."""
-    batches = []
-    for shares in zip(*by_rank, strict=True):
-        whole = StepBatch(
-            [group for share in shares for group in share.groups],
-            torch.cat([share.by_function for share in shares], dim=1),
-            torch.cat([share.rewards for share in shares]),
-            torch.cat([share.signal for share in shares]),
-            [sample for share in shares for sample in share.samples],
-        )
-        groups = len(whole.groups) // world_size
-        batches.append(whole.cut(rank * groups, (rank + 1) * groups))
-    return batches
-
-
-log = logging.getLogger(__name__)
-
-ENGINE = "engine"
-
-
 class Checkpoints:
-    """The writer and reader of a run's checkpoints. Every rank has one, and all ranks call it together."""
+    """Write and read a run's checkpoints. Every rank has an instance, and all ranks call each method together."""
 
     def __init__(
         self,
@@ -176,9 +127,9 @@ class Checkpoints:
         best_by: str = "",
         processor: PictureProcessor | None = None,
     ):
-        """`folder` is the run's. `model` is the fingerprint of the model that the policy begins as, `reference` that of
-        the reference servers' model, empty where no server is asked. `best_by` is the metric of the evaluation by which
-        a checkpoint is the best."""
+        """`folder` is the run's. `model` is the fingerprint of the initial policy, `reference` that of the reference
+        servers' model (empty without servers). The highest value of the evaluation's metric `best_by` makes a
+        checkpoint the best."""
         self._config, self._folder, self._tokenizer = config, folder, tokenizer
         self._description, self._model, self._reference = description, model, reference
         self._rank, self._best_by, self._processor = rank, best_by, processor
@@ -191,13 +142,13 @@ class Checkpoints:
         return self._description.identity(self._model)
 
     def oldest(self) -> int:
-        """Return the step of the oldest checkpoint, 0 where there is none: nothing before it is needed any more."""
+        """Return the step of the oldest checkpoint, or 0: nothing before it is needed any more."""
         return min((saved["step"] for saved in readable(self._folder).values()), default=0)
 
     def save(self, engine, progress: Progress) -> None:
         """Write `checkpoint-STEP`, then delete the older checkpoints that `save_total_limit` does not keep.
 
-        Raises SaveError on every rank where one of them could not write; then nothing is left of the checkpoint.
+        Raises SaveError on every rank if a rank could not write; then nothing is left of the checkpoint.
         """
         final = self._folder / f"checkpoint-{progress.step}"
         unfinished = final.with_name(final.name + ".unfinished")
@@ -205,24 +156,8 @@ class Checkpoints:
 
         def save_weights() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_model(
-                engine.module,
-                self._tokenizer,
-                unfinished,
-                self._config,
-                progress.step,
-                processor=self._processor,
-            )
-
-        def save_engine() -> None:
-            try:
-                with trained_alone(engine.module) if self._is_partly_frozen else nullcontext():
-                    engine.save_checkpoint(
-                        str(unfinished), tag=ENGINE, save_latest=False, exclude_frozen_parameters=self._is_partly_frozen
-                    )
-            except Exception:
-                torch.distributed.barrier()  # save_checkpoint ends with one, in which the other ranks wait
-                raise
+            model, step = engine.module, progress.step
+            write_model(model, self._tokenizer, unfinished, self._config, step, processor=self._processor)
 
         def save_rank() -> None:
             with open(unfinished / f"rank-{self._rank}.pickle", "wb") as file:
@@ -231,61 +166,69 @@ class Checkpoints:
             sums.update(sum_files(unfinished, [name for name in names if _writer(name) == self._rank]))
 
         def put_together() -> None:
-            content = (
-                self._description.fields | {"model": self._model} | {name: getattr(progress, name) for name in SHARED}
-            )
-            write_progress(unfinished, content | {"files": dict(sorted(sums.items()))})
-            # A run that goes on from here does not write the earlier records again.
+            # Each rank sums the files that it wrote: its machine still has them in memory.
+            files = dict(sorted(item for of_rank in sums_by_rank for item in of_rank.items()))
+            shared = {name: getattr(progress, name) for name in SHARED}
+            write_progress(unfinished, self._description.fields | {"model": self._model} | shared | {"files": files})
+            # A run that resumes from here does not write the earlier records again.
             for records in self._folder.glob("*.jsonl"):
                 to_disk(records, deep=False)
             put_in_place(unfinished, final)
 
-        reason = (
+        failure = (
             self._failure_of(save_weights, on_all=False)
-            or self._failure_of(save_engine, on_all=True)
+            or self._failure_of(partial(self._save_engine, engine, unfinished), on_all=True)
             or self._failure_of(save_rank, on_all=True)
         )
-        if reason is None:
-            # Each rank sums the files that it wrote: its own machine still has them in memory.
-            sums = {name: file_sum for rank_sums in gather(sums) for name, file_sum in rank_sums.items()}
-            reason = self._failure_of(put_together, on_all=False)
-        if reason is not None:
+        if failure is None:
+            sums_by_rank = gather(sums)
+            failure = self._failure_of(put_together, on_all=False)
+        if failure is not None:
             if self._rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            last = next(reversed(readable(self._folder)), None)
-            size = _size(engine) >> 20
-            remedy = (
-                "A file has that name: move it away" if final.is_file() else f"It takes about {size} MiB: make room"
-            )
-            raise SaveError(
-                f"{final} could not be saved: {reason}: nothing was left there. {remedy}, and "
-                + (f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again")
-            )
+            raise SaveError(self._explain(failure, final, engine))
         if self._rank == 0:
             self._delete_old()
             log.info("saved %s", final)
 
+    def _save_engine(self, engine, unfinished: Path) -> None:
+        frozen = self._is_partly_frozen
+        try:
+            with trained_alone(engine.module) if frozen else nullcontext():
+                engine.save_checkpoint(str(unfinished), tag=ENGINE, save_latest=False, exclude_frozen_parameters=frozen)
+        except Exception:
+            torch.distributed.barrier()  # save_checkpoint ends with one, in which the other ranks wait
+            raise
+
+    def _explain(self, failure: str, final: Path, engine) -> str:
+        """Return the message for a checkpoint that could not be saved."""
+        last = next(reversed(readable(self._folder)), None)
+        # The trained weights, for others and for DeepSpeed, and in float32 with AdamW's two moments.
+        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        size = sum(2 * parameter.nbytes + 12 * parameter.numel() for parameter in trained) >> 20
+        remedy = "A file has that name: move it away" if final.is_file() else f"It takes about {size} MiB: make room"
+        way_on = f"--resume_from_checkpoint last goes on from {last.name}" if last else "begin again"
+        return f"{final} could not be saved: {failure}: nothing was left there. {remedy}, and {way_on}"
+
     def leave(self, engine, progress: Progress) -> str:
-        """Save where the run stands, if that is not done yet; return how to go on from there. Raises SaveError."""
+        """Save a checkpoint of this step unless it exists; return how to continue from it. Raises SaveError."""
         if progress.step == 0:
             return "nothing is lost: no step was done"
         saved = self._folder / f"checkpoint-{progress.step}"
         if not from_first((saved / PROGRESS).exists()):  # another machine may see it later
             self.save(engine, progress)
-        return how_to_go_on(self._folder, progress.step)
+        return how_to_continue(self._folder, progress.step)
 
     def way_on(self) -> str:
-        """Return how to go on from the newest checkpoint, for a rank that fails alone and cannot save."""
+        """Return how to continue from the newest checkpoint, for a rank that fails alone and cannot save."""
         last = next(reversed(readable(self._folder).values()), None)
-        if last is None:
-            return "no checkpoint was saved: begin again"
-        return how_to_go_on(self._folder, last["step"])
+        return how_to_continue(self._folder, last["step"]) if last else "no checkpoint was saved: begin again"
 
     def load(self, checkpoint: Path, engine) -> Progress:
-        """Bring this rank and its engine to where the checkpoint is. Its requests to the reference are lost.
+        """Restore this rank and its engine from the checkpoint. Its requests to the reference are lost.
 
         Raises ConfigError, with the difference, for a checkpoint of another model or reference. RunDescription.check
-        has compared the rest.
+        compares the rest before.
         """
         saved, run = read_progress(checkpoint), self._description.fields
         remedy = "set model_name_or_path to the same model"
@@ -297,15 +240,15 @@ class Checkpoints:
             if (then := saved["versions"].get(name)) != now:
                 log.warning("%s was %s when %s was saved, and is %s: numbers may differ", name, then, checkpoint, now)
         saved_ranks, ranks = saved["ranks"], run["ranks"]
-        load = partial(engine.load_checkpoint, load_module_strict=not self._is_partly_frozen)
+        load = partial(engine.load_checkpoint, tag=ENGINE, load_module_strict=not self._is_partly_frozen)
         if saved_ranks == ranks:
-            load(str(checkpoint), tag=ENGINE)
+            load(str(checkpoint))
         else:
             log.info("%s is of %d ranks: DeepSpeed rearranges it for %d", checkpoint, saved_ranks, ranks)
             universal = checkpoint.with_name(checkpoint.name + ".universal.unfinished")
 
             def load_universal() -> None:
-                load(str(universal), tag=ENGINE)
+                load(str(universal))
                 put_steps(engine.basic_optimizer)
 
             failure = self._failure_of(partial(to_universal, checkpoint / ENGINE, universal / ENGINE), on_all=False)
@@ -326,23 +269,20 @@ class Checkpoints:
         return Progress(batches=batches, **{name: saved[name] for name in SHARED})
 
     def references(self) -> set[int]:
-        """Return the steps after which the policy became a reference that a checkpoint needs.
-
-        Without a checkpoint that is step 0: a run that is killed begins again with the first reference.
-        """
+        """Return the steps after which the policy became a reference that a checkpoint needs; {0} without one."""
         return {saved["ref_step"] for saved in readable(self._folder).values()} or {0}
 
     def _untrained(self, progress: Progress) -> list[StepBatch]:
-        """Return the round's batches, or none where all of them were trained on."""
+        """Return the round's batches, or none if all were trained on."""
         return progress.batches if progress.round == progress.step // self._config.updates_per_round else []
 
     def _failure_of(self, action: Callable[[], None], on_all: bool) -> str | None:
-        """Do it, on every rank or on the first. Return on all ranks what went wrong on one of them, or None."""
+        """Run the action on every rank or on the first. Return the first failure of a rank, or None, on all ranks."""
         failure = None
         if on_all or self._rank == 0:
             try:
                 action()
-            # Whatever it was, on whichever rank: the other ranks must not go on as if the checkpoint were there.
+            # After any error of any rank the other ranks must not continue as if the checkpoint existed.
             except Exception as error:
                 reason = f"{getattr(error, 'strerror', None) or error}{describe_room(self._folder)}"
                 failure = f"{reason} (rank {self._rank})"
@@ -353,23 +293,14 @@ class Checkpoints:
         limit, by_path = self._config.save_total_limit, readable(self._folder)
         if limit == 0:
             return
-        keep = {
-            *[*by_path][-limit:],
-            best({path: saved["evaluated"].get(self._best_by) for path, saved in by_path.items()}),
-        }
+        values = {path: saved["evaluated"].get(self._best_by) for path, saved in by_path.items()}
+        keep = {*[*by_path][-limit:], best(values)}
         for old in checkpoints(self._folder):
             if old not in keep:
                 # A rename ends it as a checkpoint at once: a kill while files are deleted leaves no half of one.
                 deleted = old.with_name(old.name + ".unfinished")
                 os.replace(old, deleted)
                 shutil.rmtree(deleted)
-
-
-def _size(engine) -> int:
-    """Return a checkpoint's bytes: the trained weights, for others and for DeepSpeed, and in float32 with AdamW's two
-    moments."""
-    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    return sum(2 * parameter.nbytes + 12 * parameter.numel() for parameter in trained)
 
 
 def _writer(name: str) -> int:
@@ -387,3 +318,37 @@ def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
     """Return a rank's random states and the batches of its round."""
     with open(checkpoint / f"rank-{rank}.pickle", "rb") as file:
         return _Unpickler(file).load()
+
+
+def to_universal(engine: Path, to: Path) -> None:
+    """Join the parts that each rank saved with ZeRO-2 into a tensor per parameter, for any number of ranks.
+
+    Raises OSError with the last line of DeepSpeed's program if it fails.
+    """
+    program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(engine), "--output_folder", str(to)]
+    ended = subprocess.run([*program, *folders], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if ended.returncode:
+        raise OSError(f"DeepSpeed's ds_to_universal: {(ended.stdout.splitlines() or ['it was killed'])[-1]}")
+
+
+def put_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Move each count of steps from the CPU, where DeepSpeed leaves it, to its parameter, as a fused AdamW needs it."""
+    for parameter, state in optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device)
+
+
+def share_anew(by_rank: Sequence[list[StepBatch]], rank: int, world_size: int) -> list[StepBatch]:
+    """Return this rank's share of a round among `world_size` ranks; `by_rank` has the saved shares."""
+    batches = []
+    for shares in zip(*by_rank, strict=True):
+        whole = StepBatch(
+            [group for share in shares for group in share.groups],
+            torch.cat([share.by_function for share in shares], dim=1),
+            torch.cat([share.rewards for share in shares]),
+            torch.cat([share.signal for share in shares]),
+            [sample for share in shares for sample in share.samples],
+        )
+        groups = len(whole.groups) // world_size
+        batches.append(whole.cut(rank * groups, (rank + 1) * groups))
+    return batches

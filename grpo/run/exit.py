@@ -28,8 +28,8 @@ class EndRun(Exception):
         self.code, self.traceback = code, traceback
 
 
-def how_to_go_on(folder: Path, step: int) -> str:
-    """Return how to go on with a run, for the end of its last line: a command to copy where grpo.launch started it."""
+def how_to_continue(folder: Path, step: int) -> str:
+    """Return the command that resumes a run, to copy from its last line (whole if grpo.launch started the run)."""
     words, kept = iter(shlex.split(os.environ.get(COMMAND, ""))), []
     for word in words:
         name, has_value, _ = word.partition("=")
@@ -44,7 +44,7 @@ def how_to_go_on(folder: Path, step: int) -> str:
 def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], interrupted: str) -> int:
     """Do a rank's work. Return its exit code: 0, 1 for one of `failures`, 2 for a bad setting, 128 + a signal's number.
 
-    Any other error is a defect of ours, and is raised with its traceback.
+    Any other error is a bug of this program, and is raised with its traceback.
     """
     start_logging(logging.INFO if is_first_rank() else logging.ERROR)
     try:
@@ -75,7 +75,7 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
     except KeyboardInterrupt:
         say_once(interrupted)
         return 130
-    except SystemExit as error:  # whatever its code: the work is not done
+    except SystemExit as error:  # with any code the work is not done
         caller = traceback.extract_tb(error.__traceback__)[-1]
         say_once(f"sys.exit was called at {caller.filename}:{caller.lineno} in {caller.name}, before the work was done")
         return 1
@@ -84,12 +84,11 @@ def exit_code(work: Callable[[], None], failures: tuple[type[Exception], ...], i
 
 @contextmanager
 def _no_success_before_the_end() -> Iterator[None]:
-    """Let os._exit(0) end this process with 1 and a line, as sys.exit does. It is so in Python's os alone: what calls
-    the C library's _exit is not stopped."""
+    """Let os._exit(0) end this process with 1 and a line, as sys.exit does. The C library's _exit is not stopped."""
     process, end = os.getpid(), os._exit
 
     def end_with_failure(code: int) -> NoReturn:
-        if code % 256 == 0 and os.getpid() == process:  # a process that is forked from it may do what it likes
+        if code % 256 == 0 and os.getpid() == process:  # a forked process may end as it likes
             caller = sys._getframe(1)
             where = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
             say_once(f"os._exit({code}) was called at {where}, before the work was done")

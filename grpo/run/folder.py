@@ -1,4 +1,7 @@
-"""Folders that are written whole or not at all, even if the process or machine dies."""
+"""Saves a model with its card, and pushes it to the hub.
+
+Folders are written whole or not at all, even if the process or machine dies.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,7 @@ from grpo.run.checkpoint_files import write_progress
 from grpo.run.json_lines import read_record
 from grpo.run.run_folder import nearest_existing
 
-# The model card: README.md in a saved model's folder, with the front matter that the hub reads, from model_card.md.
-
+log = logging.getLogger(__name__)
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _SETTINGS = (
@@ -44,19 +46,120 @@ _VLLM_RANK = 16
 """the largest rank of an adapter that vLLM takes without --max-lora-rank"""
 
 
+class SaveError(RuntimeError):
+    """A failed write of a model or checkpoint. The message says where and why; nothing half written stays behind."""
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    config: TrainerConfig,
+    step: int = 0,
+    processor: PictureProcessor | None = None,
+) -> None:
+    """Write model, tokenizer and processor for `from_pretrained`, grpo.yaml, a model card, and the run's `step`.
+
+    Of a model with an adapter this writes the adapter alone, or with `merge_on_save` the whole merged model. Raises
+    SaveError; then `folder` does not exist.
+    """
+    with whole_folder(folder, "model") as unfinished:
+        write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor)
+        write_progress(unfinished, {"step": step})
+
+
+def write_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    config: TrainerConfig,
+    step: int,
+    name: str = "MODEL",
+    processor: PictureProcessor | None = None,
+) -> None:
+    """Write as save_model does, but the folder may stay half written. Raises the libraries' errors.
+
+    `name` is the model's name in the card.
+    """
+    if config.merge_on_save:
+        model = merged(model)
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(folder)
+    else:
+        # ZeRO keeps all weights in one storage, and transformers would copy each that shares its storage. DLPack gives
+        # the same memory a storage of its own. Of weights on a GPU one shard at a time is in the host's memory.
+        weights = {name: torch.from_dlpack(weight.detach()) for name, weight in model.state_dict().items()}
+        model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+    if config.save_system_prompt:
+        tokenizer = with_system_prompt(tokenizer, config.system_prompt)
+    tokenizer.save_pretrained(folder)
+    if processor is not None:
+        processor.save(folder)
+    write_answering(config, folder)
+    write_card(folder, config, model, tokenizer.chat_template is not None, step, name, processor is not None)
+
+
+@contextmanager
+def whole_folder(folder: Path, what: str) -> Iterator[Path]:
+    """Yield a folder to write `what` into, and rename it to `folder` at the end.
+
+    Raises SaveError for any error inside; then `folder` does not exist.
+    """
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        put_in_place(unfinished, folder)
+    # safetensors and transformers report a full disk by errors of many types.
+    except Exception as error:
+        reason = f"{error}{describe_room(folder)}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise SaveError(f"the {what} could not be saved to {folder}: {reason}: nothing was left there") from error
+
+
+def describe_room(folder: Path) -> str:
+    """Say how full the folder's disk is: the reason of a failed write may not tell it."""
+    try:
+        return f" ({shutil.disk_usage(nearest_existing(folder)).free >> 20} MiB of its disk are free)"
+    except OSError:  # the disk itself is gone, which the reason tells
+        return ""
+
+
+def put_in_place(unfinished: Path, folder: Path) -> None:
+    """Rename a written folder. An older folder of that name stays readable until then."""
+    to_disk(unfinished)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.is_dir():
+        os.replace(folder, old)
+    os.replace(unfinished, folder)
+    to_disk(folder.parent, deep=False)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def to_disk(top: Path, deep: bool = True) -> None:
+    """Wait until a file, or a folder's names and with `deep` all its content, would survive a power cut."""
+    for path in [*(top.rglob("*") if deep else ()), top]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def write_card(
     folder: Path,
     config: TrainerConfig,
     model: PreTrainedModel,
     has_template: bool,
     step: int,
-    name: str = "MODEL",
-    takes_pictures: bool = False,
+    name: str,
+    takes_pictures: bool,
 ) -> None:
-    """Write the card of `model` as it was saved to `folder`, which is in the run's folder, after `step`.
+    """Write README.md into the folder of a saved model: front matter for the hub and model_card.md, filled in.
 
-    `has_template` tells whether its tokenizer has a chat template, and `name` is what commands call the model. Raises
-    OSError.
+    The run's folder has `folder`. `name` is the model's name in commands. Raises OSError.
     """
     run = folder.absolute().parent
     adapter = model.peft_config["default"] if hasattr(model, "peft_config") else None
@@ -68,19 +171,8 @@ def write_card(
         "pipeline_tag": "image-text-to-text" if takes_pictures else "text-generation",
         "tags": ["grpo", "generated_from_trainer", *(["lora"] if adapter else [])],
     }
-    settings = {setting: getattr(config, setting) for setting in _SETTINGS}
-    if adapter:
-        settings |= {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "quantization": config.quantization}
-    if takes_pictures:
-        of_pictures = {name: getattr(config, name) for name in ("min_pixels", "max_pixels", "freeze_vision_tower")}
-        settings |= {name: value for name, value in of_pictures.items() if value}
     # With save_system_prompt the chat template has it.
     system = "" if config.save_system_prompt else config.system_prompt
-    messages = [{"role": "system", "content": system}] if system else []
-    question: str | list[dict[str, str]] = "..."
-    if takes_pictures:
-        messages = [message | {"content": [{"type": "text", "text": system}]} for message in messages]
-        question = [{"type": "image", "path": "picture.png"}, {"type": "text", "text": "..."}]
     options = [f"max_new_tokens={config.max_completion_length}", "do_sample=False"]
     if config.chat_template_kwargs:
         options.append(f"tokenizer_encode_kwargs={config.chat_template_kwargs!r}")
@@ -102,26 +194,46 @@ def write_card(
         pictures=takes_pictures,
         max_new_tokens=config.max_completion_length,
         system=system,
-        messages=[*messages, {"role": "user", "content": question}],
+        messages=_messages(system, takes_pictures),
         text=f"{system}\n\n...\n\n" if system else "...\n\n",
         options=options,
         max_rank=f" --max-lora-rank {adapter.r}" if adapter and adapter.r > _VLLM_RANK else "",
-        settings=[
-            (setting, " ".join(map(str, value)) if isinstance(value, list) else value)
-            for setting, value in settings.items()
-        ],
+        settings=_settings(config, adapter, takes_pictures),
         versions=_versions(run),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def _messages(system: str, takes_pictures: bool) -> list[dict[str, Any]]:
+    """Return an example of a conversation, in parts if the model takes pictures."""
+    question = [{"type": "text", "text": "..."}]
+    if takes_pictures:
+        question.insert(0, {"type": "image", "path": "picture.png"})
+    messages = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
+    messages.append({"role": "user", "content": question})
+    return (
+        messages if takes_pictures else [message | {"content": message["content"][0]["text"]} for message in messages]
+    )
+
+
+def _settings(config: TrainerConfig, adapter: Any, takes_pictures: bool) -> list[tuple[str, Any]]:
+    """Return the rows of the card's table of settings."""
+    settings = {name: getattr(config, name) for name in _SETTINGS}
+    if adapter:
+        settings |= {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "quantization": config.quantization}
+    for name in ("min_pixels", "max_pixels", "freeze_vision_tower"):
+        if takes_pictures and (value := getattr(config, name)):
+            settings[name] = value
+    return [(name, " ".join(map(str, v)) if isinstance(v, list) else v) for name, v in settings.items()]
+
+
 def _is_on_hub(name: str) -> bool:
-    """Tell whether a model or dataset that was loaded came from the hub: a folder of that name goes first."""
+    """Tell whether a loaded model or dataset came from the hub: a folder of that name takes precedence."""
     return not (_STARTED_IN / name).exists()
 
 
 def _results(run: Path, step: int) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and rows of a table of the first and last evaluation up to `step`; none if there is but one."""
+    """Return heads and rows of a table of the first and last evaluation up to `step`; empty if they are the same."""
     evaluated = [row for row in _records(run / "metrics.jsonl", b'"eval_n"') if row["step"] <= step]
     if len(evaluated) < 2:
         return [], []
@@ -136,14 +248,13 @@ def _results(run: Path, step: int) -> tuple[list[str], list[list[str]]]:
 
 
 def _versions(run: Path) -> list[str]:
-    """Return what the run was last started with, of starts.jsonl."""
+    """Return the versions and the commit of the last line of starts.jsonl."""
     started = _records(run / "starts.jsonl", b'"versions"')
     if not started:
         return []
-    versions, commit = started[-1]["versions"], started[-1].get("commit")
-    return [f"{name} {number}" for name, number in versions.items()] + (
-        [f"commit {commit} of grpo-ref-split"] if commit else []
-    )
+    commit = started[-1].get("commit")
+    versions = [f"{name} {number}" for name, number in started[-1]["versions"].items()]
+    return versions + ([f"commit {commit} of grpo-ref-split"] if commit else [])
 
 
 def _records(path: Path, marker: bytes) -> list[dict[str, Any]]:
@@ -154,119 +265,8 @@ def _records(path: Path, marker: bytes) -> list[dict[str, Any]]:
         return [record for line in lines if marker in line and (record := read_record(line)) is not None]
 
 
-class SaveError(RuntimeError):
-    """A failed write of what a run leaves. The message says where and why; nothing half written stays behind."""
-
-
-def save_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    config: TrainerConfig,
-    step: int = 0,
-    processor: PictureProcessor | None = None,
-) -> None:
-    """Write model, tokenizer and processor as `from_pretrained` reads them, how they were trained to answer, a model
-    card, and the `step` of the run that they are of.
-
-    Of a model with an adapter this writes the adapter alone, or with `merge_on_save` the whole model, merged. Raises
-    SaveError; `folder` is then not there.
-    """
-    with whole_folder(folder, "model") as unfinished:
-        write_model(model, tokenizer, unfinished, config, step, config.hub_model_id or "MODEL", processor)
-        write_progress(unfinished, {"step": step})
-
-
-def write_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    config: TrainerConfig,
-    step: int,
-    name: str = "MODEL",
-    processor: PictureProcessor | None = None,
-) -> None:
-    """Write as save_model does, but into a folder that may stay half written. Raises what the libraries raise.
-
-    `name` is what the card calls the model.
-    """
-    if config.merge_on_save:
-        model = merged(model)
-    if hasattr(model, "peft_config"):
-        model.save_pretrained(folder)
-    else:
-        # ZeRO keeps all weights in one storage, and transformers would copy each that shares its storage. DLPack gives
-        # the same memory a storage of its own. Of weights on a GPU one shard at a time is in the host's memory.
-        weights = {name: torch.from_dlpack(weight.detach()) for name, weight in model.state_dict().items()}
-        model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
-    if config.save_system_prompt:
-        tokenizer = with_system_prompt(tokenizer, config.system_prompt)
-    tokenizer.save_pretrained(folder)
-    if processor is not None:
-        processor.save(folder)
-    write_answering(config, folder)
-    has_template, takes_pictures = tokenizer.chat_template is not None, processor is not None
-    write_card(folder, config, model, has_template, step, name, takes_pictures)
-
-
-@contextmanager
-def whole_folder(folder: Path, what: str) -> Iterator[Path]:
-    """Yield a folder to write `what` into, and give it its name when all is written.
-
-    Raises SaveError for whatever goes wrong inside; `folder` is then not there.
-    """
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        put_in_place(unfinished, folder)
-    # safetensors reports a full disk as an error of its own, and transformers as several: whatever it was, nothing half
-    # written may stay behind.
-    except Exception as error:
-        reason = f"{error}{describe_room(folder)}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise SaveError(f"the {what} could not be saved to {folder}: {reason}: nothing was left there") from error
-
-
-def describe_room(folder: Path) -> str:
-    """Say how full the folder's disk is, for the end of a failed write's reason, which may not tell of a full disk."""
-    try:
-        return f" ({shutil.disk_usage(nearest_existing(folder)).free >> 20} MiB of its disk are free)"
-    except OSError:  # the disk itself is gone, which the reason tells
-        return ""
-
-
-def put_in_place(unfinished: Path, folder: Path) -> None:
-    """Give a written folder its name. An older folder of that name stays readable until then."""
-    to_disk(unfinished)
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.is_dir():
-        os.replace(folder, old)
-    os.replace(unfinished, folder)
-    to_disk(folder.parent, deep=False)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def to_disk(top: Path, deep: bool = True) -> None:
-    """Wait until a file, or the names in a folder and with `deep` all its content, would survive a power cut."""
-    for path in [*(top.rglob("*") if deep else ()), top]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-# Pushes a run's model to the hub, and checks before the run that this will be possible.
-
-
-log = logging.getLogger(__name__)
-
-
 def check_login() -> None:
-    """Raise ConfigError where the hub takes no token of this user, or one that may only read."""
+    """Raise ConfigError unless this user has a token with which the hub lets it write."""
     api = HfApi()
     try:
         user = api.whoami()
@@ -280,8 +280,10 @@ def check_login() -> None:
 
 
 def open_repo(config: TrainerConfig, folder: Path) -> str:
-    """Make the repository that the model of the run in `folder` will be pushed to, if it is not there; return its name
-    with its owner's. Raises ConfigError as check_login, and where it cannot be made."""
+    """Make the hub's repository for the model of the run in `folder`, unless it exists; return OWNER/NAME.
+
+    Raises ConfigError as check_login, and if it cannot be made.
+    """
     check_login()
     name = config.hub_model_id or folder.name
     try:
