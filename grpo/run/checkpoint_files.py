@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, whether they are damaged, and which of them the run continues from."""
+"""Finds and checks a run's checkpoints: which exist, which are damaged, and which the run continues from."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Sums = dict[str, list]
 
 
 class Damaged(Exception):
-    """A saved folder that cannot be used. The message names the file and what is wrong with it."""
+    """A saved folder that cannot be used. The message names the file and its damage."""
 
 
 def find_checkpoints(config: RecordSection) -> list[Path]:
-    """Return the checkpoints to continue from, the newest first; none where the run begins.
+    """Return the checkpoints to continue from, the newest first; empty if the run begins.
 
-    Raises ConfigError where the run cannot continue from the checkpoint that is named.
+    Raises ConfigError if the run cannot continue from the named checkpoint.
     """
     name = config.resume_from_checkpoint
     if name is None:
@@ -66,19 +66,20 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def readable(run: Path) -> dict[Path, dict[str, Any]]:
-    """Return progress.json of each checkpoint of this format, the oldest first, without the damaged ones.
+    """Return progress.json of each undamaged checkpoint of this format, the oldest first.
 
     A damaged checkpoint must not keep the run from saving new ones. It is reported when a run resumes from it.
     """
     contents = {}
     for checkpoint in checkpoints(run):
         with suppress(Damaged):
-            contents[checkpoint] = read_progress(checkpoint)
-    return {checkpoint: content for checkpoint, content in contents.items() if content["format"] == FORMAT}
+            if (content := read_progress(checkpoint))["format"] == FORMAT:
+                contents[checkpoint] = content
+    return contents
 
 
 def finished_steps(run: Path) -> int:
-    """Return after how many steps the run ended and saved its model; 0 where it has not ended."""
+    """Return the step after which the run ended and saved its model; 0 if it has not ended."""
     try:
         return read_progress(run / "model").get("step", 0)
     except Damaged:
@@ -122,7 +123,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def check_format(checkpoint: Path, content: dict[str, Any]) -> None:
-    """Raise ConfigError where the content of progress.json is of another format."""
+    """Raise ConfigError if the content of progress.json is of another format."""
     if content["format"] != FORMAT:
         raise ConfigError(
             f"resume_from_checkpoint='{checkpoint}': the checkpoint's format is {content['format']!r} there and "
@@ -137,10 +138,10 @@ def sum_files(folder: Path, names: Iterable[str]) -> Sums:
 
 
 def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Return what is wrong with the checkpoint; None where all is as it was written.
+    """Return the first damage of the checkpoint, or None.
 
-    Checks progress.json, and of `shares` equal parts of the other files part number `share`. Raises ConfigError where
-    the checkpoint is of another format.
+    Checks progress.json, and of `shares` equal parts of the other files part number `share`. Raises ConfigError for a
+    checkpoint of another format.
     """
     try:
         content = read_progress(checkpoint)

@@ -1,4 +1,4 @@
-"""Which rank this process is and the device that it works on; values that ranks exchange."""
+"""Finds this process's rank and device, and exchanges values between ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _T = TypeVar("_T")
 def own_place() -> tuple[int, int, torch.device]:
     """Take this rank's device and return (rank, number of ranks, device); without a launcher (0, 1, device).
 
-    A rank on a CPU takes an equal share of the cores. Only rank 0 goes on to show progress bars. Raises ConfigError as
-    take_device, and where the launcher's variables are not all there, or wrong: ranks would wait for others for ever.
+    A rank on a CPU takes an equal share of the cores. Only rank 0 shows progress bars. Raises ConfigError as
+    take_device, and for a missing or wrong variable of the launcher: ranks would wait for others for ever.
     """
     places = "RANK", "LOCAL_RANK", "WORLD_SIZE"
     for name in (*places, "MASTER_ADDR", "MASTER_PORT") if os.environ.keys() & {*places} else ():
@@ -54,7 +54,7 @@ def gather(local_value: Any) -> list[Any]:
 
 
 def raise_together(error: Exception | None, kind: type[Exception]) -> None:
-    """Raise `kind` on every rank if any rank has an error, with what the first one was made of. All ranks call it."""
-    for made_of in gather(error.args if error else None):
-        if made_of is not None:
-            raise kind(*made_of)
+    """Raise `kind` on every rank if any rank has an error, with the first error's arguments. All ranks call it."""
+    for arguments in gather(error.args if error else None):
+        if arguments is not None:
+            raise kind(*arguments)

@@ -1,4 +1,4 @@
-"""What a run is: the data, settings and versions by which a checkpoint is compared with the run that resumes it."""
+"""Describes a run by data, settings and versions, and compares a checkpoint with the run that resumes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo.wire.picture_files import EncodedPicture, key_of, pictures_of
 
 LIBRARIES = "torch", "transformers", "deepspeed"
 
-# The settings that may differ when a run goes on. They change no number, or (the second line) only its rounding.
+# The settings that may differ when a run resumes. They change no number, or (the second line) only its rounding.
 FREE = {
     *("model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint", "dry_run"),
     *("micro_batch_tokens", "gradient_checkpointing", "sequences_per_generate"),
@@ -36,7 +36,7 @@ USER_FILES = {"reward_funcs", "tools", "environment", "loss_type", "advantage_es
 
 
 class RunDescription:
-    """A run as every rank knows it before a model is loaded."""
+    """The description of a run that every rank has before a model is loaded."""
 
     def __init__(self, config: TrainerConfig, examples: list[Example], ranks: int):
         self._config = config
@@ -49,20 +49,20 @@ class RunDescription:
         self.fields: dict[str, Any] = {
             "ranks": ranks,
             "prompts": [len(prompts), fingerprint(prompts)],
-            # What rewards and environments are given, the gold answers among it.
+            # The arguments of rewards and environments, with the gold answers.
             "columns": {name: _sum_of_column(examples, name) for name in (examples[0].columns if examples else ())},
             "settings": {name: value for name, value in asdict(config).items() if name not in FREE},
             "directory": os.getcwd(),
             "versions": {name: version(name) for name in (*LIBRARIES, *(["bitsandbytes"] if in_few_bits else []))},
         }
-        """what a checkpoint keeps of it, as JSON has it"""
+        """the part that a checkpoint keeps, for JSON"""
 
     def identity(self, model: str) -> str:
-        """Return 16 hex digits that are the same for every start of a run, and differ between runs whose completions
-        do: of model, prompts and settings. Columns are not among it: with others the policy gets other bits, and what a
-        pool has of a version with other bits is not used.
+        """Return 16 hex digits of model, prompts and settings: equal for every start of a run, different between runs
+        with different completions. Columns are left out: other columns give the policy other bits, and the rollouts of
+        a version with other bits are not used.
 
-        `model` is the fingerprint of the model that the policy begins as."""
+        `model` is the fingerprint of the initial policy."""
         # A default is left out, so that a setting that is added later changes no run's.
         defaults = self._defaults()
         settings = {name: value for name, value in self.fields["settings"].items() if value != defaults[name]}
@@ -71,8 +71,8 @@ class RunDescription:
         return fingerprint(model, self.fields["prompts"], settings)
 
     def check(self, checkpoint: Path, saved: dict[str, Any]) -> None:
-        """Raise ConfigError where the checkpoint, of which `saved` is progress.json, is of other data or settings."""
-        # First: some settings change the prompts. One that is newer than the checkpoint had its default.
+        """Raise ConfigError if the checkpoint, whose progress.json is `saved`, has other data or settings."""
+        # Settings first: some change the prompts. A setting that is newer than the checkpoint had its default.
         before = self._defaults() | saved["settings"]
         directory = saved.get("directory", self.fields["directory"])  # an older checkpoint does not have it
         for name in sorted(saved["settings"].keys() | self.fields["settings"].keys()):
@@ -100,12 +100,12 @@ class RunDescription:
         return self._config.lr_scheduler_type.startswith("constant")
 
     def _defaults(self) -> dict[str, Any]:
-        """Return each setting's default. That of a list is empty here: such lists alone are newer than a checkpoint."""
+        """Return each setting's default; of a list [], as only lists with that default are newer than a checkpoint."""
         return {field.name: [] if field.default is MISSING else field.default for field in fields(self._config)}
 
 
 def check_same(checkpoint: Path, what: str, before: Any, now: Any, remedy: str) -> None:
-    """Raise ConfigError where this is another for the checkpoint than for the run."""
+    """Raise ConfigError if the checkpoint's value and the run's differ."""
     if before != now:
         raise ConfigError(
             f"resume_from_checkpoint='{checkpoint}': {what} is {before!r} there and {now!r} here: {remedy}"
@@ -126,7 +126,7 @@ def _sum_of_column(examples: list[Example], name: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """Return what stands for a value that JSON does not know."""
+    """Return a text for a value that JSON does not know."""
     if isinstance(value, EncodedPicture):
         value = value.file
     if hasattr(value, "tobytes"):  # an array of numpy, or a PIL image

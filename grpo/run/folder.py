@@ -206,14 +206,12 @@ def write_card(
 
 def _messages(system: str, takes_pictures: bool) -> list[dict[str, Any]]:
     """Return an example of a conversation, in parts if the model takes pictures."""
-    question = [{"type": "text", "text": "..."}]
-    if takes_pictures:
-        question.insert(0, {"type": "image", "path": "picture.png"})
-    messages = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
-    messages.append({"role": "user", "content": question})
-    return (
-        messages if takes_pictures else [message | {"content": message["content"][0]["text"]} for message in messages]
-    )
+    turns = {"system": system, "user": "..."} if system else {"user": "..."}
+    if not takes_pictures:
+        return [{"role": role, "content": text} for role, text in turns.items()]
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns.items()]
+    messages[-1]["content"].insert(0, {"type": "image", "path": "picture.png"})
+    return messages
 
 
 def _settings(config: TrainerConfig, adapter: Any, takes_pictures: bool) -> list[tuple[str, Any]]:

@@ -1,4 +1,7 @@
-"""Files with one JSON record a line: metrics.jsonl, completions.jsonl, bad_steps.jsonl, starts.jsonl."""
+"""Writes and reads files with a JSON record per line: metrics.jsonl, completions.jsonl, bad_steps.jsonl, starts.jsonl.
+
+Pictures of recorded prompts are files beside the record, named by a digest of their bytes and written once.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.wire.picture_files import SIGNATURES
+
+FOLDER = "pictures"
 
 
 def to_json(record: Mapping[str, Any], indent: int | None = None) -> str:
@@ -27,7 +32,7 @@ def some_of(numbers: list[int]) -> str:
 
 
 def read_record(raw: bytes) -> dict[str, Any] | None:
-    """Parse a line of a run's files; return None where it is damaged or has no step."""
+    """Parse a line of a run's files; return None if it is damaged or has no step."""
     try:
         record = json.loads(raw.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
@@ -36,15 +41,9 @@ def read_record(raw: bytes) -> dict[str, Any] | None:
     return record if type(step) is int and 0 <= step < 2**53 else None
 
 
-# The pictures of recorded prompts: files beside the record, each written once and told by a digest of its bytes.
-
-
-FOLDER = "pictures"
-
-
 def keep_pictures(folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write the pictures that records have as bytes into `folder`/pictures. Return the records with the names of these
-    files as `pictures`; a record of a prompt without pictures has no such field, before and after."""
+    """Write the bytes in the field `pictures` of records into `folder`/pictures. Return the records with the names of
+    these files as `pictures`; a record without pictures has no such field."""
     return [
         record | {"pictures": [_keep(folder / FOLDER, picture) for picture in pictures]}
         if (pictures := record.get("pictures"))

@@ -1,8 +1,8 @@
-"""Numbers of a step, gathered exactly over ranks. Whatever is added becomes a metric.
+"""Gathers the numbers of a step exactly over ranks, and makes metrics of them; books seconds and memory to phases.
 
-The name under which numbers are added says what the metric is: "kl" is their mean; after a colon stands another
-statistic, "reward_std:std", "completions/max_length:max". ":none" keeps numbers for the program and makes no metric.
-Names of metrics are TRL's where TRL has the same.
+The name of added numbers chooses the metric: "kl" is their mean; a colon precedes another statistic, "reward_std:std",
+"completions/max_length:max". ":none" keeps numbers for the program and makes no metric. Metrics that TRL has too have
+TRL's names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATISTICS = ("mean", "std", "sum", "min", "max", "none")
 
 @dataclass(frozen=True)
 class Stats:
-    """Enough of a set of numbers to add it to other sets: a mean of means would weigh ranks, not numbers."""
+    """The sums of a set of numbers, to be added to other sets: a mean of means would weigh ranks, not numbers."""
 
     count: int = 0
     total: float = 0.0
@@ -91,11 +91,8 @@ def gather_stats(stats: Mapping[str, Stats]) -> dict[str, Stats]:
 
 
 def step_metrics(stats: Mapping[str, Stats]) -> dict[str, float]:
-    """Return a step's metrics by name, from its stats over all ranks."""
+    """Return a step's metrics by name, from the stats of all ranks."""
     return {name: numbers.metric for name, numbers in stats.items() if numbers.statistic != "none"}
-
-
-# A clock that books seconds and memory to the phases of a step.
 
 
 class PhaseClock:
@@ -123,15 +120,11 @@ class PhaseClock:
         self._note_memory()
         self.open.pop()
         self.ended = self.ended if self.open else phase
-        of_inner_phases = sum(self.seconds.values()) - booked_before
-        seconds = time.perf_counter() - start - of_inner_phases
+        seconds = time.perf_counter() - start - (sum(self.seconds.values()) - booked_before)  # without inner phases
         self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + seconds
 
     def _note_memory(self) -> None:
-        """Book the peak since the last call to the open phase, and begin a new one.
-
-        The numbers are the allocator's own counts, so this does not wait for the device.
-        """
+        """Book the peak since the last call to the open phase. Reads the allocator's counts: no wait for the device."""
         if not torch.cuda.is_initialized():
             return
         phases = [phase for phase in self.open if phase != "wait_ref"]  # the memory held there is of the phase around

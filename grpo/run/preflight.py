@@ -1,4 +1,4 @@
-"""Checks before a run begins: all ranks see one folder, take one checkpoint, and have the same settings and data."""
+"""Checks before a run that all ranks see the same folder, take the same checkpoint, and have the same inputs."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _PLACES = {
 
 
 def check_run_folder(config: RecordSection, rank: int) -> None:
-    """Raise ConfigError on every rank, as find_run_folder does on rank 0. Makes nothing."""
+    """Raise ConfigError on every rank, as find_run_folder on rank 0. Creates nothing."""
     _on_first(rank, partial(find_run_folder, config))
 
 
 def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | None, Path, bool]:
-    """Return (checkpoint to continue from, run folder, whether the run is done already); None as checkpoint: it begins.
+    """Return (checkpoint to continue from, run folder, whether the run is done); the checkpoint is None for a new run.
 
-    Rank 0 alone finds the checkpoint. The folder is locked before anything is looked for in it: another trainer may
-    still write there. The folder of a run that resumes nothing is not made before `open_run`, so that a start that
-    fails or is killed leaves none. Raises ConfigError on every rank: as find_run_folder and make_run_folder, where a
-    machine does not see the folder, as whole_checkpoint, and where a run that has ended would be erased.
+    Rank 0 alone finds the checkpoint, after it has locked the folder: another trainer may still write there. `open_run`
+    makes the folder of a new run, so that a start that fails or is killed leaves none. Raises ConfigError on every
+    rank: as find_run_folder, make_run_folder and whole_checkpoint, if a machine does not see the folder, and if a run
+    that has ended would be erased.
     """
 
     def mark() -> tuple[Path, Path]:
@@ -72,7 +72,7 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
                 f"output_dir='{folder}': {host} does not see in its {path} what {views[0][0]} wrote into it: name a "
                 "folder on a disk that all machines share, at the same path on each"
             )
-    # A checkpoint that is named is trained from, whether the run is done or not.
+    # A named checkpoint is trained from even if the run is done.
     steps = from_first(finished_steps(folder) if config.resume_from_checkpoint == "last" else 0)
     if steps >= config.max_steps:
         return None, folder.absolute(), True
@@ -83,7 +83,7 @@ def find_run(config: TrainerConfig, rank: int, world_size: int) -> tuple[Path | 
             "go on from: set output_dir to another folder, or delete this one"
         )
     if checkpoint is None and config.resume_from_checkpoint is not None:
-        # The first of many starts by one command, or a name that is mistyped.
+        # The first of many starts by the same command, or a mistyped name.
         log.warning("there is nothing to resume in %s: the run begins at step 0", folder)
     # A reward function may change the directory.
     return checkpoint and checkpoint.absolute(), folder.absolute(), False
@@ -104,10 +104,10 @@ def open_run(config: TrainerConfig, rank: int, folder: Path) -> None:
 
 
 def whole_checkpoint(config: RecordSection, rank: int, world_size: int) -> Path | None:
-    """Return the newest undamaged checkpoint to continue from; None where there is no checkpoint at all.
+    """Return the newest undamaged checkpoint to continue from; None if the run has no checkpoint.
 
-    Newer ones, which are damaged, are renamed to `checkpoint-STEP.damaged`. Raises ConfigError on every rank as
-    find_checkpoints, where a checkpoint is of another format, and where all of them are damaged.
+    Renames the newer, damaged ones to `checkpoint-STEP.damaged`. Raises ConfigError on every rank as find_checkpoints,
+    for a checkpoint of another format, and if all are damaged.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in _on_first(rank, lambda: find_checkpoints(config)):
@@ -165,7 +165,7 @@ def _on_first(rank: int, action: Callable[[], _T]) -> _T:
 def describe_inputs(
     config: TrainerConfig, ds_config: dict[str, Any], rewards: Mapping[str, Callable | str], data: list[list[Example]]
 ) -> dict[str, Any]:
-    """Describe what must be the same on every rank: settings, data, versions, the program itself."""
+    """Describe everything that must be the same on every rank: settings, data, versions, the program's files."""
     settings = {name: value for name, value in asdict(config).items() if name not in _PLACES}
     problems = {
         f"the fingerprint of {what}": fingerprint(

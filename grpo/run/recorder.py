@@ -1,4 +1,4 @@
-"""Writes what a run records: its files, and what its trackers are sent."""
+"""Writes a run's files and sends its numbers to trackers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,13 +37,12 @@ TABLE_STEPS = 50
 
 
 class Recorder:
-    """The files of a run: config.yaml, metrics.jsonl, completions.jsonl, bad_steps.jsonl where a step was skipped,
-    pictures/ where prompts have some, and what `report_to` names. Rank 0 has the only one."""
+    """Write config.yaml, metrics.jsonl, completions.jsonl, bad_steps.jsonl (skipped steps) and pictures/, and send to
+    the trackers of `report_to`. Only rank 0 has a recorder."""
 
     def __init__(self, config: TrainerConfig, folder: Path, after: int):
-        """Open the files. The run goes on after step `after` (-1: it begins): what is recorded of later steps is cut
-        off, to be recorded again."""
-        write_config(config, folder / "config.yaml")  # a run that goes on may have other settings than it began with
+        """Open the files. The run resumes after step `after` (-1: it begins): records of later steps are cut off."""
+        write_config(config, folder / "config.yaml")  # a resumed run may have other settings
         self._folder, self._bad_steps = folder, folder / BAD_STEPS
         for name in ("metrics.jsonl", "completions.jsonl", BAD_STEPS):
             _cut_after(folder / name, after)
@@ -51,7 +51,7 @@ class Recorder:
         self._trackers = open_trackers(config, folder, after)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a step's line. Raises SaveError where the file is no longer in the run's folder."""
+        """Append a step's line. Raises SaveError if the file is no longer in the run's folder."""
         try:
             is_same_file = os.path.samestat(os.stat(self._metrics.name), os.fstat(self._metrics.fileno()))
         except FileNotFoundError:
@@ -87,11 +87,11 @@ class Recorder:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Cut off what follows the last line of this step. A killed run may end within a line. A damaged line before that
-    stays, and readers leave it out."""
+    """Cut off all after the last line of this step. A killed run may end within a line. Damaged lines before it stay:
+    readers leave them out."""
     if not path.exists():
         if step > 0 and path.name != BAD_STEPS:
-            log.warning("%s is not there: what it had of the steps up to %d is missing from now on", path, step)
+            log.warning("%s is not there: its records of the steps up to %d are lost", path, step)
         return
     damaged: list[int] = []
     with open(path, "rb+") as file:
@@ -110,17 +110,14 @@ def _cut_after(path: Path, step: int) -> None:
         log.warning("damaged lines of %s that are left out: %s", path, some_of(damaged))
 
 
-# starts.jsonl: what started a run, and where. A run that was resumed has a line for each start.
-
-
-_GIT_SECONDS = 10
-
-
 def describe_start(step: int, device: torch.device) -> dict[str, Any]:
-    """Describe this start of a run, which goes on after `step`: time, command line, ranks, hosts, versions, commit.
+    """Describe this start of a run, which continues after `step`: time, command line, ranks, hosts, versions, commit.
 
     All ranks call it together: `hosts` has the device of every rank, by host.
     """
+    versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    with suppress(PackageNotFoundError):  # a checkout is not installed, and has a commit
+        versions["grpo-ref-split"] = version("grpo-ref-split")
     hosts: dict[str, list[str]] = {}
     devices = gather((socket.gethostname(), torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"))
     for host, name in devices:
@@ -128,29 +125,23 @@ def describe_start(step: int, device: torch.device) -> dict[str, Any]:
     return {
         "step": step,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": _command(),
+        # Of grpo.launch the words that the user typed; other launchers only add an option.
+        "command": os.environ.get(COMMAND) or shlex.join(w for w in sys.argv if not w.startswith("--local_rank=")),
         "ranks": len(devices),
         "hosts": hosts,
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES} | _program(),
+        "versions": versions,
         "commit": commit_of(REPOSITORY),
     }
 
 
-def _command() -> str:
-    """Return what the user typed: grpo.launch says it of itself, other launchers only add an option."""
-    words = [word for word in sys.argv if not word.startswith("--local_rank=")]
-    return os.environ.get(COMMAND) or shlex.join(words)
-
-
 def record_start(folder: Path, start: dict[str, Any]) -> None:
-    """Append a line to the run's starts.jsonl."""
+    """Append a line to the run's starts.jsonl, which has a line for each start."""
     with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
         file.write(to_json(start))
 
 
 def commit_of(repository: Path) -> str | None:
-    """Return the git commit that is checked out there, with "-dirty" where a tracked file is changed; None where the
-    folder is no checkout or git cannot tell."""
+    """Return the checked-out git commit, with "-dirty" if a tracked file is changed; None without a checkout or git."""
     if not (repository / ".git").exists():  # an installed program may lie within a checkout of something else
         return None
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -160,16 +151,8 @@ def commit_of(repository: Path) -> str | None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_GIT_SECONDS,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return told.stdout.strip() or None
-
-
-def _program() -> dict[str, str]:
-    """Return this program's version where it is installed; a checkout has its commit."""
-    try:
-        return {"grpo-ref-split": version("grpo-ref-split")}
-    except PackageNotFoundError:
-        return {}

@@ -1,6 +1,6 @@
-"""The folder of a run or an evaluation: which it is, whether it can be written, and whether it is in use.
+"""Finds, checks, makes and locks the folder of a run or an evaluation.
 
-No module here imports torch: grpo.launch asks before it starts anything.
+Imports no torch: grpo.launch checks the folder before it starts anything.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from grpo.config.record_settings import RecordSection
 from grpo.run.checkpoint_files import checkpoints, find_checkpoints
 from grpo.run.json_lines import read_record
 
-# The lock of a run's folder: one trainer at a time writes there. It ends with its process, in whatever way.
-
-
 log = logging.getLogger(__name__)
 
 LOCK = "trainer.lock"
 """the lock's file in the run's folder; it names the host and the process that write there. Opening and closing the file
-within that process releases the lock."""
+in that process releases the lock."""
 
 _WAIT = 20.0  # seconds that a killed process may take to end
 
@@ -38,8 +35,7 @@ _WAIT = 20.0  # seconds that a killed process may take to end
 def lock_run(folder: Path) -> None:
     """Let no other trainer write into the folder until this process has ended.
 
-    Raises ConfigError where another trainer still writes there after 20 seconds, OSError where the folder cannot be
-    written.
+    Raises ConfigError if another trainer still writes there after 20 seconds, and OSError of the folder.
     """
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # it stays open
     deadline, is_waiting = time.monotonic() + _WAIT, False
@@ -75,10 +71,9 @@ def _try_to_lock(file: int) -> int | None:
 
 
 def find_run_folder(config: RecordSection) -> Path:
-    """Return the run's folder, which may not be there yet.
+    """Return the run's folder, which may not exist yet.
 
-    Raises ConfigError as find_checkpoints, where the folder cannot be written and, unless the run may be resumed, where
-    the folder has results.
+    Raises ConfigError as find_checkpoints, if the folder cannot be written, and for a new run if it has results.
     """
     checkpoint = next(iter(find_checkpoints(config)), None)
     folder = checkpoint.parent if checkpoint else Path(config.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
@@ -89,9 +84,9 @@ def find_run_folder(config: RecordSection) -> Path:
 
 
 def make_run_folder(config: RecordSection, folder: Path) -> None:
-    """Make the run's folder, if it is not there, and lock it for this process.
+    """Make the run's folder, unless it exists, and lock it for this process.
 
-    Raises ConfigError where it cannot be written, where another trainer writes there, and where it has results by now.
+    Raises ConfigError if it cannot be written, another trainer writes there, or it has results by now.
     """
     with writable("output_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,10 +96,7 @@ def make_run_folder(config: RecordSection, folder: Path) -> None:
 
 
 def new_folder(field: str, folder: Path, config: EvaluateConfig) -> None:
-    """Make a folder for results and write the resolved config into it.
-
-    Raises ConfigError where the folder cannot be written or has results.
-    """
+    """Make a folder for results, with the resolved config. Raises ConfigError if it cannot be written or is used."""
     check_unused(field, folder)
     with writable(field, folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,19 +104,19 @@ def new_folder(field: str, folder: Path, config: EvaluateConfig) -> None:
 
 
 def check_writable(field: str, folder: Path) -> None:
-    """Raise ConfigError where the folder cannot be made or nothing can be written into it. Makes nothing."""
+    """Raise ConfigError unless the folder can be made and written. Creates nothing."""
     with writable(field, folder), tempfile.TemporaryFile(dir=nearest_existing(folder)):
         pass
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that is there."""
+    """Return the folder, or the nearest folder above it that exists."""
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 @contextmanager
 def writable(field: str, folder: Path) -> Iterator[None]:
-    """Raise ConfigError where the body of the `with` cannot write into the folder."""
+    """Turn an OSError of the `with` block into ConfigError."""
     try:
         yield
     except OSError as error:
@@ -132,8 +124,8 @@ def writable(field: str, folder: Path) -> Iterator[None]:
 
 
 def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None:
-    """Raise ConfigError where the folder has an evaluation or a run; with `may_have_begun`, a run that did a step."""
-    with writable(field, folder):  # looking into it may fail too, as where its name is too long
+    """Raise ConfigError if the folder has an evaluation or a run; with `may_have_begun`, a run that did a step."""
+    with writable(field, folder):  # reading may fail too, as with a name that is too long
         metrics = folder / "metrics.jsonl"
         has_run = _has_step(metrics) if may_have_begun else metrics.exists()
         is_used = has_run or checkpoints(folder) or (folder / "metrics.json").exists()
@@ -142,7 +134,7 @@ def check_unused(field: str, folder: Path, may_have_begun: bool = False) -> None
 
 
 def _has_step(metrics: Path) -> bool:
-    """Tell whether a step is recorded there, beside the evaluation before the first."""
+    """Tell whether a step after the evaluation at step 0 is recorded."""
     if not metrics.exists():
         return False
     with open(metrics, "rb") as lines:

@@ -35,8 +35,9 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        self.process = _find_launcher()
-        """the lower process's id; 0 where there is no launcher"""
+        parent = os.getppid()
+        self.process = parent if _is_launcher(parent) else 0
+        """the lower process's id; 0 without a launcher"""
         self.on_gone: Callable[[], None] = _end_before_first_step
         """the function that the thread calls when one of them is gone"""
         self._upper_process = _parent(self.process) if self.process else 0
@@ -55,9 +56,9 @@ class Launcher:
 
 
 class StopSignals:
-    """The signals that ask this process to stop: once this object exists, the first one only sets `asked`.
+    """Catch the signals that ask this process to stop: the first one only sets `asked`.
 
-    A thread of its own reads them, as the main thread may be in a collective.
+    A thread reads them, as the main thread may be in a collective.
     """
 
     def __init__(self, launcher: Launcher, event: threading.Event | None = None) -> None:
@@ -95,7 +96,7 @@ class StopSignals:
             passed_on = signal.SIGTERM in (number, self.asked) and time.monotonic() < self._asked_at + _GRACE
             if not passed_on:
                 os._exit(128 + number)
-            self.asked = min(self.asked, number)  # SIGINT, where it was a Ctrl-C
+            self.asked = min(self.asked, number)  # SIGINT of a Ctrl-C
 
     def _ask_unless_asked(self, reason: str) -> None:
         if not self.asked:
@@ -155,12 +156,6 @@ def _end_before_first_step() -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def _find_launcher() -> int:
-    """Return the id of the process that started this rank, if it is DeepSpeed's launcher; else 0."""
-    parent = os.getppid()
-    return parent if _is_launcher(parent) else 0
-
-
 def _is_launcher(process: int) -> bool:
     try:
         return b"deepspeed.launcher.launch" in Path(f"/proc/{process}/cmdline").read_bytes()
@@ -199,13 +194,13 @@ def _count_children(process: int) -> int:
 
 
 def _parent(process: int) -> int:
-    """Return the id of its parent; 0 where the process is gone."""
+    """Return the parent's id; 0 if the process is gone."""
     stat = _stat(process)
     return int(stat[1]) if stat else 0
 
 
 def _stat(process: int) -> list[str]:
-    """Return its state, its parent and more, as proc(5) has them after the name; empty where the process is gone."""
+    """Return state, parent and more, as proc(5) has them after the name; empty if the process is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The services that a run's numbers go to beside its files, by their names in `report_to`."""
+"""Sends a run's numbers to services, by their names in `report_to`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder. They have no completions."""
+    """Write event files into the run's folder, without completions."""
 
     def __init__(self, folder: Path, after: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -56,7 +56,7 @@ class TensorBoard:
 
 
 class _Service:
-    """What the clients share that have wandb's interface."""
+    """Send through a client with wandb's interface."""
 
     _run: Any
     _table: Any
@@ -136,10 +136,10 @@ class SwanLab(_Service):
 
 
 class Mlflow:
-    """MLflow. It makes the ids of its runs itself, so that the run to continue is found by a tag."""
+    """MLflow. It gives its runs ids of its own, so the run to continue is found by a tag."""
 
     def __init__(self, config: TrainerConfig, folder: Path, run_id: str):
-        """Raises ConfigError where MLflow's store cannot be used."""
+        """Raises ConfigError if MLflow's store cannot be used."""
         import mlflow
 
         self._mlflow = mlflow
@@ -177,7 +177,7 @@ class Mlflow:
 
     @contextmanager
     def _warned(self) -> Iterator[None]:
-        """Warn where the server does not answer. The run goes on: its own files have everything."""
+        """Warn if the server does not answer. The run continues: its own files have everything."""
         try:
             yield
         except (self._mlflow.MlflowException, OSError) as error:
@@ -189,8 +189,8 @@ SERVICES = {"wandb": Wandb, "trackio": Trackio, "swanlab": SwanLab, "mlflow": Ml
 
 
 def open_trackers(config: TrainerConfig, folder: Path, after: int) -> list[Tracker]:
-    """Open what `report_to` names. `after` as in Recorder: a run that goes on continues under its id, which is in the
-    file run_id of its folder; one that begins has a new one."""
+    """Open the trackers of `report_to`. `after` as in Recorder: a resumed run keeps its id, which is in the file run_id
+    of its folder; a new run gets a new id."""
     trackers: list[Tracker] = []
     if "tensorboard" in config.report_to and importlib.util.find_spec("tensorboard"):
         trackers.append(TensorBoard(folder, after))
@@ -205,7 +205,7 @@ def open_trackers(config: TrainerConfig, folder: Path, after: int) -> list[Track
 
 
 def check_report_to(config: RecordSection) -> None:
-    """Raise ConfigError where `report_to` names a service whose client is not installed."""
+    """Raise ConfigError if `report_to` names a service whose client is not installed."""
     for name in SERVICES:
         if name in config.report_to and importlib.util.find_spec(name) is None:
             raise ConfigError(f"report_to='{name}': it is not installed: 'pip install {name}', or leave it out")

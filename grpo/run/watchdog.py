@@ -1,8 +1,8 @@
-"""Watchdog: when no rank makes progress, log which rank the others wait for, where it is and since when.
+"""Watchdog: when no rank makes progress, log which rank the others wait for, its position, and since when.
 
-A collective waits silently for its slowest rank, and its time-out does not name that rank. So each rank reports every
-few seconds where it is, through torch's store in rank 0's process, on a connection of its own. When no rank has moved
-for long, one that waits names those that it waits for.
+A collective waits silently for its slowest rank, and its time-out does not name that rank. So each rank reports its
+position every few seconds through torch's store in rank 0's process, on a separate connection. When no rank has moved
+for long, a waiting rank names those that it waits for.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ BEAT = 5.0
 SHOWN = 8
 """ranks that a log line names at most"""
 
-# A step's phases as they follow each other. A rank that is between two has done the one and not begun the other.
+# A step's phases in order.
 _ORDER = (
     *("generate", "reward", "old_logprobs", "ref_logprobs", "routers", "wait_ref", "update", "optimizer"),
     "publish_ref",
 )
-# Lines in these folders, or in this file, do not tell where a rank is.
+# Lines in these folders or in this file do not tell the position of a rank.
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass
 class Position:
-    """Where a rank is, as it reports it."""
+    """The position that a rank reports."""
 
     host: str
     process: int
@@ -55,7 +55,7 @@ class Position:
     """number of the report"""
     step: int
     after: float
-    """how far the rank is in its step: the place in _ORDER of its outermost phase; half a place more between phases"""
+    """the rank's place in its step: that of its outermost phase in _ORDER; half a place more between phases"""
     phase: str
     """the innermost phase that the rank is in; empty between phases"""
     line: str
@@ -93,13 +93,13 @@ class RankState:
 
 
 class Watchdog:
-    """Watches over the ranks of a run. Make it before the ranks join: they may hang there.
+    """Watch over the ranks of a run. Make it before the ranks join: they may hang there.
 
-    Set `met` once a collective has worked, and `step` and `clock` where a step begins.
+    Set `met` once a collective has worked, and `step` and `clock` when a step begins.
     """
 
     def __init__(self, rank: int, world_size: int, hint: str = ""):
-        """`hint` says what may be wrong where the first collective hangs."""
+        """`hint` names a likely cause if the first collective hangs."""
         self.step, self.clock, self.met = 0, PhaseClock(), False
         self._rank, self._world_size, self._hint = rank, world_size, hint
         self._states: dict[int, RankState] = {}
@@ -159,7 +159,7 @@ class Watchdog:
                 times = 1
 
     def _find_stall(self, now: float, patience: float) -> tuple[str, bool] | None:
-        """Return what is wrong, and whether this is the rank that logs it; None where nothing is wrong."""
+        """Return the stall's description and whether this rank logs it; None without a stall."""
         if silent := self._silent:
             if now - self._began <= patience:
                 return None
@@ -181,7 +181,6 @@ class Watchdog:
         return describe_stall(self._states, behind, now) + hint, self._rank == waiting[0]
 
     def _position(self, worker: int, beat: int) -> Position:
-        phases = [*self.clock.open]
         frame, stack, line, waits = sys._current_frames().get(worker), [], "", False
         while frame is not None:
             file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -190,18 +189,16 @@ class Watchdog:
             if not line and not file.startswith((*_LIBRARIES, __file__, "<frozen")):
                 line = f"{os.path.basename(file)}:{frame.f_lineno} in {function}"
             frame = frame.f_back
-        if phases:
-            after = _ORDER.index(phases[0])
-        else:
-            after = _ORDER.index(self.clock.ended) + 0.5 if self.clock.ended else -0.5
+        phases, ended = [*self.clock.open], self.clock.ended
+        after = _ORDER.index(phases[0]) if phases else _ORDER.index(ended) + 0.5 if ended else -0.5
         phase = phases[-1] if phases else ""
         return Position(socket.gethostname(), os.getpid(), beat, self.step, after, phase, line, stack, waits)
 
 
 def held_up_by(states: dict[int, RankState], now: float, patience: float) -> list[int]:
-    """Return the ranks that the others wait for, where none has moved for `patience` seconds; else an empty list.
+    """Return the ranks that the others wait for if no rank has moved for `patience` seconds; else an empty list.
 
-    These are all ranks where none of them waits for another one and no stack has changed either.
+    Returns all ranks if none waits for another and no stack has changed either.
     """
     if not states or now - max(state.moved for state in states.values()) <= patience:
         return []
@@ -219,7 +216,7 @@ def held_up_by(states: dict[int, RankState], now: float, patience: float) -> lis
 
 
 def describe_stall(states: dict[int, RankState], behind: list[int], now: float) -> str:
-    """Say how many ranks wait, and for each of those `behind` where it is and since when."""
+    """Say how many ranks wait, and the position of each rank `behind`, and since when."""
 
     def describe_rank(rank: int) -> str:
         state, position = states[rank], states[rank].position

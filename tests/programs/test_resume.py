@@ -634,7 +634,7 @@ def test_a_damaged_line_costs_itself_alone(tmp_path, caplog):
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(rows[:6])
     assert caplog.messages == [
         f"damaged lines of {tmp_path}/metrics.jsonl that are left out: 3 (1 in all)",
-        f"{tmp_path}/completions.jsonl is not there: what it had of the steps up to 5 is missing from now on",
+        f"{tmp_path}/completions.jsonl is not there: its records of the steps up to 5 are lost",
     ]
     caplog.clear()
     for after in (0, -1):  # such a run has recorded nothing, or begins
