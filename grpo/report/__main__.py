@@ -4,8 +4,8 @@
     python -m grpo.report runs/ONE runs/OTHER --output comparison
     python -m grpo.report runs/DATE-TIME --serve
 
-Several runs are shown over each other. A run may still be going, or have been killed: the report leaves out what is
-damaged, and says so. The page needs no network and no server: open report.html from the disk.
+Several runs share each chart. A run may still be running, or have been killed: the report leaves damaged lines out,
+and says so. The page needs no network and no server: open report.html from the disk.
 """
 
 from __future__ import annotations

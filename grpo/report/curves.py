@@ -1,6 +1,6 @@
-"""What a report draws: the panels of metrics and their curves, smoothed and bounded, and a run's time by phase.
+"""Makes a report's charts: panels of metrics with their curves, smoothed and bounded, and a run's time by phase.
 
-The page and every PNG are drawn from what is made here.
+The page and every PNG are drawn from these charts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from grpo.report.read import RecordedRun, read_run
 COLOURS = (
     "#3277e0", "#e0601a", "#16976b", "#a05fe0", "#d8437f", "#8f7f10", "#0e93b5", "#9a6a3c", "#7d8590", "#5f9e22",
 )  # fmt: skip
-"""the colour of each run, or of each curve of a panel where there is one run; a contrast of at least 3 on white and on
-near black"""
+"""the colour of each run, or of each curve of a panel with a single run; a contrast of at least 3 on white and black"""
 
 MOST_POINTS = 802
 """points of a curve: of a longer one each of 400 equal parts shows its lowest and its highest, beside the two ends"""
@@ -36,7 +35,7 @@ class Panel:
     overview: bool = False
     """whether curves.png has the panel too"""
     unless: str = ""
-    """curves.png has not where there is this metric"""
+    """a metric: curves.png leaves the panel out if the run has it"""
 
 
 PANELS = {
@@ -96,13 +95,15 @@ PANELS = {
         Panel("most memory of a card, GiB", ("memory/peak_*",)),
     ],
 }
+DASHES = ("-", "--", ":", "-.")
+_GREY = "#b8bac0"
 REST = "Everything else"
 TIME = "time/"
-"""how the metrics begin that are seconds of a phase"""
+"""the prefix of metrics that are seconds of a phase"""
 OTHER = "other"
 """the part of step_time that belongs to no phase"""
 
-# Free of noise, and so not smoothed; nor is what is evaluated.
+# Free of noise, so not smoothed; evaluations are not smoothed either.
 _EXACT = ("learning_rate", "beta", "entropy_coef", "ref_step", "num_tokens", "skipped_steps", "masked_steps")
 
 
@@ -115,9 +116,9 @@ class Line:
     steps: list[int]
     values: list[float]
     errors: list[float]
-    """standard error of each value; empty where there are none"""
+    """standard error of each value, or empty"""
     smooth: list[float]
-    """moving average at each value; empty where the values are not smoothed"""
+    """moving average at each value; empty if the values are not smoothed"""
 
 
 @dataclass
@@ -223,21 +224,14 @@ def _phases(run: RecordedRun, names: Sequence[str]) -> Phases:
     table = np.array([[row.get(name, 0.0) for name in (*names, "step_time")] for row in rows.values()])
     table = table.reshape(len(rows), len(names) + 1)
     table[:, -1] = np.maximum(table[:, -1] - table[:, :-1].sum(axis=1), 0.0)
+    steps = list(rows)
     bars = [part for part in np.array_split(np.arange(len(rows)), MOST_BARS) if len(part)]
     heights = [_rounded(table[part].mean(axis=0)) for part in bars]
-    steps = list(rows)
     return Phases(
         [steps[part[0]] for part in bars] + [step + 1 for step in steps[-1:]],
         {phase: [bar[place] for bar in heights] for place, phase in enumerate([*phases, OTHER])},
         dict(zip([*phases, OTHER], table.sum(axis=0).tolist(), strict=True)),
     )
-
-
-# The charts of grpo/report/curves.py as PNGs.
-
-
-DASHES = ("-", "--", ":", "-.")
-_GREY = "#b8bac0"
 
 
 def draw_curves(folder: Path) -> Path:
@@ -294,7 +288,7 @@ def draw_phases(phases: Sequence[Phases], names: Sequence[str], path: Path) -> P
         if of_run.steps:
             axes.stackplot(
                 of_run.steps,
-                # The last height once more: a bar ends where the next step begins.
+                # The last height once more: a bar ends at the beginning of the next step.
                 *([*seconds, seconds[-1]] for seconds in of_run.seconds.values()),
                 colors=colours.values(),
                 step="post",
@@ -323,7 +317,7 @@ def _figure(count: int, columns: int) -> tuple[Any, list[Any]]:
 
 
 def _legend(figure: Any, colours: dict[str, str]) -> None:
-    """Say above all charts what each colour means."""
+    """Explain the colours above all charts."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=_plain(name)) for name, colour in colours.items()]

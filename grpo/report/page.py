@@ -1,4 +1,4 @@
-"""The page of one or several runs, and its pictures."""
+"""Writes the page of one or several runs, and its pictures."""
 
 from __future__ import annotations
 
@@ -16,14 +16,24 @@ from typing import Any
 
 from grpo.config.errors import require
 from grpo.config.programs import ReportConfig
-from grpo.report.curves import COLOURS, OTHER, PANELS, REST, default_window, make_charts, make_phases
+from grpo.report.curves import (
+    COLOURS,
+    OTHER,
+    PANELS,
+    REST,
+    default_window,
+    draw_charts,
+    draw_phases,
+    make_charts,
+    make_phases,
+)
 from grpo.report.read import RecordedRun, read_completions, read_pictures, read_run
 
 PAGE, UNFINISHED = "report.html", "report.unfinished"
 TEMPLATE = Path(__file__).with_name("report.html")
 SCRIPTS = ("plot.js", "charts.js", "completions.js", "page.js")
 MARK = '<meta name="generator" content="grpo.report">'
-"""what tells a page of ours, which may be replaced, from another one"""
+"""the mark of a page of this program, which may be replaced"""
 
 COMPLETIONS_BYTES = 6_000_000
 """room in a page for the completions of all its runs"""
@@ -32,9 +42,9 @@ PICTURES_BYTES = 6_000_000
 
 
 def report(config: ReportConfig) -> Iterator[Path]:
-    """Write the page, and with `png` the pictures, and yield the path of each when it is there.
+    """Write the page, and with `png` the pictures, and yield each path when it is written.
 
-    Raises ConfigError, before anything is written, where a run cannot be read or the folder cannot be used.
+    Raises ConfigError, before anything is written, if a run cannot be read or the folder cannot be used.
     """
     folders = run_folders(config)
     runs = [read_run(folder) for folder in folders]
@@ -55,8 +65,6 @@ def report(config: ReportConfig) -> Iterator[Path]:
     if not config.png:
         return
 
-    from grpo.report.curves import draw_charts, draw_phases
-
     names = run_names(folders)
     for title, charts in make_charts(runs, data["window"]).items():
         yield draw_charts(charts, names, pictures[title])
@@ -66,7 +74,7 @@ def report(config: ReportConfig) -> Iterator[Path]:
 
 
 def run_folders(config: ReportConfig) -> list[Path]:
-    """Return the runs' folders. Raises ConfigError where two are the same."""
+    """Return the runs' folders. Raises ConfigError if two are the same."""
     folders = [Path(name) for name in config.runs]
     for place, folder in enumerate(folders):
         earlier = [path.resolve() for path in folders[:place]]
@@ -75,7 +83,7 @@ def run_folders(config: ReportConfig) -> list[Path]:
 
 
 def page_data(runs: Sequence[RecordedRun], smoothing: int) -> dict[str, Any]:
-    """Return what the page shows. Reads the completions, and adds to the notes of the runs what is missing of them."""
+    """Return the page's data. Reads the completions, and adds notes about missing ones to the runs."""
     names, window = run_names([run.folder for run in runs]), smoothing or default_window(runs)
     completions = [read_completions(run, COMPLETIONS_BYTES // len(runs)) for run in runs]
     pictures = [
@@ -120,7 +128,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def all_settings(runs: Sequence[RecordedRun]) -> dict[str, list[str | None]]:
-    """Return each setting but output_dir, with its value in each run; None where a run has none."""
+    """Return each setting but output_dir, with its value in each run; None if a run does not have it."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
     return {name: [_to_text(run.settings[name]) if name in run.settings else None for run in runs] for name in names}
 
@@ -139,8 +147,7 @@ def summarise(run: RecordedRun, name: str, window: int) -> dict[str, Any]:
         evaluated = [[row[metric], row.get(f"{metric}_se")] for row in run.rows.values() if metric in row]
         return evaluated[:1] + evaluated[-1:]
 
-    rewards = values("reward")
-    max_steps = run.settings.get("max_steps")
+    rewards, max_steps = values("reward"), run.settings.get("max_steps")
     return {
         "name": name,
         "folder": str(run.folder),
@@ -156,9 +163,9 @@ def summarise(run: RecordedRun, name: str, window: int) -> dict[str, Any]:
 
 
 def make_page(data: dict[str, Any]) -> str:
-    """Put the data into the template, and a policy that allows its own script, style and pictures, and nothing else.
+    """Fill the template with data, and with a policy that allows only the page's script, style and pictures.
 
-    Data with a `version` make a live page, which may also ask the server that it came from.
+    Data with a `version` make a live page, which may also ask its server.
     """
     script = "\n".join(TEMPLATE.with_name(name).read_text(encoding="utf-8") for name in SCRIPTS)
     page = TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", script, 1)
@@ -171,9 +178,6 @@ def make_page(data: dict[str, Any]) -> str:
 
 
 def embedded(data: Any) -> str:
-    """Return JSON that may stand within a <script>: no character of it can end that, and UTF-8 has bytes for all.
-
-    Escaped are lone surrogates, and the characters that mean something in HTML or end a line in older JavaScript.
-    """
+    """Return JSON for a <script>: escapes lone surrogates, and characters of HTML and line ends of older JavaScript."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)

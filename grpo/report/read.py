@@ -1,7 +1,7 @@
-"""A run's files, read back: its metrics, its settings, its starts, and a selection of its completions.
+"""Reads a run's files: metrics, settings, starts, and a selection of completions and pictures.
 
-The run may have been killed in the middle of a line, may still be going, or may have been resumed from an earlier step.
-What cannot be read is left out and named in `RecordedRun.notes`.
+The run may have been killed in the middle of a line, may be running, or may have been resumed from an earlier step.
+`RecordedRun.notes` names everything that cannot be read and is left out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ LONGEST_FACT = 200
 """characters that are kept of a text that a reward function logged of a completion"""
 STEP_COMPLETIONS = 64
 """completions that are kept of one step"""
+LARGEST_FILE = 40_000
+"""bytes of a picture's file that is shown unchanged; a larger one is made smaller"""
+LONGEST_SIDE = 512
+"""pixels of the longer side of a picture that is made smaller"""
 _PICTURE = re.compile(r"\w+\.(png|jpg)")
 MOST_SEGMENTS = 200
 """segments that are kept of a completion with tools or an environment"""
@@ -45,11 +49,11 @@ class RecordedRun:
     rows: dict[int, dict[str, float]]
     """the metrics of each step that are finite numbers; steps ascend"""
     settings: dict[str, Any]
-    """the content of config.yaml; empty where there is none"""
+    """the content of config.yaml, or empty"""
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """the content of starts.jsonl, by time; empty where there is none"""
+    """the content of starts.jsonl, by time, or empty"""
     notes: list[str] = field(default_factory=list)
-    """what was missing or damaged, a sentence each"""
+    """a sentence for each missing or damaged file"""
 
     @property
     def names(self) -> list[str]:
@@ -59,7 +63,7 @@ class RecordedRun:
 
 @dataclass
 class _Block:
-    """Where the completions of one step and phase are in the file: in lines that follow each other."""
+    """The consecutive lines of completions.jsonl with the completions of one step and phase."""
 
     offset: int
     """bytes before the first line"""
@@ -70,10 +74,7 @@ class _Block:
 
 
 def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
-    """Read metrics and settings. Raises ConfigError where there is no run, or none with a step.
-
-    `may_be_empty`: a folder without a step is a run that has just begun.
-    """
+    """Read metrics and settings. Raises ConfigError if there is no run, or no step (unless `may_be_empty`)."""
     if not folder.is_dir():
         what = "it is a file" if folder.exists() else "there is no such folder"
         raise ConfigError(f"runs='{folder}': {what}: name the folder of a run")
@@ -88,9 +89,11 @@ def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
         run.rows[record["step"]] = {
             name: float(value) for name, value in record.items() if name != "step" and _is_number(value)
         }
-    if not run.rows and not may_be_empty:
-        raise ConfigError(f"runs='{folder}': metrics.jsonl has no step yet: wait for the first, or name another run")
     if not run.rows:
+        if not may_be_empty:
+            raise ConfigError(
+                f"runs='{folder}': metrics.jsonl has no step yet: wait for the first, or name another run"
+            )
         run.notes.append("there is no step yet")
     if repeated:
         run.notes.append(f"steps that metrics.jsonl has more than once: {repeated}; the last line of each is taken")
@@ -104,18 +107,16 @@ def read_run(folder: Path, may_be_empty: bool = False) -> RecordedRun:
 def read_completions(run: RecordedRun, size: int) -> list[dict[str, Any]]:
     """Return the run's completions as `{step, phase, groups, left_out}` by step, in about `size` bytes of text.
 
-    A group is `{prompt, answer, completions}`, and has `pictures`, the names of their files, where its prompt has some;
-    `left_out` counts the completions beyond STEP_COMPLETIONS. A completion is `{text, facts}`, and has `segments` where
-    tools or an environment answered: `{role, text}` each. Where not all fit, steps are left out evenly, in training and
-    in evaluation alike, but never the first and the last. The file may be larger than the memory: it is read line by
-    line, first to see what there is.
+    A group is `{prompt, answer, completions}`, with `pictures`, the names of their files, if its prompt has some;
+    `left_out` counts the completions beyond STEP_COMPLETIONS. A completion is `{text, facts}`, with `segments`,
+    `{role, text}` each, if tools or an environment answered. If not all fit, steps are left out evenly, in training and
+    in evaluation, but never the first and the last. The file may be larger than the memory: it is read line by line.
     """
     path = run.folder / "completions.jsonl"
     if not path.is_file():
         run.notes.append("there is no completions.jsonl: no completions are shown")
         return []
-    blocks: dict[tuple[int, str], _Block] = {}
-    previous = None
+    blocks, previous = dict[tuple[int, str], _Block](), None
     for offset, length, record in _read_lines(path, run.notes):
         key = (record["step"], str(record.get("phase", "")))
         if key != previous:  # a run that was resumed writes a step again, and the last time counts
@@ -135,7 +136,7 @@ def read_completions(run: RecordedRun, size: int) -> list[dict[str, Any]]:
 
 
 def every_nth(sizes: dict[Any, int], room: int) -> list[Any]:
-    """Return every n-th key and the last one, for the smallest n where their sizes fit; the first and last always."""
+    """Return every n-th key and the last, for the smallest n whose sizes fit; the first and the last always."""
     keys = list(sizes)
     for stride in range(1, len(keys) + 1):
         kept = [*keys[:-1:stride], keys[-1]]
@@ -167,7 +168,7 @@ def _read_block(path: Path, step: int, phase: str, block: _Block) -> dict[str, A
 
 
 def _segments(messages: Any) -> list[dict[str, str]]:
-    """Return who wrote what in a completion of several messages. A call is shown as name(arguments)."""
+    """Return roles and texts of a completion of several messages. A call is shown as name(arguments)."""
     segments = []
     for message in messages[:MOST_SEGMENTS] if isinstance(messages, list) else []:
         if not isinstance(message, dict):
@@ -185,11 +186,8 @@ def _segments(messages: Any) -> list[dict[str, str]]:
 
 def _picture_names(value: Any) -> list[str]:
     """Return the names of files in the folder of pictures, and no others."""
-    return (
-        [name for name in value if isinstance(name, str) and _PICTURE.fullmatch(name)]
-        if isinstance(value, list)
-        else []
-    )
+    names = value if isinstance(value, list) else []
+    return [name for name in names if isinstance(name, str) and _PICTURE.fullmatch(name)]
 
 
 def _shorten(value: Any) -> str:
@@ -237,21 +235,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
-# The recorded pictures that a page shows: small enough to stand in it.
-
-
-LARGEST_FILE = 40_000
-"""bytes of a picture's file that is shown as it is; a larger one is made smaller"""
-LONGEST_SIDE = 512
-"""pixels of the longer side of a picture that is made smaller"""
-
-
 def read_pictures(run: RecordedRun, blocks: Sequence[dict[str, Any]], size: int) -> dict[str, str]:
     """Return the pictures that blocks of `read_completions` name, as data URLs by name, in about `size` bytes.
 
-    Where not all fit, those of training are left out evenly. Adds to the run's notes what is not shown.
+    If not all fit, those of training are left out evenly. A note of the run counts them.
     """
-    # The same held-out problems are in every evaluation, and in each step of training there are others.
+    # Every evaluation has the same held-out problems, each step of training has others.
     names = {
         name: block["phase"]
         for phase in ("train", "eval")
@@ -272,13 +261,13 @@ def read_pictures(run: RecordedRun, blocks: Sequence[dict[str, Any]], size: int)
 
 
 def _size(path: Path) -> int:
-    """Return about how many bytes a picture takes in a page; 0 where it is not there."""
+    """Return the approximate bytes of a picture in a page; 0 if the file is missing."""
     return min(path.stat().st_size, LARGEST_FILE) if path.is_file() else 0
 
 
 @functools.lru_cache(maxsize=1000)
 def _data_url(path: Path) -> str:
-    """Return a picture for a page, empty where it cannot be read."""
+    """Return a picture for a page, or "" if it cannot be read."""
     data, kind = path.read_bytes(), "png" if path.suffix == ".png" else "jpeg"
     if len(data) > LARGEST_FILE:
         try:

@@ -1,4 +1,4 @@
-"""`python -m grpo.report --serve`: the page beside runs that go on, from a server for this machine's own browser."""
+"""`python -m grpo.report --serve`: serves the page of running runs to this machine's browser."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SHARE = 0.05
 
 
 class LivePage:
-    """What the page shows, read again when the runs' files have changed and somebody asks."""
+    """Keep the page's data, and read it again when a browser asks and the runs' files have changed."""
 
     def __init__(self, folders: Sequence[Path], smoothing: int):
-        """Read the runs. Raises ConfigError where a folder is missing."""
+        """Read the runs. Raises ConfigError if a folder is missing."""
         self._folders, self._smoothing = folders, smoothing
         self._lock = threading.Lock()
         self._next_reading = 0.0
@@ -41,12 +41,12 @@ class LivePage:
         self._data = self._read()
 
     def data(self) -> dict[str, Any]:
-        """Return what the page shows; its `version` differs from that of any other reading.
+        """Return the page's data; each reading has another `version`.
 
-        Where the runs cannot be read any more these are the last numbers, with the reason as `lost`.
+        If the runs cannot be read any more, the data stays, with the reason as `lost`.
         """
         with self._lock:
-            state = self._file_state()  # from before the reading: what is written during it is read the next time
+            state = self._file_state()  # from before the reading: lines written during it are read the next time
             if state != self._state and time.monotonic() >= self._next_reading:
                 self._state = state
                 try:
@@ -77,7 +77,7 @@ class LivePage:
 def make_server(config: ReportConfig) -> BaseWSGIServer:
     """Return a server that listens, for `run()`.
 
-    Raises ConfigError where a run cannot be read or the port is taken.
+    Raises ConfigError if a run cannot be read or the port is taken.
     """
     page, app = LivePage(run_folders(config), config.smoothing), bottle.Bottle()
 

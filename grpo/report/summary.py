@@ -1,4 +1,4 @@
-"""The table at the end of a run: its first and its last numbers, and what to do with it next."""
+"""Makes the table at the end of a run: its first and its last numbers, and the next commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRAINING = {
 
 
 def summary(folder: Path) -> str:
-    """Return the table of the run in `folder`. Raises ConfigError where it has no step."""
+    """Return the table of the run in `folder`. Raises ConfigError if it has no step."""
     run = read_run(folder)
     evaluated = [row for row in run.rows.values() if "eval_n" in row]
     trained = [row for row in run.rows.values() if "num_tokens" in row]
