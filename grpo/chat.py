@@ -3,13 +3,13 @@
     python -m grpo.chat --model runs/DATE-TIME/model
     echo "What is 2+2?" | python -m grpo.chat --model runs/DATE-TIME/model
 
-A line is a question. The model is asked as in training, as its grpo.yaml says where a run has saved it, and answers
-from the distribution that it was trained on: its temperature, nothing cut off, no penalties; --temperature 0 is greedy.
+A line is a question. A run's model is asked as in training, as its grpo.yaml says, and answers from the distribution
+that it was trained on: its temperature, nothing cut off, no penalties; --temperature 0 is greedy.
 The model sees the earlier lines too. /new begins a new conversation, Ctrl-C stops an answer, Ctrl-D ends. /image PATH
 adds a picture to the next question, for a vision-language model.
 
-With --tools or --environment the model calls as in training, and what it is told is shown in brackets. A line that is a
-JSON object is then a row of a dataset: its `question` or `prompt` is asked, and the environment gets all of it.
+With --tools or --environment the model calls as in training, and the answers to it are shown in brackets. A line that
+is a JSON object is then a row of a dataset: its `question` or `prompt` is asked, and the environment gets all of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOOK = 0.1  # seconds from one look at Ctrl-C to the next, while a tool or envi
 
 
 def talk(config: ChatConfig, interactive: bool) -> None:
-    """Answer the lines of stdin. Raises ConfigError where the model cannot be asked."""
+    """Answer the lines of stdin. Raises ConfigError if the model cannot be asked."""
     from grpo.data.conversation import NEW, Conversation
     from grpo.model.load import NO_LIMIT, length_limits, load_end_ids, load_model, load_settings, load_tokenizer
     from grpo.model.pictures import Vision, load_processor
@@ -111,7 +111,7 @@ def answer_lines(
 
 
 class Answerer:
-    """What draws and prints answers: the model, and what answers it between its turns."""
+    """Draw and print answers of the model, with those of tools or an environment between its turns."""
 
     def __init__(
         self,
@@ -122,15 +122,14 @@ class Answerer:
         vision: Vision | None,
         turns: Responder | None,
     ):
-        """`end_ids`: the ids that end a turn of the model. `turns` is None where nothing answers it."""
+        """`end_ids`: the ids that end a turn of the model. `turns` is None without tools and environment."""
         self._config, self._model, self._tokenizer, self._end_ids = config, model, tokenizer, end_ids
         self._vision, self._turns = vision, turns
 
     def answer(self, example: Example, limit: int, seed: int, stopped: list[int]) -> Rollout:
-        """Draw an answer of `limit` tokens at most, and print it; in brackets what tools or an environment say.
+        """Draw an answer of at most `limit` tokens, and print it, with answers of tools or an environment in brackets.
 
-        It ends where `stopped` has something in it: then it has no outcome. Raises RewardError where the environment
-        fails.
+        It ends without an outcome when `stopped` is no longer empty. Raises RewardError if the environment fails.
         """
         from grpo.data.responder import make_rollout, show_answer
         from grpo.wire.picture_files import with_more
@@ -176,7 +175,7 @@ class Answerer:
 
 
 def _close_late(dialogue: Dialogue) -> None:
-    """Close it after the call that runs, unless the program ends before."""
+    """Close the dialogue after the running call, unless the program ends before."""
     with contextlib.suppress(CancelledError, RuntimeError):  # of a pool of processes that is closed
         dialogue.close()
 
@@ -203,7 +202,7 @@ def questions(interactive: bool) -> Iterator[str]:
 
 
 class AnswerPrinter:
-    """The printer of an answer while it grows. A character of several tokens is held back until it is whole."""
+    """Print a growing answer. A character of several tokens is held back until it is whole."""
 
     def __init__(self, decode: Callable[..., str], stopped: list[int]):
         self._decode, self._stopped, self._ids = decode, stopped, []

@@ -4,11 +4,11 @@
     python -m grpo.evaluate --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k --num_generations_eval 8
     deepspeed --num_gpus 2 --module grpo.evaluate --model runs/DATE-TIME/model
 
-The model is a folder or a hub id. One that a run has saved is asked as in training, on that run's data, where nothing
-else is said: its grpo.yaml has the settings. The third command shares the problems among two processes. The data is
-whatever the trainer takes (of a folder or a hub id the split `test`, of a single file all).
+The model is a folder or a hub id. A run's model is asked as in training, on that run's data, unless you set something
+else: its grpo.yaml has the settings. The third command shares the problems among two processes. The data is whatever
+the trainer takes (of a folder or a hub id the split `test`, of a single file all).
 
-The answers are rewarded by --reward_funcs, as in training, and right where a function that is a verdict says so. The
+--reward_funcs reward the answers, as in training; a function that is a verdict decides whether an answer is right. The
 numbers do not depend on the number of processes; the samples follow from seed and temperature.
 """
 
@@ -32,21 +32,18 @@ from grpo.run.exit import exit_code
 def run(config: EvaluateConfig, closing: ExitStack) -> None:
     """Evaluate, print the table and write the folder. `closing` takes up what runs the user's code.
 
-    Raises ConfigError, before a model is loaded where it can.
+    Raises ConfigError, if possible before a model is loaded.
     """
-    import torch
     import torch.distributed as dist
 
     from grpo.data.prompts import check_reward_columns, load_examples
     from grpo.model.devices import refuse_shortage
-    from grpo.model.load import check_lengths, enough_memory, load_end_ids, load_model, load_settings, load_tokenizer
-    from grpo.model.pictures import Vision, load_processor
-    from grpo.model.trial import make_batcher
+    from grpo.model.load import check_lengths, load_end_ids, load_model, load_settings, load_tokenizer
+    from grpo.model.pictures import load_processor
     from grpo.rewards.compute import load_reward_funcs, start_rewards
     from grpo.rewards.functions import TrainerState
     from grpo.run.collective import gather, own_place
     from grpo.run.run_folder import check_unused, check_writable
-    from grpo.sampling.self_check import make_sampler
     from grpo.tools.start import start_turns
     from grpo.trainer.evaluation import check_verdicts, evaluate, with_pictures
     from grpo.trainer.rewarding import Rewarder, join_rewards
@@ -76,16 +73,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
         closing.callback(pool.close)
     rewarder = Rewarder(rewards, started, config)
     model = load_model(config, device)
-    longest_packed = 0
-    vision = Vision(processor, model) if processor is not None else None
-    with enough_memory(config):
-        if config.sampler != "generate":
-            with torch.no_grad():
-                longest_packed = make_batcher(model, tokenizer.pad_token_id, processor).longest_packed
-        sampler = make_sampler(
-            model, tokenizer, config.max_completion_length, config.sequences_per_generate, longest_packed, vision, turns
-        )
-
+    sampler = _sampler(config, model, tokenizer, processor, turns)
     start = time.perf_counter()
     with refuse_shortage("sequences_per_generate", config.sequences_per_generate, "use a smaller one"):
         metrics, completions = evaluate(sampler, examples, rewarder, config, rank, world_size, TrainerState())
@@ -97,6 +85,24 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
         print(table(config, metrics))
     if folder is not None:
         _write(folder, config, metrics, with_pictures(completions, examples))
+
+
+def _sampler(config: EvaluateConfig, model, tokenizer, processor, turns):
+    """Choose the sampler, continuous or by generate. Raises ConfigError if the memory is too small."""
+    import torch
+
+    from grpo.model.load import enough_memory
+    from grpo.model.pictures import Vision
+    from grpo.model.trial import make_batcher
+    from grpo.sampling.self_check import make_sampler
+
+    vision, longest_packed = Vision(processor, model) if processor is not None else None, 0
+    with enough_memory(config):
+        if config.sampler != "generate":
+            with torch.no_grad():
+                longest_packed = make_batcher(model, tokenizer.pad_token_id, processor).longest_packed
+        limits = config.max_completion_length, config.sequences_per_generate, longest_packed
+        return make_sampler(model, tokenizer, *limits, vision, turns)
 
 
 def table(config: EvaluateConfig, metrics: dict[str, float]) -> str:

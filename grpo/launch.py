@@ -43,12 +43,12 @@ _SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def launch(config: LaunchConfig) -> int:
-    """Run server and trainer to the trainer's end. Return the exit code of the first rank that failed; 0 where the run
-    is done, and 1 where none failed and it is not.
+    """Run server and trainer to the trainer's end. Return the exit code of the first failed rank, else 0 if the run is
+    done and 1 if it is not.
 
-    Raises ConfigError where the ranks cannot share a step or a GPU, and as find_run_folder.
+    Raises ConfigError if the ranks cannot share a step or a GPU, and as find_run_folder.
     """
-    # The ranks would refuse it too, after seconds of imports. Where no folder is named, theirs is this one.
+    # The ranks would refuse it too, after seconds of imports. A folder without a name is chosen here, for all of them.
     run = find_run_folder(config)
     config.output_dir = str(run)
     server_cards, cards = share_cards(visible_cards(), config.starts_server)
@@ -99,10 +99,10 @@ def share_cards(cards: list[str], with_server: bool) -> tuple[list[str], list[st
 
 
 class Programs:
-    """The server and the trainer's ranks.
+    """Start and end the server and the trainer's ranks.
 
-    Each has a session of its own, so that Ctrl-C in the terminal reaches this process alone, which passes one signal on
-    to the ranks. Where this process is killed, the kernel kills them.
+    Each has its own session: Ctrl-C in the terminal reaches only this process, which passes one signal to the ranks. If
+    this process is killed, the kernel kills them.
     """
 
     def __init__(self, settings: Path) -> None:
@@ -155,12 +155,12 @@ class Programs:
         return code or self._failure()
 
     def _failure(self) -> int:
-        """Return the exit code of a rank that failed, as a shell gives it; 0 where none has."""
+        """Return the exit code of a failed rank, as a shell gives it, or 0."""
         codes = [process.returncode for process in self._ranks if process.returncode]
         return next((128 - code if code < 0 else code for code in codes), 0)
 
     def _watch_server(self) -> int:
-        """Start a server again that has ended after it was ready. Where it was not, return its exit code, else 0."""
+        """Restart a server that ended after it was ready, and return 0. Return the exit code of one that never was."""
         if self._server is None:
             return 0
         code = self._server.poll()
