@@ -9,9 +9,9 @@ The first has the defaults, Qwen2.5-1.5B-Instruct on port 59875; the second read
 reward model instead: texts in, scores out. The fourth is a pool, without a model: it hands a trainer's tasks to workers
 on other machines, and their completions to the trainer.
 
-Read it from the top: what it answers at each path, how it starts and stops. The threads of the web server only parse,
-queue and wait (grpo/server/model_service.py, grpo/pool/pool_service.py); one worker thread owns the model
-(grpo/server/scorer.py). docs/protocol.md describes the wire.
+Read it from the top: its answer at each path, its start and its stop. The threads of the web server only parse, queue
+and wait (grpo/server/model_service.py, grpo/pool/pool_service.py); one thread owns the model (grpo/server/scorer.py).
+docs/protocol.md describes the wire.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def keep_memory_flat() -> None:
 
 
 def make_app(service: ModelService | PoolService) -> App:
-    """Return the WSGI application: what the server answers at each path."""
+    """Return the WSGI application, with the server's answer at each path."""
     task = service.config.task
     app = App(service.monitor, task)
 
@@ -89,10 +89,7 @@ def make_app(service: ModelService | PoolService) -> App:
         body = info.to_json() if is_allowed else b'{"status": "ok"}'
         return make_answer(body, status, "application/json", retry_after)
 
-    if task == "rollouts":
-        add_pool_routes(app, service)
-    else:
-        add_model_routes(app, service)
+    (add_pool_routes if task == "rollouts" else add_model_routes)(app, service)
 
     @app.get(METRICS_PATH)
     def metrics():
@@ -112,7 +109,6 @@ def make_app(service: ModelService | PoolService) -> App:
 
 
 def add_model_routes(app: App, service: ModelService) -> None:
-    """Let the application answer for a model."""
     task = service.config.task
 
     @app.post(TASK_PATHS[task])
@@ -128,24 +124,20 @@ def add_model_routes(app: App, service: ModelService) -> None:
     @app.post(WEIGHTS_PATH)
     def add_weights():
         with service.thread_of(service.update_threads):
-            check_update(service)
+            check_content_type()
+            service.check_ready()
             return make_json(service.updates.add(bottle.request.query, read_body()))
 
     @app.post(COMMIT_PATH)
     def commit_weights():
         with service.thread_of(service.update_threads):
-            check_update(service)
+            check_content_type()
+            service.check_ready()
             return make_json(service.updates.commit(bottle.request.query))
 
 
-def check_update(service: ModelService) -> None:
-    """Raise ProtocolError where a browser may be sending weights, or the server is not ready for them."""
-    check_content_type()
-    service.check_ready()
-
-
 def run(config: ServerConfig) -> int:
-    """Serve until a signal comes or the worker dies. Return the exit code."""
+    """Serve until a signal comes or the scorer dies. Return the exit code."""
     keep_memory_flat()
     service = PoolService(config) if config.task == "rollouts" else ModelService(config)
 
@@ -157,15 +149,14 @@ def run(config: ServerConfig) -> int:
     threading.Thread(target=server.run, name="http", daemon=True).start()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second signal ends the process at once
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, signal.SIG_DFL)  # a second signal ends the process at once
         if service.info.status == "loading":
             raise SystemExit(0)
         service.stop.set()
 
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
-
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, on_signal)
     source = config.pool_file or config.model_name_or_path
     log.info("loading %s; listening on %s (to watch it, open that in a browser)", source, server.url)
     service.load()

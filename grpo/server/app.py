@@ -24,7 +24,6 @@ class App(bottle.Bottle):
         self.install(_refusable)
 
     def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
-        """Answer a request as WSGI wants it, and report the answer to the monitor."""
         began, facts, status = time.perf_counter(), {}, []
         environ["note"] = facts
 
@@ -33,10 +32,9 @@ class App(bottle.Bottle):
             return start_response(line, headers, exc_info)
 
         answer = super().__call__(environ, start)
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        seconds = time.perf_counter() - began
-        sender = environ.get("REMOTE_ADDR", "")
-        self._monitor.answered(method, path if path in self._methods() else "other", *status, seconds, sender, **facts)
+        path, sender = environ["PATH_INFO"], environ.get("REMOTE_ADDR", "")
+        path, seconds = path if path in self._methods() else "other", time.perf_counter() - began
+        self._monitor.answered(environ["REQUEST_METHOD"], path, *status, seconds, sender, **facts)
         # bottle keeps a thread's last request and answer until its next ones.
         environ.clear()
         bottle.response.bind()
@@ -66,7 +64,7 @@ class App(bottle.Bottle):
 
 
 def note(**facts: object) -> None:
-    """Add to what the monitor is told of the present request: its client and tokens, or its error."""
+    """Tell the monitor of the present request: its client and tokens, or its error."""
     bottle.request.environ["note"] |= facts
 
 
@@ -82,23 +80,18 @@ def make_json(fields: dict | list) -> bottle.HTTPResponse:
 
 
 def check_content_type() -> None:
-    """Raise ProtocolError where a browser may be sending: any web page can make one post to this machine.
-
-    None can with this type.
-    """
+    """Refuse other content types: any web page can make a browser post to this machine, but not with this type."""
     if bottle.request.content_type != CONTENT_TYPE:
         raise ProtocolError(415, "unsupported_media_type", f"send 'Content-Type: {CONTENT_TYPE}'")
 
 
 def read_body() -> bytes:
-    """Read the body of the present request; then it is neither in memory nor on the disk any more."""
+    """Read the body of the present request, and free its memory and its temporary file."""
     with bottle.request.environ["wsgi.input"] as file:
         return file.read()
 
 
 def _refusable(handler: Callable) -> Callable:
-    """Wrap a handler: send the ProtocolError that it raises."""
-
     def answer_or_refuse(*args, **kwargs):
         try:
             if bottle.request.method == "POST" and bottle.request.content_length < 0:

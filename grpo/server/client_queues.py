@@ -1,11 +1,11 @@
 """Requests that wait for the model, and the order in which their clients are served.
 
-A request is split into pieces, the completions of one prompt each. A forward pass takes one piece of each client in
-turn, and with it every other waiting piece of the same prompt, up to the token budget. So small requests share a pass,
-large ones are spread over several, and a client that has sent a thousand requests delays nobody else.
+A request is split into parts, the completions of one prompt each. A forward pass takes one part of each client in turn,
+and with it every other waiting part of the same prompt, up to the token budget. So small requests share a pass, large
+ones are spread over several, and a client that has sent a thousand requests delays nobody else.
 
-In deterministic mode a piece is one forward pass of one prompt's completions, or of a request's texts, cut without
-regard to what else waits, and passes are not shared: floating-point sums depend on what a sequence is batched with.
+In deterministic mode a part is one forward pass of one prompt's completions, or of a request's texts. Its cut does not
+depend on other requests, and passes are not shared: floating-point sums depend on the other sequences of a batch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Scores:
 
 
 class Job:
-    """A request in the queue: its sequences, its pieces, and the answers so far."""
+    """A request in the queue: its sequences, its parts, and the answers so far."""
 
     def __init__(self, request: LogprobsRequest, client: str = ""):
         self.client, self.temperature = client, request.temperature
         self.sequences = request.sequences()
         self.tokens_left = len(request.input_ids)
         """tokens of this request that wait or are being scored"""
-        self.pieces: list[RequestPart] = []
+        self.parts: list[RequestPart] = []
         self.answers: dict[int, np.ndarray] = {}
         """answers by the sequence's place in the request"""
         self.refusal: ProtocolError | None = None
@@ -65,7 +65,7 @@ class RequestPart:
         self.job, self.waiting = job, deque(rows)
         self.prompt = job.sequences[rows[0]][0]
         self.sharing = job.temperature, key_of(self.prompt)
-        """equal for pieces that may share a forward pass of their prompt"""
+        """equal for parts that may share a forward pass of their prompt"""
 
     def count_tokens(self) -> int:
         return len(self.prompt) + sum(len(self.job.sequences[row][1]) for row in self.waiting)
@@ -76,43 +76,43 @@ Batch = list[tuple[Job, int]]
 
 
 class ClientQueues:
-    """The waiting pieces of every client, in the order of the clients' turns. The caller holds the queue's lock."""
+    """The waiting parts of every client, in the order of the clients' turns. The caller holds the queue's lock."""
 
     def __init__(self) -> None:
-        self._pieces: OrderedDict[str, deque[RequestPart]] = OrderedDict()
+        self._parts: OrderedDict[str, deque[RequestPart]] = OrderedDict()
 
     def __bool__(self) -> bool:
-        return bool(self._pieces)
+        return bool(self._parts)
 
-    def add(self, client: str, pieces: list[RequestPart]) -> None:
-        self._pieces.setdefault(client, deque()).extend(pieces)
+    def add(self, client: str, parts: list[RequestPart]) -> None:
+        self._parts.setdefault(client, deque()).extend(parts)
 
     def drop_empty(self) -> None:
-        """Forget pieces that nothing of waits any more, and clients without a piece."""
-        for client in list(self._pieces):
-            self._first_piece(client)
+        """Forget parts without a waiting sequence, and clients without a part."""
+        for client in list(self._parts):
+            self._first_part(client)
 
-    def take_piece(self) -> Batch:
-        """Take one whole piece of the client whose turn it is."""
-        client, pieces = next(iter(self._pieces.items()))
-        piece = pieces.popleft()
-        self._pieces.move_to_end(client)
-        batch = [(piece.job, row) for row in piece.waiting]
-        piece.waiting.clear()
+    def take_part(self) -> Batch:
+        """Take one whole part of the client whose turn it is."""
+        client, parts = next(iter(self._parts.items()))
+        part = parts.popleft()
+        self._parts.move_to_end(client)
+        batch = [(part.job, row) for row in part.waiting]
+        part.waiting.clear()
         return batch
 
     def take_shared(self, budget: int) -> Batch:
         """Take sequences of one temperature from each client in turn, up to `budget` tokens, and at least one."""
         same_prompt: dict[tuple[float, bytes], list[RequestPart]] = defaultdict(list)
-        for pieces in self._pieces.values():
-            for piece in pieces:
-                same_prompt[piece.sharing].append(piece)
+        for parts in self._parts.values():
+            for part in parts:
+                same_prompt[part.sharing].append(part)
         batch: Batch = []
         left, temperature = budget, None
-        turns = deque(self._pieces)
+        turns = deque(self._parts)
         while turns and left > 0:
             client = turns.popleft()
-            first = self._first_piece(client)
+            first = self._first_part(client)
             if first is None:
                 continue
             temperature = temperature or first.job.temperature
@@ -121,27 +121,25 @@ class ClientQueues:
             if batch and left < first.count_tokens() <= budget:
                 break  # whole in the next pass
             left -= len(first.prompt)
-            for piece in (first, *(piece for piece in same_prompt[first.sharing] if piece is not first)):
-                while piece.waiting:
-                    row = piece.waiting[0]
-                    tokens = len(piece.job.sequences[row][1])
+            for part in (first, *(part for part in same_prompt[first.sharing] if part is not first)):
+                while part.waiting:
+                    tokens = len(part.job.sequences[part.waiting[0]][1])
                     if batch and tokens > left:
                         break
-                    piece.waiting.popleft()
-                    batch.append((piece.job, row))
+                    batch.append((part.job, part.waiting.popleft()))
                     left -= tokens
-            self._pieces.move_to_end(client)
+            self._parts.move_to_end(client)
             turns.append(client)
             if first.waiting:
                 break
         return batch
 
-    def _first_piece(self, client: str) -> RequestPart | None:
-        """Return the client's first piece that still waits; forget a client that has none."""
-        pieces = self._pieces[client]
-        while pieces and not pieces[0].waiting:
-            pieces.popleft()
-        if pieces:
-            return pieces[0]
-        del self._pieces[client]
+    def _first_part(self, client: str) -> RequestPart | None:
+        """Return the client's first part that still waits; forget a client that has none."""
+        parts = self._parts[client]
+        while parts and not parts[0].waiting:
+            parts.popleft()
+        if parts:
+            return parts[0]
+        del self._parts[client]
         return None

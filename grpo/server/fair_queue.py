@@ -1,6 +1,6 @@
 """The queue in front of the model: it limits each client, serves clients in turn, and lets the model be replaced.
 
-The web server's threads put requests in and wait for a future; one thread, the worker, takes forward passes out.
+The web server's threads put requests in and wait for a future; one thread, the scorer, takes forward passes out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Exchange:
 
     action: Callable[[], None]
     undo: Callable[[], None]
-    """called where the model can score nothing after `action`"""
+    """called if the model can score nothing after `action`"""
     becomes: str
     """fingerprint of the model after `action`"""
     done: Future[None] = field(default_factory=Future)
@@ -32,14 +32,14 @@ class Exchange:
 
 @dataclass
 class Load:
-    """What waits or is being scored."""
+    """The tokens and requests that wait or are being scored."""
 
     tokens: int = 0
     requests: int = 0
 
 
 class FairQueue:
-    """A bounded queue of requests: any thread may submit, one thread, the worker, takes.
+    """A bounded queue of requests: any thread may submit, one thread, the scorer, takes.
 
     A client may have as many tokens and requests in the queue as stay free for others: half of the queue when it is
     alone, a third when there are two clients, and a newcomer always finds room (Choudhury and Hahne, Dynamic Queue
@@ -57,9 +57,9 @@ class FairQueue:
     ):
         self._batcher, self._deterministic = batcher, deterministic
         self.budget = max_batch_tokens
-        """tokens of a forward pass; the worker lowers it where they do not fit the memory"""
+        """tokens of a forward pass; the scorer lowers it when they do not fit the memory"""
         self.tokens_per_second = 1000.0
-        """speed that the worker measures; a guess before the first pass"""
+        """speed that the scorer measures; a guess before the first pass"""
         self.fingerprint = fingerprint
         """fingerprint of the model that answers now"""
         self._limits = Load(max_queue_tokens, max_requests)
@@ -67,7 +67,7 @@ class FairQueue:
         self._jobs: dict[Future[Scores], Job] = {}  # unanswered jobs, in the order they came
         self._waiting = ClientQueues()
         self._exchange: Exchange | None = None
-        self._later = ClientQueues()  # pieces that came after the exchange
+        self._later = ClientQueues()  # parts that came after the exchange
         self._changed = threading.Condition()
         self._closed = False
 
@@ -88,24 +88,23 @@ class FairQueue:
         room.
         """
         job = Job(request, client)
-        rows_of_pieces = by_prompt(job.sequences, range(len(job.sequences)))
+        rows_of_parts = by_prompt(job.sequences, range(len(job.sequences)))
         if self._deterministic:
-            rows_of_pieces = self._passes(job, rows_of_pieces)
-        pieces = [RequestPart(job, rows) for rows in rows_of_pieces]
+            rows_of_parts = self._cut_passes(job, rows_of_parts)
+        parts = [RequestPart(job, rows) for rows in rows_of_parts]
         with self._changed:
             self._check_open()
             self._check_room(client, job.tokens_left)
-            job.pieces = pieces  # not before: job and pieces of a refused request would keep each other in memory
+            job.parts = parts  # not before: job and parts of a refused request would keep each other in memory
             held = self._held[client]
             held.tokens, held.requests = held.tokens + job.tokens_left, held.requests + 1
             self._jobs[job.future] = job
-            (self._later if self._exchange else self._waiting).add(client, pieces)
+            (self._later if self._exchange else self._waiting).add(client, parts)
             self._changed.notify()
         return job.future
 
-    def _passes(self, job: Job, rows_of_prompts: list[list[int]]) -> list[list[int]]:
-        """Cut a job into the forward passes of deterministic mode: those of each prompt's completions. Texts, which
-        have no completions, are cut together."""
+    def _cut_passes(self, job: Job, rows_of_prompts: list[list[int]]) -> list[list[int]]:
+        """Cut a job into the forward passes of deterministic mode; texts, without completions, are cut together."""
         if not any(len(completion) for _, completion in job.sequences):
             rows_of_prompts = [[*range(len(job.sequences))]]
         return [
@@ -115,21 +114,21 @@ class FairQueue:
         ]
 
     def cancel(self, future: Future[Scores], refusal: ProtocolError) -> None:
-        """Take back a request whose client is gone: do not score what has not begun."""
+        """Take back a request whose client is gone: do not score the part of it that has not begun."""
         with self._changed:
             job = self._jobs.get(future)
             if job is None:
                 return
             job.refusal = refusal
-            self._release(job, sum(sum(map(len, job.sequences[row])) for piece in job.pieces for row in piece.waiting))
+            self._release(job, sum(sum(map(len, job.sequences[row])) for part in job.parts for row in part.waiting))
             self._drop_waiting(job)
             if job.tokens_left == 0:  # else a pass is under way with the rest of it, and `settle` follows
                 self._finish(job)
 
     def exchange(self, action: Callable[[], None], undo: Callable[[], None], becomes: str) -> Future[None]:
-        """Let the worker call `action` between the last request submitted so far and the first submitted from now on.
+        """Let the scorer call `action` between the last request submitted so far and the first submitted from now on.
 
-        One exchange at a time. The future returns when it is done, and raises ProtocolError where it was undone.
+        One exchange at a time. The future returns when it is done, and raises ProtocolError if it was undone.
         Raises ProtocolError, 503: the queue is closed.
         """
         with self._changed:
@@ -139,7 +138,7 @@ class FairQueue:
             return self._exchange.done
 
     def close(self) -> None:
-        """Accept nothing new. What is queued is still handed out."""
+        """Accept nothing new. Queued requests are still handed out."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -153,12 +152,12 @@ class FairQueue:
             self._changed.wait_for(lambda: self._waiting or self._exchange or self._closed)
             if not self._waiting:
                 return self._exchange
-            batch = self._waiting.take_piece() if self._deterministic else self._waiting.take_shared(self.budget)
+            batch = self._waiting.take_part() if self._deterministic else self._waiting.take_shared(self.budget)
             self._waiting.drop_empty()
             return batch
 
     def finish_exchange(self, refusal: ProtocolError | None) -> None:
-        """End the exchange, undone where there is a refusal, and continue with the requests that came after it."""
+        """End the exchange, undone if there is a refusal, and continue with the requests that came after it."""
         with self._changed:
             exchange, self._exchange = self._exchange, None
             self._waiting, self._later = self._later, ClientQueues()
@@ -189,7 +188,7 @@ class FairQueue:
             job.resolve(self.fingerprint)
 
     def abandon(self) -> None:
-        """Refuse every request and exchange that waits, and all that come later: nothing can be scored any more."""
+        """Refuse every request and exchange that waits or comes later: nothing can be scored any more."""
         with self._changed:
             self._closed = True
             futures = [*self._jobs] + ([self._exchange.done] if self._exchange else [])
@@ -202,7 +201,7 @@ class FairQueue:
             raise _unavailable("stopping", "the server is stopping", 5)
 
     def _check_room(self, client: str, tokens: int) -> None:
-        """Raise ProtocolError, 503, where a client would have more than would stay free for others."""
+        """Raise ProtocolError, 503, for a client that would have more than would stay free for others."""
         in_all = Load(*(sum(getattr(load, name) for load in self._held.values()) for name in ("tokens", "requests")))
         of_client = self._held.get(client, Load())
         over_tokens = of_client.tokens + tokens - (self._limits.tokens - in_all.tokens - tokens)
@@ -214,23 +213,19 @@ class FairQueue:
         # A scored token of this client's counts twice: it has one less, and one more is free.
         done_counts = 1 + of_client.tokens / max(in_all.tokens, 1)
         wait = max(1, math.ceil(over_tokens / done_counts / self.tokens_per_second))
-        raise _unavailable(
-            "busy",
-            f"{in_all.tokens} tokens in {in_all.requests} requests wait already, {of_client.tokens} of them yours: "
-            f"come back in {wait} s",
-            wait,
-        )
+        waiting = f"{in_all.tokens} tokens in {in_all.requests} requests wait already, {of_client.tokens} of them yours"
+        raise _unavailable("busy", f"{waiting}: come back in {wait} s", wait)
 
     def _drop_waiting(self, job: Job) -> None:
-        for piece in job.pieces:
-            piece.waiting.clear()
+        for part in job.parts:
+            part.waiting.clear()
         self._waiting.drop_empty()
         self._later.drop_empty()
 
     def _finish(self, job: Job) -> None:
-        # Job and pieces refer to each other: without this they, and the request's body, would stay in memory until the
+        # Job and parts refer to each other: without this they, and the request's body, would stay in memory until the
         # garbage collector runs, which is rarely.
-        job.pieces.clear()
+        job.parts.clear()
         del self._jobs[job.future]
         held = self._held[job.client]
         held.requests -= 1

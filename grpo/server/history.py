@@ -1,4 +1,4 @@
-"""What the live page draws: a server's numbers over the last ten minutes, hour and twelve hours."""
+"""The curves of the live page: a server's numbers over the last ten minutes, hour and twelve hours."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ POINTS = 120
 SECONDS = (5, 30, 360)
 """seconds of a point: ten minutes, an hour and twelve hours have as many points"""
 WORK = ("tokens", "fed", "budget", "seconds")
-"""what is added up of forward passes, as in grpo.server.monitor.Pass"""
+"""sums over forward passes, as in grpo.server.monitor.Pass"""
 STATE = ("queue_tokens", "queue_requests", "device_use")
-"""what is sampled and averaged"""
+"""sampled and averaged"""
 _BINS, _SHORTEST, _RATIO = 128, 1e-3, 1.1  # of latencies: from 1 ms to 181 s, each counted within 5 %
 _SLOT = np.dtype(
     [
@@ -25,13 +25,10 @@ _SLOT = np.dtype(
 
 
 class History:
-    """The numbers of the last POINTS times `seconds`, in memory of a fixed size: 70 kB.
-
-    It is not safe for threads. All times are time.monotonic().
-    """
+    """The numbers of the last POINTS times `seconds`, in 70 kB. Not safe for threads; times are time.monotonic()."""
 
     def __init__(self, seconds: int, began: float):
-        """`began` is when the server started: what was before, or within the same point, is unknown."""
+        """`began` is the server's start: earlier points, and the one that it is in, are unknown."""
         self.seconds = seconds
         self._began = self._newest = int(began // seconds)
         self._slots = np.zeros(POINTS + 1, _SLOT)  # and the one that is not over
@@ -44,7 +41,7 @@ class History:
         return self._slots[number % len(self._slots)]
 
     def add_work(self, since: float, now: float, work: Mapping[str, float]) -> None:
-        """Add the WORK of forward passes, spread evenly over their time: one of them may be longer than a point."""
+        """Add the WORK of forward passes, spread evenly over their time: a pass may be longer than a point."""
         newest = int(now // self.seconds)
         self._slot(newest)
         for number in range(max(int(since // self.seconds), newest - POINTS), newest + 1):
@@ -54,7 +51,7 @@ class History:
                 slot[name] += work[name] * inside / (now - since)
 
     def add_sample(self, now: float, state: Mapping[str, float], memory: float, latencies: list[float]) -> None:
-        """Add the STATE and memory of this moment, NaN where unknown, and the seconds that the last answers took."""
+        """Add the STATE and memory of this moment, NaN for unknown, and the seconds that the last answers took."""
         slot = self._slot(int(now // self.seconds))
         slot["samples"] += 1
         slot["memory"] = max(memory, slot["memory"])  # in this order NaN stays
@@ -65,7 +62,7 @@ class History:
             slot["latencies"] += np.bincount(bins.round().astype(int).clip(max=_BINS - 1), minlength=_BINS).astype("u4")
 
     def curves(self, now: float) -> dict[str, list[float | None]]:
-        """Return POINTS numbers of each kind, oldest first; None where nothing is known. The last one is complete."""
+        """Return POINTS complete numbers of each kind, oldest first; None for unknown."""
         current = int(now // self.seconds)
         self._slot(current)
         numbers = np.arange(current - POINTS, current)
@@ -85,7 +82,7 @@ class History:
 
 
 def _quantiles(counts: np.ndarray, share: float) -> np.ndarray:
-    """Return for each row of [points, bins] the latency that this share does not exceed; NaN where it has none."""
+    """Return for each row of [points, bins] the latency that this share does not exceed; NaN for an empty row."""
     sums = counts.cumsum(1)
     total = sums[:, -1:]
     places = (sums < np.ceil(share * total)).sum(1)

@@ -1,8 +1,9 @@
 """The web server under ref_server.py: waitress, with limits on connections, bodies and time.
 
-waitress reads all sockets in one thread and hands a request to a worker thread only when its body is complete, so a
-slow client holds no worker. This file adds a connection limit that strangers cannot exhaust for everybody, a limit on
-the bytes of all bodies, and deadlines by the monotonic clock. grpo/server/http.py adds the rest.
+waitress reads all sockets in one thread and hands a request to a thread of its pool only when its body is complete, so
+a slow client holds no thread. This file adds a limit on connections that strangers cannot use up for everybody, a limit
+on the bytes of all bodies, and deadlines by the monotonic clock. tests/server/test_http.py names the methods of
+waitress that are replaced here, and fails when a new waitress changes one of them.
 """
 
 from __future__ import annotations
@@ -30,15 +31,22 @@ from grpo.config.errors import ConfigError, allow_open_files
 from grpo.config.server import ServerConfig
 from grpo.wire.refusals import ProtocolError
 
-# A connection of the web server: one request at a time, refused as early as its headers allow.
-
-
 log = logging.getLogger(__name__)
 
+THREADS = 128  # each waits for the model on behalf of one request
 HEADER_BYTES = 16 << 10  # a request line with all headers; those of a trainer are below 1 KiB
 BODY_BYTES = 64 << 20  # the 2,000,000 tokens that a request may have take 8 MB; a piece of weights has 16 MiB
 HEADER_SECONDS = 10.0  # headers fit into a few packets, so that only a stalled client takes longer
 _IDLE_SECONDS = 120  # then a connection without a request, or whose client does not read its answer, is closed
+_LARGEST_BODIES = 16  # all bodies together may have this many times BODY_BYTES
+_ACCEPT_PAUSE = 5.0  # seconds without a new connection after the system allowed no more open files
+_OTHER_FILES = 128  # open files beside connections: the model's, the log, pipes of threads
+_TRANSFER_ENCODING = re.compile(rb"^transfer-encoding\s*:", re.IGNORECASE | re.MULTILINE)
+
+Admit = Callable[[str, dict[str, str]], "tuple[bool, ProtocolError | None]"]
+"""(path, headers named as in CGI) -> whether the sender may ask everything, and the refusal of this request, if any"""
+OnRefused = Callable[[str, str, str, ProtocolError], None]
+"""(method, path, sender, error): called for each request that is refused before it reaches the app"""
 
 
 class _Refused(Error):
@@ -49,21 +57,20 @@ class _Refused(Error):
         self.code, self.reason, self.error = error.status, HTTPStatus(error.status).phrase, error
 
 
-_TRANSFER_ENCODING = re.compile(rb"^transfer-encoding\s*:", re.IGNORECASE | re.MULTILINE)
-
-
 class _Request(HTTPRequestParser):
     """An incoming request, refused as early as its headers allow."""
 
     command = path = "-"  # waitress sets these when it can read them
     known = False
     """whether the sender may ask everything"""
+    body_began: float | None = None
 
     def __init__(self, adj: Adjustments, channel: Channel):
         super().__init__(adj)
-        self.channel = channel
-        self.began = time.monotonic()
-        self.body_began: float | None = None
+        self.channel, self.began = channel, time.monotonic()
+
+    def refuse(self, error: ProtocolError) -> None:
+        self.error, self.completed = _Refused(error), True
 
     def received(self, data: bytes) -> int:
         consumed = super().received(data)
@@ -74,7 +81,7 @@ class _Request(HTTPRequestParser):
     def parse_header(self, header_plus: bytes) -> None:
         try:
             super().parse_header(header_plus)
-            # Write it as the router will read it: all slashes at the start are one, and what is not UTF-8 is refused.
+            # Write it as the router will read it: all slashes at the start are one. Refuse a path that is not UTF-8.
             self.path = "/" + self.path.lstrip("/")
             self.path.encode("latin-1").decode()
         except ValueError as error:  # waitress lets the errors of int() and urlsplit() through
@@ -85,8 +92,7 @@ class _Request(HTTPRequestParser):
         # A proxy before us may see the end of such a request elsewhere (RFC 9112, section 6.1): waitress accepts
         # "chunked, chunked", an empty value and loose chunks. It has already removed the header, hence the raw text.
         if _TRANSFER_ENCODING.search(header_plus):
-            error = ProtocolError(411, "length_required", "send a Content-Length and no Transfer-Encoding")
-            self.error, self.completed = _Refused(error), True
+            self.refuse(ProtocolError(411, "length_required", "send a Content-Length and no Transfer-Encoding"))
             return
         server = self.channel.server
         allowed, refusal = server.admit(self.path, self.headers)
@@ -95,37 +101,34 @@ class _Request(HTTPRequestParser):
             self.headers["CONNECTION"] = "close"  # else a few bytes of many requests could keep it busy for minutes
         fits = self.content_length < self.adj.max_request_body_size  # waitress refuses a larger one itself
         if refusal is None and fits and not server.make_room_for_body(self.channel):
-            refusal = too_many_bodies()
+            refusal = _too_many_bodies()
         if refusal is not None:
-            self.error, self.completed = _Refused(refusal), True
+            self.refuse(refusal)
 
 
 class _ErrorTask(ErrorTask):
     """The answer to a request that is refused before the app sees it: JSON as for every other error, then the end."""
 
     def execute(self) -> None:
-        error = self._as_protocol_error()
+        request, refused = self.request, self.request.error
+        if isinstance(refused, _Refused):
+            error = refused.error
+        else:
+            sentence = {
+                413: f"the body is larger than {BODY_BYTES >> 20} MiB",
+                431: f"the headers are larger than {HEADER_BYTES >> 10} KiB",
+            }.get(refused.code, " ".join(refused.body.split())[:300])
+            error = ProtocolError(refused.code, refused.reason.lower().replace(" ", "_"), sentence)
         body = error.to_json()
-        self.status = f"{error.status} {self.request.error.reason}"
+        self.status = f"{error.status} {refused.reason}"
         self.response_headers += [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
         if error.retry_after is not None:
             self.response_headers.append(("Retry-After", str(error.retry_after)))
         self.set_close_on_finish()
         self.content_length = len(body)
-        self.write(b"" if self.request.command == "HEAD" else body)
+        self.write(b"" if request.command == "HEAD" else body)
         sender = self.channel.addr[0] if self.channel.addr else ""
-        self.channel.server.on_refused(self.request.command, self.request.path, sender, error)
-
-    def _as_protocol_error(self) -> ProtocolError:
-        refused = self.request.error
-        if isinstance(refused, _Refused):
-            return refused.error
-        code = refused.reason.lower().replace(" ", "_")
-        sentence = {
-            413: f"the body is larger than {BODY_BYTES >> 20} MiB",
-            431: f"the headers are larger than {HEADER_BYTES >> 10} KiB",
-        }.get(refused.code, " ".join(refused.body.split())[:300])
-        return ProtocolError(refused.code, code, sentence)
+        self.channel.server.on_refused(request.command, request.path, sender, error)
 
 
 class Channel(HTTPChannel):
@@ -153,8 +156,7 @@ class Channel(HTTPChannel):
 
     @last_activity.setter
     def last_activity(self, wall_time: float) -> None:
-        # waitress assigns time.time(), which may be set back.
-        self._last_activity = time.monotonic()
+        self._last_activity = time.monotonic()  # waitress assigns time.time(), which may be set back
 
     @property
     def body_bytes(self) -> int:
@@ -204,6 +206,18 @@ class Channel(HTTPChannel):
         self.requests.append(request)
         self.server.add_task(self)
 
+    def _refuse_partial(self, error: ProtocolError) -> None:
+        """Refuse the incoming request. The caller holds the lock."""
+        partial, self.request = self.request, None
+        partial.refuse(error)
+        self._start(partial)
+
+    def give_up_body(self) -> None:
+        """Refuse the incoming request, to make room for others."""
+        with self.requests_lock:
+            if self.request is not None:  # else its last bytes have just come
+                self._refuse_partial(_too_many_bodies())
+
     def check_client_disconnected(self) -> bool:
         """Return whether the client has closed its end, which waitress does not notice while a request is in work.
 
@@ -215,18 +229,6 @@ class Channel(HTTPChannel):
         except ValueError:  # this side has closed
             return True
         return bool(poller.poll(0))
-
-    def give_up_body(self) -> None:
-        """Refuse the incoming request, to make room for others."""
-        with self.requests_lock:
-            if self.request is not None:  # else its last bytes have just come
-                self._refuse_partial(too_many_bodies())
-
-    def _refuse_partial(self, error: ProtocolError) -> None:
-        """Refuse the incoming request; the caller holds the lock."""
-        partial, self.request = self.request, None
-        partial.error, partial.completed = _Refused(error), True
-        self._start(partial)
 
     def _flush_some(self, do_close: bool = True) -> bool:
         flushed = super()._flush_some(do_close)
@@ -241,45 +243,31 @@ class Channel(HTTPChannel):
         if self.request is not None:
             self.request.close()  # free its body now: an idle thread may hold the channel for long
 
-    def check_deadlines(self, config: ServerConfig) -> None:
-        """Close or refuse what is late. The thread that reads the sockets calls this every second."""
+    def check_deadlines(self, body_seconds: float) -> None:
+        """Close or refuse a late connection. The thread that reads the sockets calls this every second."""
         with self.requests_lock:
             now, partial = time.monotonic(), self.request
             if self.requests:
                 return
             if partial is None or self.will_close or self.close_when_flushed:
-                since, limit = self.opened, HEADER_SECONDS
-                if self.asked_before:
-                    since, limit = self.last_activity, _IDLE_SECONDS
-                if now - since > limit:
+                idle = now - self.last_activity > _IDLE_SECONDS
+                if idle if self.asked_before else now - self.opened > HEADER_SECONDS:
                     self.handle_close()  # without an answer: it has asked nothing, or does not read
                 return
             if partial.body_began is None:
-                part, limit = "headers", HEADER_SECONDS
                 # The first request has its time from the connection's start: empty lines before it do not count.
-                since = partial.began if self.asked_before else self.opened
+                since, limit = partial.began if self.asked_before else self.opened, HEADER_SECONDS
+                message = f"the headers did not come within {limit:g} s"
             else:
-                part, limit, since = "body", config.body_timeout, partial.body_began
-            if now - since <= limit:
-                return
-            message = f"the {part} did not come within {limit:g} s" + (" (--body_timeout)" if part == "body" else "")
-            self._refuse_partial(ProtocolError(408, "request_timeout", message))
+                since, limit = partial.body_began, body_seconds
+                message = f"the body did not come within {limit:g} s (--body_timeout)"
+            if now - since > limit:
+                self._refuse_partial(ProtocolError(408, "request_timeout", message))
 
 
-def too_many_bodies() -> ProtocolError:
-    message = "the bodies of other requests take all the room that there is for them: come back in 5 s"
+def _too_many_bodies() -> ProtocolError:
+    message = "the bodies of other requests fill all the room that there is: come back in 5 s"
     return ProtocolError(503, "too_many_bodies", message, retry_after=5)
-
-
-THREADS = 128  # each waits for the model on behalf of one request
-_LARGEST_BODIES = 16  # all bodies together may have this many times BODY_BYTES
-_ACCEPT_PAUSE = 5.0  # seconds in which nobody is let in, where the system allows no more open files
-_OTHER_FILES = 128  # open files beside connections: the model's, the log, pipes of threads
-
-Admit = Callable[[str, dict[str, str]], "tuple[bool, ProtocolError | None]"]
-"""(path, headers named as in CGI) -> whether the sender may ask everything, and the refusal of this request, if any"""
-OnRefused = Callable[[str, str, str, ProtocolError], None]
-"""(method, path, sender, error): called for each request that is refused before it reaches the app"""
 
 
 class HttpServer(TcpWSGIServer):
@@ -288,7 +276,7 @@ class HttpServer(TcpWSGIServer):
     def __init__(self, app, config: ServerConfig, admit: Admit, on_refused: OnRefused):
         """Listen. `admit` decides on each request when its headers are there.
 
-        Raises ConfigError where the address is taken or not this machine's, or the system allows too few open files.
+        Raises ConfigError for an address that is taken or not this machine's, and for too few open files.
         """
         self.config, self.admit, self.on_refused = config, admit, on_refused
         self._next_check = self._next_accept = time.monotonic()
@@ -306,7 +294,7 @@ class HttpServer(TcpWSGIServer):
             asyncore_use_poll=True,  # select() fails beyond 1,024 open files
             ident=None,
         )
-        listener = _bind(config)
+        listener = _listen(config)
         address = (listener.family, listener.type, listener.proto, listener.getsockname())
         super().__init__(app, _sock=listener, bind_socket=False, sockinfo=address, adj=adjustments)
         self.channel_class = Channel
@@ -323,23 +311,21 @@ class HttpServer(TcpWSGIServer):
         return sum(channel.known and bool(channel.requests or channel.total_outbufs_len) for channel in channels)
 
     def make_room_for_body(self, newcomer: Channel) -> bool:
-        """Return whether the bodies of all requests, incoming and in work, are within their limit together.
+        """Return whether all bodies, incoming and in work, are within their limit.
 
-        Where they are not, refuse incoming requests in favour of the newcomer's, the longest silent one first.
+        Above the limit, refuse incoming requests in favour of the newcomer's, the longest silent one first.
         """
         channels = list(self.active_channels.values())
         over = sum(channel.body_bytes for channel in channels) - _LARGEST_BODIES * BODY_BYTES
         partial = [channel for channel in channels if channel is not newcomer and channel.body_bytes]
         for channel in sorted(partial, key=lambda channel: channel.last_activity):
-            if over <= 0:
-                break
-            if not channel.requests:
+            if over > 0 and not channel.requests:
                 over -= channel.body_bytes
                 channel.give_up_body()
         return over <= 0
 
     def accept(self) -> tuple[socket.socket, tuple] | None:
-        """Take a connection, or return None. Where the system has no file for it, it waits with those behind it."""
+        """Take a connection, or return None. While the system has no file for it, it waits with those behind it."""
         try:
             return super().accept()
         except OSError as error:
@@ -347,9 +333,8 @@ class HttpServer(TcpWSGIServer):
                 raise
             # The listener stays ready: without a pause this thread would do nothing but try again.
             self._next_accept = time.monotonic() + _ACCEPT_PAUSE
-            log.warning(
-                "a connection waits: %s: raise the limit (ulimit -Hn), or lower max_connections", error.strerror
-            )
+            message = "a connection waits: %s: raise the limit (ulimit -Hn), or lower max_connections"
+            log.warning(message, error.strerror)
             return None
 
     def handle_accept(self) -> None:
@@ -364,16 +349,14 @@ class HttpServer(TcpWSGIServer):
             connection, address = self.accept()
         except (OSError, TypeError):
             return  # the client has closed already
-        error = ProtocolError(
-            503,
-            "too_many_connections",
-            f"{self.config.max_connections} connections have a request in work (--max_connections): come back in 5 s",
-            retry_after=5,
-        )
+        limit = f"{self.config.max_connections} connections have a request in work (--max_connections)"
+        error = ProtocolError(503, "too_many_connections", f"{limit}: come back in 5 s", retry_after=5)
+        body = error.to_json()
+        head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
         with connection:
             connection.setblocking(False)
             try:
-                connection.send(_raw(error))
+                connection.send(f"{head}Retry-After: 5\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             except OSError:
                 log.debug("a connection beyond the limit closed before its refusal")
         self.on_refused("-", "-", str(address[0]), error)
@@ -397,17 +380,11 @@ class HttpServer(TcpWSGIServer):
         if now >= self._next_check:
             self._next_check = now + 1
             for channel in list(self.active_channels.values()):
-                channel.check_deadlines(self.config)
+                channel.check_deadlines(self.config.body_timeout)
         return now >= self._next_accept
 
 
-def _raw(error: ProtocolError) -> bytes:
-    body = error.to_json()
-    head = f"HTTP/1.1 {error.status} Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Retry-After: {error.retry_after}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def _bind(config: ServerConfig) -> socket.socket:
+def _listen(config: ServerConfig) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         return socket.create_server((config.host, config.port), family=family)

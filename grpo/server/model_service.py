@@ -1,4 +1,4 @@
-"""A server of a model: how a request is read and scored, what /health and /status say of it."""
+"""The service of a model: loads it, reads and scores requests, and describes itself at /health and /status."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from grpo.config.server import ServerConfig
 from grpo.server.http import THREADS
@@ -16,6 +17,10 @@ from grpo.wire.health import ModelInfo, ServerInfo
 from grpo.wire.logprobs import LogprobsAnswer, LogprobsRequest, decode_request, encode_answer
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.rewards import RewardAnswer
+
+if TYPE_CHECKING:  # loaded after the port is taken
+    import torch
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("ref_server")
 
@@ -27,11 +32,11 @@ _CHECK_SECONDS = 0.5  # how often a thread that waits for the model checks wheth
 
 
 class ModelService(Service):
-    """The state of a server of a model and, once it is loaded, its queue and worker."""
+    """The state of a server of a model and, once it is loaded, its queue and scorer."""
 
     def __init__(self, config: ServerConfig):
         super().__init__(config, ModelInfo(config.model_name_or_path))
-        self.queue = self.worker = self.updates = self._pictures = None
+        self.queue = self.scorer = self.updates = self.pictures = None
         self.request_threads = threading.Semaphore(MOST_REQUESTS)
         self.update_threads = threading.Semaphore(_MOST_UPDATES)
         # While they are read, JSON and tokens take many times the size of the body: read one request at a time.
@@ -40,75 +45,64 @@ class ModelService(Service):
 
     def load(self) -> None:
         """Load the model and begin to score. Raises ConfigError for a missing model, or a card that is no use."""
-        import torch
-
         from grpo.model.devices import take_device
-        from grpo.model.fingerprint import describe
-        from grpo.model.load import (
-            cards_of,
-            device_memory,
-            device_use,
-            enough_memory,
-            load_reference,
-            load_tokenizer,
-        )
-        from grpo.model.pictures import load_processor
-        from grpo.model.trial import make_batcher
         from grpo.server.fair_queue import FairQueue
-        from grpo.server.request_pictures import PictureCheck
-        from grpo.server.scorer import Scorer, completion_logprobs
+        from grpo.server.scorer import Scorer
         from grpo.server.weight_swap import WeightSwap
 
         config, device = self.config, take_device(local_rank=0)
-        if config.task == "reward":
-            from grpo.model.reward_model import (
-                PADDED,
-                describe_reward,
-                load_reward_model,
-                read_request,
-                scores_for_queue,
-            )
+        load = self._load_reward_model if config.task == "reward" else self._load_reference
+        model, info, batcher, compute = load(device)
+        self._watch_cards(model)
+        limits = config.batch_tokens(device.type), config.max_queue_tokens, MOST_REQUESTS
+        self.queue = FairQueue(batcher, *limits, config.deterministic, info.fingerprint)
+        self.scorer = Scorer(self.queue, model, batcher, self.fail, self.monitor.scored, compute)
+        folder = config.update_folder
+        if folder is not None:
+            patience = 2 * config.body_timeout  # a single piece may take body_timeout
+            inputs = info.inputs_fingerprint
+            self.updates = WeightSwap(self.queue, model, inputs, folder, patience, on_swap=self._describe_update)
+        longest = min(config.max_length or info.max_length, info.max_length)
+        self.change_info(status="ready", model=replace(info, max_length=longest), takes_updates=folder is not None)
 
-            name = config.model_name_or_path
-            model, tokenizer = load_reward_model(config, "model_name_or_path", name, device)
-            info, batcher, compute = describe_reward(model, tokenizer, name), PADDED, scores_for_queue
-            self._read_texts = partial(read_request, tokenizer)
-        else:
-            tokenizer, model = load_tokenizer(config), load_reference(config, device)
-            processor = load_processor(config, model.config, tokenizer)
-            info = describe(model, tokenizer, config.model_name_or_path, processor)
-            with enough_memory(config):
-                batcher, compute = make_batcher(model, tokenizer.pad_token_id, processor), completion_logprobs
-            self._pictures = PictureCheck(processor, batcher.vision)
+    def _load_reference(self, device: torch.device) -> tuple:
+        """Return the reference model, its description, the batcher, and the function that scores with them."""
+        from grpo.model.fingerprint import describe
+        from grpo.model.load import enough_memory, load_reference, load_tokenizer
+        from grpo.model.pictures import load_processor
+        from grpo.model.trial import make_batcher
+        from grpo.server.request_pictures import PictureCheck
+        from grpo.server.scorer import completion_logprobs
+
+        config = self.config
+        tokenizer, model = load_tokenizer(config), load_reference(config, device)
+        processor = load_processor(config, model.config, tokenizer)
+        info = describe(model, tokenizer, config.model_name_or_path, processor)
+        with enough_memory(config):
+            batcher = make_batcher(model, tokenizer.pad_token_id, processor)
+        self.pictures = PictureCheck(processor, batcher.vision)
+        return model, info, batcher, completion_logprobs
+
+    def _load_reward_model(self, device: torch.device) -> tuple:
+        from grpo.model.reward_model import PADDED, describe_reward, load_reward_model, read_request, scores_for_queue
+
+        name = self.config.model_name_or_path
+        model, tokenizer = load_reward_model(self.config, "model_name_or_path", name, device)
+        self._read_texts = partial(read_request, tokenizer)
+        return model, describe_reward(model, tokenizer, name), PADDED, scores_for_queue
+
+    def _watch_cards(self, model: PreTrainedModel) -> None:
+        """Let the monitor show the memory and use of the model's cards."""
+        import torch
+
+        from grpo.model.load import cards_of, device_memory, device_use
+
         if cards := cards_of(model):
             for card in cards:
                 torch.cuda.reset_peak_memory_stats(card)  # count from here on, without loading
             self.monitor.device_memory = partial(device_memory, cards)
             if device_use(cards) is not None:
                 self.monitor.device_use = partial(device_use, cards)
-        self.queue = FairQueue(
-            batcher,
-            config.batch_tokens(device.type),
-            config.max_queue_tokens,
-            MOST_REQUESTS,
-            deterministic=config.deterministic,
-            fingerprint=info.fingerprint,
-        )
-        self.worker = Scorer(
-            self.queue, model, batcher, on_death=self.fail, on_pass=self.monitor.scored, compute=compute
-        )
-        if config.update_folder is not None:
-            patience = 2 * config.body_timeout  # a single piece may take body_timeout
-            inputs = info.inputs_fingerprint
-            self.updates = WeightSwap(
-                self.queue, model, inputs, config.update_folder, patience, on_swap=self._describe_update
-            )
-        longest = min(config.max_length or info.max_length, info.max_length)
-        self.change_info(
-            status="ready",
-            model=replace(info, max_length=longest),
-            takes_updates=config.update_folder is not None,
-        )
 
     def _describe_update(self, fingerprint: str, sha256: str) -> None:
         name = f"{self.config.model_name_or_path}, updated to {sha256[:12]}"
@@ -124,10 +118,10 @@ class ModelService(Service):
 
     def drain(self, seconds: float) -> None:
         log.info("stopping: %d tokens in hand", self.queue.depth)
-        self.worker.close(seconds)
+        self.scorer.close(seconds)
 
     def read(self, body: Callable[[], bytes]) -> LogprobsRequest:
-        """Read a request, and its body only where it can be answered now. Raises ProtocolError."""
+        """Read a request, and its body only if it can be answered now. Raises ProtocolError."""
         self.check_ready()
         config, model = self.config, self.info.model
         limits = model.max_length, MOST_SEQUENCES, config.max_request_tokens
@@ -135,14 +129,11 @@ class ModelService(Service):
             with self._reading:
                 return self._read_texts(body(), *limits)
         request = decode_request(body(), model.vocab_size, *limits)
-        self._pictures.check(request)
+        self.pictures.check(request)
         return request
 
     def score(self, request: LogprobsRequest, sender: str, is_gone: Callable[[], bool]) -> bytes:
-        """Return the bytes of the answer. Take the request back when `is_gone` says that the client has closed.
-
-        Raises ProtocolError for everything that goes wrong.
-        """
+        """Return the bytes of the answer, or raise ProtocolError. Take the request back when its client `is_gone`."""
         future = self.queue.submit(request, request.client or sender)
         while not wait([future], timeout=_CHECK_SECONDS).done:
             try:
@@ -163,7 +154,6 @@ class ModelService(Service):
         return replace(self.info, queue_depth=self.queue.depth if self.queue else 0)
 
     def status(self) -> dict:
-        """Return what the live page shows."""
         config, held = self.config, self.held()
         return {
             "health": self.current_info().to_dict(),

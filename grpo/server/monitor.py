@@ -1,4 +1,4 @@
-"""The server's numbers for those who watch it: Prometheus metrics, the live page, and a line in the log."""
+"""The server's numbers: Prometheus metrics, the live page, and a line in the log."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ _LATENCIES = 1000
 _CLIENTS = 50
 _CLIENT_SECONDS = 600
 _ERRORS = 20
+_DEVICE = ("device", "device_total", "device_peak")
 _MetricT = TypeVar("_MetricT", Counter, Gauge, Histogram)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of the worker."""
+    """A forward pass of the scorer."""
 
     tokens: int
     """tokens of all its sequences, a shared prompt counted each time"""
@@ -49,7 +50,7 @@ class Pass:
     fed: int
     """tokens that went through the model"""
     budget: int
-    """tokens that it might have had"""
+    """most tokens that it could have fed"""
     began: float
     """time.monotonic() at its start"""
     seconds: float
@@ -106,7 +107,7 @@ class Monitor:
         self.device_memory: Callable[[], tuple[int, int, int]] | None = None
         """returns bytes on the model's GPUs: held, in all, and the peak of tensors; None before the model is loaded"""
         self.device_use: Callable[[], float | None] | None = None
-        """returns the share of time in which these GPUs were busy, None where that is unknown"""
+        """returns the share of time in which these GPUs were busy; None for unknown"""
 
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -139,15 +140,8 @@ class Monitor:
         self._fill.observe(done.fed / done.budget)
         self._forward_seconds.inc(done.seconds)
         with self._lock:
-            self._sums.update(
-                tokens=done.tokens,
-                padded=done.padded,
-                fed=done.fed,
-                budget=done.budget,
-                sharing=done.saved_by_sharing,
-                packing=done.saved_by_packing,
-                seconds=done.seconds,
-            )
+            sums = {name: getattr(done, name) for name in ("tokens", "padded", "fed", "budget", "seconds")}
+            self._sums.update(sums, sharing=done.saved_by_sharing, packing=done.saved_by_packing)
             self._working_since = min(self._working_since, done.began)
 
     def answered(
@@ -180,14 +174,14 @@ class Monitor:
                 self._clients.move_to_end(client or address)
                 while len(self._clients) > _CLIENTS:
                     self._clients.popitem(last=False)
-            if error is not None and error.code != "no_run":  # what a worker is told while it waits for a trainer
+            if error is not None and error.code != "no_run":  # the answer to a worker that waits for a trainer
                 facts = {"status": status, "code": error.code, "message": error.message[:300]}
                 self._errors.append((time.monotonic(), {**facts, "client": client or address}))
         # %r: a client chooses its name, and may put line ends into it.
         log.debug("%s %s %d %d tokens %.1f ms %s %r", method, path, status, tokens, seconds * 1e3, address, client)
 
     def sample(self, held: dict[str, tuple[int, int]]) -> None:
-        """Take what the curves show, once every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""
+        """Add a sample to the curves, every SAMPLE_SECONDS. `held` is as in `to_prometheus`."""
         now, use = time.monotonic(), self.device_use() if self.device_use else None
         memory = self.device_memory()[0] if self.device_memory else _resident()
         state = {
@@ -218,36 +212,23 @@ class Monitor:
     def status(self, held: dict[str, tuple[int, int]]) -> dict:
         """Return the numbers of the live page: times in seconds, sizes in bytes, curves oldest first."""
         now = time.monotonic()
-        device, device_total, device_peak = self.device_memory() if self.device_memory else (None, None, None)
+        device = self.device_memory() if self.device_memory else (None, None, None)
         with self._lock:
             sums, latencies = self._sums, sorted(self._latencies)
-            padded = sums["padded"] or 1
+            padded, (p50, p99) = sums["padded"] or 1, _quantiles(latencies)
             return {
                 "time": time.time(),
                 "uptime": now - self._began,
                 "history": [{"seconds": history.seconds, **history.curves(now)} for history in self._histories],
-                "latency": {
-                    "p50": quantile(latencies, 0.5),
-                    "p99": quantile(latencies, 0.99),
-                    "requests": len(latencies),
-                },
+                "latency": {"p50": p50, "p99": p99, "requests": len(latencies)},
                 "requests": {str(status): count for status, count in sorted(self._statuses.items())},
                 "tokens": sums["tokens"],
                 "saved_by_sharing": sums["sharing"] / padded,
                 "saved_by_packing": sums["packing"] / padded,
                 "batch_fill": sums["fed"] / (sums["budget"] or 1),
-                "memory": {
-                    "resident": _resident(),
-                    "device": device,
-                    "device_total": device_total,
-                    "device_peak": device_peak,
-                },
+                "memory": {"resident": _resident(), **dict(zip(_DEVICE, device, strict=True))},
                 "clients": [
-                    {
-                        **asdict(client),
-                        "waiting": held.get(key, (0, 0))[0],
-                        "last_seen": now - client.last_seen,
-                    }
+                    asdict(client) | {"waiting": held.get(key, (0, 0))[0], "last_seen": now - client.last_seen}
                     for key, client in reversed(self._clients.items())
                     if key in held or now - client.last_seen <= _CLIENT_SECONDS
                 ],
@@ -255,7 +236,7 @@ class Monitor:
             }
 
     def summary(self, held: dict[str, tuple[int, int]]) -> str | None:
-        """Return a line on what happened since the last call, or None where nothing did."""
+        """Return a line on the time since the last call; None if nothing happened."""
         with self._lock:
             last_time, last_statuses, last_tokens = self._reported
             now = time.monotonic()
@@ -265,9 +246,7 @@ class Monitor:
         if not new and not scored and not held:
             return None
         codes = ", ".join(f"{count} x {status}" for status, count in sorted(new.items())) or "none"
-        times = ""
-        if latencies:
-            times = f", p50 {quantile(latencies, 0.5) * 1e3:.0f} ms, p99 {quantile(latencies, 0.99) * 1e3:.0f} ms"
+        times = ", p50 {:.0f} ms, p99 {:.0f} ms".format(*(1e3 * x for x in _quantiles(latencies))) if latencies else ""
         waiting, memory = sum(tokens for tokens, _ in held.values()), (_resident() or 0) >> 20
         return (
             f"last {now - last_time:.0f} s: answers {codes}{times}; {scored / (now - last_time):.0f} "
@@ -278,6 +257,11 @@ class Monitor:
 def quantile(ordered: list[float], share: float) -> float | None:
     """Return the smallest value that at least this share of the values does not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+
+
+def _quantiles(ordered: list[float]) -> tuple[float | None, float | None]:
+    """Return p50 and p99."""
+    return quantile(ordered, 0.5), quantile(ordered, 0.99)
 
 
 def _resident() -> int | None:

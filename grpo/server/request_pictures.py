@@ -1,4 +1,4 @@
-"""The pictures of requests: do they fit the ids that stand for them? They are prepared before their request waits."""
+"""The pictures of requests, checked against the ids that stand for them, and prepared before their request waits."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ _AT_ONCE = 2  # requests whose pictures are prepared at a time, so that the mode
 
 
 class PictureCheck:
-    """The check of requests to a model, with the processor of a vision-language model.
+    """Checks requests to a model, with the processor of a vision-language model.
 
-    A request's own thread decodes and resizes its pictures, so that the worker need not, and others wait for neither.
-    The processor keeps what it prepared last: what is gone from there when its turn comes, the worker prepares again.
+    A request's own thread decodes and resizes its pictures, so that the scorer and other requests need not wait for
+    that. The processor keeps the pictures that it prepared last; the scorer prepares again those that are not kept.
     """
 
     def __init__(self, processor: PictureProcessor | None, vision: Vision | None):
-        self._processor, self._vision = processor, vision
+        self.processor, self.vision = processor, vision
         if processor is not None:
             processor.kept_bytes = _KEPT_BYTES
         self._preparing = threading.Semaphore(_AT_ONCE)
 
     def check(self, request: LogprobsRequest) -> None:
-        """Refuse pictures that the model does not take, are damaged, or do not fit the ids of their prompt.
-
-        Raises ProtocolError: 400 for a damaged picture, else 422.
-        """
-        if self._processor is None:
+        """Raise ProtocolError: 400 for a damaged picture, 422 for pictures that do not fit the model or the ids."""
+        if self.processor is None:
             if request.pictures:
                 raise ProtocolError(422, "no_pictures", "this server's model takes no pictures: send text alone")
             return
@@ -41,35 +38,33 @@ class PictureCheck:
         for row, (prompt, _) in enumerate(request.sequences()):
             if prompt is before:
                 continue
-            places = int((np.asarray(prompt) == self._processor.token_id).sum())
+            places = int((np.asarray(prompt) == self.processor.token_id).sum())
             if isinstance(prompt, PicturedPrompt):
                 with self._preparing:
                     self._check_prompt(row, prompt, places)
             elif places:
-                raise _wrong(row, f"has {places} tokens of a picture (id {self._processor.token_id}) and no picture")
+                raise _wrong(row, f"has {places} tokens of a picture (id {self.processor.token_id}) and no picture")
             before = prompt
 
     def _check_prompt(self, row: int, prompt: PicturedPrompt, places: int) -> None:
         made = 0
         try:
-            # One at a time: no more are prepared than the ids, which are limited, stand for.
             for picture in prompt.pictures:
-                made += self._processor.count([picture])
-                if made > places:
+                made += self.processor.count([picture])
+                if made > places:  # prepare no more pictures than the ids, which are limited, stand for
                     break
             if made == places:
-                self._vision.first_position(prompt)
+                self.vision.first_position(prompt)
         except PictureError as error:
             raise malformed(f"a picture of sequence {row} {error}") from error
         except MemoryError:
             raise
-        # The processor's and the model's own code: what it raises for a picture of an odd shape, or for ids in another
-        # order than its pictures, is its affair.
+        # The code of processor and model may raise anything for a picture of an odd shape, or for ids in another order.
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             raise _wrong(row, f"has pictures that this model cannot be fed ({reason})") from error
         if made != places:
-            counts = f"{places} tokens of a picture (id {self._processor.token_id}), and its pictures make"
+            counts = f"{places} tokens of a picture (id {self.processor.token_id}), and its pictures make"
             raise _wrong(row, f"has {counts} {'more' if made > places else made}")
 
 

@@ -41,13 +41,13 @@ def completion_logprobs(
 
 
 class Scorer:
-    """A thread that answers what is in the queue, with a frozen model.
+    """A thread that answers the queue's requests with a frozen model.
 
-    A request that fails gets that failure as its error. After it the worker scores a sequence of its own: if that fails
-    too, the model or its device is broken, and the worker ends and calls `on_death` once, with the exception. So it
-    does where an exchange fails, which may leave the model half changed; an exchange after which that sequence fails is
-    undone. A batch that does not fit the memory is halved, then and from then on; a request with a sequence that does
-    not fit alone gets a 507.
+    A request that fails gets that failure as its error. Then the scorer scores a probe, a sequence of its own. If that
+    fails too, the model or its device is broken: the scorer calls `on_death` once, with the exception, and ends. So it
+    does after a failed exchange, which may leave the model half changed. An exchange after which the probe fails is
+    undone. After a batch that does not fit the memory, the budget is halved for good; a request with a sequence that
+    does not fit alone gets a 507.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Scorer:
         self._thread.start()
 
     def close(self, seconds: float | None = None) -> None:
-        """Accept nothing new and finish what is queued; return when that is done or the time is over."""
+        """Accept nothing new and finish the queued requests; return when that is done or the time is over."""
         self._queue.close()
         self._thread.join(seconds)
 
@@ -78,34 +78,28 @@ class Scorer:
                     self._exchange(work)
                 else:
                     self._answer(work)
-            # Only what makes every later answer wrong or impossible comes here.
-            except Exception as death:
+            except Exception as death:  # every later answer would be wrong or impossible
                 self._queue.abandon()
                 self._on_death(death)
                 return
 
     def _exchange(self, exchange: Exchange) -> None:
-        """Change the model, and change it back where it scores nothing. Raise what leaves it half changed."""
+        """Change the model, and change it back if it scores nothing. Raise an error that leaves it half changed."""
         refusal = None
         exchange.action()
         try:
             self._probe()
-        # Any failure here is the new weights': nothing else has changed.
-        except Exception as flaw:
+        except Exception as flaw:  # of the new weights: nothing else has changed
             log.error("the new model scores nothing (%s): the old one is put back", flaw)
             exchange.undo()
             refusal = ProtocolError(422, "wrong_weights", f"with these weights nothing can be scored: {flaw}")
         self._queue.finish_exchange(refusal)
 
     def _answer(self, batch: Batch) -> None:
-        """Score a batch; where that fails, each of its jobs alone, so that a failure is that job's own.
-
-        Raise what fails in the worker's own sequence after a job has failed.
-        """
+        """Score a batch; if that fails, score each job alone. Raise the error of the probe after a failed job."""
         try:
             self._score(batch)
-        # Whatever fails in one request must not end the service of the others.
-        except Exception as error:
+        except Exception as error:  # of one request: it must not end the service of the others
             jobs = list(dict.fromkeys(job for job, _ in batch))
             if len(jobs) > 1:
                 for job in jobs:
@@ -137,7 +131,7 @@ class Scorer:
                 batch[places[0]][0].refusal = ProtocolError(507, "out_of_memory", message)
 
     def _forward(self, sequences: Sequences, temperature: float) -> list[np.ndarray] | None:
-        """Return float32 answers, one array a sequence, or None where the memory does not suffice."""
+        """Return float32 answers, one array a sequence, or None if the memory does not suffice."""
         try:
             began = time.monotonic()
             answers, fed = self._compute(self._model, self._batcher, sequences, temperature)
@@ -163,16 +157,8 @@ class Scorer:
         self._queue.tokens_per_second = self._scored / self._seconds
         # The last token of a completion predicts nothing: it is scored, and never fed.
         lengths = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in sequences]
-        self._on_pass(
-            Pass(
-                tokens=sum(lengths),
-                padded=max(lengths) * len(lengths),
-                fed=fed,
-                budget=self._queue.budget,
-                began=began,
-                seconds=seconds,
-            )
-        )
+        padded = max(lengths) * len(lengths)
+        self._on_pass(Pass(sum(lengths), padded, fed, self._queue.budget, began, seconds))
 
     def _cut_smaller(self, sequences: Sequences, places: list[int]) -> list[list[int]]:
         """Cut a pass that did not fit into smaller ones, and halve the budget for good until there are several."""
@@ -183,7 +169,7 @@ class Scorer:
         return [[places[index] for index in part] for part in parts]
 
     def _probe(self) -> None:
-        """Score a sequence of the worker's own. Raise what fails: then nothing can be scored any more."""
+        """Score a sequence of the scorer's own. Raise its error: nothing can be scored any more."""
         job = Job(LogprobsRequest.of([0], [[0]], 1.0))
         self._score([(job, 0)])
         if job.refusal is not None:

@@ -1,4 +1,4 @@
-"""The state that HTTP threads share, whatever the server's task is: who may ask, and how the server is."""
+"""The state that HTTP threads share, whatever the server's task is: who may ask, and whether the server is ready."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from grpo.wire.refusals import COMMIT_PATH, HEALTH_PATH, PAGE_PATH, WEIGHTS_PATH
 _UPDATE_PATHS = (WEIGHTS_PATH, COMMIT_PATH)
 _OPEN_PATHS = (PAGE_PATH, HEALTH_PATH)  # without the token they tell nothing: an empty page, and "ok"
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
-"""a Host header that no other site's page can send: its own name could lead here (DNS rebinding)"""
+"""a Host header that no other site's page can send: the name of its site could lead here (DNS rebinding)"""
 
 
 class Service:
-    """The state of a server. What it computes is a subclass's: ModelService, or PoolService."""
+    """The state of a server, for ModelService and PoolService."""
 
     def __init__(self, config: ServerConfig, model: ModelInfo):
         self.config = config
@@ -33,33 +33,33 @@ class Service:
         self._changing = threading.Lock()
 
     def load(self) -> None:
-        """Get ready to answer. Raises ConfigError where that cannot be."""
+        """Get ready to answer, or raise ConfigError."""
         raise NotImplementedError
 
     def description(self) -> str:
-        """Return what a ready server says of itself in the log."""
+        """Return the ready server's line in the log."""
         raise NotImplementedError
 
     def tidy(self) -> None:
-        """Do what is to be done each minute."""
+        """Clean up, once a minute."""
 
     def drain(self, seconds: float) -> None:
-        """Finish what is in hand, within so many seconds. The server accepts nothing new any more."""
+        """Finish the present requests, within so many seconds. The server accepts nothing new any more."""
 
     def close(self) -> None:
-        """Let go of files: every request is answered."""
+        """Close files: every request is answered."""
 
     def change_info(self, **changes) -> None:
         with self._changing:
             self.info = replace(self.info, **changes)
 
     def fail(self, death: Exception) -> None:
-        """End the server: it can answer nothing any more."""
+        """End the server, which can answer nothing any more."""
         self.death = death
         self.stop.set()
 
     def allows(self, authorization: str) -> bool:
-        """Return whether a request with this header may know and ask everything."""
+        """Return whether the sender of this header may ask everything."""
         if self.config.token is None:
             return True
         # Digests, because the time of compare_digest depends on whether the lengths are equal.
@@ -67,10 +67,7 @@ class Service:
         return hmac.compare_digest(sent.digest(), expected.digest())
 
     def admit(self, path: str, headers: dict[str, str]) -> tuple[bool, ProtocolError | None]:
-        """Return whether the sender may ask everything, and the refusal of a request whose body need not be read.
-
-        `headers` are named as in CGI.
-        """
+        """Return whether the sender may ask everything, and the refusal of a request whose body need not be read."""
         if self.allows(headers.get("AUTHORIZATION", "")):
             if self.config.token is None and (refusal := _foreign(headers)) is not None:
                 return False, refusal
@@ -87,7 +84,7 @@ class Service:
 
     @contextmanager
     def thread_of(self, threads: threading.Semaphore) -> Iterator[None]:
-        """Use a thread of the web server. Raises ProtocolError, 503, where requests of this kind have all they may."""
+        """Use a thread of the web server. Raises ProtocolError, 503, when requests of this kind use all they may."""
         if not threads.acquire(blocking=False):
             message = "as many requests of this kind are in work as there may be: come back in 1 s"
             raise ProtocolError(503, "busy", message, retry_after=1)
@@ -102,7 +99,7 @@ class Service:
             raise ProtocolError(503, status, f"the server is {status}", retry_after=2)
 
     def check_connected(self, is_gone: Callable[[], bool]) -> None:
-        """Raise ProtocolError where the client has closed the connection."""
+        """Raise ProtocolError if the client has closed the connection."""
         if is_gone():
             raise ProtocolError(499, "client_gone", "the connection was closed before the answer was there")
 
@@ -114,23 +111,22 @@ class Service:
         return self.info
 
     def metrics(self) -> bytes:
-        """Return what Prometheus reads."""
+        """Return the metrics for Prometheus."""
         return self.monitor.to_prometheus(self.held())
 
     def summary(self) -> str | None:
-        """Return a line for the log on what happened since the last call, or None where nothing did."""
+        """Return a line for the log on the time since the last call; None if nothing happened."""
         return self.monitor.summary(self.held())
 
     def status(self) -> dict:
-        """Return what the live page shows."""
+        """Return the numbers of the live page."""
         return {"health": self.current_info().to_dict(), **self.monitor.status(self.held())}
 
 
 def _foreign(headers: dict[str, str]) -> ProtocolError | None:
-    """Return a refusal where another site's page may be asking, from a browser of this machine.
+    """Return the refusal of a request that another site's page may send, from a browser of this machine.
 
-    Such a page must not use a server without a token. A browser always sends `Host`, and `Origin` with every request
-    that could change something.
+    A browser always sends `Host`, and `Origin` with every request that could change something.
     """
     host, origin = headers.get("HOST", ""), headers.get("ORIGIN")
     if host and not _THIS_MACHINE.fullmatch(host):

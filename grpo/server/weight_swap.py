@@ -1,8 +1,8 @@
 """The replacement of the served weights by uploaded ones, between two requests.
 
-The upload is checked as a whole first. The worker then copies it over the served weights, after the last request that
-came before it and before the first that came after, so no answer is of both. A card needs no room for a second model.
-The old weights lie in a file without a name as well: they are put back where nothing can be scored with the new ones.
+An upload is a safetensors file, sent in pieces, that has no name in its folder. It is checked as a whole first. The
+scorer then copies it over the served weights, between two requests, so no answer is of both. A card needs no room for a
+second model. A file keeps the old weights: they are put back if nothing can be scored with the new ones.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.tensors import LONGEST_HEADER, HeaderError, data_begins
 from grpo.wire.weights import Commit, FilePart
 
-# New weights on their way into the server: a safetensors file, sent in pieces, that has no name in its folder.
-
-
 log = logging.getLogger(__name__)
 
 
@@ -58,7 +55,6 @@ class UploadSlot:
     """
 
     def __init__(self, folder: str, weights: dict[str, torch.Tensor], patience: float):
-        """`weights` are those of the model that the upload is for."""
         self._folder, self._weights, self._patience = folder, weights, patience
         # A name, and more than the rest of an entry takes; parsing a stranger's JSON could fill the memory.
         self._longest_header = LONGEST_HEADER + sum(len(name) + 256 for name in weights)
@@ -68,12 +64,12 @@ class UploadSlot:
         self._lock = threading.Lock()
 
     def add(self, piece: FilePart, data: bytes) -> int:
-        """Keep a piece of an upload. Return how many bytes are here by now, from the first on without a gap.
+        """Keep a piece of an upload. Return how many bytes are here, from the first on without a gap.
 
-        Bytes that are here already are ignored, so a piece may come twice, and an empty one asks where to continue.
+        Bytes that are here already are ignored: a piece may come twice, and an empty one asks where to continue.
 
-        Raises ProtocolError: 400 for what reaches beyond the size, 409 for what would leave a gap, 422 for weights of
-        another model, 503 while there is another upload or no room on the disk.
+        Raises ProtocolError: 400 for a piece beyond the size, 409 for a gap, 422 for weights of another model, 503
+        while there is another upload or no room on the disk.
         """
         if piece.offset + len(data) > piece.size:
             raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
@@ -99,21 +95,21 @@ class UploadSlot:
             return upload.received
 
     def hold(self, sha256: str) -> Upload:
-        """Return the complete upload, and let no other take its place. Raises ProtocolError, 409, for a missing piece.
+        """Return the complete upload, and let no other take its place until `release`.
 
-        `release` ends it.
+        Raises ProtocolError, 409, for a missing piece.
         """
         with self._lock:
-            upload = self._upload
-            if upload is None or upload.sha256 != sha256 or upload.received < upload.size:
-                received = upload.received if upload is not None and upload.sha256 == sha256 else 0
+            upload = self._upload if self._upload is not None and self._upload.sha256 == sha256 else None
+            if upload is None or upload.received < upload.size:
+                received = upload.received if upload is not None else 0
                 message = f"the upload is not complete: {received} bytes of it are here"
                 raise ProtocolError(409, "missing_piece", message)
             upload.touched = math.inf
             return upload
 
     def release(self, upload: Upload, installed: bool) -> None:
-        """Make place for the next upload. The file of one that was installed stays open: it is the caller's."""
+        """Make place for the next upload. The file of an installed one stays open: it is the caller's."""
         with self._lock:
             if installed:
                 self._installed, self._upload = upload.sha256, None
@@ -123,8 +119,8 @@ class UploadSlot:
     def drop_abandoned(self) -> None:
         """Drop an upload that has stalled, and free its disk space."""
         with self._lock:
-            if self._upload is not None and self._seconds_left(self._upload) <= 0:
-                log.warning("an upload was abandoned after %d of %d bytes", self._upload.received, self._upload.size)
+            if (upload := self._upload) is not None and self._seconds_left(upload) <= 0:
+                log.warning("an upload was abandoned after %d of %d bytes", upload.received, upload.size)
                 self._drop()
 
     def _seconds_left(self, upload: Upload) -> float:
@@ -148,10 +144,7 @@ class UploadSlot:
             raise ProtocolError(422, "wrong_weights", message)
         try:
             file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-        except OSError as error:
-            raise _no_space(self._folder, error) from error
-        self._upload = Upload(piece.sha256, piece.size, file)
-        try:
+            self._upload = Upload(piece.sha256, piece.size, file)
             os.posix_fallocate(file.fileno(), 0, max(1, piece.size))  # a full disk is reported before the weights come
         except OSError as error:
             self._drop()
@@ -172,7 +165,7 @@ class UploadSlot:
                 self._check_shapes(upload.contents)
 
     def _check_shapes(self, contents: WeightsFile) -> None:
-        """Raise HeaderError where the names or shapes are not the model's."""
+        """Raise HeaderError for names or shapes that are not the model's."""
         sent, expected = contents.entries.keys(), self._weights.keys()
         for names, complaint in ((sent - expected, "this model has no"), (expected - sent, "these weights lack")):
             if names:
@@ -195,7 +188,7 @@ def _no_space(folder: str, error: OSError) -> ProtocolError:
 
 
 class WeightSwap:
-    """Takes uploaded weights and puts them in place of those of the model. All methods may be called by any thread."""
+    """Replaces the model's weights by uploaded ones. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -206,10 +199,10 @@ class WeightSwap:
         patience: float,
         on_swap: Callable[[str, str], None],
     ):
-        """`folder` keeps the uploads, each for `patience` seconds without a new piece. `on_swap` is called with the
-        new fingerprint and the SHA-256 of the weights' file.
+        """`folder` keeps an upload for `patience` seconds without a new piece. `on_swap` is called with the new
+        fingerprint and the SHA-256 of the file.
 
-        Raises ConfigError for a folder that cannot be written, or a model of which parts are not in memory.
+        Raises ConfigError for a folder that cannot be written, an adapter, or a model that is not all in memory.
         """
         self._queue, self._model, self._inputs = queue, model, inputs_fingerprint
         self._folder, self._on_swap = folder, on_swap
@@ -234,43 +227,43 @@ class WeightSwap:
         self._uploads = UploadSlot(folder, self._weights, patience)
 
     def add(self, query: Mapping[str, str], data: bytes) -> dict:
-        """Keep a piece of an upload; return how far it is. Raises ProtocolError as UploadSlot.add does."""
+        """Keep a piece of an upload; return how many bytes are here. Raises ProtocolError as UploadSlot.add does."""
         return {"received": self._uploads.add(FilePart.of(query), data)}
 
     def commit(self, query: Mapping[str, str]) -> dict:
-        """Swap in what was uploaded; return when that is done. A commit may be repeated: the second does nothing.
+        """Swap in the uploaded weights; return when that is done. A repeated commit does nothing.
 
-        Raises ProtocolError: 409 where another model is served than the one to replace, a piece is missing, or the
-        bytes are not those that were announced; 422 for weights of another model, not finite, or with which nothing
-        can be scored; 503 when the server is ending.
+        Raises ProtocolError: 409 for another served model than the one to replace, a missing piece, or bytes that are
+        not the announced ones; 422 for weights of another model, not finite, or with which nothing can be scored; 503
+        when the server is ending.
         """
         commit = Commit.of(query)
         with self._committing:
             served = self._queue.fingerprint
-            if served != commit.becomes:
-                if served != commit.replaces:
-                    message = f"the model is {served} and not {commit.replaces}: it was restarted or updated"
-                    raise ProtocolError(409, "wrong_model", message)
-                began = time.monotonic()
-                upload, installed = self._uploads.hold(commit.sha256), False
-                try:
-                    self._check(upload, commit)
-                    self._exchange(upload.contents, commit.becomes)
-                    installed = True
-                finally:
-                    self._uploads.release(upload, installed)
-                self._on_swap(commit.becomes, commit.sha256)
-                seconds = time.monotonic() - began
-                log.info("new weights: %s replaces %s (%.1f s)", commit.becomes, commit.replaces, seconds)
+            if served == commit.becomes:
+                return {"model_fingerprint": served}
+            if served != commit.replaces:
+                message = f"the model is {served} and not {commit.replaces}: it was restarted or updated"
+                raise ProtocolError(409, "wrong_model", message)
+            began = time.monotonic()
+            upload, installed = self._uploads.hold(commit.sha256), False
+            try:
+                self._check(upload, commit)
+                self._exchange(upload.contents, commit.becomes)
+                installed = True
+            finally:
+                self._uploads.release(upload, installed)
+            self._on_swap(commit.becomes, commit.sha256)
+            seconds = time.monotonic() - began
+            log.info("new weights: %s replaces %s (%.1f s)", commit.becomes, commit.replaces, seconds)
         return {"model_fingerprint": commit.becomes}
 
     def drop_abandoned(self) -> None:
-        """Do as UploadSlot.drop_abandoned."""
         self._uploads.drop_abandoned()
 
     def _check(self, upload: Upload, commit: Commit) -> None:
         if upload.digest.hexdigest() != upload.sha256:
-            message = "what came is not what was announced (SHA-256 differs): send all of it again"
+            message = "the bytes are not the announced ones (SHA-256 differs): send all of it again"
             raise ProtocolError(409, "damaged", message)
         if upload.contents is None:
             raise ProtocolError(422, "wrong_weights", "not safetensors: no header")
@@ -284,7 +277,7 @@ class WeightSwap:
             raise ProtocolError(422, "wrong_weights", message)
 
     def _exchange(self, contents: WeightsFile, becomes: str) -> None:
-        """Return when the new weights are served. Raises ProtocolError where the old ones have to stay."""
+        """Return when the new weights are served. Raises ProtocolError when the old ones have to stay."""
         self._queue.exchange(lambda: self._install(contents), lambda: self._install(self._kept), becomes).result()
         self._kept.close()
         self._kept = contents

@@ -396,7 +396,7 @@ def application(folders):
     service = ModelService(ServerConfig(task="reward", model_name_or_path=str(folders["qwen2"])))
     service.load()
     yield make_app(service)
-    service.worker.close()
+    service.scorer.close()
 
 
 def test_refused_requests_leave_nothing_in_memory(application):

@@ -36,7 +36,7 @@ def serving(folder, **settings):
     try:
         yield service
     finally:
-        service.worker.close(30)
+        service.scorer.close(30)
 
 
 def ask(service: ModelService, *requests: LogprobsRequest) -> list[np.ndarray]:
@@ -225,15 +225,15 @@ def test_pictures_that_do_not_fit_are_refused_and_the_next_request_is_answered(s
 def test_no_more_pictures_are_prepared_than_the_ids_stand_for(service, plain):
     """Else a small request would take much time."""
     one = prompt_of(plain, SMALL)
-    check = service._pictures
+    check = service.pictures
     counted = []
 
     class Counting:
-        token_id = check._processor.token_id
+        token_id = check.processor.token_id
 
         def count(self, files):
             counted.append(len(files))
-            return check._processor.count(files)
+            return check.processor.count(files)
 
     with pytest.raises(ProtocolError, match="make more"):
         PictureCheck(Counting(), None).check(LogprobsRequest.of(changed(one, files=[SMALL] * 256), [[5]], 1.0))
@@ -243,7 +243,7 @@ def test_no_more_pictures_are_prepared_than_the_ids_stand_for(service, plain):
 def test_what_is_kept_of_pictures_is_bounded_and_counts_their_files(folders, plain, monkeypatch):
     """A picture of few pixels may be a large file."""
     with serving(folders(FAMILY)) as service:
-        processor, vision = service._pictures._processor, service._pictures._vision
+        processor, vision = service.pictures.processor, service.pictures.vision
         processor.kept_bytes = 1 << 20
         large = PngInfo()
         large.add_text("comment", "x" * 300_000)
