@@ -1,7 +1,7 @@
-"""A run's servers of one task: which of them gets the next request, and which are out of rotation.
+"""A run's servers of one task: each gets requests by its measured speed.
 
-Requests go to each server by its measured speed. A server that fails is taken out of rotation. A background thread
-probes it, sends it the reference's weights if it has missed an update, and puts it back.
+A server that fails is taken out of rotation. A background thread probes it, sends it the reference's weights if it has
+missed an update, and puts it back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Deadline:
 
 
 class Server:
-    """What this process knows of one server. Once requests are in flight it changes under the Balancer's lock only."""
+    """The state of one server for this process. With requests in flight it changes under the Balancer's lock."""
 
     def __init__(self, url: str):
         self.url = url
@@ -44,7 +44,7 @@ class Server:
         self.active_since = 0.0
         """time of the last answer, or of the request that ended an idle period"""
         self.last_outcome = "has not answered yet"
-        """how the last request ended, as the rest of a sentence that begins with "it" """
+        """end of the last request, as the rest of a sentence that begins with "it" """
         self.in_rotation = True
         self.restored_at = 0.0
         """time of the last return to the rotation"""
@@ -72,8 +72,8 @@ class Balancer:
     """The servers of one task, as one process of the run sees them. Any thread may send a request."""
 
     def __init__(self, connection: Connection, urls: list[str], wanted: str, patience: float):
-        """`wanted` names the answers in messages. `patience`: seconds without any answer, or any progress of an update,
-        after which the servers are given up."""
+        """`wanted` names the answers in messages. After `patience` seconds without an answer, or progress of an update,
+        the servers are given up."""
         self.servers = [Server(url) for url in urls]
         self._connection, self._wanted, self._patience = connection, wanted, patience
         self._weights: WeightsToSend | None = None  # for a server that lacks them
@@ -90,11 +90,11 @@ class Balancer:
     def send(self, body: bytes, decode: Callable[[bytes], Answer], size: int, name: str, once: bool = False) -> Answer:
         """Send a request to one server after another until one answers; return the decoded answer.
 
-        `size` is what the request costs a server, in tokens; `name` stands for it in messages. With `once` it is sent
-        to one server, and RequestFailure is raised where that fails.
+        `size` is the request's cost for a server, in tokens; `name` stands for it in messages. With `once` the request
+        is sent to one server only, which may raise RequestFailure.
 
-        Raises ServersUnavailable where none answers in time, RequestRefused where one refuses the request, ServerError
-        where all have changed their model.
+        Raises ServersUnavailable when no server answers in time, RequestRefused when one refuses the request,
+        ServerError when all have changed their model.
         """
         deadline = Deadline(self._patience)
         while True:
@@ -123,10 +123,10 @@ class Balancer:
     def send_weights(self, weights: WeightsToSend) -> None:
         """Replace the model of all servers, and from now on use only those that have these weights.
 
-        Returns when each server has them or has failed at least once. The rest goes on in the background, now and
-        whenever a server has lost them by a restart.
+        Returns when each server has them or has failed at least once. A background thread serves the others, and later
+        every server that lost them by a restart.
 
-        Raises ServersUnavailable where no server has them and none has made progress for `patience` seconds.
+        Raises ServersUnavailable if no server has them and none has made progress for `patience` seconds.
         """
         self.use_only(weights.fingerprint)
         with self._changed:
@@ -185,15 +185,14 @@ class Balancer:
     def _release_server(
         self, server: Server, size: int, load: int, sent_at: float, failure: RequestFailure | None
     ) -> None:
-        """Record how a request ended, and take the server out of rotation where it failed. `load` is 0 where the server
-        refused it."""
+        """Record the end of a request, and take a failed server out of rotation. `load` is 0 for a refused request."""
         now = time.monotonic()
         with self._changed:
             server.requests -= 1
             server.tokens -= size
             if failure is None:
                 server.active_since, server.last_outcome = now, "answered the last time"
-                if load:  # a refusal comes at once, and says nothing about the speed
+                if load:  # a quick refusal says nothing about the speed
                     speed = load / max(now - sent_at, 1e-6)
                     server.speed = 0.75 * server.speed + 0.25 * speed if server.speed else speed
                 if server.failures and server.in_rotation:

@@ -1,4 +1,4 @@
-"""What the clients of both tasks share: the threads that send requests, and the wait at the start."""
+"""The base of the clients of both tasks: the threads that send requests, and the wait at the start."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ class TaskClient:
         self._threads = ThreadPoolExecutor(IN_FLIGHT * len(urls), thread_name_prefix=f"{task}-client")
 
     def close(self) -> None:
-        """Send nothing more; what still waits raises ServerError. A thread whose request is in flight ends with it."""
+        """Send nothing more: waiting requests raise ServerError. A thread whose request is in flight ends with it."""
         self.balancer.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_servers(self, kind: str, remedy: str) -> dict[str, ServerInfo]:
-        """Wait until every server is ready; return by URL what each says of itself. `remedy` ends the message.
+        """Wait until every server is ready; return their descriptions by URL. `remedy` ends the message.
 
-        Logs each minute what it waits for, and more often at first. The first line has the remedy, and a line says what
-        the servers answered where that is news. The last line names the servers' pages. A server that is loading its
-        model has LONGEST_LOADING seconds; `ref_startup_timeout` is for a server that does not say so.
+        Logs each minute which servers it waits for, and more often at first. The first line has the remedy; new answers
+        of the servers are named once; the last line names the servers' pages. A server that is loading its model has
+        LONGEST_LOADING seconds, any other `ref_startup_timeout`.
 
-        Raises ServersUnavailable after that time, ServerError where waiting cannot help: a refused token, a certificate
-        that does not verify.
+        Raises ServersUnavailable after that time, ServerError for a refused token or certificate.
         """
         began, patience, next_log = time.monotonic(), self._config.ref_startup_timeout, FIRST_LINE
         deadlines = {server: Deadline(patience) for server in self.balancer.servers}

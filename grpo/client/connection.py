@@ -109,7 +109,7 @@ class Connection:
         return response
 
     def health(self, url: str) -> ServerInfo:
-        """Return what a ready server says of itself. Raises RequestFailure, or ServerError where waiting is no help."""
+        """Return a ready server's description. Raises RequestFailure, or ServerError if waiting cannot help."""
         try:
             response = self._session().get(url + HEALTH_PATH, timeout=CONNECT_SECONDS)
         except requests.RequestException as error:

@@ -1,4 +1,4 @@
-"""The reference servers' client: a group goes out when it is generated, its log-probs come back when they are ready.
+"""The clients of reference servers and of a reward model's server (python ref_server.py --task reward).
 
 A request is stateless. It is sent again, to another server if there is one, until a server answers or the deadline
 passes: a server that is killed and restarted costs time and nothing else.
@@ -39,26 +39,15 @@ def check_reference(
     any_version: bool = False,
     has_pictures: bool = False,
 ) -> None:
-    """Refuse a reference that is another model than the policy starts from, or that takes shorter sequences.
+    """Raise ServerError for a reference of another model than the policy starts from, or of shorter sequences.
 
-    Where the run's prompts have pictures, refuse also one that takes none: a text model's, or an older program. Another
-    model with the policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`,
-    where it may be a later reference of this run. Raises ServerError.
+    With `has_pictures` also for a reference without pictures: a text model's, or an older program. Another model with
+    the policy's tokenizer and processor is accepted with `allow_other_reference`, and with `any_version`, when it may
+    be a later reference of this run.
     """
     urls = " ".join(config.ref_servers)
     restart = f"restart it with --model_name_or_path {config.model_name_or_path}"
-    if has_pictures and not reference.processor_fingerprint:
-        raise ServerError(
-            f"{urls} serves {reference.name} without pictures, and prompts of this run have some: {restart}, of the "
-            "trainer's version"
-        )
-    differs = reference.processor_fingerprint and reference.processor_fingerprint != policy.processor_fingerprint
-    if policy.processor_fingerprint and differs and (has_pictures or not config.allow_other_reference):
-        limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
-        raise ServerError(
-            f"{urls} serves {reference.name} and prepares pictures in another way than this run: restart it with the "
-            f"trainer's settings, {' and '.join(limits)}, and the same preprocessor_config.json"
-        )
+    _check_processor(config, policy, reference, has_pictures)
     if reference.tokenizer_fingerprint != policy.tokenizer_fingerprint:
         raise ServerError(f"{urls} serves {reference.name}, whose tokenizer is not that of {policy.name}: {restart}")
     if reference.vocab_size != policy.vocab_size:
@@ -100,6 +89,22 @@ def check_reference(
     )
 
 
+def _check_processor(config: TrainerConfig, policy: ModelInfo, reference: ModelInfo, has_pictures: bool) -> None:
+    urls = " ".join(config.ref_servers)
+    if has_pictures and not reference.processor_fingerprint:
+        raise ServerError(
+            f"{urls} serves {reference.name} without pictures, and prompts of this run have some: restart it with "
+            f"--model_name_or_path {config.model_name_or_path}, of the trainer's version"
+        )
+    differs = reference.processor_fingerprint and reference.processor_fingerprint != policy.processor_fingerprint
+    if policy.processor_fingerprint and differs and (has_pictures or not config.allow_other_reference):
+        limits = (f"{name} {getattr(config, name) or 'unset'}" for name in ("min_pixels", "max_pixels"))
+        raise ServerError(
+            f"{urls} serves {reference.name} and prepares pictures in another way than this run: restart it with the "
+            f"trainer's settings, {' and '.join(limits)}, and the same preprocessor_config.json"
+        )
+
+
 class ReferenceClient(TaskClient):
     """The client of the reference servers. `balancer` sends them new weights."""
 
@@ -114,15 +119,13 @@ class ReferenceClient(TaskClient):
         With `any_version` each may have another of this run's references: the balancer's `send_weights` or `use_only`
         names the right one afterwards.
 
-        Raises ServersUnavailable as `wait_for_servers`, ServerError for differing models or servers that take no
-        updates where the run needs them.
+        Raises ServersUnavailable as `wait_for_servers`, ServerError for differing models, or missing updates that the
+        run needs.
         """
         config = self._config
-        servers = self.wait_for_servers(
-            "reference",
-            f"'python ref_server.py --model_name_or_path {config.model_name_or_path}' there, or set ref_servers to "
-            "where it is, or beta to 0 to train without",
-        )
+        start = f"'python ref_server.py --model_name_or_path {config.model_name_or_path}' there"
+        remedy = f"{start}, or set ref_servers to its address, or beta to 0 to train without"
+        servers = self.wait_for_servers("reference", remedy)
         first_url = config.ref_servers[0]
         first = servers[first_url].model
         for url, server in servers.items():
@@ -151,35 +154,34 @@ class ReferenceClient(TaskClient):
     ) -> list[Future[list[np.ndarray]]]:
         """Request the log-probs of groups, each (name in messages, prompt, completions); return at once.
 
-        Small groups share a request, and none for `ref_deadline` seconds after one of these has failed. Each group's
-        future gives float32 [len(completion)] for each completion, or raises ServerError.
+        Small groups share a request; after a failed one, no groups do for `ref_deadline` seconds. Each group's future
+        gives float32 [len(completion)] for each completion, or raises ServerError.
         """
         asked: list[_Asked] = [
             (LogprobsRequest.of(prompt_ids, completions, self._config.temperature, name, self._client_id), Future())
             for name, prompt_ids, completions in groups
         ]
-        for shared in _cut(asked) if self._may_share() else ([one] for one in asked):
+        for shared in cut_requests(asked) if self._may_share() else ([request] for request in asked):
             self._threads.submit(self._answer, shared).add_done_callback(partial(_cancel_with, shared))
         return [future for _, future in asked]
 
     def _answer(self, asked: list[_Asked]) -> None:
-        """Send what is cut together, and give each its answer. Where one has none, those after it fail too."""
+        """Send requests together, and give each future its answer. After a failed request the later ones fail too."""
         asked = [(request, future) for request, future in asked if future.set_running_or_notify_cancel()]
         answers = self._get_answers([request for request, _ in asked])
         try:
             for (_, future), logprobs in zip(asked, answers, strict=True):
                 future.set_result(logprobs)
-        # Like an executor's: whatever it is, it is raised where the answer is waited for.
-        except Exception as error:
+        except Exception as error:  # raised to whoever waits for the answer, as by an executor
             for _, future in asked:
                 if not future.done():
                     future.set_exception(error)
 
     def _get_answers(self, requests: list[LogprobsRequest]) -> Iterator[list[np.ndarray]]:
-        """Send requests as one, and one after the other where that fails; yield the log-probs of each.
+        """Send requests as one, or one after the other if that fails; yield the log-probs of each.
 
         A slow server may answer each in time and not all together, and a small queue may have no room for all. So the
-        one is sent once, and each of the others until `ref_deadline`.
+        shared request is sent once, and each of the others until `ref_deadline`.
         """
         if len(requests) > 1 and self._may_share():
             try:
@@ -204,10 +206,10 @@ class ReferenceClient(TaskClient):
         return np.split(logprobs, np.cumsum(request.completion_lengths)[:-1])
 
 
-def _cut(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:
-    """Cut what is asked into requests of up to SHARED_TOKENS; a larger one, or one with pictures, is by itself.
+def cut_requests(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:
+    """Share out groups to requests of up to SHARED_TOKENS; a larger group, or one with pictures, is by itself.
 
-    Groups of equal prompts are apart: a deterministic server would compute them together, as it does not otherwise.
+    Groups of equal prompts share no request: a deterministic server would compute them in one pass.
     """
     shared: list[_Asked] = []
     prompts: set[bytes] = set()
@@ -226,13 +228,10 @@ def _cut(asked: Iterable[_Asked]) -> Iterator[list[_Asked]]:
 
 
 def _cancel_with(asked: list[_Asked], work: Future[None]) -> None:
-    """Where the client was closed before it sent a request, cancel what was asked in it."""
+    """Cancel the futures of a request that was not sent: the client was closed."""
     if work.cancelled():
         for _, future in asked:
             future.cancel()
-
-
-# The client of a reward model on a server of its own (python ref_server.py --task reward).
 
 
 _CHATS_PER_REQUEST = 16  # few enough that a request which fails is cheap to send again
@@ -247,13 +246,12 @@ class RewardClient(TaskClient):
 
     def wait_ready(self) -> None:
         """Wait until the server is ready. Raises ServersUnavailable, ServerError as `wait_for_servers`."""
-        servers = self.wait_for_servers(
-            "reward", "'python ref_server.py --task reward' there, or name it in reward_funcs where it is"
-        )
+        remedy = "'python ref_server.py --task reward' there, or name its address in reward_funcs"
+        servers = self.wait_for_servers("reward", remedy)
         self.connection.fingerprint = servers[self._url].model.fingerprint
 
     async def score(self, conversations: list[list[Message]]) -> list[float]:
-        """Return one float32 per conversation. Raises ServerError where the server refuses them, or is too late."""
+        """Return one float32 per conversation. Raises ServerError if the server refuses them, or is too late."""
         futures = []
         for start in range(0, len(conversations), _CHATS_PER_REQUEST):
             chats = conversations[start : start + _CHATS_PER_REQUEST]

@@ -4,7 +4,7 @@ ServerError (a RuntimeError)   the servers cannot serve this run: it ends
 +-- ServersUnavailable         no server answered before the deadline
 +-- ServersLost                a rank has no answer; every rank raises it at the same place
 +-- RequestRefused             a server refuses this request; it may take another
-+-- ResultRefused              the pool does not take a worker's completions; the worker may go on
++-- ResultRefused              the pool does not take a worker's completions; the worker may continue
 RequestFailure                 one request failed: the client sends it again
 +-- ModelLoading               the server is loading its model
 +-- ModelOutdated              the server has weights that this run has replaced
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class ServerError(RuntimeError):
-    """A fault that ends the run. The message names the server, what it answered, and the remedy."""
+    """A fault that ends the run. The message names the server, its answer, and the remedy."""
 
 
 class ServersUnavailable(ServerError):
@@ -35,14 +35,14 @@ class ResultRefused(ServerError):
 
 
 class RequestFailure(Exception):
-    """A request that failed where another may not. The message follows the server's URL in a sentence."""
+    """A failed request that may be sent again. The message follows the server's URL in a sentence."""
 
     def __init__(self, reason: str, retry_after: float = 0.0, other_model: str = ""):
         super().__init__(reason)
         self.retry_after = retry_after
-        """seconds after which the server wants the next request; 0 where it named no time"""
+        """seconds after which the server wants the next request; 0 if it named no time"""
         self.other_model = other_model
-        """fingerprint of the model that the server has, where this run never had that one"""
+        """fingerprint of the server's model, if this run never had that model"""
 
 
 class FileFailure(RequestFailure):

@@ -1,4 +1,4 @@
-"""What all clients do alike: sessions, files in pieces, and the error of each fault of a network or a proxy."""
+"""HTTP for all clients: sessions, files in pieces, and the error of each fault of a network or a proxy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_PAUSE = 5.0  # seconds between two tries
 
 
 def check_certificates(ref_ca_file: str | None) -> str | bool:
-    """Return what a session verifies by. Raises ServerError where `ref_ca_file` holds no certificate."""
+    """Return the `verify` of a session. Raises ServerError if `ref_ca_file` holds no certificate."""
     if not ref_ca_file:
         return True
     try:
@@ -50,7 +50,7 @@ def send_pieces(
 ) -> Iterator[None]:
     """Send a file by `post(query, body)`, from where an earlier upload of it ended. Yields after each piece.
 
-    Raises RequestFailure where the server does not take it in, and what `post` raises.
+    Raises RequestFailure if the server does not take it in, and the errors of `post`.
     """
     data, received = b"", 0
     while True:
@@ -78,7 +78,7 @@ def connection_failed(error: requests.RequestException) -> RequestFailure:
 
 
 def certificate_refused(url: str, error: requests.RequestException) -> ServerError | None:
-    """Return the error of a certificate that does not verify; None where that is not what failed."""
+    """Return the error of a certificate that does not verify; None for another failure."""
     if not isinstance(root := root_cause(error), ssl.SSLCertVerificationError):
         return None
     return ServerError(
@@ -103,7 +103,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def read_error_code(response: requests.Response) -> str:
-    """Return the code of a refusal of ours; "" where the answer is none."""
+    """Return the code of a refusal of ours; "" for any other answer."""
     try:
         return str(response.json()["error"]["code"])
     except (ValueError, KeyError, TypeError):
@@ -118,7 +118,7 @@ def read_error_message(response: requests.Response) -> str:
 
 
 def first_line(response: requests.Response) -> str:
-    """Return the first line of a body that is not ours; of a web page, that it is one."""
+    """Return the first line of a foreign body; for a web page, say that it is one."""
     line = response.text.strip().partition("\n")[0][:200]
     return "a web page: another program or a proxy answers there" if line.startswith("<") else line
 

@@ -70,7 +70,7 @@ class History:
         with np.errstate(divide="ignore", invalid="ignore"):  # 0 / 0 is unknown
             curves = {
                 "tokens_per_second": slots["tokens"] / self.seconds,
-                "busy": np.minimum(slots["seconds"] / self.seconds, 1),  # a pass is spread only about where it was
+                "busy": np.minimum(slots["seconds"] / self.seconds, 1),  # the time of a pass is not exact
                 "batch_fill": slots["fed"] / slots["budget"],
                 "p50": _quantiles(slots["latencies"], 0.5),
                 "p99": _quantiles(slots["latencies"], 0.99),

@@ -29,12 +29,11 @@ class ModelInfo:
     quantization: str = "none"
     """how the weights are stored: none, 8bit or 4bit"""
     processor_fingerprint: str = ""
-    """fingerprint of what prepares pictures: equal when pixels and picture tokens are; empty where no pictures are
-    taken"""
+    """fingerprint of the picture processor: equal when pixels and picture tokens are; empty for a model of text"""
 
     @property
     def inputs_fingerprint(self) -> str:
-        """Return what tells two ways to make a model's inputs apart."""
+        """Fingerprint of tokenizer and picture processor."""
         return self.tokenizer_fingerprint + self.processor_fingerprint
 
 
@@ -50,7 +49,7 @@ class ServerInfo:
     takes_updates: bool = False
     """whether a trainer may replace the weights"""
     task: str = "logprobs"
-    """what the server computes: logprobs, reward (grpo/wire/rewards.py) or rollouts"""
+    """the server's task: logprobs, reward (grpo/wire/rewards.py) or rollouts"""
 
     def to_dict(self) -> dict[str, str | int | bool]:
         """Return the fields of version 1 in their order: server and model in one flat object."""
@@ -78,9 +77,9 @@ class ServerInfo:
 
     @classmethod
     def from_json(cls, body: bytes) -> ServerInfo:
-        """Read the flat object; unknown fields are ignored, and missing ones get their defaults.
+        """Read the flat object; ignore unknown fields, and give missing ones their defaults.
 
-        Raises ValueError where the body is not a version 1 health answer.
+        Raises ValueError for a body that is not a version 1 health answer.
         """
         fields = json.loads(body)
         if not isinstance(fields, dict) or fields.get("version") != VERSION or "status" not in fields:

@@ -1,6 +1,6 @@
 """The fields of JSON bodies, each checked by its kind.
 
-What does not fit is refused with ProtocolError, 400: the field's name, what came, and what to send.
+A wrong value is refused with ProtocolError, 400: the field's name, the value, and the remedy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from grpo.wire.refusals import check_name, malformed
 
 LARGEST_ID = 2**31 - 1
-"""what an int32 holds: ids of tokens, groups and versions go as such"""
+"""largest int32: ids of tokens, groups and versions are sent as int32"""
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def read_fields(cls, content: object):
-    """Make a dataclass of a JSON object that has its fields, and no others; their values are unchecked."""
+    """Make a dataclass of a JSON object that has its fields and no others; do not check their values."""
     if not isinstance(content, dict):
         raise malformed(f"{cls.__name__}: no object")
     if unknown := content.keys() - {field.name for field in fields(cls)}:
@@ -40,27 +40,27 @@ def read_fields(cls, content: object):
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse what is no text, or longer than a name."""
+    """Refuse all but a text that is no longer than a name."""
     if not isinstance(value, str):
         raise malformed(f"{name}: send a text")
     check_name(name, value)
 
 
 def check_int(name: str, value: object, least: int, most: int = LARGEST_ID) -> int:
-    """Return the value; refuse what is no integer from `least` to `most`."""
+    """Return the value; refuse all but an integer from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:
         raise malformed(f"{name} {shown(value)}: send an integer from {least} to {most}")
     return value
 
 
 def check_amount(name: str, value: object) -> None:
-    """Refuse what is no number from 0 to a billion."""
+    """Refuse all but a number from 0 to a billion."""
     if not (is_number(value) and 0 <= value < 1e9):
         raise malformed(f"{name} {shown(value)}: send a number of at least 0")
 
 
 def check_hex(name: str, value: object, digits: int) -> None:
-    """Refuse what is not so many hex digits in lower case."""
+    """Refuse all but so many hex digits in lower case."""
     if not isinstance(value, str) or len(value) != digits or set(value) - set("0123456789abcdef"):
         raise malformed(f"{name} {shown(value)}: send {digits} hex digits")
 
@@ -73,9 +73,10 @@ def read_ints(name: str, value: object) -> list[int]:
 
 
 def find_unrecordable(value: Any, deepest: int) -> str:
-    """Return what in a value of JSON no record of a run can hold, nor Python copy; "" where there is nothing.
+    """Return the fault of a JSON value that no record of a run can hold; "" if there is none.
 
-    That is more than `deepest` lists and objects within each other, or what Python's json takes and others do not.
+    Python cannot copy more than `deepest` lists and objects within each other, and other readers refuse some of the
+    values that Python's json takes.
     """
     depth, level = 0, [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:
@@ -96,6 +97,6 @@ def is_number(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message has it, shortened."""
-    # The text of nested lists may be as long as the body, and so deep that making it fails.
+    """Return a value for a message, shortened."""
+    # The text of nested lists may be as long as the body, and too deep for Python to make.
     return repr(str(value)[:80]) if isinstance(value, str | int | float | None) else f"({type(value).__name__})"

@@ -44,7 +44,7 @@ class LogprobsRequest:
     client: str = ""
     """name under which the request takes its turn, shared by all requests of it; empty means the sender's address"""
     pictures: Sequence[tuple[bytes, ...]] = ()
-    """the pictures of each sequence's prompt, encoded; empty where no prompt has any"""
+    """the pictures of each sequence's prompt, encoded; empty for a request without pictures"""
 
     @classmethod
     def of(
@@ -55,7 +55,7 @@ class LogprobsRequest:
         request_id: str = "",
         client: str = "",
     ):
-        """Make a request of the completions of one prompt, a PicturedPrompt where it has pictures."""
+        """Make a request of the completions of one prompt, which may be a PicturedPrompt."""
         pictures = pictures_of(prompt_ids)
         return cls(
             np.concatenate([np.asarray([*prompt_ids, *completion], np.int32) for completion in completions]),
@@ -69,10 +69,8 @@ class LogprobsRequest:
 
     @classmethod
     def joined(cls, requests: Sequence[LogprobsRequest]):
-        """Make one request of several of one client, without pictures if they are more than one."""
+        """Make one request of several requests of one client, all without pictures."""
         first, *others = requests
-        if not others:
-            return first
         name = f"{first.request_id} and {len(others)} more"
         tensors = {field: np.concatenate([getattr(request, field) for request in requests]) for field in _SEQUENCES}
         return replace(first, request_id=name, **tensors)
@@ -80,7 +78,7 @@ class LogprobsRequest:
     def sequences(self) -> list[tuple[np.ndarray | PicturedPrompt, np.ndarray]]:
         """Return (prompt ids, completion ids) of each sequence, in order; a prompt with pictures is a PicturedPrompt.
 
-        Sequences that follow each other share it where their prompt is the same.
+        Successive sequences of an equal prompt share its PicturedPrompt.
         """
         ends = np.cumsum(self.prompt_lengths.astype(np.int64) + self.completion_lengths)
         whole = np.split(self.input_ids, ends[:-1])
@@ -107,18 +105,9 @@ class LogprobsAnswer:
 
 def encode_request(request: LogprobsRequest) -> bytes:
     """Return the body of a request."""
-    tensors = {
-        "input_ids": request.input_ids,
-        "prompt_lengths": request.prompt_lengths,
-        "completion_lengths": request.completion_lengths,
-        **_encode_pictures(request),
-    }
-    metadata = {
-        "temperature": repr(float(request.temperature)),
-        "request_id": request.request_id,
-        "client": request.client,
-    }
-    return save(tensors, metadata)
+    tensors = {name: getattr(request, name) for name in _SEQUENCES} | _encode_pictures(request)
+    names = {"request_id": request.request_id, "client": request.client}
+    return save(tensors, {"temperature": repr(float(request.temperature)), **names})
 
 
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -130,11 +119,10 @@ _LOWEST_TEMPERATURE = 1e-6
 def decode_request(
     body: bytes, vocab_size: int, max_length: int, max_sequences: int, max_tokens: int
 ) -> LogprobsRequest:
-    """Read the body of a request, and check it in full.
+    """Read the body of a request, and check it in full; of pictures read only the headers.
 
     Raises ProtocolError: 400 for anything malformed, 413 for more than `max_sequences`, `max_tokens` or MOST_PICTURES
-    in all, 422 for a sequence longer than `max_length` tokens or pictures of too many pixels. Of pictures only the
-    headers are read.
+    in all, 422 for a sequence longer than `max_length` tokens or pictures of too many pixels.
     """
     tensors, metadata = read_tensors(body)
     ids, prompts, completions = (int32(tensors, name) for name in _SEQUENCES)
@@ -158,12 +146,8 @@ def decode_request(
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
     if lengths.max() > max_length:
-        longest = int(lengths.argmax())
-        raise ProtocolError(
-            422,
-            "sequence_too_long",
-            f"sequence {longest} has {lengths[longest]} tokens: this model takes at most {max_length}",
-        )
+        message = f"sequence {lengths.argmax()} has {lengths.max()} tokens: this model takes at most {max_length}"
+        raise ProtocolError(422, "sequence_too_long", message)
     text = metadata.get("temperature", "1.0")
     # float() alone would also accept "1_0", blanks around it and the digits of other scripts.
     temperature = float(text) if _NUMBER.fullmatch(text) else math.nan
@@ -177,7 +161,6 @@ def decode_request(
 
 
 def _encode_pictures(request: LogprobsRequest) -> dict[str, np.ndarray]:
-    """Return the tensors of a request's pictures, none where it has none."""
     if not request.pictures:
         return {}
     counts, files, before = [], [], None
@@ -245,7 +228,7 @@ def encode_answer(answer: LogprobsAnswer) -> bytes:
 
 
 def decode_answer(body: bytes, tokens: int) -> LogprobsAnswer:
-    """Read the body of a 200 answer with `tokens` log-probs. Raises ProtocolError if it is anything else."""
+    """Read the body of a 200 answer with `tokens` log-probs. Raises ProtocolError for any other body."""
     tensors, metadata = read_tensors(body)
     logprobs = tensors.get("logprobs")
     if logprobs is None or logprobs.dtype != np.float32 or logprobs.shape != (tokens,):

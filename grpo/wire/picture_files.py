@@ -24,8 +24,8 @@ SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpg": b"\xff\xd8\xff"}
 class PicturedPrompt(Sequence[int]):
     """Token ids, to be used as a list of them, with the pictures in their order in the prompt.
 
-    A picture is the bytes of a PNG or JPEG file: small, the same on both sides of the wire, and turned into pixels by
-    the model's own processor (grpo/model/pictures.py) where they are needed.
+    A picture is the bytes of a PNG or JPEG file: small, and the same on both sides of the wire. The model's own
+    processor turns it into pixels (grpo/model/pictures.py).
     """
 
     def __init__(self, ids: Sequence[int] | np.ndarray, pictures: Sequence[bytes]):
@@ -52,7 +52,7 @@ class PicturedPrompt(Sequence[int]):
 
     @cached_property
     def digest(self) -> bytes:
-        """Return what tells the prompt from every other one."""
+        """A digest that no other prompt has."""
         digest = hashlib.sha256(self._ids.tobytes())
         for picture in self.pictures:
             digest.update(hashlib.sha256(picture).digest())
@@ -65,13 +65,13 @@ def pictures_of(prompt: Sequence[int] | np.ndarray) -> tuple[bytes, ...]:
 
 
 def with_more(prompt: list[int] | PicturedPrompt, ids: Sequence[int]) -> list[int] | PicturedPrompt:
-    """Return a prompt that goes on with these ids."""
+    """Return the prompt with these ids after it."""
     longer = [*prompt, *ids]
     return PicturedPrompt(longer, prompt.pictures) if isinstance(prompt, PicturedPrompt) else longer
 
 
 def key_of(prompt: Sequence[int] | np.ndarray) -> bytes:
-    """Return what tells a prompt from every other one: equal ids with other pictures are another prompt."""
+    """Return a key that no other prompt has: equal ids with other pictures are another prompt."""
     return prompt.digest if isinstance(prompt, PicturedPrompt) else np.asarray(prompt, np.int32).tobytes()
 
 
@@ -85,10 +85,10 @@ _MOST_READS = 1 << 17
 """most times that Pillow may read from a file: enough for a PNG of 64 MiB in chunks of 8 KiB. Of a file of empty chunks
 it would keep millions, a hundred bytes each"""
 _MOST_SCANS = 200
-"""most scans of a progressive JPEG, an honest one has about ten: each takes as long as to decode the whole picture"""
+"""most scans of a progressive JPEG, an honest one has about ten: each takes as long as the whole picture"""
 _PIXELS_PER_BYTE = 512
-"""most pixels of a JPEG for each of its bytes: a block of 8 x 8 has a bit at least. What a shorter file lacks, libjpeg
-makes up in grey, so that a file of a kilobyte would cost as much as the largest picture"""
+"""most pixels of a JPEG for each of its bytes: a block of 8 x 8 has a bit at least. libjpeg fills the rest of a shorter
+file with grey, so that a file of a kilobyte would cost as much as the largest picture"""
 
 # By the first bytes, and not by Image.open, whose readers of other formats would see a stranger's bytes too. A JPEG
 # with several pictures (MPO, of many cameras) is read as its first.
@@ -117,10 +117,10 @@ class _File(BytesIO):
 
 
 def check_picture(data: bytes, max_pixels: int = MOST_PIXELS) -> tuple[int, int]:
-    """Return (width, height) that a picture's header tells; no pixel is decoded.
+    """Return (width, height) of a picture's header, without decoding a pixel.
 
-    Raises PictureError for what is no PNG or JPEG file, is animated, or has more than `max_pixels` pixels. A file whose
-    end is missing or damaged passes: `open_picture` finds that.
+    Raises PictureError for a file that is no PNG or JPEG, is animated, or has more than `max_pixels` pixels. A file
+    whose end is missing or damaged passes: `open_picture` finds that.
     """
     return _read_header(data, max_pixels).size
 
@@ -138,13 +138,12 @@ def open_picture(data: bytes, max_pixels: int = MOST_PIXELS) -> Image:
 
 @dataclass(frozen=True)
 class EncodedPicture:
-    """A picture of a dataset's column. Its deep copy is a PIL image: what reward functions are given are copies."""
+    """A picture of a dataset's column. Its deep copy is a PIL image: reward functions get copies."""
 
     file: bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Image:
-        """Return the picture in its file's own mode, turned as its camera was held, as `datasets` does; its pixels are
-        decoded when they are first used."""
+        """Return the picture in its file's mode, turned as its camera was held, as `datasets` does; decode it later."""
         picture = _read_header(self.file, MOST_PIXELS)
         if "exif" in picture.info:
             ImageOps.exif_transpose(picture, in_place=True)

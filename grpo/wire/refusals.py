@@ -33,7 +33,7 @@ def check_number(kind: str, number: int, limit: int) -> None:
 
 
 def check_name(name: str, text: str) -> None:
-    """Raise ProtocolError where a name is too long, or can be shown nowhere: JSON may have half a surrogate pair."""
+    """Raise ProtocolError for a name that is too long, or has half of a surrogate pair, as JSON may."""
     if len(text) > _LONGEST_NAME:
         raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
     if any("\ud800" <= character <= "\udfff" for character in text):

@@ -1,7 +1,6 @@
 """The bytes of POST /v1/rewards: texts go up, scores come back. docs/protocol.md describes them.
 
-They are JSON, so that a request can be typed by hand: it is text, and the answer is a number for each text. A float32
-that is written as a decimal number is read back as the same float32.
+They are JSON, so that a request can be typed by hand. A float32 in decimal is read back as the same float32.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class RewardAnswer:
 
     @classmethod
     def from_json(cls, body: bytes, inputs: int) -> RewardAnswer:
-        """Read the body of a 200 answer with `inputs` scores. Raises ProtocolError if it is anything else."""
+        """Read the body of a 200 answer with `inputs` scores. Raises ProtocolError for any other body."""
         if len(body) > _BYTES_A_SCORE * inputs + _OTHER_BYTES:
             raise malformed(f"the answer has {len(body)} bytes, for {inputs} scores")
         try:
@@ -102,13 +101,12 @@ _DECODER = json.JSONDecoder()
 
 
 class _Reader:
-    """A JSON body that is read text by text, where the protocol has one.
+    """Reads a JSON body text by text, or raises ProtocolError.
 
     As one tree, a stranger's JSON takes 25 times its size, and every other thread waits while the tree is built.
     """
 
     def __init__(self, body: bytes):
-        """Raises ProtocolError, as all methods do, where the body holds anything else."""
         try:
             self._json = body.decode()
         except UnicodeDecodeError as error:
@@ -116,7 +114,7 @@ class _Reader:
         self._place = 0
 
     def peek(self) -> str:
-        """Return the next character after blanks; an empty text at the end."""
+        """Return the next character after blanks; "" at the end."""
         self._place = _BLANKS.match(self._json, self._place).end()
         return self._json[self._place : self._place + 1]
 
@@ -151,7 +149,6 @@ class _Reader:
             yield name
 
     def check_end(self) -> None:
-        """Raise ProtocolError where more follows."""
         if self.peek():
             raise malformed(f"not JSON: more follows at character {self._place}")
 

@@ -6,13 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from grpo.wire.refusals import malformed
-
-# The header of a safetensors file or body, checked: it may be a stranger's.
-
 
 LONGEST_HEADER = 64 << 10
 """most bytes of the header of a request or an answer: an honest one has less than 2,000. JSON takes many times its size
@@ -41,7 +39,7 @@ class Entry:
 def data_begins(first: bytes, size: int, longest: int) -> int:
     """Return at which byte the tensors begin, from the first eight of `size` bytes.
 
-    Raises HeaderError for a header of more than `longest` bytes, or of more than there are.
+    Raises HeaderError for a header of more than `longest` or `size` bytes.
     """
     length, limit = int.from_bytes(first, "little"), max(0, min(longest, size - 8))
     if length > limit:
@@ -50,10 +48,9 @@ def data_begins(first: bytes, size: int, longest: int) -> int:
 
 
 def read_header(text: bytes, size: int, widths: Mapping[str, int]) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors and the metadata of a header, checked in full.
+    """Return the tensors and the metadata of a header, checked in full, or raise HeaderError.
 
-    `size` is the number of bytes of the whole file, `widths` the bytes of a value of each allowed dtype. Raises
-    HeaderError.
+    `size` is the number of bytes of the whole file, `widths` the bytes of a value of each allowed dtype.
     """
     try:
         header = json.loads(text.decode(), object_pairs_hook=_refuse_doubles)
@@ -64,8 +61,7 @@ def read_header(text: bytes, size: int, widths: Mapping[str, int]) -> tuple[dict
         raise HeaderError(f"not safetensors: its header is not JSON ({type(error).__name__})") from error
     if not isinstance(header, dict):
         raise HeaderError("not safetensors: its header is not a JSON object")
-    metadata = header.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata
+    metadata = {} if (found := header.pop("__metadata__", None)) is None else found
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("not safetensors: its __metadata__ is not of texts")
     base = 8 + len(text)
@@ -120,24 +116,13 @@ def read_tensors(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     return tensors, metadata
 
 
-def int32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the int32 tensor of this name. Raises ProtocolError, 400, where it is missing or of another dtype."""
-    return _of_dtype(tensors, name, np.int32)
-
-
-def float32(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the float32 tensor of this name. Raises ProtocolError, 400, where it is missing or of another dtype."""
-    return _of_dtype(tensors, name, np.float32)
-
-
-def uint8(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """Return the uint8 tensor of this name. Raises ProtocolError, 400, where it is missing or of another dtype."""
-    return _of_dtype(tensors, name, np.uint8)
-
-
 def _of_dtype(tensors: dict[str, np.ndarray], name: str, dtype: type) -> np.ndarray:
+    """Return the tensor of this name. Raises ProtocolError, 400, for a missing one or another dtype."""
     if name not in tensors:
         raise malformed(f"tensor {name!r} is missing")
     if tensors[name].dtype != dtype:
         raise malformed(f"tensor {name!r} is {tensors[name].dtype}: send {dtype.__name__}")
     return tensors[name]
+
+
+int32, float32, uint8 = (partial(_of_dtype, dtype=dtype) for dtype in (np.int32, np.float32, np.uint8))

@@ -1,4 +1,4 @@
-"""What answers the policy between its turns, as trainer, pool and workers tell each other of it."""
+"""Tools and environments on the wire: their settings, and the outcome of a completion that they answered."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Outcome:
     """How a completion of several segments ended. Plain data, as all records."""
 
     finished: bool
-    """False where it was cut: at max_completion_length, or after as many turns as the settings allow"""
+    """False for one that was cut: at max_completion_length, or after as many turns as the settings allow"""
     messages: list[dict[str, Any]]
     """the completion as chat messages, as a chat template takes them: of the assistant, perhaps with `tool_calls`, of
     role `tool`, and of the user where an environment answers in its own words. Each has a `content`, perhaps ''"""
@@ -42,7 +42,7 @@ class Outcome:
     tool_failures: int = 0
     """those of the calls that failed: malformed, of no such tool, with other arguments, raised, too slow"""
     rewards: dict[str, float] = field(default_factory=dict)
-    """what the environment gives, by the name that it is logged under"""
+    """rewards of the environment, by the name that they are logged under"""
 
     def to_json(self) -> bytes:
         """Return it as JSON. A reward of NaN is null."""
@@ -60,26 +60,26 @@ class Outcome:
         if not (isinstance(outcome.messages, list) and all(map(_is_message, outcome.messages))):
             raise malformed("messages: send objects with a role and content, and calls with name and arguments")
         if not outcome.messages or outcome.messages[0]["role"] != "assistant":
-            raise malformed("messages: send at first what the model wrote, by the assistant")
+            raise malformed("messages: send a message of the assistant first")
         if fault := find_unrecordable(outcome.messages, _DEEPEST_MESSAGES):
             raise malformed(f"messages: send none that has {fault}")
         check_int("tool_failures", outcome.tool_failures, 0, check_int("tool_calls", outcome.tool_calls, 0))
         if not isinstance(outcome.rewards, dict) or not all(
             value is None or is_number(value) for value in outcome.rewards.values()
         ):
-            raise malformed("rewards: send an object of numbers, and null where there is no reward")
+            raise malformed("rewards: send an object of numbers, and null for no reward")
         rewards = {name: math.nan if value is None else float(value) for name, value in outcome.rewards.items()}
         return replace(outcome, rewards=rewards)
 
 
 @dataclass(frozen=True)
 class RunTools:
-    """What a worker's tools and environment must be like, and the run's settings of them."""
+    """The tools and environment that a worker must have, and the run's settings of them."""
 
     tools: list[str]
     """names of the functions that the model may call, the environment's methods among them"""
     schemas: str
-    """SHA-256 of what the chat template is told of these functions"""
+    """SHA-256 of the functions' JSON schemas, which the chat template gets"""
     environment: str | None
     """name of the environment's class"""
     rewards: list[str]
@@ -126,7 +126,7 @@ class RunTools:
 
 
 def cut_segments(ids: Sequence[int], drawn: Sequence[bool] | None) -> list[tuple[bool, list[int]]]:
-    """Cut a completion where the policy and what answers it take turns: whether drawn, and the ids, of each part.
+    """Cut a completion into (whether the policy drew it, ids) of each turn, of the policy or of an answer to it.
 
     `drawn` has for each id whether the policy drew it; None is all of them.
     """
@@ -137,7 +137,7 @@ def cut_segments(ids: Sequence[int], drawn: Sequence[bool] | None) -> list[tuple
 
 
 def check_columns(text: str) -> None:
-    """Refuse what is no JSON object, or a larger one than LONGEST_COLUMNS. Raises ProtocolError, 400."""
+    """Raise ProtocolError, 400, for all but a JSON object of LONGEST_COLUMNS bytes at most."""
     if len(text.encode()) > LONGEST_COLUMNS:
         raise malformed(f"the columns of a row have {len(text.encode())} bytes: send {LONGEST_COLUMNS} at most")
     read_json(text.encode())

@@ -25,7 +25,7 @@ from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, answer, eventually, fake
 from grpo.client import base
 from grpo.client.balancer import IN_FLIGHT
 from grpo.client.base import make_client_name
-from grpo.client.reference import ReferenceClient, _cut, check_reference
+from grpo.client.reference import ReferenceClient, check_reference, cut_requests
 from grpo.client.server_errors import ServerError, ServersUnavailable
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
@@ -66,7 +66,7 @@ def test_small_groups_share_a_request_and_each_gets_its_own(server):
 def test_groups_with_pictures_are_sent_alone():
     prompts = [[1, 2], PicturedPrompt([3, 4], (b"a picture",)), [5], [6]]
     asked = [(LogprobsRequest.of(prompt, [[7]], 1.0), Future()) for prompt in prompts]
-    assert [*_cut(asked)] == [asked[:1], asked[1:2], asked[2:]]
+    assert [*cut_requests(asked)] == [asked[:1], asked[1:2], asked[2:]]
 
 
 def test_a_group_that_is_cancelled_is_left_out_and_the_others_are_answered(server):
