@@ -11,30 +11,33 @@ def code_for(fault, *arguments) -> str:
     return f"sys.path.append({folder!r})\nimport faulty_server\nfaulty_server.{fault.__name__}(*{arguments!r})\n"
 
 
+def _call_before(module, name: str, wait) -> None:
+    """Let a function of a module call `wait` first."""
+    function = getattr(module, name)
+
+    def late(*arguments):
+        wait()
+        return function(*arguments)
+
+    setattr(module, name, late)
+
+
+def _wait_for(file: str) -> None:
+    while not Path(file).exists():
+        time.sleep(0.01)
+
+
 def hold_passes(go: str) -> None:
     """Let each forward pass wait until the file `go` exists, so that the queue is as full as a test wants it."""
     from grpo.server import scorer
 
-    score = scorer.token_logprobs
-
-    def held(*arguments):
-        while not Path(go).exists():
-            time.sleep(0.01)
-        return score(*arguments)
-
-    scorer.token_logprobs = held
+    _call_before(scorer, "token_logprobs", lambda: _wait_for(go))
 
 
 def delay_passes(seconds: float) -> None:
     from grpo.server import scorer
 
-    score = scorer.token_logprobs
-
-    def delayed(*arguments):
-        time.sleep(seconds)
-        return score(*arguments)
-
-    scorer.token_logprobs = delayed
+    _call_before(scorer, "token_logprobs", lambda: time.sleep(seconds))
 
 
 def break_passes() -> None:
@@ -65,14 +68,7 @@ def hold_loading(go: str) -> None:
     """Let the loading of the model wait until the file `go` exists."""
     from grpo.model import load
 
-    load_reference = load.load_reference
-
-    def held(*arguments):
-        while not Path(go).exists():
-            time.sleep(0.01)
-        return load_reference(*arguments)
-
-    load.load_reference = held
+    _call_before(load, "load_reference", lambda: _wait_for(go))
 
 
 def fail_half_way() -> None:
@@ -89,16 +85,15 @@ def fail_half_way() -> None:
 
 
 def shorten_header_deadline(seconds: float) -> None:
-    from grpo.server import http as channel
+    from grpo.server import http
 
-    channel.HEADER_SECONDS = seconds
+    http.HEADER_SECONDS = seconds
 
 
 def lower_limits(body_bytes: int = 64 << 20, sequences: int = 4096) -> None:
     from grpo.server import http, model_service
-    from grpo.server import http as channel
 
-    channel.BODY_BYTES = http.BODY_BYTES = body_bytes
+    http.BODY_BYTES = body_bytes
     model_service.MOST_SEQUENCES = sequences
 
 

@@ -38,7 +38,7 @@ def refusal(answer: requests.Response) -> tuple[int, str, str]:
 
 @contextmanager
 def holding_server(model_folder, tmp_path, *options):
-    """A ready server whose worker waits for the file that is yielded with it."""
+    """A ready server whose scorer waits for the file that is yielded with it."""
     go = tmp_path / "go"
     with running_server(model_folder, tmp_path, *options, code=code_for(hold_passes, str(go))) as server:
         server.wait_ready()
@@ -49,8 +49,8 @@ def status(server) -> dict:
     return requests.get(server.url + "/status", timeout=5).json()
 
 
-def wait_until(happened) -> None:
-    deadline = time.monotonic() + 20
+def wait_until(happened, seconds=20) -> None:
+    deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -75,8 +75,6 @@ def open_client(*urls, **options):
 
 
 MODEL = ModelInfo("m", "f", "tokens", vocab_size=100, max_length=1024)
-
-
 HEALTH = ServerInfo("ready", MODEL)
 
 
@@ -136,10 +134,3 @@ def fake(post=lambda count: answer(), health=lambda: (200, {}, HEALTH.to_json())
             yield server
         finally:
             server.listener.shutdown()
-
-
-def eventually(what, seconds=20) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

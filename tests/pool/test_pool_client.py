@@ -12,7 +12,7 @@ import pytest
 import trustme
 from pools import RUN, running_pool
 from proxy import Proxy
-from servers import eventually
+from servers import wait_until
 from stored import sha
 
 from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
@@ -117,7 +117,7 @@ def test_a_pool_that_answers_some_and_not_others_is_said_to_be_away_once(monkeyp
 
     sender = threading.Thread(target=patience, args=[send_results])
     sender.start()
-    eventually(lambda: patience(lambda: None) or caplog.messages)
+    wait_until(lambda: patience(lambda: None) or caplog.messages)
     for _ in range(50):
         patience(lambda: None)
         time.sleep(0.002)

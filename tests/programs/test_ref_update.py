@@ -17,7 +17,7 @@ import torch.distributed as dist
 from conftest import running_server
 from proxy import Plan, proxy
 from rounding import FORMULA, NETWORK, NO_KL, assert_rounded
-from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, eventually, exact, fake, open_client
+from servers import COMPLETIONS, HEALTH, MODEL, PROMPT, exact, fake, open_client, wait_until
 from trainer_runs import lines, options, run_ranks, start, timeless, wait_for_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -237,7 +237,7 @@ def test_a_server_killed_in_the_middle_of_an_upload_gets_it_when_it_is_back(
         train(policy, 1)
 
         def kill():
-            eventually(lambda: (tmp_path / "new").exists() and between.happened["delay"] >= 4)
+            wait_until(lambda: (tmp_path / "new").exists() and between.happened["delay"] >= 4)
             first.end(signal.SIGKILL)
             assert not list((tmp_path / "new").iterdir())
             second = servers.enter_context(open_server(model_folder, tmp_path, port=first.port))
@@ -277,13 +277,13 @@ def test_a_server_that_missed_an_update_is_never_used_and_gets_it_when_it_is_bac
         # It is back with its first weights, and takes none: it must never be asked, or not believed.
         with running_server(model_folder, tmp_path, port=dies.port) as closed:
             closed.wait_ready()
-            eventually(lambda: "it runs without --update_folder" in caplog.text)
+            wait_until(lambda: "it runs without --update_folder" in caplog.text)
             for rank_client in (client, other_rank):
                 check_answers(rank_client, policy)
-            eventually(lambda: "has missed an update of the reference" in other_rank.balancer.servers[1].last_outcome)
+            wait_until(lambda: "has missed an update of the reference" in other_rank.balancer.servers[1].last_outcome)
         with open_server(model_folder, tmp_path, port=dies.port) as back:
             back.wait_ready()
-            eventually(lambda: describe_of(back) == client.connection.fingerprint)
+            wait_until(lambda: describe_of(back) == client.connection.fingerprint)
             stays.end(signal.SIGKILL)
             for rank_client in (client, other_rank):
                 check_answers(rank_client, policy)

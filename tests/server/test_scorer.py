@@ -1,4 +1,4 @@
-"""What the worker batches, in which order, and what it does when a pass fails. The model is real; a hook before its
+"""The scorer: its batches, their order, and its answer to a failed pass. The model is real; a hook before its
 body holds a pass back until the queue is as the test wants it, notes what is fed, and breaks what should break."""
 
 import gc
@@ -65,9 +65,14 @@ class Desk:
     def ask(self, prompt, completions, client="", temperature=1.0) -> Future:
         return self.queue.submit(LogprobsRequest.of(prompt, completions, temperature), client)
 
-    def go(self) -> None:
+    def release(self) -> None:
         self._go.set()
-        self.first.result(30)
+
+    def go(self, *answers: Future) -> None:
+        """Let all passes go, and wait for these answers."""
+        self.release()
+        for answer in (self.first, *answers):
+            answer.result(30)
 
     def fed(self) -> list[list[int]]:
         """Token ids of each pass after the first one."""
@@ -89,8 +94,7 @@ def test_what_waits_shares_a_pass_and_equal_prompts_are_fed_once():
     desk = Desk(budget=100)
     requests = [([5, 6, 7], [[8, 9]], "a"), ([10, 11], [[12, 13, 14]], "b"), ([5, 6, 7], [[15, 16], [17, 18]], "c")]
     answers = [desk.ask(*request) for request in requests]
-    desk.go()
-    answers[-1].result(30)
+    desk.go(*answers)
     # The last token of a completion predicts nothing and is not fed.
     assert desk.fed() == [[5, 6, 7, 8, 15, 17, 10, 11, 12, 13]]
     for answer, (prompt, completions, _) in zip(answers, requests, strict=True):
@@ -101,9 +105,7 @@ def test_clients_take_turns_however_much_one_of_them_has_queued():
     desk = Desk(budget=20)
     greedy = [desk.ask([20 + number], [[1, 2, 3], [4, 5, 6]], "greedy") for number in range(6)]  # 7 tokens each
     modest = [desk.ask([40 + number], [[1, 2, 3], [4, 5, 6]], "modest") for number in range(2)]
-    desk.go()
-    for answer in greedy + modest:
-        answer.result(30)
+    desk.go(*greedy, *modest)
     firsts = [[row[place] for place in (0, 5)] for row in desk.fed()]
     assert firsts == [[20, 40], [21, 41], [22, 23], [24, 25]]
 
@@ -112,9 +114,7 @@ def test_a_prompt_that_waits_elsewhere_comes_along_before_its_turn():
     desk = Desk(budget=12)
     answers = [desk.ask([20, 21, 22], [[1, 2, 3]], "a"), desk.ask([30], [[1] * 8], "a")]
     answers += [desk.ask([40], [[1] * 8], "b"), desk.ask([20, 21, 22], [[4, 5, 6]], "b")]
-    desk.go()
-    for answer in answers:
-        answer.result(30)
+    desk.go(*answers)
     assert desk.fed()[0] == [20, 21, 22, 1, 2, 4, 5]
     assert [row[0] for row in desk.fed()[1:]] == [40, 30]
 
@@ -159,9 +159,7 @@ def test_a_client_may_hold_as_many_tokens_as_stay_free_and_a_newcomer_finds_room
     refused(desk, [7], [[]], "b")
     answers.append(desk.ask([9], [[1] * 11], "c"))
     assert desk.queue.depth == 2 + 49 + 24 + 12
-    desk.go()
-    for answer in answers:
-        answer.result(30)
+    desk.go(*answers)
     assert desk.queue.depth == 0 and desk.queue.held() == {}
     desk.ask([5], [[6] * 49], "a").result(30)  # half of the queue when alone
     refused(desk, [5], [[6] * 50], "a")
@@ -173,9 +171,7 @@ def test_requests_are_shared_out_like_tokens():
     refused(desk, [5], [[6]], "a")
     answers += [desk.ask([5], [[6]], "b") for _ in range(3)]
     refused(desk, [5], [[6]], "b")
-    desk.go()
-    for answer in answers:
-        answer.result(30)
+    desk.go(*answers)
     assert desk.queue.held() == {}
 
 
@@ -213,7 +209,7 @@ def test_an_answered_request_is_not_kept_until_the_garbage_collector_comes(deter
         body = weakref.ref(request.input_ids)
         desk.queue.submit(request).result(30)
         del request
-        desk.ask([9], [[10]]).result(30)  # until then the worker has the last pass in its hand
+        desk.ask([9], [[10]]).result(30)  # until then the scorer has the last pass in its hand
         assert body() is None
     finally:
         gc.enable()
@@ -250,18 +246,14 @@ def test_deterministic_clients_take_turns():
     desk = Desk(budget=20, deterministic=True)
     greedy = [desk.ask([20 + number], [[1] * 15, [2] * 15], "greedy") for number in range(3)]  # two passes each
     modest = desk.ask([40], [[1, 2, 3]], "modest")
-    desk.go()
-    for answer in [*greedy, modest]:
-        answer.result(30)
+    desk.go(*greedy, modest)
     assert [row[0] for row in desk.fed()] == [20, 40, 20, 21, 21, 22, 22]
 
 
 def test_a_pass_is_noted_with_what_packing_and_sharing_saved():
     desk = Desk(budget=100)
     answers = [desk.ask([5, 6, 7], [[8, 9], [8, 9, 10, 11]], "a"), desk.ask([10], [[12, 13]], "b")]
-    desk.go()
-    for answer in answers:
-        answer.result(30)
+    desk.go(*answers)
     note = desk.notes[-1]
     # Without the last of each: 4, 6 and 2 tokens; padded to 6; the first prompt stands once.
     assert (note.tokens, note.padded, note.fed, note.budget) == (12, 18, 9, 100)
@@ -272,8 +264,7 @@ def test_a_pass_is_noted_with_what_packing_and_sharing_saved():
 def test_a_pass_with_empty_completions_saves_nothing_that_was_not_there():
     desk = Desk(budget=100)
     answer = desk.ask([1, 2, 3, 4], [[], [5]])
-    desk.go()
-    answer.result(30)
+    desk.go(answer)
     note = desk.notes[-1]
     assert (note.tokens, note.padded, note.fed) == (8, 8, 4)
     assert (note.saved_by_packing, note.saved_by_sharing) == (0, 4)
@@ -284,9 +275,7 @@ def test_out_of_memory_halves_the_budget_for_good_and_is_said_once_a_halving(con
     desk = Desk(budget=64, config=config, fits=20)
     requests = [([number], [[number + 1] * 8]) for number in range(10, 18)]  # 8 tokens fed each
     answers = [desk.ask(*request, client=str(request[0])) for request in requests]
-    desk.go()
-    for answer in answers:
-        answer.result(30)
+    desk.go(*answers)
     warnings = [record.getMessage() for record in caplog.records if record.name == "grpo.server.scorer"]
     assert warnings == [
         f"out of memory: batches of {budget} tokens from now on (--max_batch_tokens)" for budget in (32, 16)
@@ -436,7 +425,7 @@ def test_a_worker_that_can_score_nothing_dies_and_answers_everyone():
     desk = Desk(budget=10)
     waiting = [desk.ask([token], [[1, 2] * 4], str(token)) for token in range(5)]
     torch.nn.init.constant_(desk.model.get_output_embeddings().weight, float("nan"))
-    desk._go.set()
+    desk.release()
     for answer in [desk.first, *waiting]:
         with pytest.raises(ProtocolError, match="died|not finite"):
             answer.result(30)

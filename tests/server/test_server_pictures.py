@@ -136,14 +136,13 @@ def test_a_deterministic_server_keeps_other_pictures_apart(folders, plain):
 
 
 def test_pictures_are_prepared_before_their_request_waits(service, plain, monkeypatch):
-    """The worker finds them, and opens none."""
-    opened = []
+    """The scorer finds them, and opens none."""
+    opened, pictures_open = [], pictures.open_picture
 
     def open_picture(data):
         opened.append(threading.current_thread().name)
         return pictures_open(data)
 
-    pictures_open = pictures.open_picture
     monkeypatch.setattr(pictures, "open_picture", open_picture)
     (answer,) = ask(service, LogprobsRequest.of(prompt_of(plain, drawing(32, 32, 9), WIDE), [[5], [6, 7]], 1.0))
     assert len(answer) == 3 and opened and "scorer" not in opened
@@ -180,30 +179,19 @@ def wrong(plain: Plain) -> dict[str, tuple]:
     png, jpeg = encoded(Image.fromarray(noise)), encoded(Image.fromarray(noise), "JPEG")
     long = encoded(Image.new("RGB", (1000, 2)))
     token = plain.picture_token
+    bad, fit = (400, "malformed"), (422, "wrong_pictures")
+    in_one_row = changed(two, [token] * [*two].count(token))
     return {
-        "no picture": (
-            [*one],
-            422,
-            "wrong_pictures",
-            f"sequence 0 has 4 tokens of a picture .id {token}. and no picture",
-        ),
-        "another size": (changed(one, files=[WIDE]), 422, "wrong_pictures", "has 4 tokens of .* make more"),
-        "a token more": (changed(one, [*one, token]), 422, "wrong_pictures", "has 5 tokens of .* make 4"),
-        "no token": (changed(one, [20, 21]), 422, "wrong_pictures", "has 0 tokens"),
-        "a picture more": (changed(one, files=[SMALL, SMALL]), 422, "wrong_pictures", "make more"),
-        "a picture less": (changed(two, files=[SMALL]), 422, "wrong_pictures", "make 4"),
-        "in one row": (
-            changed(two, [token] * [*two].count(token)),
-            *(422, "wrong_pictures", "has pictures that this model cannot be fed"),
-        ),
-        "an odd shape": (
-            changed(one, files=[long]),
-            400,
-            "malformed",
-            "a picture of sequence 0 is refused by the model",
-        ),
-        "cut PNG": (changed(one, files=[png[:-200]]), 400, "malformed", "a picture of sequence 0 is damaged"),
-        "cut JPEG": (changed(one, files=[jpeg[:-200]]), 400, "malformed", "a picture of sequence 0 is damaged"),
+        "no picture": ([*one], *fit, f"sequence 0 has 4 tokens of a picture .id {token}. and no picture"),
+        "another size": (changed(one, files=[WIDE]), *fit, "has 4 tokens of .* make more"),
+        "a token more": (changed(one, [*one, token]), *fit, "has 5 tokens of .* make 4"),
+        "no token": (changed(one, [20, 21]), *fit, "has 0 tokens"),
+        "a picture more": (changed(one, files=[SMALL, SMALL]), *fit, "make more"),
+        "a picture less": (changed(two, files=[SMALL]), *fit, "make 4"),
+        "in one row": (in_one_row, *fit, "has pictures that this model cannot be fed"),
+        "an odd shape": (changed(one, files=[long]), *bad, "a picture of sequence 0 is refused by the model"),
+        "cut PNG": (changed(one, files=[png[:-200]]), *bad, "a picture of sequence 0 is damaged"),
+        "cut JPEG": (changed(one, files=[jpeg[:-200]]), *bad, "a picture of sequence 0 is damaged"),
         "a bomb": (changed(one, files=[png_claiming(10**5, 10**5)]), 422, "too_many_pixels", "picture 0 has 100000 x"),
     }
 

@@ -33,7 +33,7 @@ from pictured import drawing
 from pictured import save as save_pictured
 from rounding import assert_rounded
 from safetensors.numpy import load, save
-from servers import open_client
+from servers import exact, open_client
 from transformers import AutoModelForCausalLM
 
 from grpo.wire.logprobs import LogprobsRequest, encode_request
@@ -201,7 +201,7 @@ TEMPERATURES += ["", " 1 ", "1_0", "0x1", "warm", "1,0", "9" * 500, "é", "\x00"
 
 
 def metadata(draw, body):
-    header, data = apart(body)
+    header, data = split(body)
     texts = header["__metadata__"]
     change = draw.randrange(5)
     if change == 0:
@@ -215,7 +215,7 @@ def metadata(draw, body):
         texts[draw.choice(["", "other", "k" * 10_000])] = draw.choice(["", "v" * 10_000])
     else:
         header["__metadata__"] = draw.choice([None, [], "text", 1, {}])
-    return together(header, data)
+    return join(header, data)
 
 
 SHAPES = [[], [-1], [0], [1, 1], [2**31], [2**63], [2**64 - 1], [2**64], [0, 2**63], [2**32, 2**32], [1] * 70, [[1]]]
@@ -226,7 +226,7 @@ DTYPES = ["I64", "F32", "F64", "BF16", "F16", "BOOL", "U8", "I8", "U32", "F8_E4M
 
 
 def header_fields(draw, body):
-    header, data = apart(body)
+    header, data = split(body)
     field = draw.choice(["dtype", "shape", "data_offsets"])
     name, second = draw.sample(sorted(header.keys() - {"__metadata__"}), 2)
     if draw.random() < 0.2:
@@ -235,27 +235,16 @@ def header_fields(draw, body):
         del header[name][field]
     else:
         header[name][field] = draw.choice({"dtype": DTYPES, "shape": SHAPES, "data_offsets": OFFSETS}[field])
-    return together(header, data)
+    return join(header, data)
 
 
 def header_text(draw, body):
     """What a JSON library would not write."""
-    header, data = apart(body)
+    header, data = split(body)
     text = json.dumps(header).encode()
     name = draw.choice(TENSORS)
     entry = json.dumps(header[name]).encode()
-    odd = [
-        b'"\\ud800"',
-        b"1e999",
-        b"-0",
-        b"NaN",
-        b"Infinity",
-        b"9" * 300,
-        b"9" * 5000,
-        b"1" + b"e1" * 9,
-        b'"\xff"',
-        b"//",
-    ]
+    odd = [*b'"\\ud800" 1e999 -0 NaN Infinity // "\xff"'.split(), b"9" * 300, b"9" * 5000, b"1" + b"e1" * 9]
     odd += [b"[" * depth + b"]" * depth for depth in (20, 127, 200, 5000)]
     odd += [b'{"a":' * depth + b"1" + b"}" * depth for depth in (20, 127, 5000)]
     change = draw.randrange(7)
@@ -301,12 +290,12 @@ def nothing(draw, body):
     return body
 
 
-def apart(body: bytes) -> tuple[dict, bytes]:
+def split(body: bytes) -> tuple[dict, bytes]:
     end = 8 + int.from_bytes(body[:8], "little")
     return json.loads(body[8:end]), body[end:]
 
 
-def together(header: object, data: bytes) -> bytes:
+def join(header: object, data: bytes) -> bytes:
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -327,20 +316,6 @@ def check_refusal(status: int, kind: str, body: bytes, codes: dict[int, set[str]
     answer = json.loads(body)
     assert kind == "application/json" and answer.keys() == {"error"} and answer["error"].keys() == {"code", "message"}
     assert answer["error"]["code"] in codes[status] and answer["error"]["message"] and len(body) < 4000
-
-
-FIXED = [5, 6, 7], [[8, 9], [10], [11, 12, 13, 14]]
-
-
-def exact(folder: Path, prompt: list[int], completions: list[list[int]]) -> np.ndarray:
-    """The log-probs by transformers, all in float64, one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    rows = []
-    for completion in completions:
-        with torch.no_grad():
-            every = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        rows.append(every[range(len(completion)), completion].numpy())
-    return np.concatenate(rows)
 
 
 def attack(
@@ -403,15 +378,10 @@ def attack(
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
 def test_damaged_bodies_are_refused_or_answered_and_nothing_grows(fuzzed, model_folder, few):
-    prompt, completions = FIXED
-    fixed = save(
-        {
-            "input_ids": np.array([i for completion in completions for i in prompt + completion], np.int32),
-            "prompt_lengths": np.full(len(completions), len(prompt), np.int32),
-            "completion_lengths": np.array([len(completion) for completion in completions], np.int32),
-        }
-    )
-    right = exact(model_folder, prompt, completions)
+    arrays = [5, 6, 7, 8, 9, 5, 6, 7, 10, 5, 6, 7, 11, 12, 13, 14], [3, 3, 3], [2, 1, 4]
+    fixed = save({name: np.array(values, np.int32) for name, values in zip(TENSORS, arrays, strict=True)})
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64).eval()
+    right = exact(model, [5, 6, 7], [[8, 9], [10], [11, 12, 13, 14]]).numpy()
     examples = len(few(range(EXAMPLES), 500))
     seen = attack(fuzzed, valid, examples, CODES, fixed, right)
     reached = (200, 400, 413, 422) if examples == EXAMPLES else (200, 400)  # the others are rare in a part
@@ -459,21 +429,7 @@ HEADS = [
     b"POST /v1/logprobs HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello",
     b"GET http://x:1/status?a=b#c HTTP/1.1\r\nAuthorization: Bearer x\r\nConnection: close\r\n\r\n",
 ]
-PIECES = [
-    b"\r\n",
-    b"\n",
-    b"\r",
-    b" ",
-    b"\t",
-    b":",
-    b"\x00",
-    b"\xff",
-    b"[",
-    b"%",
-    b"HTTP/",
-    b"Content-Length: ",
-    b"9" * 5000,
-]
+PIECES = [b"\r\n", *(bytes([byte]) for byte in b"\n\r \t:\x00\xff[%"), b"HTTP/", b"Content-Length: ", b"9" * 5000]
 HTTP_CODES = {
     400: {"bad_request", "malformed"},
     403: {"foreign_host"},

@@ -50,12 +50,9 @@ def test_a_request_survives_the_way():
     assert received.temperature == 0.7 and received.request_id == "group 12"
 
 
-def test_temperature_and_request_id_have_defaults():
+def test_metadata_has_defaults_and_that_of_later_versions_is_passed_over():
     received = decode(body())
     assert received.temperature == 1.0 and received.request_id == ""
-
-
-def test_metadata_of_later_versions_is_passed_over():
     assert decode(body({"colour": "green", "temperature": "2"})).temperature == 2.0
 
 
@@ -74,9 +71,10 @@ WRONG = {
     "float lengths": (dict(prompt_lengths=np.array([3, 1], np.float32)), "float32"),
     "two dimensions": (dict(input_ids=np.arange(9, dtype=INT32).reshape(3, 3)), "one dimension"),
     "a scalar": (dict(prompt_lengths=np.array(3, INT32)), "one dimension"),
-    "missing ids": (dict(input_ids=None), "'input_ids' is missing"),
-    "missing prompts": (dict(prompt_lengths=None), "'prompt_lengths' is missing"),
-    "missing completions": (dict(completion_lengths=None), "'completion_lengths' is missing"),
+    **{
+        f"missing {name}": ({name: None}, f"'{name}' is missing")
+        for name in ("input_ids", "prompt_lengths", "completion_lengths")
+    },
     "unknown tensor": (dict(mask=np.zeros(9, INT32)), "unknown tensor 'mask'"),
     "no sequence": (dict(prompt_lengths=np.zeros(0, INT32), completion_lengths=np.zeros(0, INT32)), "at least one"),
     "one length missing": (dict(completion_lengths=np.array([6], INT32)), "2 prompt_lengths but 1"),
@@ -216,8 +214,9 @@ def pictured(*files: bytes, **changes) -> bytes:
     return body(**tensors | changes)
 
 
-def test_a_request_may_name_no_picture():
+def test_a_request_may_have_no_picture_and_256():
     assert decode(pictured()).pictures == ()
+    assert len(decode(pictured(*[SMALL] * 256)).pictures[0]) == 256
 
 
 WRONG_PICTURES = {
@@ -279,10 +278,6 @@ def test_damage_to_pictures_is_refused_or_still_a_request(damage):
         counts = tensors["picture_counts"]
         files = [file for count, files in zip(counts, request.pictures, strict=True) if count > 0 for file in files]
         assert b"".join(files) == tensors["pictures"].tobytes()
-
-
-def test_a_request_may_have_256_pictures():
-    assert len(decode(pictured(*[SMALL] * 256)).pictures[0]) == 256
 
 
 def with_header(text: bytes, data: bytes = b"") -> bytes:
@@ -367,24 +362,17 @@ def test_an_answer_that_is_not_three_logprobs_is_refused(answer):
         decode_answer(answer, tokens=3)
 
 
-def test_health_survives_the_way_and_later_fields_are_passed_over():
+def test_health_is_one_flat_object_that_survives_the_way_with_later_fields():
     model = ModelInfo("m", "f", "t", "c", 10, 20, "float32", "cpu", "4bit")
     health = ServerInfo("ready", model, queue_depth=5, takes_updates=True, task="reward")
     assert ServerInfo.from_json(health.to_json()) == health
     more = json.dumps(json.loads(health.to_json()) | {"colour": "green"}).encode()
     assert ServerInfo.from_json(more) == health
-
-
-def test_health_is_one_flat_object_whose_fields_keep_their_order():
-    model = ModelInfo("m", "f", "t", "c", 10, 20, "float32", "cpu", "4bit")
-    assert ServerInfo("ready", model, queue_depth=5, takes_updates=True, task="reward").to_json() == (
+    assert health.to_json() == (
         b'{"status": "ready", "model": "m", "model_fingerprint": "f", "tokenizer_fingerprint": "t", "vocab_size": 10, '
         b'"max_length": 20, "dtype": "float32", "device": "cpu", "queue_depth": 5, "config_fingerprint": "c", '
         b'"takes_updates": true, "version": 1, "task": "reward", "quantization": "4bit", "processor_fingerprint": ""}'
     )
-
-
-def test_a_server_that_says_no_more_than_its_state_is_understood():
     assert ServerInfo.from_json(b'{"version": 1, "status": "loading"}') == ServerInfo("loading")
 
 
