@@ -68,19 +68,16 @@ class TaskClient:
                         hint = ""
                         deadlines[server] = Deadline(patience)
                         if passed > LONGEST_LOADING:
-                            raise ServersUnavailable(
-                                f"{server.url} has been loading its model for {passed:.0f} s: see its log, and start "
-                                "it again"
-                            ) from failure
+                            loading = f"{server.url} has been loading its model for {passed:.0f} s"
+                            raise ServersUnavailable(f"{loading}: see its log, and start it again") from failure
             waiting = [server for server in waiting if server.url not in answers]
             if not waiting:
                 pages = " or ".join(f"{url}/" for url in answers)
                 log.info("the %s server is ready; to watch it, open %s in a browser", kind, pages)
                 return answers
             if silent := [server for server in waiting if deadlines[server].seconds_left() <= 0]:
-                raise ServersUnavailable(
-                    f"no {kind} server at {list_outcomes(silent)} after {patience:.0f} s: start {remedy}"
-                )
+                missing = f"no {kind} server at {list_outcomes(silent)} after {patience:.0f} s"
+                raise ServersUnavailable(f"{missing}: start {remedy}")
             if passed >= next_log:
                 outcomes, urls = list_outcomes(waiting), " and ".join(server.url for server in waiting)
                 log.info("waiting for %s (%.0f s)%s", urls if outcomes == logged else outcomes, passed, hint)

@@ -89,11 +89,9 @@ def certificate_refused(url: str, error: requests.RequestException) -> ServerErr
 
 def token_refused(url: str, token: str | None, users: str) -> ServerError:
     """Return the error of a server that does not take this token, or none. `users` must all have the same one."""
-    if not token:
-        return ServerError(
-            f"{url} wants a token: give {users} the same one, with --token_file FILE or {TOKEN_VARIABLE}"
-        )
-    return ServerError(f"{url} wants another token: give {users} the same one")
+    if token:
+        return ServerError(f"{url} wants another token: give {users} the same one")
+    return ServerError(f"{url} wants a token: give {users} the same one, with --token_file FILE or {TOKEN_VARIABLE}")
 
 
 def root_cause(error: BaseException) -> BaseException:

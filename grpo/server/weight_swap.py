@@ -208,16 +208,13 @@ class WeightSwap:
         self._folder, self._on_swap = folder, on_swap
         self._weights = named_weights(model)
         self._committing = threading.Lock()
+        fault = ""
         if hasattr(model, "peft_config"):
-            raise ConfigError(
-                f"update_folder={folder!r}: whole models come, and this one is an adapter: leave it out, or serve the "
-                "adapter merged into its base"
-            )
-        if any(tensor.is_meta for tensor in self._weights.values()):
-            raise ConfigError(
-                f"update_folder={folder!r}: parts of this model are not in memory and cannot be replaced: leave out "
-                "update_folder or device_map"
-            )
+            fault = "whole models come, and this one is an adapter: leave it out, or serve it merged into its base"
+        elif any(tensor.is_meta for tensor in self._weights.values()):
+            fault = "parts of this model are not in memory and cannot be replaced: leave it or device_map out"
+        if fault:
+            raise ConfigError(f"update_folder={folder!r}: {fault}")
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._kept = self._copy_weights()

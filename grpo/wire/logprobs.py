@@ -47,14 +47,7 @@ class LogprobsRequest:
     """the pictures of each sequence's prompt, encoded; empty for a request without pictures"""
 
     @classmethod
-    def of(
-        cls,
-        prompt_ids: Sequence[int],
-        completions: list[list[int]],
-        temperature: float,
-        request_id: str = "",
-        client: str = "",
-    ):
+    def of(cls, prompt_ids: Sequence[int], completions: list[list[int]], temperature: float, request_id="", client=""):
         """Make a request of the completions of one prompt, which may be a PicturedPrompt."""
         pictures = pictures_of(prompt_ids)
         return cls(
@@ -131,9 +124,8 @@ def decode_request(
     if len(prompts) == 0:
         raise malformed("prompt_lengths is empty: send at least one sequence")
     if len(prompts) != len(completions):
-        raise malformed(
-            f"{len(prompts)} prompt_lengths but {len(completions)} completion_lengths: send one of each a sequence"
-        )
+        counts = f"{len(prompts)} prompt_lengths but {len(completions)} completion_lengths"
+        raise malformed(f"{counts}: send one of each a sequence")
     if prompts.min() < 1:
         raise malformed(f"a prompt length is {prompts.min()}: every prompt needs at least one token")
     if completions.min() < 0:
@@ -183,9 +175,7 @@ def _with_pictures(request: LogprobsRequest, tensors: dict[str, np.ndarray]) -> 
     if len(counts) != len(sequences):
         raise malformed(f"{len(counts)} picture_counts for {len(sequences)} sequences: send one for each")
     if counts.min() < -1:
-        raise malformed(
-            f"a picture count is {counts.min()}: send 0 or more, or -1 for the prompt of the sequence before"
-        )
+        raise malformed(f"a picture count is {counts.min()}: send 0 or more, or -1 for the prompt before")
     check_number("pictures", len(lengths), MOST_PICTURES)
     if (taken := counts.clip(0).sum()) != len(lengths):
         raise malformed(f"picture_counts add up to {taken} but there are {len(lengths)} picture_lengths")

@@ -1,47 +1,8 @@
-"""The errors that a server answers with."""
+"""The protocol's version, its paths and content types, and the refusals that a server answers with."""
 
 from __future__ import annotations
 
 import json
-
-
-class ProtocolError(Exception):
-    """The refusal of a request: an HTTP status, a code for programs, a sentence for people."""
-
-    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None):
-        super().__init__(message)
-        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
-
-    def to_json(self) -> bytes:
-        return json.dumps({"error": {"code": self.code, "message": self.message}}).encode()
-
-
-def malformed(message: str) -> ProtocolError:
-    """Return a 400 whose message is cut: it may repeat a name as long as the body."""
-    return ProtocolError(400, "malformed", message[:500])
-
-
-_LONGEST_NAME = 128
-"""most characters of request_id and client"""
-
-
-def check_number(kind: str, number: int, limit: int) -> None:
-    """Raise ProtocolError, 413, for more than `limit` tokens, sequences or messages."""
-    if number > limit:
-        message = f"{number} {kind} in one request: the limit is {limit}; split it"
-        raise ProtocolError(413, f"too_many_{kind}", message)
-
-
-def check_name(name: str, text: str) -> None:
-    """Raise ProtocolError for a name that is too long, or has half of a surrogate pair, as JSON may."""
-    if len(text) > _LONGEST_NAME:
-        raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise malformed(f"{name} {text!a} has half of a surrogate pair: send whole characters")
-
-
-# The protocol's version, and the paths and content types of its requests.
-
 
 VERSION = 1
 LOGPROBS_PATH = "/v1/logprobs"
@@ -66,3 +27,37 @@ STATUS_PATH = "/status"
 PAGE_PATH = "/"
 CONTENT_TYPE = "application/octet-stream"
 CONTENT_TYPES = {"logprobs": CONTENT_TYPE, "reward": "application/json"}
+
+_LONGEST_NAME = 128
+"""most characters of request_id and client"""
+
+
+class ProtocolError(Exception):
+    """The refusal of a request: an HTTP status, a code for programs, a sentence for people."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+
+    def to_json(self) -> bytes:
+        return json.dumps({"error": {"code": self.code, "message": self.message}}).encode()
+
+
+def malformed(message: str) -> ProtocolError:
+    """Return a 400 whose message is cut: it may repeat a name as long as the body."""
+    return ProtocolError(400, "malformed", message[:500])
+
+
+def check_number(kind: str, number: int, limit: int) -> None:
+    """Raise ProtocolError, 413, for more than `limit` tokens, sequences or messages."""
+    if number > limit:
+        message = f"{number} {kind} in one request: the limit is {limit}; split it"
+        raise ProtocolError(413, f"too_many_{kind}", message)
+
+
+def check_name(name: str, text: str) -> None:
+    """Raise ProtocolError for a name that is too long, or has half of a surrogate pair, as JSON may."""
+    if len(text) > _LONGEST_NAME:
+        raise malformed(f"{name} has {len(text)} characters: use {_LONGEST_NAME} at most")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise malformed(f"{name} {text!a} has half of a surrogate pair: send whole characters")
