@@ -18,8 +18,7 @@ from grpo.wire.refusals import ProtocolError
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 << 20
-"""most bytes of a file in one row, and in one answer"""
+PIECE_BYTES = 16 << 20  # most bytes of a file in one row, and in one answer
 _APPLICATION, _SCHEMA_VERSION = 0x47525031, 2  # "GRP1"; another schema gets another number
 _PAGE_BYTES = 16 << 10  # a piece of 16 MiB is read four times as fast as from pages of 4 KiB
 _SCHEMA = """
@@ -59,10 +58,8 @@ class Database:
         Raises ConfigError where it is no pool's, damaged, or in use.
         """
         self.path, self._on_damage = path, on_damage
-        self.setting = f"pool_file={path!r}"
-        """what messages about the file begin with"""
-        self.lock = threading.RLock()
-        """held by whoever reads several things that belong together"""
+        self.setting = f"pool_file={path!r}"  # what messages about the file begin with
+        self.lock = threading.RLock()  # held by whoever reads several things that belong together
         self._file = _lock_file(path, self.setting)
         try:
             self._connection = _open(path, self.setting)

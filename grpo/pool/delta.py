@@ -1,14 +1,13 @@
-"""A delta: what leads from one safetensors file to another of the same tensors. After a small step of training few
+"""Deltas: a delta turns one safetensors file into another of the same tensors. After a small step of training few
 16-bit words differ: PULSE (Miahi and Belilovsky, arXiv:2602.03839) counts one in a hundred.
 
 The file begins with eight bytes of little-endian header length and a JSON header: `format`, SHA-256 of both files
 (`old` and `new`), and their `size` in bytes. Then comes each block of 2**20 16-bit words of the files, their headers
 included: three uint32 (compressed bytes, gaps, changed words), then a zlib stream of
 
-- a uint16 for each changed word: how many words since the last one did not change, 65535 for 65535 of them and no
-  changed word yet;
-- the changed words: new minus old (modulo 2**16), with the sign in the lowest bit. A weight mostly moves to the next
-  number of its dtype, so that these are small.
+- a uint16 for each changed word: the number of unchanged words before it; 65535 for 65535 of them and more to come;
+- the changed words: new minus old (modulo 2**16), with the sign in the lowest bit. These are small: a weight mostly
+  moves to the next number of its dtype.
 
 Of both, all low bytes come before all high bytes. Everything is read, computed and written block by block.
 """
@@ -29,13 +28,12 @@ from typing import BinaryIO, TypeVar
 
 import numpy as np
 
-FORMAT = 1
+_FORMAT = 1
 _BLOCK = 1 << 20  # words
 _SKIP = 65535
 _COUNTS = struct.Struct("<III")
 _LONGEST_HEADER = 1024
-_LONGEST_TENSORS = 16 << 20
-"""most bytes of a safetensors file's header"""
+_LONGEST_TENSORS = 16 << 20  # most bytes of a safetensors file's header
 _THREADS = min(4, os.cpu_count() or 1)
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
@@ -62,33 +60,27 @@ def make_delta(
     new_sha256: str | None = None,
     limit: int | None = None,
 ) -> int | None:
-    """Write the delta that leads from `old` to `new`. Return its bytes, or None where they would be above `limit`.
+    """Write the delta from `old` to `new`. Return its bytes, or None if they would be above `limit`.
 
-    A SHA-256 that the caller knows is not computed again. Raises DeltaError where the files have different tensors,
-    OSError. Where it does not return a number, no file is left.
+    A SHA-256 that the caller knows is not computed again. Raises DeltaError if the files have different tensors,
+    OSError. No file is left then, nor with None.
     """
     unfinished = delta.with_name(delta.name + ".unfinished")
     with open(old, "rb") as old_file, open(new, "rb") as new_file:
         size = os.fstat(new_file.fileno()).st_size
-        same = os.fstat(old_file.fileno()).st_size == size
-        if not same or _read_tensors(old_file) != _read_tensors(new_file):
+        if os.fstat(old_file.fileno()).st_size != size or _read_tensors(old_file) != _read_tensors(new_file):
             raise DeltaError(f"{new}: no delta leads to it: {old} has other tensors")
         if size % 2:
             raise DeltaError(f"{new}: no delta leads to it: {size} bytes are not 16-bit words")
-        header = {
-            "format": FORMAT,
-            "old": old_sha256 or sha256_of(old),
-            "new": new_sha256 or sha256_of(new),
-            "size": size,
-        }
+        sha256s = {"old": old_sha256 or sha256_of(old), "new": new_sha256 or sha256_of(new)}
+        header = json.dumps({"format": _FORMAT, **sha256s, "size": size}).encode()
 
         def encode(part: range) -> bytes:
             return _encode(_read_words(old_file, part), _read_words(new_file, part))
 
         try:
             with open(unfinished, "wb") as file, closing(_in_order(encode, _blocks(size))) as encoded:
-                text = json.dumps(header).encode()
-                file.write(len(text).to_bytes(8, "little") + text)
+                file.write(len(header).to_bytes(8, "little") + header)
                 for block in encoded:
                     file.write(block)
                     if limit is not None and file.tell() > limit:
@@ -101,11 +93,11 @@ def make_delta(
 
 
 def apply_delta(old: Path, delta: Path, new: Path, old_sha256: str | None = None, new_sha256: str | None = None) -> str:
-    """Write to `new` what `delta` makes of `old`, and return its SHA-256 in hex.
+    """Apply a delta to `old`, write the result to `new`, and return its SHA-256 in hex.
 
-    `old_sha256` is that of `old`, which is hashed only where the caller does not know it; `new_sha256` is what the
-    caller expects. The delta may be a stranger's: memory does not grow with it, and `new` is as long as `old`. Raises
-    DeltaError where the delta is damaged or leads from or to another file, OSError; `new` is then as it was.
+    `old` is hashed only without `old_sha256`; `new_sha256` is the expected result. The delta may be a stranger's:
+    memory does not grow with it, and `new` is as long as `old`. Raises DeltaError if the delta is damaged or leads from
+    or to another file, OSError; `new` is then unchanged.
     """
     unfinished = new.with_name(new.name + ".unfinished")
     with open(old, "rb") as old_file, open(delta, "rb") as delta_file:
@@ -118,8 +110,7 @@ def apply_delta(old: Path, delta: Path, new: Path, old_sha256: str | None = None
                 raise DeltaError(f"it leads to another file than the one with SHA-256 {new_sha256}")
 
             def decode(block: tuple[range, int, int, bytes]) -> np.ndarray:
-                part, *encoded = block
-                return _decode(_read_words(old_file, part), *encoded)
+                return _decode(_read_words(old_file, block[0]), *block[1:])
 
             digest = hashlib.sha256()
             with open(unfinished, "wb") as file, closing(_in_order(decode, _read_blocks(delta_file, size))) as decoded:
@@ -137,24 +128,18 @@ def apply_delta(old: Path, delta: Path, new: Path, old_sha256: str | None = None
 
 
 def _blocks(size: int) -> Iterator[range]:
-    words = size // 2
-    return (range(start, min(start + _BLOCK, words)) for start in range(0, words, _BLOCK))
+    return (range(start, min(start + _BLOCK, size // 2)) for start in range(0, size // 2, _BLOCK))
 
 
 def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yield `function(item)` of each item, in order. A few threads compute a few items ahead."""
     with ThreadPoolExecutor(_THREADS) as pool:
         running: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                running.append(pool.submit(function, item))
-                if len(running) > _THREADS:
-                    yield running.popleft().result()
-            while running:
+        for item in items:
+            running.append(pool.submit(function, item))
+            if len(running) > _THREADS:
                 yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
+        yield from (future.result() for future in running)
 
 
 def _read_words(file: BinaryIO, part: range) -> np.ndarray:
@@ -229,8 +214,8 @@ def _read_header(file: BinaryIO) -> dict:
         raise DeltaError(f"not a delta (its header is not JSON: {type(error).__name__})") from error
     if not isinstance(header, dict) or header.keys() != {"format", "old", "new", "size"}:
         raise DeltaError("not a delta (its header lacks fields)")
-    if header["format"] != FORMAT:
-        raise DeltaError(f"not a delta (of format {str(header['format'])[:20]}; this program reads {FORMAT})")
+    if header["format"] != _FORMAT:
+        raise DeltaError(f"not a delta (of format {str(header['format'])[:20]}; this program reads {_FORMAT})")
     return header
 
 
@@ -249,4 +234,4 @@ def _read_blocks(file: BinaryIO, size: int) -> Iterator[tuple[range, int, int, b
             raise DeltaError("damaged (it ends early)")
         yield part, gaps, changed, data
     if file.read(1):
-        raise DeltaError("damaged (it goes on after its last block)")
+        raise DeltaError("damaged (bytes follow its last block)")

@@ -1,4 +1,4 @@
-"""A pool's own numbers for those who watch it, beside those of every server (grpo/server/monitor.py)."""
+"""A pool's metrics, added to those of every server (grpo/server/monitor.py)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge
 
-from grpo.pool.leases import STATES, Leases, WorkerState, state
+from grpo.pool.leases import STATES, Leases, WorkerState
 from grpo.pool.store import Store
 from grpo.server.monitor import Monitor
 
 _ROUNDS = 8
+_OF_WORKER = {
+    "tokens_per_second": "Tokens a second that a worker draws, as it says",
+    "version": "Version of the policy that a worker has",
+    "drift": "Mean distance of a worker's log-probs from the trainer's, in nats a token",
+}
 
 
 class PoolMonitor:
-    """Counters of a pool, and what its page shows. All methods may be called from any thread."""
+    """Counters of a pool, and the numbers of its page. All methods may be called from any thread."""
 
     def __init__(self, monitor: Monitor, leases: Leases):
         self._monitor, self._leases = monitor, leases
@@ -28,14 +33,9 @@ class PoolMonitor:
         self._tokens = monitor.make(Counter, "pool_tokens", "Tokens of the completions that were accepted")
         self._bytes = monitor.make(Counter, "pool_bytes", "Bytes of files and results", labelnames=["direction"])
         self._workers = monitor.make(Gauge, "pool_workers", "Workers", labelnames=["state"])
-        of_worker = {
-            "tokens_per_second": "Tokens a second that a worker draws, as it says",
-            "version": "Version of the policy that a worker has",
-            "drift": "Mean distance of a worker's log-probs from the trainer's, in nats a token",
-        }
-        self._of_workers = {
+        self._of_worker = {
             name: monitor.make(Gauge, f"pool_worker_{name}", text, labelnames=["worker"])
-            for name, text in of_worker.items()
+            for name, text in _OF_WORKER.items()
         }
         self._tasks = monitor.make(Gauge, "pool_tasks", "Tasks without a result", labelnames=["state"])
         self._lock = threading.Lock()
@@ -55,23 +55,20 @@ class PoolMonitor:
         if tokens:
             self._monitor.drawn(tokens)
 
-    def received(self, size: int) -> None:
-        self._bytes.labels("received").inc(size)
-        self._add("received", size)
-
-    def sent(self, size: int) -> None:
-        self._bytes.labels("sent").inc(size)
-        self._add("sent", size)
+    def transferred(self, direction: str, size: int) -> None:
+        """Count bytes that were "received" or "sent"."""
+        self._bytes.labels(direction).inc(size)
+        self._add(direction, size)
 
     def refresh(self, store: Store) -> None:
         """Bring the gauges up to date, before /metrics shows them."""
-        states, counts = self._leases.states(), self._count(store)
+        states = self._leases.states()
         for name in STATES:
             self._workers.labels(name).set(states[name])
-        for name, count in counts.items():
+        for name, count in self._count(store).items():
             self._tasks.labels(name).set(count)
         workers = [_describe(worker, 0.0) for worker in self._leases.workers()]
-        for name, gauge in self._of_workers.items():
+        for name, gauge in self._of_worker.items():
             gauge.clear()  # workers come and go, each with a name of its own
             for worker in workers:
                 if worker[name] is not None:
@@ -90,7 +87,7 @@ class PoolMonitor:
         }
 
     def summary(self, store: Store) -> str | None:
-        """Return a line on what happened since the last call, or None where nothing did."""
+        """Return a line on the time since the last call; None if nothing happened."""
         (last_time, last), now = self._reported, time.monotonic()
         self._reported = now, self._sums.copy()
         new, seconds = self._sums - last, now - last_time
@@ -119,14 +116,10 @@ def _describe(worker: WorkerState, now: float) -> dict:
         "card": lease.card,
         "version": lease.version,
         "tokens_per_second": lease.tokens_per_second,
-        "state": state(worker),
+        "state": worker.state,
         "message": lease.message,
         "leases": len(worker.holds),
         "last_seen": now - worker.seen,
         "last_upload": None if worker.uploaded is None else now - worker.uploaded,
-        "groups": worker.groups,
-        "tokens": worker.tokens,
-        "refusals": worker.refusals,
-        "reason": worker.reason,
-        "drift": worker.drift,
+        **{name: getattr(worker, name) for name in ("groups", "tokens", "refusals", "reason", "drift")},
     }

@@ -1,4 +1,4 @@
-"""What a pool of rollouts answers at each path under /v1/rollouts."""
+"""A pool's routes under /v1/rollouts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,9 @@ from grpo.pool.pool_service import PoolService
 from grpo.pool.protocol import Lease, RunInfo, Version, drifts_of, keys_of
 from grpo.server.app import App, check_content_type, make_answer, make_json, note, read_body
 from grpo.server.http import BODY_BYTES
+from grpo.wire import refusals as wire
 from grpo.wire.json_fields import LARGEST_ID, check_amount, read_json
-from grpo.wire.refusals import (
-    CONTENT_TYPE,
-    DRIFT_PATH,
-    FILES_PATH,
-    GROUPS_PATH,
-    LEASE_PATH,
-    NEEDED_PATH,
-    RESULTS_PATH,
-    RUN_PATH,
-    TASKS_PATH,
-    VERSIONS_PATH,
-    ProtocolError,
-    malformed,
-)
+from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.weights import FilePart
 
 _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON takes many times its size in memory
@@ -34,109 +22,113 @@ _JSON_BYTES = 4 << 20  # the largest of honest clients has some hundred KB; JSON
 
 def add_pool_routes(app: App, service: PoolService) -> None:
     """Let the application answer trainer and workers."""
+    _add_shared_routes(app, service)
+    _add_trainer_routes(app, service)
+    _add_worker_routes(app, service)
 
-    def read_post(most_bytes: int = BODY_BYTES) -> bytes:
-        check_content_type()
-        service.check_ready()
-        if bottle.request.content_length > most_bytes:
-            raise ProtocolError(413, "request_entity_too_large", f"the body is larger than {most_bytes >> 20} MiB")
-        return read_body()
 
-    def read_post_json() -> dict:
-        return read_json(read_post(_JSON_BYTES))
-
-    # Both
-
-    @app.post(FILES_PATH)
+def _add_shared_routes(app: App, service: PoolService) -> None:
+    @app.post(wire.FILES_PATH)
     def add_piece():
-        with service.thread_of(service.work_threads):
+        with service.working():
             piece = FilePart.of(bottle.request.query)
-            body = read_post()
+            body = _read_post(service)
             received = service.store.files.add(piece, body)
-            service.numbers.received(len(body))
+            service.numbers.transferred("received", len(body))
             return make_json({"received": received})
 
-    @app.get(FILES_PATH)
+    @app.get(wire.FILES_PATH)
     def send_file():
-        with service.thread_of(service.work_threads):
+        with service.working():
             service.check_ready()
             return _file_answer(service, bottle.request.query.get("sha256", ""), bottle.request.get_header("Range", ""))
 
-    @app.get(VERSIONS_PATH)
+    @app.get(wire.VERSIONS_PATH)
     def versions():
         service.check_ready()
         return make_json([json.loads(version.to_json()) for version in service.store.versions()])
 
-    # The trainer
 
-    @app.post(RUN_PATH)
+def _add_trainer_routes(app: App, service: PoolService) -> None:
+    @app.post(wire.RUN_PATH)
     def set_run():
-        with service.thread_of(service.work_threads):
-            service.set_run(RunInfo.of_json(read_post(_JSON_BYTES)))
+        with service.working():
+            service.set_run(RunInfo.of_json(_read_post(service, _JSON_BYTES)))
             return make_json({})
 
-    @app.post(VERSIONS_PATH)
+    @app.post(wire.VERSIONS_PATH)
     def add_version():
-        with service.thread_of(service.work_threads):
-            service.add_version(Version.of_fields(read_post_json()))
+        with service.working():
+            service.add_version(Version.of_fields(read_json(_read_post(service, _JSON_BYTES))))
             return make_json({})
 
-    @app.post(NEEDED_PATH)
+    @app.post(wire.NEEDED_PATH)
     def drop_versions():
-        with service.thread_of(service.work_threads):
-            read_post()
-            service.store.drop_versions_below(_number(bottle.request.query.get("version", "")))
+        with service.working():
+            _read_post(service)
+            text = bottle.request.query.get("version", "")
+            if not (re.fullmatch("[0-9]{1,10}", text) and int(text) <= LARGEST_ID):
+                raise malformed(f"version={text[:80]!r} in the query: send a version's number")
+            service.store.drop_versions_below(int(text))
             return make_json({})
 
-    @app.post(TASKS_PATH)
+    @app.post(wire.TASKS_PATH)
     def put_tasks():
-        with service.thread_of(service.work_threads):
-            return make_json({"tasks": service.put_tasks(read_post())})
+        with service.working():
+            return make_json({"tasks": service.put_tasks(_read_post(service))})
 
-    @app.post(GROUPS_PATH)
+    @app.post(wire.GROUPS_PATH)
     def groups():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        with service.thread_of(service.work_threads):
-            request = read_post_json()
+        with service.working():
+            request = read_json(_read_post(service, _JSON_BYTES))
             keys, wait = keys_of("groups", request.get("groups")), request.get("wait", 0)
             check_amount("wait", wait)
         body = service.groups(keys, wait, is_gone)
-        service.numbers.sent(len(body))
-        return make_answer(body, 200, CONTENT_TYPE)
+        service.numbers.transferred("sent", len(body))
+        return make_answer(body, 200, wire.CONTENT_TYPE)
 
-    @app.post(DRIFT_PATH)
+    @app.post(wire.DRIFT_PATH)
     def note_drift():
-        with service.thread_of(service.work_threads):
-            service.note_drift(drifts_of(read_post_json().get("groups")))
+        with service.working():
+            service.note_drift(drifts_of(read_json(_read_post(service, _JSON_BYTES)).get("groups")))
             return make_json({})
 
-    # Workers
 
-    @app.get(RUN_PATH)
+def _add_worker_routes(app: App, service: PoolService) -> None:
+    @app.get(wire.RUN_PATH)
     def run():
         service.check_ready()
         return make_answer(service.store.run().to_json(), 200, "application/json")
 
-    @app.post(LEASE_PATH)
+    @app.post(wire.LEASE_PATH)
     def lease():
         is_gone = bottle.request.environ["waitress.client_disconnected"]
-        with service.thread_of(service.work_threads):
-            lease = Lease.of_json(read_post(_JSON_BYTES))
+        with service.working():
+            lease = Lease.of_json(_read_post(service, _JSON_BYTES))
         note(client=lease.worker)
-        return make_answer(service.lease(lease, is_gone), 200, CONTENT_TYPE)
+        return make_answer(service.lease(lease, is_gone), 200, wire.CONTENT_TYPE)
 
-    @app.post(RESULTS_PATH)
+    @app.post(wire.RESULTS_PATH)
     def add_results():
         worker = bottle.request.query.getunicode("worker") or bottle.request.remote_addr or ""
         note(client=worker)
-        with service.thread_of(service.work_threads):
-            body = read_post()
-            service.numbers.received(len(body))
+        with service.working():
+            body = _read_post(service)
+            service.numbers.transferred("received", len(body))
             return make_json({"results": service.add_results(body, worker)})
 
 
+def _read_post(service: PoolService, most_bytes: int = BODY_BYTES) -> bytes:
+    check_content_type()
+    service.check_ready()
+    if bottle.request.content_length > most_bytes:
+        raise ProtocolError(413, "request_entity_too_large", f"the body is larger than {most_bytes >> 20} MiB")
+    return read_body()
+
+
 def _file_answer(service: PoolService, sha256: str, wanted: str) -> bottle.HTTPResponse:
-    """Return a file, or what a Range header asks of it. An answer has at most PIECE_BYTES: the client asks on."""
+    """Return a file, or the bytes that a Range header names; at most PIECE_BYTES of them."""
     no_file = ProtocolError(404, "no_file", f"no complete file {sha256[:80]!r} is here")
     size = service.store.files.size(sha256)
     if size is None:
@@ -150,17 +142,11 @@ def _file_answer(service: PoolService, sha256: str, wanted: str) -> bottle.HTTPR
     body = service.store.files.read(sha256, start, end)
     if len(body) < end - start:  # it has just been dropped
         raise no_file
-    service.numbers.sent(len(body))
-    answer = make_answer(body, 200, CONTENT_TYPE)
+    service.numbers.transferred("sent", len(body))
+    answer = make_answer(body, 200, wire.CONTENT_TYPE)
     if match or end - start < size:
         answer.status = 206
         answer.set_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
     answer.set_header("Accept-Ranges", "bytes")
     answer.set_header("ETag", f'"{sha256}"')
     return answer
-
-
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= LARGEST_ID):
-        raise malformed(f"version={text[:80]!r} in the query: send a version's number")
-    return int(text)

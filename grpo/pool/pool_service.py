@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import TypeVar
 
@@ -40,10 +42,14 @@ class PoolService(Service):
         self.store: Store | None = None
         self.leases = Leases()
         self.numbers = PoolMonitor(self.monitor, self.leases)
-        self.work_threads = threading.Semaphore(_MOST_WORK)
+        self._work_threads = threading.Semaphore(_MOST_WORK)
         self._waiting_threads = threading.Semaphore(_MOST_WAITING)
         # While they are read, tokens take many times the size of the body: read and store one request at a time.
         self._storing = threading.Lock()
+
+    def working(self) -> AbstractContextManager[None]:
+        """Use one of the threads that read and store."""
+        return self.thread_of(self._work_threads)
 
     def load(self) -> None:
         self.store = Store(self.config.pool_file, on_damage=self.fail)
@@ -62,13 +68,13 @@ class PoolService(Service):
         self.store.close()
 
     def set_run(self, info: RunInfo) -> None:
-        """Keep a trainer's run. Raises ProtocolError, 409, where the file is another run's."""
+        """Keep a trainer's run. Raises ProtocolError, 409, if the file has another run."""
         self.store.set_run(info)
         self._name_run()
 
     def add_version(self, version: Version) -> None:
-        """Keep a version of the policy. Raises ProtocolError, 409, where a file is not here."""
-        with self._storing, self.leases.changed:  # nobody may lease, or send, what is just going
+        """Keep a version of the policy. Raises ProtocolError, 409, if one of its files is missing."""
+        with self._storing, self.leases.changed:  # no worker may lease, or send, a task that is being removed
             self.leases.revoke(self.store.add_version(version))
 
     def put_tasks(self, body: bytes) -> int:
@@ -80,9 +86,9 @@ class PoolService(Service):
         return len(tasks)
 
     def lease(self, lease: Lease, is_gone: Callable[[], bool]) -> bytes:
-        """Return the tasks that a worker is to draw, as bytes; wait for one where there is none.
+        """Lease tasks to a worker and return them as bytes; wait if no task is free.
 
-        Raises ProtocolError: 403 for a worker that is set apart, 404 without a run, 503.
+        Raises ProtocolError: 403 for a suspended worker, 404 without a run, 503.
         """
         run = self.store.run()
         self._check_welcome(self.leases.seen(lease))
@@ -90,22 +96,25 @@ class PoolService(Service):
         if lease.room:
             tasks = self._wait(lambda: self._take(lease), lease.wait, is_gone, lease.worker)
         metadata = {"lease_seconds": f"{LEASE_SECONDS:g}", "run": run.run}
-        if (version := self._version_for(tasks, run)) is not None:
-            # Not the number alone: a run that went back to a checkpoint may make a version of the same number anew.
-            metadata |= {"version": str(version.version), "sha256": version.sha256}
+        takes_newest = run.in_flight_weight_updates
+        if tasks or takes_newest:  # the newest is named without tasks too: workers learn of it
+            versions = {version.version: version.sha256 for version in self.store.versions()}
+            number = max(versions, default=-1) if takes_newest else tasks[0].version
+            if number in versions:
+                # Also the SHA-256: a run that went back to a checkpoint may make a version of the same number anew.
+                metadata |= {"version": str(number), "sha256": versions[number]}
         return encode_tasks(tasks, metadata)
 
     def groups(self, keys: list[Key], seconds: float, is_gone: Callable[[], bool]) -> bytes:
-        """Return the results of these tasks that are there, as bytes; wait for one where there is none."""
+        """Return the results of these tasks, as bytes; wait until at least one has a result."""
         results = self._wait(lambda: self.store.results(keys, PIECE_BYTES), seconds, is_gone)
         return encode_drawn([decode_drawn(body)[0] for body in results])
 
     def add_results(self, body: bytes, worker: str) -> list[str]:
-        """Keep completions; return of each whether it was accepted. Those are not wanted that weights drew which have
-        been replaced.
+        """Keep completions; return the answer to each group. A group that replaced weights drew is not wanted.
 
-        Raises ProtocolError: 403 for a worker that is set apart, 422 where something is no completion of its task:
-        then nothing is kept.
+        Raises ProtocolError: 403 for a suspended worker, 422 if a group cannot be the completions of its task; no group
+        is kept then.
         """
         check_name("worker", worker)
         if (known := self.leases.find(worker)) is not None:
@@ -125,7 +134,7 @@ class PoolService(Service):
                     try:
                         check_drawn(drawn, run, task)
                     except ProtocolError as error:
-                        self._refuse(worker, [drawn.key for drawn in groups], error)
+                        self._note_refusal(worker, [drawn.key for drawn in groups], error.message)
                         raise
                     wanted.append((task, drawn))
             kept = iter(self.store.add_results(wanted, worker))
@@ -136,19 +145,23 @@ class PoolService(Service):
         self.numbers.answered(answers, tokens)
         return answers
 
+    def _note_refusal(self, name: str, keys: list[Key], reason: str) -> None:
+        self.numbers.answered(["refused"] * len(keys))
+        worker = self.leases.refused(name, keys, reason)
+        if worker.is_suspended:
+            log.warning("worker %r is suspended: %s", name, worker.reason)
+
     def note_drift(self, drifts: dict[int, tuple[float, int]]) -> None:
-        """Take in how far the log-probs of these groups are from the trainer's: nats a token, and tokens, by group."""
-        sums: dict[str, list[float]] = {}
+        """Note how far the log-probs of these groups are from the trainer's: nats a token, and tokens, by group."""
+        totals, tokens_of = Counter(), Counter()
         for group, worker in self.store.workers_of(drifts).items():
             drift, tokens = drifts[group]
-            total = sums.setdefault(worker, [0.0, 0])
-            total[0] += drift * tokens
-            total[1] += tokens
-        drifts_of_workers = {name: total / tokens for name, (total, tokens) in sums.items()}
-        # Where each draws with the newest version that it has, ages differ, and log-probs with them.
-        are_alike = not self.store.run().in_flight_weight_updates
-        for worker in self.leases.drifted(drifts_of_workers, are_alike):
-            log.warning("worker %r is set apart: %s", worker.name, worker.reason)
+            totals[worker] += drift * tokens
+            tokens_of[worker] += tokens
+        means = {worker: total / tokens_of[worker] for worker, total in totals.items()}
+        # With in_flight_weight_updates workers draw with versions of different age, and log-probs differ for that.
+        for worker in self.leases.drifted(means, not self.store.run().in_flight_weight_updates):
+            log.warning("worker %r is suspended: %s", worker.name, worker.reason)
 
     def metrics(self) -> bytes:
         if self.store is not None:
@@ -161,20 +174,10 @@ class PoolService(Service):
     def summary(self) -> str | None:
         return self.numbers.summary(self.store)
 
-    def _version_for(self, tasks: list[Task], run: RunInfo) -> Version | None:
-        """Return the version that is to draw these tasks; None where there is none.
-
-        With in_flight_weight_updates it is the newest one, and named without tasks too: workers learn of it.
-        """
-        if not (tasks or run.in_flight_weight_updates):
-            return None
-        versions = {version.version: version for version in self.store.versions()}
-        return versions.get(max(versions, default=-1) if run.in_flight_weight_updates else tasks[0].version)
-
     def _take(self, lease: Lease) -> list[Task]:
-        """Lease to a worker the first tasks that are free, all to be drawn by one version, and no more than its share.
+        """Lease the first free tasks to a worker, all of one version, and no more than its share.
 
-        A worker that draws many groups at a time would leave nothing to those that ask a moment later.
+        Else a worker that draws many groups at a time would leave none to those that ask a moment later.
         """
         with self.leases.changed:
             held = self.leases.held()
@@ -192,9 +195,9 @@ class PoolService(Service):
     def _wait(
         self, find: Callable[[], list[_Item]], seconds: float, is_gone: Callable[[], bool], worker: str = ""
     ) -> list[_Item]:
-        """Return what `find` finds as soon as it finds something; empty after `seconds`.
+        """Call `find` until it returns items, and return them; empty after `seconds`.
 
-        Raises ProtocolError: 499 where the client has gone, 503 where too many wait or the server is ending.
+        Raises ProtocolError: 499 if the client has gone, 503 if too many wait or the server is ending.
         """
         if (items := find()) or seconds == 0:
             return items
@@ -210,16 +213,9 @@ class PoolService(Service):
         return items
 
     def _check_welcome(self, worker: WorkerState) -> None:
-        if worker.is_apart:
-            message = f"worker {worker.name[:80]} is set apart: {worker.reason[:250]}: mend and restart it"
+        if worker.is_suspended:
+            message = f"worker {worker.name[:80]} is suspended: {worker.reason[:250]}: mend and restart it"
             raise ProtocolError(403, "set_apart", message)
-
-    def _refuse(self, name: str, keys: list[Key], error: ProtocolError) -> None:
-        """Count a refused upload, and say so where the worker is now set apart."""
-        self.numbers.answered(["refused"] * len(keys))
-        worker = self.leases.refused(name, keys, error.message)
-        if worker.is_apart:
-            log.warning("worker %r is set apart: %s", name, worker.reason)
 
     def _name_run(self) -> None:
         if self.store.has_run():

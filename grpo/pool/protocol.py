@@ -28,24 +28,19 @@ from grpo.wire.json_fields import (
 from grpo.wire.refusals import ProtocolError, check_number, malformed
 from grpo.wire.tool_outcomes import Outcome, RunTools, cut_segments
 
-MOST_TASKS = 4096
-"""most tasks or groups of one request"""
-ADAPTER = "adapter"
-"""folder, in that of a model, with an adapter_config.json"""
+MOST_TASKS = 4096  # most tasks or groups of one request
+ADAPTER = "adapter"  # folder, in that of a model, with an adapter_config.json
 
 
 @dataclass(frozen=True)
 class RunInfo:
     """What all tasks of a run share. A pool serves one run."""
 
-    run: str
-    """the run's identity, in hex: model, data and the settings that change numbers"""
-    name: str
-    """the run's name on pages and in logs"""
+    run: str  # the run's identity, in hex: model, data and the settings that change numbers
+    name: str  # the run's name on pages and in logs
     vocab_size: int
     eos_token_ids: list[int]
-    num_generations: int
-    """completions of each group"""
+    num_generations: int  # completions of each group
     max_completion_length: int
     temperature: float
     seed: int
@@ -53,16 +48,14 @@ class RunInfo:
     model_files: str
     """SHA-256 of the file (POST files) with the model's folder but for its weights: a safetensors file, one uint8
     tensor for each file, named by its path"""
-    groups_per_round: int = 1
-    """a group's id divided by it, rounded down, is the round: pages show it"""
+    groups_per_round: int = 1  # a group's id divided by it, rounded down, is the round: pages show it
     base_weights: str | None = None
     """SHA-256 of the file (POST files) with the frozen weights under an adapter: each version is the adapter alone,
     whose configuration is in the folder `adapter` of `model_files`; None where each version is all of the weights"""
     in_flight_weight_updates: bool = False
     """whether a task may be drawn by its version and by any newer one, and each token of a completion by another:
     workers always take the newest version"""
-    turns: RunTools | None = None
-    """what answers the policy between its turns; None where nothing does"""
+    turns: RunTools | None = None  # what answers the policy between its turns; None where nothing does
 
     def to_json(self) -> bytes:
         """Return the body; of a run without turns it is what it was before there were any."""
@@ -94,15 +87,11 @@ class RunInfo:
 class Task:
     """A group to draw."""
 
-    group: int
-    """the group's id: its place in the run"""
-    attempt: int
-    """0, or the how-manieth replacement of the group this is"""
-    version: int
-    """the version of the policy that draws it; the oldest that may, with RunInfo.in_flight_weight_updates"""
+    group: int  # the group's id: its place in the run
+    attempt: int  # 0, or the how-manieth replacement of the group this is
+    version: int  # the version of the policy that draws it; the oldest that may, with RunInfo.in_flight_weight_updates
     prompt_ids: list[int]
-    columns: str = ""
-    """the row's columns, a JSON object, for the run's environment; "" without one"""
+    columns: str = ""  # the row's columns, a JSON object, for the run's environment; "" without one
 
     @property
     def key(self) -> tuple[int, int]:
@@ -122,10 +111,8 @@ class GroupResult:
     """of each id, in the distribution that it was drawn from; float32, NaN at the tokens of answers"""
     versions: list[list[int]]
     """the version of the policy that drew each id, and of an answer's token that drew the last one before it"""
-    drawn: list[list[bool]] | None = None
-    """whether each id was drawn, or is an answer's; None in a run without turns"""
-    outcomes: list[Outcome] | None = None
-    """how each completion ended; None in a run without turns"""
+    drawn: list[list[bool]] | None = None  # whether each id was drawn, or is an answer's; None in a run without turns
+    outcomes: list[Outcome] | None = None  # how each completion ended; None in a run without turns
 
     @property
     def key(self) -> tuple[int, int]:
@@ -148,8 +135,7 @@ class Probe:
 
     prompt_ids: list[int]
     completion_ids: list[int]
-    logprobs: list[float]
-    """of each completion id at temperature 1"""
+    logprobs: list[float]  # of each completion id at temperature 1
 
 
 @dataclass(frozen=True)
@@ -157,16 +143,11 @@ class Version:
     """The weights of a version of the policy, as files that the pool holds."""
 
     version: int
-    sha256: str
-    """SHA-256 of the whole safetensors file, in hex"""
-    size: int
-    """bytes of the whole file"""
-    whole: bool
-    """whether the pool holds the whole file"""
-    base: int | None
-    """the version to which `delta` leads from; None where there is no delta"""
-    delta: str | None
-    """SHA-256 of the delta (grpo/pool/delta.py), a file that the pool holds"""
+    sha256: str  # SHA-256 of the whole safetensors file, in hex
+    size: int  # bytes of the whole file
+    whole: bool  # whether the pool holds the whole file
+    base: int | None  # the version to which `delta` leads from; None where there is no delta
+    delta: str | None  # SHA-256 of the delta (grpo/pool/delta.py), a file that the pool holds
     probe: Probe
 
     def to_json(self) -> bytes:
@@ -198,20 +179,13 @@ class Version:
 class Lease:
     """What a worker says when it asks for tasks. It is its heartbeat too."""
 
-    worker: str
-    """the worker's name"""
-    room: int
-    """tasks that it can take; 0 only keeps what it holds"""
-    holds: list[list[int]]
-    """[group, attempt] of each task that it is drawing"""
-    wait: float
-    """seconds to wait for a task where there is none"""
-    card: str = ""
-    """what it draws on"""
-    version: int = -1
-    """the version that it has; -1 is none"""
-    message: str = ""
-    """what it is doing"""
+    worker: str  # the worker's name
+    room: int  # tasks that it can take; 0 only keeps what it holds
+    holds: list[list[int]]  # [group, attempt] of each task that it is drawing
+    wait: float  # seconds to wait for a task where there is none
+    card: str = ""  # what it draws on
+    version: int = -1  # the version that it has; -1 is none
+    message: str = ""  # what it is doing
     tokens_per_second: float = 0.0
 
     def to_json(self) -> bytes:

@@ -20,10 +20,8 @@ class WorkerFailed(Exception):
 class Engine(Protocol):
     """What draws completions of groups. Every method may raise EngineError."""
 
-    card: str
-    """what it draws on, for the pool's page; "" until it is known"""
-    capacity: int
-    """groups that it draws at a time; known after `start`"""
+    card: str  # what it draws on, for the pool's page; "" until it is known
+    capacity: int  # groups that it draws at a time; known after `start`
     loads_in_flight: bool
     """whether `load` and `logprobs` may be called while it draws: a completion goes on with the new weights; known
     after `start`"""

@@ -68,8 +68,7 @@ class Tally:
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._groups = self._tokens = 0
-        self._last: deque[tuple[float, int]] = deque()
-        """time and tokens of the groups of the last minute"""
+        self._last: deque[tuple[float, int]] = deque()  # time and tokens of the groups of the last minute
 
     def add(self, drawn: GroupResult) -> None:
         with self._lock:
@@ -106,8 +105,7 @@ def _line(groups: int, tokens: int, seconds: float) -> str:
 log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
-MOST_RESTARTS = 3
-"""starts of the engine after failures, without a group in between"""
+MOST_RESTARTS = 3  # starts of the engine after failures, without a group in between
 RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its card
 RENEWALS = 3  # in the time of a lease
 POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take

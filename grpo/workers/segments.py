@@ -21,8 +21,7 @@ class Completion:
     """A completion, as far as it is drawn. All lists have a value for each token."""
 
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    """NaN at the tokens of answers"""
+    logprobs: list[float] = field(default_factory=list)  # NaN at the tokens of answers
     versions: list[int] = field(default_factory=list)
     """the version of the policy that drew the token, of an answer's that drew the last one before it"""
     drawn: list[bool] = field(default_factory=list)

@@ -147,8 +147,7 @@ def _is_running(group: int) -> bool:
 # Requests to vLLM's server: each is answered with status 200, or raises an EngineError that says why not.
 
 
-ADMIN_SECONDS = 900.0
-"""seconds for what may read a large model's weights from a slow disk"""
+ADMIN_SECONDS = 900.0  # seconds for what may read a large model's weights from a slow disk
 
 
 class VllmClient:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from grpo.pool import leases as leases_module
-from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Leases, state
+from grpo.pool.leases import LEASE_SECONDS, MOST_REFUSALS, Leases
 from grpo.pool.protocol import Lease
 
 
@@ -48,7 +48,7 @@ def test_a_silent_worker_loses_its_leases_and_a_waiting_one_does_not(leases, mon
     assert leases.held() == {(0, 0), (1, 0)}
     now += LEASE_SECONDS / 2 + 1
     assert leases.held() == {(1, 0)}
-    assert {worker.name: state(worker) for worker in leases.workers()} == {"silent": "silent", "waiting": "drawing"}
+    assert {worker.name: worker.state for worker in leases.workers()} == {"silent": "silent", "waiting": "drawing"}
 
 
 def test_what_was_drawn_is_nobodys_and_a_lease_that_was_ended_is_not_wanted(leases):
@@ -80,17 +80,17 @@ def test_a_lease_that_was_ended_can_be_had_anew(leases):
 def test_three_refusals_in_a_row_set_a_worker_apart(leases):
     lease(leases, "a", (0, 0), (1, 0))
     for _ in range(MOST_REFUSALS - 1):
-        assert not leases.refused("a", [(0, 0)], "a log-prob is above 0").is_apart
+        assert not leases.refused("a", [(0, 0)], "a log-prob is above 0").is_suspended
     assert leases.held() == {(1, 0)}
     leases.uploaded("a", [(1, 0)], 1, 5)
     for _ in range(MOST_REFUSALS - 1):
-        assert not leases.refused("a", [], "").is_apart
+        assert not leases.refused("a", [], "").is_suspended
     leases.grant("a", [(7, 0)])
-    assert leases.refused("a", [], "ids").is_apart and leases.held() == set()
+    assert leases.refused("a", [], "ids").is_suspended and leases.held() == set()
     (worker,) = leases.workers()
-    assert (worker.refusals, state(worker)) == (5, "apart")
+    assert (worker.refusals, worker.state) == (5, "apart")
     assert worker.reason == "3 uploads in a row were refused, the last: ids"
-    assert not leases.seen(says("a of another process")).is_apart
+    assert not leases.seen(says("a of another process")).is_suspended
 
 
 def test_a_worker_whose_log_probs_are_not_the_trainers_is_set_apart(leases):
@@ -98,7 +98,7 @@ def test_a_worker_whose_log_probs_are_not_the_trainers_is_set_apart(leases):
         leases.seen(says(name, (0, 0)) if name == "c" else says(name))
     assert leases.drifted({"a": 0.04, "b": 0.21, "gone": 5.0}) == []
     (apart,) = leases.drifted({"a": 0.04, "c": 0.58})
-    assert (apart.name, apart.is_apart, apart.holds, apart.drift) == ("c", True, set(), 0.58)
+    assert (apart.name, apart.is_suspended, apart.holds, apart.drift) == ("c", True, set(), 0.58)
     assert apart.reason == "its log-probs are 0.58 nats a token from the trainer's, another worker's 0.04"
     assert leases.drifted({"a": 2.0}) == leases.drifted({"a": 1.0, "b": 1.2}) == []  # a policy that all are behind
     assert leases.drifted({"a": 0.1, "c": 0.9}) == [] and [w.drift for w in leases.workers() if w.name == "a"] == [0.1]

@@ -286,7 +286,7 @@ def test_a_worker_whose_uploads_are_refused_is_set_apart(begun, caplog):
     for answer in (lease, begun.results(drawn(TASKS[0]), name=name)):
         status, code, message = answer.refusal
         assert (status, code) == (403, "set_apart") and name in message and "a log-prob is above 0" in message
-    assert f"worker {name!r} is set apart: 3 uploads in a row were refused, the last: group 0" in caplog.text
+    assert f"worker {name!r} is suspended: 3 uploads in a row were refused, the last: group 0" in caplog.text
     (shown,) = begun.status()["workers"]
     assert (shown["name"], shown["state"], shown["refusals"], shown["leases"]) == (name, "apart", 3, 0)
     assert begun.lease("another process") == TASKS[:1]
@@ -301,7 +301,7 @@ def test_a_worker_that_draws_by_other_weights_than_it_says_is_set_apart(begun, c
         "right": ("waiting", 0.04),
         "wrong": ("apart", 0.58),
     }
-    assert "worker 'wrong' is set apart: its log-probs are 0.58 nats a token from the trainer's" in caplog.text
+    assert "worker 'wrong' is suspended: its log-probs are 0.58 nats a token from the trainer's" in caplog.text
     assert begun.post("lease", Lease("wrong", 1, [], 0).to_json()).refusal[:2] == (403, "set_apart")
     for damaged in ({}, {"groups": [[0, -1, 6]]}, {"groups": [[0, 0.1, 0]]}, {"groups": [[0.5, 0.1, 6]]}):
         assert begun.post("drift", json.dumps(damaged).encode()).refusal[:2] == (400, "malformed")

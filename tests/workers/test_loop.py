@@ -351,7 +351,7 @@ def test_groups_that_the_pool_refuses_end_the_worker_after_three(pool, trainer, 
     with working(pool, tmp_path / "worker", engine) as (_, ended):
         eventually(lambda: ended)
     assert caplog.text.count("1 completions: the run has num_generations 4") >= 3
-    assert "is set apart: 3 uploads in a row were refused" in str(ended[0])
+    assert "is suspended: 3 uploads in a row were refused" in str(ended[0])
     assert trainer.client.take([task.key for task in tasks], 0) == []
 
 
