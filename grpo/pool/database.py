@@ -1,4 +1,4 @@
-"""The pool's SQLite file: its schema, opened and locked, and what is told of its disk's failures."""
+"""The pool's SQLite file: its schema, its lock, and the errors of its disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECE_BYTES = 16 << 20  # most bytes of a file in one row, and in one answer
 _APPLICATION, _SCHEMA_VERSION = 0x47525031, 2  # "GRP1"; another schema gets another number
 _PAGE_BYTES = 16 << 10  # a piece of 16 MiB is read four times as fast as from pages of 4 KiB
 _SCHEMA = """
--- A `checksum` is what `checksum` returns of the row's other values, in the order of its columns.
+-- A `checksum` is the result of `checksum` for the row's other values, in the order of its columns.
 CREATE TABLE run (number INTEGER PRIMARY KEY CHECK (number = 1), info BLOB NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE tasks (
     group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, version INTEGER NOT NULL,
@@ -50,16 +50,16 @@ CREATE TABLE pieces (
 
 class Database:
     """The file, open for this process alone. All methods may be called from any thread; they raise ProtocolError, 503,
-    where the disk fails."""
+    if the disk fails."""
 
     def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
-        """Open the file, or make it. `on_damage` is called where it is found to be damaged, or gone, later on.
+        """Open the file, or make it. `on_damage` is called if a later request finds it damaged or gone.
 
-        Raises ConfigError where it is no pool's, damaged, or in use.
+        Raises ConfigError if it is no pool's, damaged, or in use.
         """
         self.path, self._on_damage = path, on_damage
-        self.setting = f"pool_file={path!r}"  # what messages about the file begin with
-        self.lock = threading.RLock()  # held by whoever reads several things that belong together
+        self.setting = f"pool_file={path!r}"  # the first words of messages about the file
+        self.lock = threading.RLock()  # a caller holds it over several reads of one state
         self._file = _lock_file(path, self.setting)
         try:
             self._connection = _open(path, self.setting)
@@ -91,8 +91,8 @@ class Database:
             return self._connection.execute(statement, values).fetchall()
 
     def checked_rows(self, name: str, statement: str, *values: Any) -> list[tuple]:
-        """Return rows without their checksum, the last value. `name` is what a message calls one that is damaged, and
-        may have the row's first values: "version {}"."""
+        """Return rows without their checksum, the last value. A message calls a damaged row by `name`, which may have
+        places for the row's first values: "version {}"."""
         rows = self.rows(statement, *values)
         for row in rows:
             with self._failures(name.format(*row)):
@@ -100,13 +100,13 @@ class Database:
         return [row[:-1] for row in rows]
 
     def store(self, table: str, *values: Any) -> None:
-        """Store a row, in the place of the one with its key, with its checksum."""
+        """Store a row with its checksum; it replaces the row of the same key."""
         places = ", ".join("?" * (len(values) + 1))
         self.sql(f"REPLACE INTO {table} VALUES ({places})", *values, checksum(values))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Store everything that is done inside, or nothing."""
+        """Store all changes of the block, or none."""
         with self.lock:
             try:
                 self.sql("BEGIN IMMEDIATE")
@@ -119,7 +119,7 @@ class Database:
                 raise
 
     def _check_place(self) -> None:
-        """Raise ProtocolError where a later pool would not find what is written: a name has another file, or none."""
+        """Raise ProtocolError if the file was moved, replaced or deleted: a later pool would not find the new rows."""
         for name, opened in self._opened.items():
             try:
                 is_same_file = os.path.samestat(os.stat(name), opened)
@@ -132,7 +132,7 @@ class Database:
 
     @contextmanager
     def _failures(self, name: str = "") -> Iterator[None]:
-        """Raise ProtocolError where the disk or the file fails. `name` is what is read of it."""
+        """Turn errors of the disk or the file into ProtocolError. `name` is the part that is read."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -147,7 +147,7 @@ class Database:
 def open_read_only(path: str, setting: str) -> sqlite3.Connection:
     """Open a pool's file to read it, also while a pool runs on it.
 
-    Raises ConfigError where it is no pool's. Its message begins with `setting`: a field and its value.
+    Raises ConfigError if it is no pool's. Its message begins with `setting`: a field and its value.
     """
     if not Path(path).is_file():
         raise unusable(setting, "there is no such file", "name the pool_file of a pool")
@@ -168,8 +168,7 @@ def _lock_file(path: str, setting: str) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's own locks are of another kind
     except OSError as error:
         os.close(file)
-        reason, remedy = "another pool writes to it", "wait for its end, or name another file"
-        raise unusable(setting, reason, remedy) from error
+        raise unusable(setting, "another pool writes to it", "wait for its end, or name another file") from error
     return file
 
 
@@ -187,11 +186,9 @@ def _open(path: str, setting: str) -> sqlite3.Connection:
         connection.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over gigabytes
         # A copy that was cut short would fail only where its end is read.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        pages, bytes_of_page = (
-            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
-        )
-        if os.path.getsize(path) < pages * bytes_of_page:
-            raise damaged(setting, f"{os.path.getsize(path)} bytes are left of {pages * bytes_of_page}")
+        size = _pragma(connection, "page_count") * _pragma(connection, "page_size")
+        if os.path.getsize(path) < size:
+            raise damaged(setting, f"{os.path.getsize(path)} bytes are left of {size}")
     except (sqlite3.Error, ConfigError) as error:
         connection.close()
         raise error if isinstance(error, ConfigError) else damaged(setting, error) from error
@@ -203,16 +200,16 @@ def _connect(setting: str, uri: str) -> sqlite3.Connection:
         connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
         raise damaged(setting, error) from error
-    connection.text_factory = lambda data: data.decode(errors="surrogateescape")  # what is no UTF-8 fails its checksum
+    connection.text_factory = lambda data: data.decode(
+        errors="surrogateescape"
+    )  # bytes that are no UTF-8 fail the checksum
     return connection
 
 
 def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
-    """Raise ConfigError where the file is not a pool's."""
+    """Raise ConfigError if the file is not a pool's."""
     try:
-        (application,), (version,) = (
-            connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
-        )
+        application, version = _pragma(connection, "application_id"), _pragma(connection, "user_version")
     except sqlite3.Error as error:
         raise damaged(setting, error) from error
     if application != _APPLICATION:
@@ -220,6 +217,10 @@ def _check_kind(setting: str, connection: sqlite3.Connection) -> None:
     if version != _SCHEMA_VERSION:
         reason = f"it has schema {version}, and this program reads {_SCHEMA_VERSION}"
         raise unusable(setting, reason, "use the release that made it, or name another file")
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return connection.execute(f"PRAGMA {name}").fetchone()[0]
 
 
 def checksum(values: Iterable[int | str | bytes | None]) -> bytes:
@@ -232,14 +233,13 @@ def checksum(values: Iterable[int | str | bytes | None]) -> bytes:
 
 
 def check_row(row: tuple) -> None:
-    """Raise sqlite3.DatabaseError, as SQLite does for a damaged page, where a row does not have the checksum that is
-    its last value."""
+    """Raise sqlite3.DatabaseError, as SQLite does for a damaged page, unless a row's last value is its checksum."""
     if checksum(row[:-1]) != row[-1]:
         raise sqlite3.DatabaseError("its checksum differs")
 
 
 def damaged(setting: str, reason: object, name: str = "") -> ConfigError:
-    """Return the refusal of a damaged file; `name` is what of it is known to be."""
+    """Return the refusal of a damaged file; `name` is the damaged part, if it is known."""
     what = f"{name} is damaged" if name else "no pool's file, or damaged"
     return unusable(setting, f"{what} ({reason})", "name another file, or a copy of this one")
 

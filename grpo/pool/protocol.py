@@ -1,4 +1,4 @@
-"""What trainer, pool and workers send each other: a run, its tasks and versions, and what is drawn.
+"""The messages of trainer, pool and workers: a run, its tasks and versions, and their completions.
 
 A task is a group: a prompt whose completions one worker draws. A version of the policy is named by the number of
 updates that it has had. docs/protocol.md describes the requests; tasks and completions go as tensors
@@ -34,7 +34,7 @@ ADAPTER = "adapter"  # folder, in that of a model, with an adapter_config.json
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What all tasks of a run share. A pool serves one run."""
+    """The facts that all tasks of a run share. A pool serves one run."""
 
     run: str  # the run's identity, in hex: model, data and the settings that change numbers
     name: str  # the run's name on pages and in logs
@@ -51,14 +51,14 @@ class RunInfo:
     groups_per_round: int = 1  # a group's id divided by it, rounded down, is the round: pages show it
     base_weights: str | None = None
     """SHA-256 of the file (POST files) with the frozen weights under an adapter: each version is the adapter alone,
-    whose configuration is in the folder `adapter` of `model_files`; None where each version is all of the weights"""
+    whose configuration is in the folder `adapter` of `model_files`; None if each version is all of the weights"""
     in_flight_weight_updates: bool = False
     """whether a task may be drawn by its version and by any newer one, and each token of a completion by another:
     workers always take the newest version"""
-    turns: RunTools | None = None  # what answers the policy between its turns; None where nothing does
+    turns: RunTools | None = None  # the tools or environment that answer the policy; None for a run without
 
     def to_json(self) -> bytes:
-        """Return the body; of a run without turns it is what it was before there were any."""
+        """Return the body; without turns it has no such field, as older releases expect."""
         content = asdict(self)
         return json.dumps({name: content[name] for name in content if name != "turns" or self.turns}).encode()
 
@@ -88,7 +88,7 @@ class Task:
     """A group to draw."""
 
     group: int  # the group's id: its place in the run
-    attempt: int  # 0, or the how-manieth replacement of the group this is
+    attempt: int  # 0, or the number of the replacement of this group
     version: int  # the version of the policy that draws it; the oldest that may, with RunInfo.in_flight_weight_updates
     prompt_ids: list[int]
     columns: str = ""  # the row's columns, a JSON object, for the run's environment; "" without one
@@ -106,7 +106,7 @@ class GroupResult:
     attempt: int
     completions: list[list[int]]
     """token ids, the eos included; each ends with its first eos, or at max_completion_length. With turns an answer may
-    follow an eos, and then what was drawn after it"""
+    follow an eos, and then more drawn tokens"""
     logprobs: list[list[float]]
     """of each id, in the distribution that it was drawn from; float32, NaN at the tokens of answers"""
     versions: list[list[int]]
@@ -120,7 +120,7 @@ class GroupResult:
 
     @property
     def masks(self) -> list[list[bool]]:
-        """`drawn`, all True where that is None"""
+        """`drawn`, all True if that is None"""
         return self.drawn or [[True] * len(ids) for ids in self.completions]
 
     @property
@@ -146,7 +146,7 @@ class Version:
     sha256: str  # SHA-256 of the whole safetensors file, in hex
     size: int  # bytes of the whole file
     whole: bool  # whether the pool holds the whole file
-    base: int | None  # the version to which `delta` leads from; None where there is no delta
+    base: int | None  # the version to which `delta` leads from; None without a delta
     delta: str | None  # SHA-256 of the delta (grpo/pool/delta.py), a file that the pool holds
     probe: Probe
 
@@ -177,15 +177,15 @@ class Version:
 
 @dataclass(frozen=True)
 class Lease:
-    """What a worker says when it asks for tasks. It is its heartbeat too."""
+    """A worker's request for tasks, which is its heartbeat too."""
 
     worker: str  # the worker's name
     room: int  # tasks that it can take; 0 only keeps what it holds
     holds: list[list[int]]  # [group, attempt] of each task that it is drawing
-    wait: float  # seconds to wait for a task where there is none
-    card: str = ""  # what it draws on
+    wait: float  # seconds to wait if no task is free
+    card: str = ""  # the name of its GPU, or CPU
     version: int = -1  # the version that it has; -1 is none
-    message: str = ""  # what it is doing
+    message: str = ""  # its present work, for the pool's page
     tokens_per_second: float = 0.0
 
     def to_json(self) -> bytes:
@@ -216,7 +216,7 @@ def keys_of(name: str, value: object) -> list[tuple[int, int]]:
 
 
 def drifts_of(value: object) -> dict[int, tuple[float, int]]:
-    """Return what a JSON list of [group, drift, tokens] says of each group.
+    """Read a JSON list of [group, drift, tokens].
 
     Drift is the mean distance of the trainer's log-probs from the sampler's, in nats a token. Raises ProtocolError,
     400, or 413 for too many.
@@ -231,11 +231,8 @@ def drifts_of(value: object) -> dict[int, tuple[float, int]]:
     return {group: (float(drift), tokens) for group, drift, tokens in value}
 
 
-# Can these be the completions of a task? What a pool asks of each result before it keeps it.
-
-
 def check_drawn(drawn: GroupResult, run: RunInfo, task: Task) -> None:
-    """Raise ProtocolError, 422, where these cannot be completions of this task."""
+    """Raise ProtocolError, 422, if these cannot be completions of this task: a pool keeps none unchecked."""
 
     def wrong(message: str) -> ProtocolError:
         return ProtocolError(422, "wrong_completions", f"group {drawn.group}: {message}")
@@ -253,9 +250,9 @@ def check_drawn(drawn: GroupResult, run: RunInfo, task: Task) -> None:
             raise wrong(f"a completion has {len(ids)} tokens: max_completion_length is {run.max_completion_length}")
         segments = cut_segments(ids, mask)
         if not all(eos.isdisjoint(segment[:-1]) for is_drawn, segment in segments if is_drawn):
-            raise wrong("a completion goes on after an eos")
+            raise wrong("a completion continues after an eos")
         if not (mask[0] and mask[-1] and all(segment[-1] in eos for is_drawn, segment in segments[:-1] if is_drawn)):
-            raise wrong("an answer is not between an eos and what was drawn after it")
+            raise wrong("an answer is not between an eos and drawn tokens")
         if ids[-1] not in eos and len(ids) < run.max_completion_length:
             raise wrong(f"a completion of {len(ids)} tokens has neither an eos nor max_completion_length tokens")
         if run.turns:
@@ -274,7 +271,7 @@ def check_drawn(drawn: GroupResult, run: RunInfo, task: Task) -> None:
 def _check_outcome(
     outcome: Outcome, turns: RunTools, segments: int, ends_with_eos: bool, wrong: Callable[[str], ProtocolError]
 ) -> None:
-    """Raise what `wrong` makes of a message where a completion of so many drawn segments cannot have ended so."""
+    """Raise `wrong(message)` if a completion of so many drawn segments cannot have this outcome."""
     if outcome.finished and not ends_with_eos:
         raise wrong("a completion without an eos at its end is called finished")
     if turns.max_turns is not None and segments > turns.max_turns:
@@ -284,6 +281,6 @@ def _check_outcome(
 
 
 def _spans(versions: Sequence[int]) -> str:
-    """Return the versions of a completion's tokens as text, each span of equal ones once, of many the first."""
+    """Return the versions of a completion's tokens as text: each span of equal ones once, the first five spans."""
     numbers = [version for version, _ in groupby(versions)]
     return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)

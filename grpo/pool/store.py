@@ -1,7 +1,7 @@
-"""What a pool keeps of a run: its tasks and their results, the versions of the policy and their files.
+"""A pool's record of a run: its tasks and their results, the versions of the policy and their files.
 
-Whatever a method stores is on the disk when it returns, all of it or nothing. The file can be read while a pool runs on
-it, and after (grpo/pool/store.py).
+Whatever a method stores is on the disk when it returns, all of it or nothing. `Recording` reads the file, also while a
+pool runs on it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ from grpo.pool.task_tensors import decode_drawn, encode_drawn
 from grpo.wire.refusals import ProtocolError, malformed
 from grpo.wire.weights import FilePart
 
-# The files that a pool keeps in its database, in pieces: weights and the model's folder.
+log = logging.getLogger(__name__)
 
-
-_ABANDONED_SECONDS = 3600  # without a byte; a file that nothing names is dropped then
+_ABANDONED_SECONDS = 3600  # without a byte; a file that no version and no run names is dropped then
+_ROW = "version, worker, tokens, newest, prompt_ids, columns, drawn, checksum"
+_TASK_OF_KEY = f"SELECT ?1, ?2, {_ROW} FROM tasks WHERE group_id = ?1 AND attempt = ?2"  # a row for _read_task
+_RUN = "SELECT number, info, checksum FROM run"
+_VERSIONS = "SELECT version, weights, info, checksum FROM versions"
+_TASK_NAME = "group {}, attempt {}"
 
 
 class Files:
-    """Files by their SHA-256. All methods may be called from any thread."""
+    """Files by their SHA-256, in pieces: weights and the model's folder. All methods may be called from any thread."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -40,20 +44,18 @@ class Files:
         self._touched: dict[str, float] = {}  # time.monotonic() of their last pieces
 
     def add(self, piece: FilePart, data: bytes) -> int:
-        """Keep a piece of a file. Return how many bytes are here by now, from the first on without a gap.
+        """Keep a piece of a file. Return how many bytes are stored by now, from the first on without a gap.
 
-        Bytes that are here already are ignored, so a piece may come twice, and an empty one asks where to continue.
+        Stored bytes are ignored: a piece may come twice, and an empty one asks for the place to continue.
 
-        Raises ProtocolError: 400 for what reaches beyond the size, 409 for what would leave a gap, or where the whole
-        is not what was announced: it is dropped.
+        Raises ProtocolError: 400 for bytes beyond the size, 409 for a gap, or if the complete file has another SHA-256:
+        the file is dropped then.
         """
         if piece.size < 1 or piece.offset + len(data) > piece.size:
             raise malformed(f"{len(data)} bytes from {piece.offset} on are beyond {piece.size}")
         with self._database.transaction():
-            size, received = self._database.row("SELECT size, received FROM files WHERE sha256 = ?", piece.sha256) or (
-                None,
-                0,
-            )
+            row = self._database.row("SELECT size, received FROM files WHERE sha256 = ?", piece.sha256)
+            size, received = row or (None, 0)
             if size not in (None, piece.size):
                 raise malformed(f"this file has {size} bytes, not {piece.size}")
             if piece.offset > received:
@@ -67,31 +69,26 @@ class Files:
             digest = self._digest(piece.sha256, received).copy()
             digest.update(new)
             end = received + len(new)
-            if size is None:
-                self._database.sql("INSERT INTO files VALUES (?, ?, ?)", piece.sha256, piece.size, end)
-            else:
-                self._database.sql("UPDATE files SET received = ? WHERE sha256 = ?", end, piece.sha256)
+            self._database.sql("REPLACE INTO files VALUES (?, ?, ?)", piece.sha256, piece.size, end)
             for start in range(0, len(new), PIECE_BYTES):
                 row = piece.sha256, received + start, new[start : start + PIECE_BYTES]
                 self._database.sql("INSERT INTO pieces VALUES (?, ?, ?)", *row)
             is_damaged = end == piece.size and digest.hexdigest() != piece.sha256
+            self._touched[piece.sha256], self._digests[piece.sha256] = time.monotonic(), (end, digest)
             if is_damaged:
                 self._drop(piece.sha256)
-            else:
-                self._touched[piece.sha256] = time.monotonic()
-                self._digests[piece.sha256] = end, digest
         if is_damaged:
             message = "what came is not what was announced (SHA-256 differs): send all of it again"
             raise ProtocolError(409, "damaged", message)
         return end
 
     def size(self, sha256: str) -> int | None:
-        """Return the bytes of a file, None where it is not here or not complete."""
+        """Return the bytes of a file, None if it is missing or not complete."""
         row = self._database.row("SELECT size FROM files WHERE sha256 = ? AND received = size", sha256)
         return row[0] if row else None
 
     def read(self, sha256: str, start: int, end: int) -> bytes:
-        """Return the bytes of a complete file from `start` on to before `end`; empty where it was dropped."""
+        """Return the bytes of a complete file from `start` to before `end`; empty if it was dropped."""
         with self._database.lock:
             rows = self._database.rows(
                 "SELECT start, data FROM pieces WHERE sha256 = ? AND start < ? AND start + length(data) > ? "
@@ -103,7 +100,7 @@ class Files:
             return b"".join(memoryview(data)[max(0, start - at) : end - at] for at, data in rows)
 
     def drop_unused(self, used: Set[str], gone: Set[str]) -> None:
-        """Delete, in the caller's transaction, what is not used: files whose last user is gone, and abandoned ones."""
+        """Delete, in the caller's transaction, unused files: those whose last user is gone, and abandoned ones."""
         now = time.monotonic()
         for (sha256,) in self._database.rows("SELECT sha256 FROM files"):
             is_abandoned = now - self._touched.setdefault(sha256, now) >= _ABANDONED_SECONDS
@@ -117,7 +114,7 @@ class Files:
         self._touched.pop(sha256, None)
 
     def _digest(self, sha256: str, received: int) -> Any:
-        """Return the digest of what is here of a file."""
+        """Return the digest of the stored bytes of a file."""
         length, digest = self._digests.get(sha256, (0, hashlib.sha256()))
         if length != received:  # after a restart, or a piece that could not be stored
             digest = hashlib.sha256()
@@ -126,20 +123,10 @@ class Files:
         return digest
 
 
-log = logging.getLogger(__name__)
-
-_ROW = "version, worker, tokens, newest, prompt_ids, columns, drawn, checksum"
-TASK_OF_KEY = f"SELECT ?1, ?2, {_ROW} FROM tasks WHERE group_id = ?1 AND attempt = ?2"
-"""the row of a task of this key, for `read_task`"""
-RUN = "SELECT number, info, checksum FROM run"
-_VERSIONS = "SELECT version, weights, info, checksum FROM versions"
-_TASK_NAME = "group {}, attempt {}"
-
-
 class Store:
     """The pool's file. All methods may be called from any thread.
 
-    All raise ProtocolError, 503, where the disk fails; nothing of the request is stored then.
+    All raise ProtocolError, 503, if the disk fails; nothing of the request is stored then.
     """
 
     def __init__(self, path: str, on_damage: Callable[[ConfigError], None]):
@@ -147,7 +134,7 @@ class Store:
         self._database = Database(path, on_damage)
         self.files = Files(self._database)
         try:
-            rows = self._database.checked_rows("the run", RUN)
+            rows = self._database.checked_rows("the run", _RUN)
             self._run = RunInfo.of_json(rows[0][1]) if rows else None
             drawn = self._database.row("SELECT count(*), coalesce(sum(drawn IS NOT NULL), 0) FROM tasks")
         except ProtocolError as error:
@@ -162,7 +149,7 @@ class Store:
     # The run
 
     def run(self) -> RunInfo:
-        """Return the run. Raises ProtocolError, 404, while there is none."""
+        """Return the run. Raises ProtocolError, 404, before the trainer has put one."""
         if self._run is None:
             raise ProtocolError(404, "no_run", "no trainer has told the pool its run yet", retry_after=2)
         return self._run
@@ -186,11 +173,11 @@ class Store:
     # Versions
 
     def add_version(self, version: Version) -> list[tuple[int, int]]:
-        """Keep a version. Return the tasks that are not to be drawn any more as they were leased.
+        """Keep a version. Return the tasks whose leases end.
 
-        A number that is there, or was dropped, with other weights says that the run went on from an earlier checkpoint:
-        that version and the later ones are deleted, with what they drew. Raises ProtocolError, 409, where a file is not
-        here.
+        If the pool has, or had, this number with other weights, the run was resumed from an earlier checkpoint: that
+        version and the later ones are deleted, with the completions that they drew, and the leases of their tasks end.
+        Raises ProtocolError, 409, if a file is missing.
         """
         with self._database.transaction():
             weights, known = self._find_version(version.version)
@@ -201,7 +188,7 @@ class Store:
             removed, void = [], []
             if is_other:
                 removed = [other for other in self.versions() if other.version >= version.version]
-                # With newest weights, what is being drawn of any task may have tokens of the versions that go.
+                # With newest weights, a completion of any leased task may have tokens of the deleted versions.
                 void = self._database.rows(
                     "SELECT group_id, attempt FROM tasks WHERE version >= ?1 OR (?2 AND drawn IS NULL)",
                     version.version,
@@ -209,11 +196,11 @@ class Store:
                 )
                 self._database.sql("DELETE FROM versions WHERE version >= ?", version.version)
                 # The trainer may have put this version's tasks before it has sent the version: they stay, undrawn.
-                self._database.sql(
-                    "DELETE FROM tasks WHERE version > ?1 OR (version = ?1 AND attempt > 0)", version.version
-                )
-                drawn = "SELECT group_id, attempt FROM tasks WHERE newest >= ?"
-                for key in self._database.rows(drawn, version.version):
+                later = "version > ?1 OR (version = ?1 AND attempt > 0)"
+                self._database.sql(f"DELETE FROM tasks WHERE {later}", version.version)
+                for key in self._database.rows(
+                    "SELECT group_id, attempt FROM tasks WHERE newest >= ?", version.version
+                ):
                     self._store_task(self.find_task(key)[0])
             elif known is not None:  # a run that was started again sends whole what it sent as a delta
                 version = replace(known, whole=True)
@@ -227,16 +214,17 @@ class Store:
         return [_version(info) for _, _, info in rows]
 
     def weights_of(self, number: int) -> str | None:
-        """Return the SHA-256 of a version's weights, also where it was dropped; None where it is not known."""
+        """Return the SHA-256 of a version's weights, also of a dropped version; None for an unknown one."""
         return self._find_version(number)[0]
 
     def _find_version(self, number: int) -> tuple[str | None, Version | None]:
-        """Return the SHA-256 of a version's weights, and the version, which is None where it was dropped."""
-        rows = self._database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number)
-        return (rows[0][1], _version(rows[0][2]) if rows[0][2] else None) if rows else (None, None)
+        """Return the SHA-256 of a version's weights, and the version, which is None once it was dropped."""
+        for _, weights, info in self._database.checked_rows("version {}", f"{_VERSIONS} WHERE version = ?", number):
+            return weights, info and _version(info)
+        return None, None
 
     def drop_versions_below(self, needed: int) -> None:
-        """Delete the versions below `needed` that no chain of deltas to a later one begins with, and their files."""
+        """Delete the versions below `needed`, and their files, unless a chain of deltas to a later one needs them."""
         with self._database.transaction():
             versions = {version.version: version for version in self.versions()}
             kept = {number for number in versions if number >= needed}
@@ -250,7 +238,7 @@ class Store:
             self._drop_files_of(removed)
 
     def _check_files(self, version: Version) -> None:
-        """Raise ProtocolError where no worker could make this version from what is here."""
+        """Raise ProtocolError if a worker could not make this version from the stored files."""
         sizes = {sha256: self.files.size(sha256) for sha256 in _files_of(version)}
         for sha256, size in sizes.items():
             if size is None:
@@ -270,9 +258,9 @@ class Store:
     # Tasks and results
 
     def put_tasks(self, tasks: Sequence[Task]) -> list[tuple[int, int]]:
-        """Keep tasks. Return those that were there for another version: they are to be drawn again.
+        """Keep tasks. Return those that were stored with another version: they are to be drawn again.
 
-        Raises ProtocolError, 409, for a task that is there with another prompt or row; none is kept then.
+        Raises ProtocolError, 409, for a task that is stored with another prompt or row; none is kept then.
         """
         changed = []
         with self._database.transaction():
@@ -281,21 +269,15 @@ class Store:
                 if known is None:
                     self._store_task(task)
                 elif (known.prompt_ids, known.columns) != (task.prompt_ids, task.columns):
-                    message = (
-                        f"group {task.group} has another prompt or row in the pool file: its run had other data: start "
-                        "the pool with another --pool_file"
-                    )
-                    raise ProtocolError(409, "other_run", message)
+                    reason = f"group {task.group} has another prompt or row in the pool file: its run had other data"
+                    raise ProtocolError(409, "other_run", f"{reason}: start the pool with another --pool_file")
                 elif known.version != task.version:
                     self._store_task(task)
                     changed.append(task.key)
         return changed
 
     def open_tasks(self, limit: int) -> list[Task]:
-        """Return the first tasks without a result whose version is here, by version, group and attempt.
-
-        Where the newest version draws, those are meant that it may draw.
-        """
+        """Return the first tasks without a result that a stored version may draw, by version, group and attempt."""
         is_here = "<= (SELECT max(version)" if self._takes_newest() else "IN (SELECT version"
         rows = self._database.checked_rows(
             _TASK_NAME,
@@ -303,17 +285,20 @@ class Store:
             f"AND version {is_here} FROM versions WHERE info IS NOT NULL) ORDER BY version, group_id, attempt LIMIT ?",
             limit,
         )
-        return [read_task(row)[0] for row in rows]
+        return [_read_task(row)[0] for row in rows]
 
     def find_task(self, key: tuple[int, int]) -> tuple[Task, bool] | None:
-        """Return a task and whether it has a result; None where it is not here."""
-        if not (rows := self._database.checked_rows(_TASK_NAME, TASK_OF_KEY, *key)):
-            return None
-        task, drawn = read_task(rows[0])
-        return task, drawn is not None
+        """Return a task and whether it has a result; None for an unknown key."""
+        task, drawn = self._find_task(key)
+        return task and (task, drawn is not None)
+
+    def _find_task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
+        for row in self._database.checked_rows(_TASK_NAME, _TASK_OF_KEY, *key):
+            return _read_task(row)
+        return None, None
 
     def add_results(self, drawn_tasks: Sequence[tuple[Task, GroupResult]], worker: str) -> list[bool]:
-        """Keep the completions of tasks; return of each whether it is kept: the first of a task and its version is."""
+        """Keep the first completions of each task and version; return of each group whether it was kept."""
         kept = []
         with self._database.transaction():
             for task, drawn in drawn_tasks:
@@ -330,15 +315,12 @@ class Store:
         self._database.store("tasks", *task.key, task.version, *of_drawn, prompt, task.columns, body)
 
     def results(self, keys: Iterable[tuple[int, int]], most_bytes: int) -> list[bytes]:
-        """Return the results that are there of these tasks, each as `encode_drawn` writes it.
-
-        The first is returned whatever its size; then as many as stay below `most_bytes` together.
-        """
+        """Return the results of these tasks, each as `encode_drawn` writes it: the first, whatever its size, and as
+        many others as stay below `most_bytes` together."""
         results, size = [], 0
         with self._database.lock:
             for key in keys:
-                rows = self._database.checked_rows(_TASK_NAME, TASK_OF_KEY, *key)
-                if not rows or (drawn := read_task(rows[0])[1]) is None:
+                if (drawn := self._find_task(key)[1]) is None:
                     continue
                 size += len(drawn)
                 if results and size > most_bytes:
@@ -349,16 +331,9 @@ class Store:
     def workers_of(self, groups: Iterable[int]) -> dict[int, str]:
         """Return the worker that drew the last attempt of each of these groups."""
         with self._database.lock:
-            rows = {
-                group: self._database.row(
-                    "SELECT worker FROM tasks WHERE group_id = ? AND drawn IS NOT NULL ORDER BY attempt DESC LIMIT 1",
-                    group,
-                )
-                for group in groups
-            }
+            last = "SELECT worker FROM tasks WHERE group_id = ? AND drawn IS NOT NULL ORDER BY attempt DESC LIMIT 1"
+            rows = {group: self._database.row(last, group) for group in groups}
         return {group: row[0] for group, row in rows.items() if row}
-
-    # What the page shows
 
     def rounds(self, count: int) -> list[dict[str, int]]:
         """Return tasks, results and tokens of the last rounds, the newest first."""
@@ -377,17 +352,17 @@ class Store:
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def file_bytes(self) -> int:
-        """Return the bytes of the file, with those that lie beside it until they are moved into it."""
+        """Return the bytes of the file and of the log beside it."""
         return self._database.size()
 
     def count_open(self, version: int | None = None) -> int:
         """Return the number of tasks without a result: of a version, or of all."""
-        condition, values = ("", ()) if version is None else (" AND version = ?", (version,))
-        return self._database.row(f"SELECT count(*) FROM tasks WHERE drawn IS NULL{condition}", *values)[0]
+        of_version = "" if version is None else f" AND version = {version:d}"
+        return self._database.row(f"SELECT count(*) FROM tasks WHERE drawn IS NULL{of_version}")[0]
 
 
-def read_task(row: tuple) -> tuple[Task, bytes | None]:
-    """Return a row's task and its completions as the file has them, None where there are none."""
+def _read_task(row: tuple) -> tuple[Task, bytes | None]:
+    """Return a row's task and its completions as the file has them, None before they are drawn."""
     group, attempt, version, _, _, _, prompt, columns, drawn, *_ = row
     return Task(group, attempt, version, np.frombuffer(prompt, "<i4").tolist(), columns), drawn
 
@@ -400,42 +375,38 @@ def _files_of(version: Version) -> list[str]:
     return [version.sha256] * version.whole + ([version.delta] if version.delta else [])
 
 
-# A pool's file, read only: the run, its tasks and what was drawn of them. A pool may be running on it.
-
-
 class Recording:
-    """The run and the results of a pool's file.
+    """The run and the results of a pool's file, read only. A pool may be running on it.
 
-    All methods may be called from any thread, and raise ConfigError where the file is damaged.
+    All methods may be called from any thread, and raise ConfigError if the file is damaged.
     """
 
     def __init__(self, path: str):
-        """Open the file. Raises ConfigError where it is no pool's."""
+        """Open the file. Raises ConfigError if it is no pool's."""
         self._setting = f"replay={path!r}"
         self._connection = open_read_only(path, self._setting)
         self._lock = threading.Lock()
-        row = self._row("the run", RUN)
+        row = self._row("the run", _RUN)
         if row is None:
-            raise unusable(
-                self._setting, "no trainer has used it", "name the pool_file of a pool that has served a run"
-            )
+            remedy = "name the pool_file of a pool that has served a run"
+            raise unusable(self._setting, "no trainer has used it", remedy)
         self.run = RunInfo.of_json(row[1])
 
     def result(self, key: tuple[int, int]) -> GroupResult | None:
-        """Return the completions of a task (group, attempt), None where there are none."""
+        """Return the completions of a task (group, attempt), None before they are drawn."""
         _, body = self._task(key)
         return None if body is None else decode_drawn(body)[0]
 
     def task(self, key: tuple[int, int]) -> Task | None:
-        """Return a task, None where it is not here."""
+        """Return a task, None for an unknown key."""
         return self._task(key)[0]
 
     def close(self) -> None:
         self._connection.close()
 
     def _task(self, key: tuple[int, int]) -> tuple[Task | None, bytes | None]:
-        row = self._row("group {}, attempt {}".format(*key), TASK_OF_KEY, *key)
-        return (None, None) if row is None else read_task(row)
+        row = self._row(_TASK_NAME.format(*key), _TASK_OF_KEY, *key)
+        return (None, None) if row is None else _read_task(row)
 
     def _row(self, name: str, statement: str, *values: Any) -> tuple | None:
         try:

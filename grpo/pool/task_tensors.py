@@ -1,4 +1,4 @@
-"""Tasks and completions as tensors: the bodies that have many token ids, of a pool's requests and of its file.
+"""Tasks and completions as tensors: the bodies with many token ids, of a pool's requests and of its file.
 
 Each list of lists is one tensor with all numbers, and one with the lengths.
 """
@@ -18,41 +18,42 @@ from grpo.wire.refusals import check_number, malformed
 from grpo.wire.tensors import float32, int32, read_tensors, uint8
 from grpo.wire.tool_outcomes import Outcome, check_columns
 
-_TASK_COLUMNS = ("groups", "attempts", "versions")
+_TASKS = ("groups", "attempts", "versions", "prompt_lengths")
+_GROUPS = ("groups", "attempts", "copies")
 _OF_ROWS = {"column_lengths", "columns"}
 _OF_TURNS = {"drawn", "outcome_lengths", "outcomes"}
 
 
 def encode_tasks(tasks: Sequence[Task], metadata: dict[str, str] | None = None) -> bytes:
     """Return the body of POST tasks, and of a lease's answer."""
-    columns = {name: np.asarray([getattr(task, name[:-1]) for task in tasks], np.int32) for name in _TASK_COLUMNS}
+    rows = [(task.group, task.attempt, task.version, len(task.prompt_ids)) for task in tasks]
+    tensors = dict(zip(_TASKS, np.array(rows, np.int32).reshape(-1, len(_TASKS)).T.copy(), strict=True))
+    tensors["prompt_ids"] = _joined([task.prompt_ids for task in tasks], np.int32)
     if any(task.columns for task in tasks):
-        columns |= _texts("column", [task.columns.encode() for task in tasks])
-    return save(
-        columns
-        | {
-            "prompt_lengths": np.asarray([len(task.prompt_ids) for task in tasks], np.int32),
-            "prompt_ids": _joined([task.prompt_ids for task in tasks], np.int32),
-        },
-        metadata,
-    )
+        tensors |= _texts("column", [task.columns.encode() for task in tasks])
+    return save(tensors, metadata)
 
 
 def decode_tasks(body: bytes, vocab_size: int) -> list[Task]:
-    """Read tasks. Raises ProtocolError: 400 for what is malformed, 413 for too many."""
+    """Read tasks. Raises ProtocolError: 400 for a malformed body, 413 for too many tasks."""
     tensors, _ = read_tensors(body)
-    columns = [int32(tensors, name) for name in (*_TASK_COLUMNS, "prompt_lengths")]
+    columns = [int32(tensors, name) for name in _TASKS]
     ids = int32(tensors, "prompt_ids")
-    has_rows = _check_names(tensors, {*_TASK_COLUMNS, "prompt_lengths", "prompt_ids"}, _OF_ROWS)
+    has_rows = _check_names(tensors, {*_TASKS, "prompt_ids"}, _OF_ROWS)
     check_number("tasks", len(columns[0]), MOST_TASKS)
     _check_lengths("tasks", columns)
-    _check_ids(ids, vocab_size)
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
     prompts = _cut(ids, columns[-1], least=1)
     if any(len(column) and column.min() < 0 for column in columns):
         raise malformed("a group, attempt or version is below 0")
-    texts = [_text(text) for text in _read_texts("column", tensors, len(prompts))] if has_rows else [""] * len(prompts)
+    try:
+        texts = [text.decode() for text in _read_texts("column", tensors, len(prompts))] if has_rows else []
+    except UnicodeDecodeError as error:
+        raise malformed("columns are no UTF-8") from error
     for text in filter(None, texts):
         check_columns(text)
+    texts = texts or [""] * len(prompts)
     rows = zip(*(column.tolist() for column in columns[:-1]), prompts, texts, strict=True)
     return [Task(group, attempt, version, prompt.tolist(), text) for group, attempt, version, prompt, text in rows]
 
@@ -62,54 +63,46 @@ def encode_drawn(groups: Sequence[GroupResult], weights: Iterable[tuple[int, str
 
     `weights`, of POST results: number and SHA-256 of the versions that drew them.
     """
-    each = [completion for group in groups for completion in group.completions]
-    of_turns = {}
+    completions = [completion for group in groups for completion in group.completions]
+    tensors = {
+        "groups": np.asarray([group.group for group in groups], np.int32),
+        "attempts": np.asarray([group.attempt for group in groups], np.int32),
+        "copies": np.asarray([len(group.completions) for group in groups], np.int32),
+        "completion_lengths": np.asarray([*map(len, completions)], np.int32),
+        "completion_ids": _joined(completions, np.int32),
+        "logprobs": _joined([values for group in groups for values in group.logprobs], np.float32),
+        "versions": _joined([values for group in groups for values in group.versions], np.int32),
+    }
     if any(group.outcomes is not None for group in groups):
-        of_turns["drawn"] = _joined([mask for group in groups for mask in group.masks], np.uint8)
-        of_turns |= _texts("outcome", [outcome.to_json() for group in groups for outcome in group.outcomes])
-    return save(
-        of_turns
-        | {
-            "groups": np.asarray([group.group for group in groups], np.int32),
-            "attempts": np.asarray([group.attempt for group in groups], np.int32),
-            "copies": np.asarray([len(group.completions) for group in groups], np.int32),
-            "completion_lengths": np.asarray([len(completion) for completion in each], np.int32),
-            "completion_ids": _joined(each, np.int32),
-            "logprobs": _joined([values for group in groups for values in group.logprobs], np.float32),
-            "versions": _joined([values for group in groups for values in group.versions], np.int32),
-        },
-        None if weights is None else {"weights": json.dumps([*weights])},
-    )
+        tensors["drawn"] = _joined([mask for group in groups for mask in group.masks], np.uint8)
+        tensors |= _texts("outcome", [outcome.to_json() for group in groups for outcome in group.outcomes])
+    return save(tensors, None if weights is None else {"weights": json.dumps([*weights])})
 
 
 def decode_drawn(body: bytes) -> list[GroupResult]:
-    """Read groups. Raises ProtocolError: 400 for what is malformed, 413 for too many."""
+    """Read groups. Raises ProtocolError: 400 for a malformed body, 413 for too many groups."""
     tensors, _ = read_tensors(body)
-    groups, attempts, copies = (int32(tensors, name) for name in ("groups", "attempts", "copies"))
-    lengths = int32(tensors, "completion_lengths")
-    ids, logprobs, versions = (
-        int32(tensors, "completion_ids"),
-        float32(tensors, "logprobs"),
-        int32(tensors, "versions"),
-    )
-    known = {"groups", "attempts", "copies", "completion_lengths", "completion_ids", "logprobs", "versions"}
+    groups, attempts, copies, lengths = (int32(tensors, name) for name in (*_GROUPS, "completion_lengths"))
+    of_tokens = [int32(tensors, "completion_ids"), float32(tensors, "logprobs"), int32(tensors, "versions")]
+    known = {*_GROUPS, "completion_lengths", "completion_ids", "logprobs", "versions"}
     has_turns = _check_names(tensors, known, _OF_TURNS)
     check_number("groups", len(groups), MOST_TASKS)
     _check_lengths("groups", [groups, attempts, copies])
-    of_tokens = [ids, logprobs, versions, *([_read_mask(tensors)] if has_turns else [])]
+    if has_turns:
+        mask = uint8(tensors, "drawn")
+        if len(mask) and mask.max() > 1:
+            raise malformed(f"drawn has {mask.max()}: send 0 or 1")
+        of_tokens.append(mask.astype(bool))
     _check_lengths("tokens", of_tokens)
     if any(len(column) and column.min() < 0 for column in (groups, attempts, copies)):
         raise malformed("a group, attempt or number of copies is below 0")
-    each = [_cut(values, lengths, least=1) for values in of_tokens]
+    rows = [[part.tolist() for part in _cut(values, lengths, least=1)] for values in of_tokens]
     if copies.sum(dtype=np.int64) != len(lengths):
         raise malformed(f"copies add up to {copies.sum(dtype=np.int64)}, and there are {len(lengths)} completions")
-    rows, ends = [[part.tolist() for part in parts] for parts in each], np.cumsum(copies).tolist()
     if has_turns:
         rows.append([Outcome.of_json(text) for text in _read_texts("outcome", tensors, len(lengths))])
-    return [
-        GroupResult(group, attempt, *(parts[end - count : end] for parts in rows))
-        for group, attempt, count, end in zip(groups.tolist(), attempts.tolist(), copies.tolist(), ends, strict=True)
-    ]
+    each = np.stack([groups, attempts, np.cumsum(copies) - copies, np.cumsum(copies)], axis=1).tolist()
+    return [GroupResult(group, attempt, *(parts[start:end] for parts in rows)) for group, attempt, start, end in each]
 
 
 def decode_results(body: bytes) -> tuple[list[GroupResult], list[tuple[int, str]]]:
@@ -133,7 +126,7 @@ def decode_results(body: bytes) -> tuple[list[GroupResult], list[tuple[int, str]
 
 
 def _check_names(tensors: dict[str, np.ndarray], known: set[str], more: set[str]) -> bool:
-    """Refuse tensors of other names than `known` and `more`; return whether one of `more` is there."""
+    """Refuse tensors of other names than `known` and `more`; return whether the body has one of `more`."""
     if unknown := tensors.keys() - known - more:
         raise malformed(f"unknown tensor {min(unknown)!r}")
     return not more.isdisjoint(tensors)
@@ -142,11 +135,6 @@ def _check_names(tensors: dict[str, np.ndarray], known: set[str], more: set[str]
 def _check_lengths(kind: str, columns: Sequence[np.ndarray]) -> None:
     if len({len(column) for column in columns}) > 1:
         raise malformed(f"the tensors of {kind} have different lengths")
-
-
-def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise malformed(f"token ids go from {ids.min()} to {ids.max()}: the vocabulary is 0 to {vocab_size - 1}")
 
 
 def _cut(values: np.ndarray, lengths: np.ndarray, least: int) -> list[np.ndarray]:
@@ -168,20 +156,6 @@ def _read_texts(kind: str, tensors: dict[str, np.ndarray], count: int) -> list[b
     if len(lengths) != count:
         raise malformed(f"{kind}_lengths has {len(lengths)} numbers: send {count}")
     return [part.tobytes() for part in _cut(data, lengths, least=0)]
-
-
-def _read_mask(tensors: dict[str, np.ndarray]) -> np.ndarray:
-    mask = uint8(tensors, "drawn")
-    if len(mask) and mask.max() > 1:
-        raise malformed(f"drawn has {mask.max()}: send 0 or 1")
-    return mask.astype(bool)
-
-
-def _text(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise malformed("columns are no UTF-8") from error
 
 
 def _joined(rows: Iterable[Sequence[float]], dtype: type) -> np.ndarray:

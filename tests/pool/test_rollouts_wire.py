@@ -202,10 +202,10 @@ def swap(place: int, value, rows: list[list]) -> list[list]:
     ("changes", "says"),
     [
         ({"drawn": None, "outcomes": None}, "it was drawn without"),
-        ({"drawn": swap(5, False, ANSWERED.drawn)}, "not between an eos and what was drawn"),
-        ({"drawn": swap(0, False, ANSWERED.drawn)}, "not between an eos and what was drawn"),
-        ({"drawn": swap(1, False, ANSWERED.drawn)}, "not between an eos and what was drawn"),
-        ({"drawn": swap(2, True, ANSWERED.drawn)}, "goes on after an eos"),
+        ({"drawn": swap(5, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
+        ({"drawn": swap(0, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
+        ({"drawn": swap(1, False, ANSWERED.drawn)}, "not between an eos and drawn tokens"),
+        ({"drawn": swap(2, True, ANSWERED.drawn)}, "continues after an eos"),
         ({"logprobs": swap(4, NAN, ANSWERED.logprobs)}, "not finite"),
         ({"logprobs": swap(2, -1.0, ANSWERED.logprobs)}, "an answer's token has a log-prob"),
         ({"completions": swap(5, 7, ANSWERED.completions)}, "without an eos at its end is called finished"),
@@ -262,7 +262,7 @@ def test_damaged_groups_are_refused(tensor, value, says):
     [
         ({"completions": [[4, 2]]}, "1 completions"),
         ({"completions": [[4, 2], [5, 6, 7, 100]]}, "ids go from 5 to 100"),
-        ({"completions": [[2, 4], [5, 6, 7, 8]]}, "goes on after an eos"),
+        ({"completions": [[2, 4], [5, 6, 7, 8]]}, "continues after an eos"),
         ({"completions": [[4, 5], [5, 6, 7, 8]]}, "neither an eos nor"),
         ({"completions": [[4, 2], [5, 6, 7, 8, 9]]}, "has 5 tokens"),
         ({"logprobs": [[-0.5, 0.1], [-1.0, 0.0, -2.0, -0.125]]}, "above 0"),
