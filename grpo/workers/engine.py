@@ -1,4 +1,4 @@
-"""The interface of every engine: what a worker draws with. It is fed by grpo/workers/loop.py alone."""
+"""The interface of every engine, which draws completions for grpo/workers/loop.py."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from grpo.workers.worker_tools import WorkerTools
 
 
 class EngineError(Exception):
-    """An engine that cannot go on. The message is one sentence; the worker starts the engine again."""
+    """A failed engine. The message is one sentence; the worker starts the engine again."""
 
 
 class WorkerFailed(Exception):
-    """The end of a worker that cannot go on. The message says why in one sentence."""
+    """The end of a worker. The message says why in one sentence."""
 
 
 class Engine(Protocol):
-    """What draws completions of groups. Every method may raise EngineError."""
+    """Draws completions of groups. Every method may raise EngineError."""
 
-    card: str  # what it draws on, for the pool's page; "" until it is known
+    card: str  # the name of its GPU, or CPU, for the pool's page; "" until it is known
     capacity: int  # groups that it draws at a time; known after `start`
     loads_in_flight: bool
-    """whether `load` and `logprobs` may be called while it draws: a completion goes on with the new weights; known
-    after `start`"""
+    """whether `load` and `logprobs` may be called while it draws: the new weights draw the rest of each completion;
+    known after `start`"""
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Load the model of a folder, the policy's `version`: its configuration, tokenizer and model.safetensors, and
-        where the run has `base_weights` the adapter in folder/adapter. `turns` answer the policy in each completion.
+        for a run with `base_weights` the adapter in folder/adapter. `turns` answer the policy in each completion.
 
         `close` comes before a second `start`, which may have another folder's weights but never another run.
         """
@@ -45,13 +45,13 @@ class Engine(Protocol):
     def draw(self, task: Task) -> GroupResult:
         """Draw a group's completions, and say which version drew each token.
 
-        Up to `capacity` threads call it at a time. It raises RewardError too, where the run's environment fails.
+        Up to `capacity` threads call it at a time. It raises RewardError too, if the run's environment fails.
         """
         ...
 
     def close(self) -> None:
         """End. Any number of times, from any thread, and before `start` too.
 
-        A `draw` that runs ends soon, with an EngineError where it must.
+        A `draw` that runs ends soon, perhaps with an EngineError.
         """
         ...

@@ -1,7 +1,7 @@
-"""A worker: it takes tasks from a pool, lets an engine draw them with the right weights, and sends what is drawn.
+"""A worker: it takes tasks from a pool, lets an engine draw them with the right weights, and sends the completions.
 
-One thread, that of `run`, leases, changes weights and starts the engine. Some threads draw, others send what is drawn,
-and one renews the leases while the first is busy. What fails in one of them ends `run`, or starts the engine again.
+One thread, that of `run`, leases, changes weights and starts the engine. Some threads draw, others send completions,
+and one renews the leases while the first is busy. A failure in one of them ends `run`, or starts the engine again.
 """
 
 from __future__ import annotations
@@ -29,24 +29,29 @@ from grpo.workers.engine import Engine, EngineError, WorkerFailed
 from grpo.workers.weights_folder import ModelFolder, dtype_of
 from grpo.workers.worker_tools import WorkerTools, check_given, open_turns
 
-# The proof that an engine has a version of the policy: it gives a sequence the log-probs that the trainer gave it.
+log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
 
-
-_MOST = {"F32": 1e-3}
-_MOST_IN_16_BITS = 0.15
-"""nats a token. Two programs that compute in bfloat16 differ by 0.04 on average; weights of another version by 0.6."""
+SUMMARY_SECONDS = 60.0
+MOST_RESTARTS = 3  # starts of the engine after failures, without a group in between
+RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its card
+RENEWALS = 3  # in the time of a lease
+POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
+_UPLOADS = 4  # threads; each sends one group
 
 
 def prove(engine: Engine, version: Version, dtype: str) -> float:
-    """Return the mean difference of log-probs, in nats a token. Raises EngineError where it is too large, or NaN.
+    """Prove that the engine has a version: it gives a sequence the log-probs that the trainer gave it.
 
-    `dtype` is that of the weights as their file names it: F32.
+    Return their mean difference, in nats a token. Raises EngineError if it is too large, or NaN. `dtype` is that of the
+    weights as their file names it: F32.
     """
     logprobs, expected = engine.logprobs(version.probe), version.probe.logprobs
     if len(logprobs) != len(expected):
         raise EngineError(f"version {version.version}: {len(logprobs)} log-probs for {len(expected)} tokens")
     difference = sum(abs(mine - theirs) for mine, theirs in zip(logprobs, expected, strict=True)) / len(expected)
-    most = _MOST.get(dtype, _MOST_IN_16_BITS)
+    # Two programs that compute in bfloat16 differ by 0.04 on average; weights of another version by 0.6.
+    most = 1e-3 if dtype == "F32" else 0.15
     if not difference <= most:
         raise EngineError(
             f"version {version.version}: the engine's log-probs are {difference:.2g} nats a token from the trainer's, "
@@ -55,14 +60,8 @@ def prove(engine: Engine, version: Version, dtype: str) -> float:
     return difference
 
 
-# What a worker has drawn: for its log, and for the pool's page.
-
-
-SUMMARY_SECONDS = 60.0
-
-
 class Tally:
-    """Groups and tokens, in all and of the last minute. Any thread may call it."""
+    """The drawn groups and tokens, in all and of the last minute. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,12 +79,12 @@ class Tally:
         return self._of_last_minute()[1] / self._seconds()
 
     def summary(self) -> str:
-        """Return a line on the last minute; "" where nothing was drawn."""
+        """Return a line on the last minute; "" if no group was drawn."""
         groups, tokens = self._of_last_minute()
         return f"last {SUMMARY_SECONDS:.0f} s: {_line(groups, tokens, self._seconds())}" if groups else ""
 
     def whole(self) -> str:
-        """Return a line on everything; "" where nothing was drawn."""
+        """Return a line on all groups; "" before the first."""
         return _line(self._groups, self._tokens, time.monotonic() - self._began) if self._groups else ""
 
     def _seconds(self) -> float:
@@ -102,22 +101,12 @@ def _line(groups: int, tokens: int, seconds: float) -> str:
     return f"{groups} groups, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
 
 
-log = logging.getLogger(__name__)
-_Value = TypeVar("_Value")
-
-MOST_RESTARTS = 3  # starts of the engine after failures, without a group in between
-RESTART_PAUSE = 1.0  # seconds: a process that has just ended may still hold its card
-RENEWALS = 3  # in the time of a lease
-POLL = 2.0  # seconds that the pool keeps a request for tasks: so long may the end of a worker take
-_UPLOADS = 4  # threads; each sends one group
-
-
 class GenerationWorker:
     """A worker of a pool. `run` in one thread, `stop` and `close` from any."""
 
     def __init__(self, config: WorkerConfig, engine: Engine, folder: Path, stop: threading.Event | None = None):
-        """Raises ServerError where `ref_ca_file` holds no certificate."""
-        # Another name for each process: the pool may have set an earlier one of this machine apart.
+        """Raises ServerError if `ref_ca_file` holds no certificate."""
+        # Another name for each process: the pool may have suspended an earlier one of this machine.
         self.name = f"{config.name} #{secrets.token_hex(4)}"
         self.stop = stop or threading.Event()
         self._config, self._engine, self._is_started = config, engine, False
@@ -146,7 +135,7 @@ class GenerationWorker:
     def run(self) -> None:
         """Draw until `stop` is set.
 
-        Raises ServerError, WorkerFailed, and ConfigError where its tools and environment are not like the run's.
+        Raises ServerError, WorkerFailed, and ConfigError if its tools and environment differ from the run's.
         """
         try:
             self._run = self._poll(self._client.run, "has no run yet: waiting for a trainer")
@@ -179,14 +168,14 @@ class GenerationWorker:
         """Give the leases back, and end the engine. Waits for no group that is being drawn."""
         self.stop.set()
         if self._leased_at:
-            self._give_back()
+            self._return_leases()
         self._engine.close()
         if self._turns is not None:
             self._turns.close()
         if groups := self._tally.whole():
             log.info("ended: %s", groups)
 
-    def _give_back(self) -> None:
+    def _return_leases(self) -> None:
         # Not while a request for tasks is waiting: the pool would give them to this worker again.
         is_quiet = self._lease_lock.acquire(timeout=2 * POLL)
         try:
@@ -196,8 +185,6 @@ class GenerationWorker:
         finally:
             if is_quiet:
                 self._lease_lock.release()
-
-    # What it waits for
 
     def _first_version(self) -> tuple[int, str]:
         """Return number and SHA-256 of the version that is drawn with now, or of the newest one."""
@@ -222,10 +209,7 @@ class GenerationWorker:
         return value
 
     def _wait_for_room(self) -> int:
-        """Return how many tasks may be leased; start the engine again where it has failed.
-
-        Where there are newer weights, it may be none.
-        """
+        """Return how many tasks may be leased, perhaps none if there are newer weights; restart a failed engine."""
         capacity = self._engine.capacity
         self._wait(lambda: self._engine_error or self._drawing < capacity or not self._has_newest())
         if self._engine_error:
@@ -233,14 +217,14 @@ class GenerationWorker:
         return capacity - self._drawing
 
     def _wait_until_idle(self) -> None:
-        """Wait until nothing is being drawn; end an engine that has failed first, so that it draws no more."""
+        """Wait until no group is being drawn; end a failed engine before that."""
         self._wait(lambda: self._engine_error or not self._drawing)
         if self._engine_error:
             self._engine.close()
             self._wait(lambda: not self._drawing)
 
     def _wait(self, is_over: Callable[[], object]) -> None:
-        """Wait for what other threads do. Raises what they failed with, and Stopped."""
+        """Wait for other threads. Raises the exception that ended one of them, and Stopped."""
         with self._changed:
             while not self.stop.is_set() and self._failure is None and not is_over():
                 self._changed.wait(0.2)
@@ -259,7 +243,7 @@ class GenerationWorker:
         return (number, sha256) == (self._version.version, self._version.sha256)
 
     def _take(self, number: int, sha256: str) -> bool:
-        """Give the engine a version's weights. Return False where the pool does not have them any more."""
+        """Give the engine a version's weights. Return False if the pool has dropped them."""
         if not (self._run.in_flight_weight_updates and self._engine.loads_in_flight):
             self._wait_until_idle()
         self._message = f"fetching version {number}"
@@ -269,7 +253,7 @@ class GenerationWorker:
         return version is not None
 
     def _use(self, version: Version) -> None:
-        """Let the engine have the weights that are in the folder, and prove it; start it anew where it fails.
+        """Load the folder's weights into the engine, and prove them; restart the engine if it fails.
 
         Raises WorkerFailed after MOST_RESTARTS.
         """
@@ -311,7 +295,7 @@ class GenerationWorker:
     # Tasks
 
     def _lease(self, room: int, wait: float) -> LeaseReply:
-        """Ask for tasks, renew what is held, and hold what comes. Raises WorkerFailed where the pool's run changed."""
+        """Ask for tasks, renew the leases, and hold the new tasks. Raises WorkerFailed if the pool has another run."""
 
         def ask() -> LeaseReply:
             with self._changed:
@@ -364,11 +348,9 @@ class GenerationWorker:
         except RewardError as error:
             if error.traceback:
                 log.error(error.traceback)
-            with self._changed:
-                self._failure = self._failure or WorkerFailed(str(error))
+            self._fail(WorkerFailed(str(error)))
         except BaseException as error:
-            with self._changed:
-                self._failure = self._failure or error
+            self._fail(error)
         if drawn is None:
             self._forget([task])
         else:
@@ -381,7 +363,7 @@ class GenerationWorker:
             self._changed.notify_all()
 
     def _proved(self, drawn: GroupResult) -> GroupResult | None:
-        """Return what was drawn once the engine has shown that it has its weights; None where it fails to."""
+        """Return the group once the engine has proved its weights; None if it fails to."""
         with self._changed:
             while not (self._is_proved or self._engine_error or self.stop.is_set()):
                 self._changed.wait(0.2)
@@ -402,12 +384,16 @@ class GenerationWorker:
                 self._holds.discard(drawn.key)
 
     def _guarded(self, work: Callable[[], object]) -> None:
-        """Do work in a thread; what it fails with ends `run`."""
+        """Do work in a thread; its exception ends `run`."""
         try:
             work()
         except Stopped:
             pass
         except BaseException as error:
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End `run` with this exception, unless it has another one."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Completions of several segments by an engine that draws each segment in a request of its own."""
+"""Completions of several segments, each segment drawn in its own request."""
 
 from __future__ import annotations
 
@@ -83,11 +83,6 @@ def draw_in_turns(
 
 def as_drawn(task: Task, completions: list[Completion]) -> GroupResult:
     """Return the group of these completions; without turns none of them has an outcome."""
-    of_turns = [[each.drawn for each in completions], [each.outcome for each in completions]]
-    return GroupResult(
-        *task.key,
-        [each.ids for each in completions],
-        [each.logprobs for each in completions],
-        [each.versions for each in completions],
-        *(of_turns if any(each.outcome for each in completions) else []),
-    )
+    names = "ids", "logprobs", "versions", "drawn", "outcome"
+    columns = [[getattr(completion, name) for completion in completions] for name in names]
+    return GroupResult(*task.key, *(columns if any(columns[-1]) else columns[:3]))

@@ -1,7 +1,7 @@
 """The engine that draws as the trainer itself does: the same sampler, the same model, after the same trials.
 
-It draws one group at a time. The last bits of log-probs depend on what is drawn beside; so they depend on nothing but
-the task here, whichever worker draws it.
+It draws one group at a time. The last bits of log-probs depend on the other sequences of a batch; so they depend here
+on the task alone, whichever worker draws it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TransformersEngine:
     loads_in_flight = False
 
     def __init__(self, config: WorkerConfig):
-        """Raises ConfigError where the card cannot be used."""
+        """Raises ConfigError if the card cannot be used."""
         self._trust_remote_code, self._device = config.trust_remote_code, take_device(0)
         self.card = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self._model = self._sampler = None
@@ -59,18 +59,12 @@ class TransformersEngine:
             if (ends := eos_token_ids(model, tokenizer)) != sorted(run.eos_token_ids):
                 raise EngineError(f"{folder}: completions end with {ends}, those of the run with {run.eos_token_ids}")
             self._batcher = make_batcher(model, tokenizer.pad_token_id)
-            self._sampler = make_sampler(
-                model,
-                tokenizer,
-                run.max_completion_length,
-                run.num_generations,
-                self._batcher.longest_packed,
-                turns=turns,
-            )
+            sizes = run.max_completion_length, run.num_generations, self._batcher.longest_packed
+            self._sampler = make_sampler(model, tokenizer, *sizes, turns=turns)
         self._run, self._turns, self._model, self._version = run, turns, model, version
 
     def load(self, folder: Path, version: int) -> None:
-        """Copy the weights into the model that is there. What is tied stays tied."""
+        """Copy the weights into the loaded model. Tied weights stay tied."""
         path, has_adapter = versions_file(self._run, folder), self._run.base_weights is not None
         weights = adapter_weights(self._model) if has_adapter else named_weights(self._model)
         with _failures(), safe_open(path, framework="pt") as file:
@@ -84,32 +78,23 @@ class TransformersEngine:
         self._version = version
 
     def logprobs(self, probe: Probe) -> list[float]:
-        """Compute them as the trainer does."""
         batch = self._batcher.make([(probe.prompt_ids, probe.completion_ids)], self._device)
         with _failures(), torch.no_grad():
             return token_logprobs(self._model, batch, 1.0)[0].tolist()
 
     def draw(self, task: Task) -> GroupResult:
-        """Draw a group by itself."""
         run, turns = self._run, self._turns
         example = Example(task.group, "", task.prompt_ids, {}) if turns is None else turns.make_example(task)
         with _failures():
             (rollouts,) = self._sampler.sample(
                 [example], run.num_generations, run.temperature, run.seed + (task.attempt << 32), ids=[task.group]
             )
-        return as_drawn(
-            task,
-            [
-                Completion(
-                    rollout.completion_ids,
-                    rollout.sampling_logprobs,
-                    [self._version] * len(rollout.completion_ids),
-                    rollout.drawn or [True] * len(rollout.completion_ids),
-                    rollout.outcome,
-                )
-                for rollout in rollouts
-            ],
-        )
+        completions = []
+        for rollout in rollouts:
+            ids, versions = rollout.completion_ids, [self._version] * len(rollout.completion_ids)
+            drawn = rollout.drawn or [True] * len(ids)
+            completions.append(Completion(ids, rollout.sampling_logprobs, versions, drawn, rollout.outcome))
+        return as_drawn(task, completions)
 
     def close(self) -> None:
         """Free the memory. A group that is being drawn is drawn to its end."""
@@ -120,7 +105,7 @@ class TransformersEngine:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turn what a device, a model or a file fails with into an EngineError."""
+    """Turn errors of a device, a model or a file into an EngineError."""
     try:
         yield
     except RewardError:  # the user's environment, not the engine

@@ -38,7 +38,7 @@ _Value = TypeVar("_Value")
 
 
 class ModelFolder:
-    """A folder that an engine loads a model from: configuration, tokenizer and `model.safetensors`.
+    """A folder with a model for an engine: configuration, tokenizer and `model.safetensors`.
 
     That file has a version's weights, or the base of an adapter which the folder `adapter` has.
     """
@@ -49,10 +49,10 @@ class ModelFolder:
         self.path.mkdir(exist_ok=True)
         self._weights = self.path / WEIGHTS
         self.sha256 = sha256_of(self._weights) if self._weights.exists() else ""
-        """SHA-256 of the version's weights that are here; "" where there are none"""
+        """SHA-256 of the weights in the folder; "" without any"""
 
     def bring_model(self, run: RunInfo) -> None:
-        """Fetch what all versions share, and leave nothing else but `model.safetensors`. Raises as `bring`."""
+        """Fetch the files that all versions share, and delete all others but `model.safetensors`. Raises as `bring`."""
         packed = self._folder / "model_files"
 
         def bring() -> None:
@@ -81,7 +81,7 @@ class ModelFolder:
         packed.unlink()
 
     def _bring_base(self, sha256: str) -> None:
-        """Fetch the weights under an adapter where they are not here; from now on versions are the adapter's."""
+        """Fetch the weights under an adapter, unless the folder has them; from now on versions are the adapter's."""
         if self.sha256 != sha256:
             began = time.monotonic()
             read = self._try_again(lambda: self._fetch_whole(sha256))
@@ -91,7 +91,7 @@ class ModelFolder:
     def bring(self, number: int, sha256: str) -> Version | None:
         """Bring a version with these weights, by the shortest chain of deltas or as a whole file.
 
-        Return None where the pool has no such version any more. Raises ServerError, WorkerFailed, and as Retrier.
+        Return None if the pool has dropped the version. Raises ServerError, WorkerFailed, and as Retrier.
         """
 
         def bring() -> Version | None:
@@ -108,7 +108,7 @@ class ModelFolder:
         return self._try_again(bring)
 
     def _bring(self, target: Version, versions: dict[int, Version]) -> tuple[int, str]:
-        """Bring the weights of a version; return how many bytes came, and how; the latter is "" where none had to."""
+        """Bring the weights of a version; return the fetched bytes, and how they came: "" if none were needed."""
         start, deltas = _chain(target, versions, lambda version: version.sha256 == self.sha256)
         if start is None or len(deltas) > _MOST_DELTAS:
             start, deltas = _chain(target, versions, lambda version: version.whole)
@@ -144,9 +144,9 @@ class ModelFolder:
         return path.stat().st_size
 
     def _try_again(self, bring: Callable[[], _Value]) -> _Value:
-        """Try some times to bring something, after a failure from a whole file on.
+        """Call `bring` some times, after a failure without the folder's weights.
 
-        Raises ServerError, and WorkerFailed where the folder cannot be written.
+        Raises ServerError, and WorkerFailed if the folder cannot be written.
         """
         for _ in range(_TRIES):
             try:
@@ -168,7 +168,7 @@ class ModelFolder:
 def _chain(
     target: Version, versions: dict[int, Version], is_start: Callable[[Version], bool]
 ) -> tuple[Version | None, Sequence[Version]]:
-    """Return where to start, and the versions whose deltas lead from there to `target`; None where nothing leads."""
+    """Return the version to start from, None if no chain leads to `target`, and the versions whose deltas to apply."""
     deltas: list[Version] = []
     version: Version | None = target
     while version is not None and not is_start(version):
@@ -183,7 +183,7 @@ def versions_file(run: RunInfo, folder: Path) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file. Raises OSError, and HeaderError where it is not whole."""
+    """Return the tensors of a safetensors file. Raises OSError, and HeaderError if it is not whole."""
     with open(path, "rb") as file:
         size = path.stat().st_size
         begins = data_begins(file.read(8), size, _LONGEST_HEADER)
@@ -200,17 +200,14 @@ def dtype_of(folder: Path) -> str:
     return max(dtypes, key=dtypes.count)
 
 
-# A worker's folder: its own alone, and where it is a temporary one, removed at the end or by the next worker.
-
-
 _LOCK, _PREFIX = "lock", "grpo-worker-"
 
 
 @contextmanager
 def open_folder(path: str | None) -> Iterator[Path]:
-    """Give a folder that no other worker uses; without a path a temporary one, removed at the end.
+    """Give a folder that no other worker uses; without a path a temporary one, removed at the end or by a later worker.
 
-    Raises ConfigError where it cannot be made, or another worker uses it.
+    Raises ConfigError if it cannot be made, or another worker uses it.
     """
     folder, lock = _make_temporary() if path is None else _take(path)
     try:
@@ -252,7 +249,7 @@ def _make_temporary() -> tuple[Path, int]:
 
 
 def _lock(path: Path) -> int | None:
-    """Return the descriptor of a locked file, which is made; None where another process has locked it."""
+    """Make and lock a file; return its descriptor, None if another process has locked it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

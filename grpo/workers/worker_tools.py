@@ -1,6 +1,6 @@
-"""A worker's tools and environment. Whoever starts the worker chooses their code; the run says what they must be like.
+"""A worker's tools and environment. Their code is chosen at the worker's start; it must agree with the run.
 
-Nothing of the user's, and nothing heavy, is imported where a run has neither.
+For a run without them, neither the user's code nor a heavy library is imported.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class WorkerTools:
-    """What answers the policy on this worker: Turns of grpo/data/responder.py, for the tasks of a pool."""
+    """Answers the policy on this worker: a responder (grpo/data/responder.py) for the tasks of a pool."""
 
     def __init__(self, turns: UserResponder, tokenizer: PreTrainedTokenizerBase):
         self._turns, self._tokenizer = turns, tokenizer
 
     def make_example(self, task: Task) -> Example:
-        """Return what a completion of the task is begun with: its prompt, as text too, and the columns of its row."""
+        """Return the task's prompt, as text too, and the columns of its row."""
         from grpo.data.records import Example
 
         prompt = self._tokenizer.decode(task.prompt_ids, skip_special_tokens=False)
@@ -44,7 +44,7 @@ class WorkerTools:
 
 
 def check_given(config: WorkerConfig, run: RunInfo) -> None:
-    """Raise ConfigError where the settings cannot be the run's: tools or an environment on one side alone."""
+    """Raise ConfigError if only the worker or only the run has tools or an environment."""
     wanted = None if run.turns is None else run.turns.environment
     if (config.environment and config.environment.rpartition(":")[2]) != wanted:
         remedy = "leave it out" if wanted is None else f"name its file, path/to/file.py:{wanted}, as the trainer does"
@@ -57,9 +57,9 @@ def check_given(config: WorkerConfig, run: RunInfo) -> None:
 
 
 def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools | None:
-    """Start the worker's tools and environment with the run's settings; None where the run has none.
+    """Start the worker's tools and environment with the run's settings; None for a run without.
 
-    `folder` has the run's tokenizer. Raises ConfigError where they cannot be used, or differ from the run's.
+    `folder` has the run's tokenizer. Raises ConfigError if they cannot be used, or differ from the run's.
     """
     if run.turns is None:
         return None
@@ -70,12 +70,12 @@ def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools 
     ours = {name: getattr(config, name) for name in ("tools", "environment", "tool_timeout")}
     tokenizer = load_tokenizer(SharedConfig(model_name_or_path=str(folder), trust_remote_code=config.trust_remote_code))
     turns = start_turns(WorkerTurnsConfig(**ours, **settings), tokenizer, run.eos_token_ids)
-    check_alike(config, run, RunTools.of(turns.tools, config.environment, [*turns.rewards], **settings))
+    check_found(config, run, RunTools.of(turns.tools, config.environment, [*turns.rewards], **settings))
     return WorkerTools(turns, tokenizer)
 
 
-def check_alike(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
-    """Raise ConfigError where a worker's tools and environment are not like the run's."""
+def check_found(config: WorkerConfig, run: RunInfo, found: RunTools) -> None:
+    """Raise ConfigError if a worker's tools and environment differ from the run's."""
     wanted = run.turns
     field = "tools" if config.tools else "environment"
     if found.tools != wanted.tools:

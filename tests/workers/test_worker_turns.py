@@ -8,7 +8,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.programs import WorkerConfig
 from grpo.pool.protocol import RunInfo
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
-from grpo.workers.worker_tools import check_alike, check_given
+from grpo.workers.worker_tools import check_found, check_given
 
 PLAIN = RunInfo("0" * 16, "runs/a", 100, [2], 8, 40, 1.0, 0, "0" * 64)
 DEFAULTS = dict(zip(SETTINGS, (None, None, 2048, "auto", None), strict=True))
@@ -87,10 +87,10 @@ def test_a_worker_without_what_the_run_has_is_refused_before_anything_is_fetched
 def test_functions_that_the_model_was_told_otherwise_of_are_refused(worker, found, says):
     config, served = worker(tools=["{file}:add"]), run(["add"])
     if says is None:
-        check_alike(config, served, found)
+        check_found(config, served, found)
         return
     with pytest.raises(ConfigError, match=says):
-        check_alike(config, served, found)
+        check_found(config, served, found)
 
 
 def test_a_time_limit_needs_something_that_it_limits(worker):
