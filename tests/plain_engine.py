@@ -33,7 +33,7 @@ class PlainEngine:
         self.prove = threading.Event()
         """cleared, it holds every probe"""
         self.prove.set()
-        self.most_at_a_time = self.draws = self._drawing = 0
+        self.most_at_a_time = self.draws = self.drawing = 0
         self._lock = threading.Lock()
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: object = None) -> None:
@@ -42,22 +42,22 @@ class PlainEngine:
         self.weights.append(sha256_of(folder / WEIGHTS))
 
     def load(self, folder: Path, version: int) -> None:
-        assert self.loads_in_flight or not self._drawing
+        assert self.loads_in_flight or not self.drawing
         self.version = version
         self.calls.append(f"load {version}")
         self.weights.append(sha256_of(folder / WEIGHTS))
 
     def logprobs(self, probe: Probe) -> list[float]:
-        assert self.loads_in_flight or not self._drawing
+        assert self.loads_in_flight or not self.drawing
         self.prove.wait()
         self.wrong_logprobs -= 1
         return [value - (self.wrong_logprobs >= 0) for value in probe.logprobs]
 
     def draw(self, task: Task) -> GroupResult:
         with self._lock:
-            self._drawing += 1
+            self.drawing += 1
             self.draws += 1
-            self.most_at_a_time = max(self.most_at_a_time, self._drawing)
+            self.most_at_a_time = max(self.most_at_a_time, self.drawing)
             self.failing -= 1
             fails = self.failing >= 0
         try:
@@ -66,7 +66,7 @@ class PlainEngine:
                 raise EngineError("the card fell off the bus")
         finally:
             with self._lock:
-                self._drawing -= 1
+                self.drawing -= 1
         copies = self.copies or self.run.num_generations
         ids, logprobs = [[self.run.eos_token_ids[0]]] * copies, [[-0.5]] * copies
         return GroupResult(task.group, task.attempt, ids, logprobs, [[self.version]] * copies)

@@ -24,17 +24,7 @@ from grpo.pool.client import PoolClient
 from grpo.pool.delta import make_delta, sha256_of
 from grpo.pool.protocol import Probe, RunInfo, Task, Version
 
-RUN = RunInfo(
-    run="0123456789abcdef",
-    name="runs/test",
-    vocab_size=100,
-    eos_token_ids=[2],
-    num_generations=4,
-    max_completion_length=12,
-    temperature=0.8,
-    seed=42,
-    model_files="a" * 64,
-)
+RUN = RunInfo("0123456789abcdef", "runs/test", 100, [2], 4, 12, 0.8, 42, "a" * 64)
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15], [5, 9], [20, 21, 22]]
 
 

@@ -1,8 +1,8 @@
-"""The engine that draws with vLLM: its server on this machine, spoken to over HTTP, without vLLM's or torch's imports.
+"""The engine that draws with vLLM: HTTP to its server on this machine. It imports neither vLLM nor torch.
 
 Nothing of vLLM is changed or plugged in: completions come from /inference/v1/generate (token ids in, token ids and
 log-probs out), new weights go in by the routes that VLLM_SERVER_DEV_MODE opens. docs/samplers_vllm.md has what vLLM
-does wrong on the way, and what is done about each.
+does wrong on the way, and the remedies.
 """
 
 from __future__ import annotations
@@ -47,20 +47,19 @@ class VllmEngine:
     loads_in_flight = True
 
     def __init__(self, command: Sequence[str], log: Path, arguments: Sequence[str] = (), stall_seconds: float = 120.0):
-        """Take what starts the server, `[python, *SERVER]`.
+        """`command` starts the server: `[python, *SERVER]`.
 
-        `arguments` follow ours, so that the last word is theirs. `log` gets what the server prints. A server that draws
-        and has not drawn a token for `stall_seconds` is killed.
+        `arguments` follow ours, and so replace them. `log` gets the server's output. A server that draws is killed
+        after `stall_seconds` without a token.
         """
         self.card = ""
         self.capacity = 1
         self._command, self._arguments, self._log = [*command], [*arguments], log
         self._stall_seconds = stall_seconds
         self._server: VllmClient | None = None
-        self._turns: WorkerTools | None = None
         self._numbers = itertools.count()  # of adapters
-        self._drawing = 0
-        self._lock = threading.Lock()  # of _drawing
+        self.drawing = 0  # requests that draw
+        self._lock = threading.Lock()  # of drawing
 
     def start(self, run: RunInfo, folder: Path, version: int, turns: WorkerTools | None = None) -> None:
         """Start the server with a folder's model, and wait for it."""
@@ -99,7 +98,7 @@ class VllmEngine:
         return [*words, "--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
 
     def load(self, folder: Path, version: int) -> None:
-        """Replace the running server's weights, with which what it is drawing goes on, or its adapter."""
+        """Replace the running server's weights, which draw the rest of each completion, or its adapter."""
         path = versions_file(self._run, folder)
         if _read_tensors(path) != self._tensors:
             raise EngineError(f"{path}: not the tensors of the model that vLLM started with")
@@ -119,7 +118,7 @@ class VllmEngine:
         self._is_paused = False
 
     def _label_weights(self, version: int) -> None:
-        """Tell the server what it calls its weights in `weight_versions`."""
+        """Tell the server the version that it writes into `weight_versions`."""
         self._server.post("/update_weight_version", {"new_version": str(version)})
         self._version = version
 
@@ -181,12 +180,12 @@ class VllmEngine:
             "logprobs": 0,  # of the drawn ids alone
         }
         with self._lock:
-            self._drawing += 1
+            self.drawing += 1
         try:
             answer = self._generate(prompt, parameters, None)  # the watch knows when nothing comes any more
         finally:
             with self._lock:
-                self._drawing -= 1
+                self.drawing -= 1
         with answer_of("/inference/v1/generate"):
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [choice["token_ids"] for choice in choices]
@@ -208,11 +207,11 @@ class VllmEngine:
             server.process.end()
 
     def _watch(self, server: VllmClient) -> None:
-        """Kill the server where it draws and no token comes. Ends with it."""
+        """Kill the server if it draws and no token comes. Ends with it."""
         tokens, since = math.nan, time.monotonic()
         while not server.process.has_ended(self._stall_seconds / 10):
             now = server.count_tokens()
-            if not self._drawing or self._is_paused or now != tokens:
+            if not self.drawing or self._is_paused or now != tokens:
                 tokens, since = now, time.monotonic()
             elif time.monotonic() - since > self._stall_seconds:
                 server.process.end(f"vLLM drew no token for {self._stall_seconds:.0f} s and was ended")
@@ -223,14 +222,14 @@ class VllmEngine:
 
     @staticmethod
     def _checked(value: float) -> float:
-        """Return a log-prob, not above 0. Raises EngineError where it is no number."""
+        """Return a log-prob, not above 0. Raises EngineError if it is no number."""
         if not value > _NO_LOGPROB:  # NaN too
             raise EngineError(f"/inference/v1/generate: a log-prob of {value}: the weights or their dtype are unusable")
         return min(0.0, value)
 
 
 def vllm_command() -> list[str]:
-    """Return what starts vLLM's server. Raises ConfigError where this interpreter has no vLLM."""
+    """Return the command of vLLM's server. Raises ConfigError if this interpreter has no vLLM."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"engine='vllm': {sys.executable} has no vLLM: start generate.py with the python of an environment that has"
@@ -239,14 +238,14 @@ def vllm_command() -> list[str]:
 
 
 def _versions(choice: dict[str, Any]) -> list[int]:
-    """Return the version that drew each token of a completion. Raises ValueError where the spans leave one out."""
+    """Return the version that drew each token of a completion. Raises ValueError if the spans leave a token out."""
     spans = choice["weight_versions"]
     versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     return [version for version, _ in zip(versions, choice["token_ids"], strict=True)]
 
 
 def card_name() -> str:
-    """Return the name of the GPU that a process may use; CPU where nvidia-smi knows none."""
+    """Return the name of the GPU that a process may use; CPU if nvidia-smi knows none."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) == "":
         return "CPU"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *([f"--id={visible}"] if visible else [])]
@@ -277,7 +276,7 @@ def _adapter_arguments(folder: Path) -> list[str]:
 
 
 def _read_tensors(path: Path) -> dict[str, Entry]:
-    """Read which tensors a file has. Raises EngineError where it is not whole.
+    """Read which tensors a file has. Raises EngineError if it is not whole.
 
     vLLM must never hear of such a file: a reload that fails leaves it without weights, and the next request kills it.
     """

@@ -41,7 +41,7 @@ class VllmProcess:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
-        """Start `command` with --host and --port; what it prints is added to `log`."""
+        """Start `command` with --host and --port; its output is added to `log`."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -68,7 +68,7 @@ class VllmProcess:
         self._guard.stdin.flush()
 
     def wait_ready(self) -> None:
-        """Wait until the server answers. Raises EngineError where it ends before, or takes too long."""
+        """Wait until the server answers. Raises EngineError if it ends before, or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             if self._server.poll() is not None:
@@ -81,7 +81,7 @@ class VllmProcess:
             time.sleep(0.2)
 
     def request(self, method: str, path: str, seconds: float | None, json: object = None) -> requests.Response:
-        """Send a request. Raises requests.RequestException, also where the server is silent for `seconds`."""
+        """Send a request. Raises requests.RequestException, also if the server is silent for `seconds`."""
         with requests.Session() as session:
             session.trust_env = False  # no proxy stands between this machine and itself
             # A connection is for one request: vLLM closes what is idle for 5 s, perhaps while the next one is sent.
@@ -95,7 +95,7 @@ class VllmProcess:
         return self._server.poll() is not None
 
     def describe_end(self) -> str:
-        """Say how the server ended and why, as far as `end` was told or its log knows."""
+        """Return how the server ended and why, from the reason of `end` or the log."""
         if self._ended_by_us:
             return f"{self._ended_by_us}; its log is {self.log}"
         code = self._server.returncode
@@ -104,7 +104,7 @@ class VllmProcess:
         return f"vLLM {how}{f': {reason}' if reason else ''}; its log is {self.log}"
 
     def reason(self) -> str:
-        """Return the first error in the server's log that is no other's consequence, shortened; "" without any."""
+        """Return the first error in the log that no other error caused, shortened; "" without any."""
         with open(self.log, "rb") as file:
             file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             errors = _ERROR.findall(file.read().decode(errors="replace"))
@@ -112,10 +112,7 @@ class VllmProcess:
         return " ".join((causes or errors or [""])[0].split())[:300]
 
     def end(self, reason: str = "") -> None:
-        """End the server and every process below it. Any number of times, from any thread.
-
-        `reason` is what `describe_end` says then.
-        """
+        """End the server and every process below it, for `reason`. Any number of times, from any thread."""
         with self._lock:
             if not self._has_group:
                 return
@@ -144,14 +141,11 @@ def _is_running(group: int) -> bool:
     return False
 
 
-# Requests to vLLM's server: each is answered with status 200, or raises an EngineError that says why not.
-
-
 ADMIN_SECONDS = 900.0  # seconds for what may read a large model's weights from a slow disk
 
 
 class VllmClient:
-    """The routes of a server. Any thread may call it."""
+    """HTTP to vLLM's server. A request that is not answered with 200 raises EngineError. Any thread may call it."""
 
     def __init__(self, process: VllmProcess):
         self.process = process
@@ -161,7 +155,7 @@ class VllmClient:
         return _json(path, self.send("GET", path))
 
     def post(self, path: str, body: object = None, seconds: float | None = ADMIN_SECONDS) -> dict[str, Any]:
-        """Return the JSON object of an answer; empty where it has no body. Waits for ever where `seconds` is None."""
+        """Return the JSON object of an answer; empty without a body. Waits for ever if `seconds` is None."""
         return _json(path, self.send("POST", path, body, seconds))
 
     def send(self, method: str, path: str, body: object = None, seconds: float | None = ADMIN_SECONDS) -> bytes:
@@ -176,9 +170,9 @@ class VllmClient:
         return answer.content
 
     def count_tokens(self) -> float | None:
-        """Return how many tokens the server has read and drawn; None where it does not answer.
+        """Return how many tokens the server has read and drawn; None if it does not answer.
 
-        NaN, which differs from itself, where it does not count them (--disable-log-stats).
+        NaN, which differs from itself, if it does not count them (--disable-log-stats).
         """
         try:
             lines = self.process.request("GET", "/metrics", seconds=10.0).text.splitlines()
@@ -189,7 +183,7 @@ class VllmClient:
         return sum(counts) if counts else math.nan
 
     def _describe(self, failure: str) -> str:
-        """Say why a request failed: what ended the server, where it has ended or just ends, else `failure`."""
+        """Return why a request failed: the end of the server, if it has ended or just ends, else `failure`."""
         if self.process.has_ended(3.0):
             return self.process.describe_end()
         return f"{failure}; its log is {self.process.log}"
@@ -197,7 +191,7 @@ class VllmClient:
 
 @contextmanager
 def answer_of(path: str) -> Iterator[None]:
-    """Turn what another version of vLLM may leave out of an answer into an EngineError."""
+    """Turn errors of reading an answer, which another version of vLLM may give, into an EngineError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -6,13 +6,12 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import trustme
 from pools import RUN, running_pool
 from proxy import Proxy
-from servers import wait_until
+from servers import fake, wait_until
 from stored import sha
 
 from grpo.client.server_errors import RequestFailure, ResultRefused, ServerError
@@ -34,24 +33,8 @@ def pool(tmp_path_factory):
 @contextmanager
 def answering(status: int, body: bytes):
     """Another program: it answers everything with this."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self):
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST = answer
-
-        def log_message(self, *arguments):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with fake(lambda count: (status, {}, body), lambda: (status, {}, body)) as server:
+        yield server.url
 
 
 def test_a_wrong_token_is_said_to_be_one(pool):

@@ -15,17 +15,7 @@ from grpo.pool.task_tensors import decode_drawn, decode_tasks, encode_drawn, enc
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.tool_outcomes import LONGEST_COLUMNS, LONGEST_OUTCOME, Outcome, RunTools
 
-RUN = RunInfo(
-    run="0123456789abcdef",
-    name="runs/a",
-    vocab_size=100,
-    eos_token_ids=[2],
-    num_generations=2,
-    max_completion_length=4,
-    temperature=0.7,
-    seed=42,
-    model_files="a" * 64,
-)
+RUN = RunInfo("0123456789abcdef", "runs/a", 100, [2], 2, 4, 0.7, 42, "a" * 64)
 TASKS = [Task(5, 0, 3, [7, 8, 9]), Task(6, 2, 3, [1])]
 DRAWN = GroupResult(5, 0, [[4, 2], [5, 6, 7, 8]], [[-0.5, -0.25], [-1.0, 0.0, -2.0, -0.125]], [[3, 3], [3, 3, 3, 3]])
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -116,9 +106,12 @@ def test_without_turns_the_bodies_are_those_of_a_run_before_there_were_any():
     ],
 )
 def test_damaged_columns_are_refused(tensor, value, says):
-    body = load(encode_tasks([replace(TASKS[0], columns="{ }"), TASKS[1]])) | {tensor: value}
+    check_refused(load(encode_tasks([replace(TASKS[0], columns="{ }"), TASKS[1]])) | {tensor: value}, says)
+
+
+def check_refused(tensors, says, decode=lambda body: decode_tasks(body, 100)):
     with pytest.raises(ProtocolError, match=says) as refusal:
-        decode_tasks(save({name: values for name, values in body.items() if values is not None}), 100)
+        decode(save({name: values for name, values in tensors.items() if values is not None}))
     assert refusal.value.status == 400
 
 
@@ -139,13 +132,13 @@ def test_columns_and_outcomes_have_a_largest_size():
         ("drawn", None, "'drawn' is missing"),
         ("outcomes", None, "'outcomes' is missing"),
         ("outcome_lengths", np.asarray([5, 5, 5], np.int32), "outcome_lengths has 3 numbers: send 2"),
+        ("copies", np.asarray([3], np.int32), "copies add up to 3"),
+        ("completion_lengths", np.asarray([12, 0], np.int32), "a length is 0"),
+        ("logprobs", np.zeros(5, np.float32), "different lengths"),
     ],
 )
-def test_damaged_masks_are_refused(tensor, value, says):
-    body = load(encode_drawn([ANSWERED])) | {tensor: value}
-    with pytest.raises(ProtocolError, match=says) as refusal:
-        decode_drawn(save({name: values for name, values in body.items() if values is not None}))
-    assert refusal.value.status == 400
+def test_damaged_groups_of_turns_are_refused(tensor, value, says):
+    check_refused(load(encode_drawn([ANSWERED])) | {tensor: value}, says, decode_drawn)
 
 
 def nested(depth):
@@ -238,23 +231,7 @@ def test_a_worker_that_lies_of_turns_is_refused(changes, says):
     ],
 )
 def test_damaged_tasks_are_refused(tensor, value, says):
-    body = save(load(encode_tasks(TASKS)) | {tensor: value})
-    with pytest.raises(ProtocolError, match=says) as refusal:
-        decode_tasks(body, 100)
-    assert refusal.value.status == 400
-
-
-@pytest.mark.parametrize(
-    ("tensor", "value", "says"),
-    [
-        ("copies", np.asarray([3], np.int32), "copies add up to 3"),
-        ("completion_lengths", np.asarray([6, 0], np.int32), "a length is 0"),
-        ("logprobs", np.zeros(5, np.float32), "different lengths"),
-    ],
-)
-def test_damaged_groups_are_refused(tensor, value, says):
-    with pytest.raises(ProtocolError, match=says):
-        decode_drawn(save(load(encode_drawn([DRAWN])) | {tensor: value}))
+    check_refused(load(encode_tasks(TASKS)) | {tensor: value}, says)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from plain_engine import PlainEngine
 from pools import PROMPTS, Trainer, running_pool
 from rounding import assert_rounded
+from servers import eventually
 from transformers import GenerationConfig
 
 from grpo.client.server_errors import ServersUnavailable
@@ -72,13 +73,6 @@ def working(pool, folder, engine, **settings):
         worker.close()
         thread.join(timeout=10)
         assert not thread.is_alive()
-
-
-def eventually(is_so):
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_it_draws_to_the_last_bit_what_the_trainer_would_draw_group_by_group(pool, trainer, tmp_path):
@@ -314,7 +308,7 @@ def test_new_weights_are_loaded_while_completions_are_drawn_and_nothing_is_sent_
             rolling.publish(version, delta=True)
             eventually(lambda number=version: f"load {number}" in engine.calls)
             engine.go.set()
-            eventually(lambda: not engine._drawing)
+            eventually(lambda: not engine.drawing)
             assert rolling.client.take([task.key for task in tasks], 0.3) == []
             engine.prove.set()
             drawn = rolling.wait(tasks)
@@ -323,7 +317,7 @@ def test_new_weights_are_loaded_while_completions_are_drawn_and_nothing_is_sent_
             if not is_wrong:
                 assert engine.draws == 2 and engine.calls == ["start", "load 1"]
                 tasks = rolling.put_tasks(0, range(2, 4))
-                eventually(lambda: engine._drawing == 2)
+                eventually(lambda: engine.drawing == 2)
         assert engine.draws == 6 and engine.calls == ["start", "load 1", "load 2", "close", "start"]
         assert "version 2: the engine's log-probs are 1 nats a token from the trainer's" in caplog.text
         engine.go.set()
@@ -335,7 +329,7 @@ def test_a_worker_that_is_full_takes_a_newer_version_of_equal_weights_too(pool, 
     rolling.publish(0)
     tasks = rolling.put_tasks(0, range(1))
     with working(pool, tmp_path / "worker", engine):
-        eventually(lambda: engine._drawing)
+        eventually(lambda: engine.drawing)
         rolling.publish(1)  # a learning rate of 0: no update changes a weight
         eventually(lambda: engine.calls == ["start", "load 1"])
         engine.go.set()
@@ -366,7 +360,7 @@ def test_a_pool_that_goes_and_comes_back_costs_time_only(model_folder, tmp_path,
             trainer.wait(trainer.put_tasks(0, range(2)))
             engine.go.clear()
             tasks = trainer.put_tasks(0, range(2, 6))
-            eventually(lambda: engine.most_at_a_time and engine._drawing)
+            eventually(lambda: engine.most_at_a_time and engine.drawing)
             pool.end()
             engine.go.set()  # what is drawn waits for the pool too
             eventually(lambda: "asking again for 900 s" in caplog.text)

@@ -68,17 +68,7 @@ def folders(model, tokenizer, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def run(model) -> RunInfo:
-    return RunInfo(
-        run="0" * 16,
-        name="run",
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=EOS,
-        num_generations=4,
-        max_completion_length=24,
-        temperature=0.7,
-        seed=0,
-        model_files="0" * 64,
-    )
+    return RunInfo("0" * 16, "run", model.config.vocab_size, EOS, 4, 24, 0.7, 0, "0" * 64)
 
 
 @pytest.fixture(scope="session", params=["fake", "vllm"])
@@ -384,29 +374,19 @@ def test_an_engine_that_does_not_start_gives_the_reason(make_fake, run, model_fo
     [
         ("loses_weights", "^/collective_rpc: vLLM answered 500"),
         ("keeps_cache", "^/reset_prefix_cache: vLLM keeps what"),
-    ],
-)
-def test_a_reload_that_fails_ends_the_engine(make_fake, run, folders, fault, message):
-    engine = make_fake(fault)
-    engine.start(run, folders["untied0"], 0)
-    with pytest.raises(EngineError, match=message):
-        engine.load(folders["untied1"], 1)
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
         ("hangs_at_draw", r"^vLLM drew no token for 1 s and was ended"),
         ("draws_nan", "^/inference/v1/generate: a log-prob of -9999.0"),
         ("mixes_weights", r"^/inference/v1/generate: completions of weights \[0, 6\]"),
     ],
 )
-def test_a_draw_that_cannot_be_trusted_is_an_error(make_fake, run, folders, fault, message):
+def test_a_reload_that_fails_and_a_draw_that_cannot_be_trusted_are_errors(make_fake, run, folders, fault, message):
     engine = make_fake(fault, stall_seconds=1 if fault == "hangs_at_draw" else 30)
     engine.start(run, folders["untied0"], 0)
     with pytest.raises(EngineError, match=message):
-        engine.draw(Task(0, 0, 0, PROMPT))
+        if fault in ("loses_weights", "keeps_cache"):
+            engine.load(folders["untied1"], 1)
+        else:
+            engine.draw(Task(0, 0, 0, PROMPT))
     engine.close()
 
 

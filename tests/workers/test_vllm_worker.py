@@ -44,6 +44,30 @@ def pool(tmp_path):
         yield server
 
 
+@pytest.fixture
+def folders(tmp_path, monkeypatch) -> Path:
+    """A folder with one for the trainer and one for the worker, whose engine starts with the tests' environment."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    for name in ("trainer", "worker"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+@contextmanager
+def running(pool, folder: Path, fault: str) -> Iterator[VllmEngine]:
+    """A worker whose engine has a fault."""
+    engine = VllmEngine(FAKE, folder / "vllm.log", ["--fault", fault])
+    worker = GenerationWorker(WorkerConfig(pool=pool.url), engine, folder / "worker")
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield engine
+    finally:
+        worker.close()
+        thread.join()
+
+
 def distance(trainer: Trainer, tasks: list[Task], seconds: float) -> float:
     """Wait for what workers draw; return the largest difference of its log-probs from the trainer's."""
     largest = 0.0
@@ -56,55 +80,31 @@ def distance(trainer: Trainer, tasks: list[Task], seconds: float) -> float:
     return largest
 
 
-def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, model_folder, tmp_path, monkeypatch):
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    for name in ("trainer", "worker"):
-        (tmp_path / name).mkdir()
-    trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer")
-    log = tmp_path / "vllm.log"
-    worker = GenerationWorker(
-        WorkerConfig(pool=pool.url), VllmEngine(FAKE, log, ["--fault", "keeps_head"]), tmp_path / "worker"
-    )
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
+def test_an_engine_that_keeps_its_head_is_started_again_for_each_version(pool, model_folder, folders):
+    trainer = Trainer(PoolClient(pool.url), model_folder, folders / "trainer")
+    with running(pool, folders, "keeps_head"):
         for version in range(3):
             trainer.learn(seed=version)
             trainer.publish(version, whole=version == 0, delta=version > 0)
             tasks = trainer.put_tasks(version, range(6 * version, 6 * version + 6))
             assert distance(trainer, tasks, 30.0) < 1e-4
-    finally:
-        worker.close()
-        thread.join()
-    assert log.read_text().count("a line of the log") == 3
+    assert (folders / "vllm.log").read_text().count("a line of the log") == 3
 
 
 def test_a_swap_in_the_middle_of_completions_is_in_the_versions_of_their_tokens(
-    pool, model_folder, tmp_path, monkeypatch
+    pool, model_folder, folders, monkeypatch
 ):
     monkeypatch.setattr(loop, "POLL", 0.2)
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    for name in ("trainer", "worker"):
-        (tmp_path / name).mkdir()
     changes = {"max_completion_length": 100, "in_flight_weight_updates": True}
-    trainer = Trainer(PoolClient(pool.url), model_folder, tmp_path / "trainer", **changes)
+    trainer = Trainer(PoolClient(pool.url), model_folder, folders / "trainer", **changes)
     trainer.publish(0)
     tasks, policies = trainer.put_tasks(0, range(3)), [copy.deepcopy(trainer.model)]
-    engine = VllmEngine(FAKE, tmp_path / "vllm.log", ["--fault", "draws_slowly"])
-    worker = GenerationWorker(WorkerConfig(pool=pool.url), engine, tmp_path / "worker")
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
-        wait_until(lambda: engine._drawing)
+    with running(pool, folders, "draws_slowly") as engine:
+        wait_until(lambda: engine.drawing)
         trainer.learn(seed=1)
         trainer.publish(1, whole=False, delta=True)
         policies.append(trainer.model)
         groups = trainer.wait(tasks)
-    finally:
-        worker.close()
-        thread.join()
     changed = 0
     for task, group in zip(tasks, groups, strict=True):
         batch = Batcher(0, 0).make([(task.prompt_ids, ids) for ids in group.completions], "cpu")
