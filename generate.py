@@ -5,9 +5,8 @@ completions go out. It opens no port, and may come and go.
 
 The pool is a server with --task rollouts; the trainer has --sampler pool. docs/samplers.md says how to set this up.
 
-Read it from the top: what a worker needs, what it does, how it ends. The work itself is in grpo/workers/loop.py. Until
-the engine is chosen nothing is imported but requests, numpy, safetensors and PyYAML, so that it can run where an engine
-wants other versions than the trainer.
+grpo/workers/loop.py does the work. Until the engine is chosen only requests, numpy, safetensors and PyYAML are
+imported: an engine may need other versions than the trainer.
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ log = logging.getLogger("generate")
 
 
 def make_engine(config: WorkerConfig) -> Engine:
-    """Make the engine that the settings name. Raises ConfigError where this machine cannot have it."""
+    """Make the engine that the settings name. Raises ConfigError if this machine cannot have it."""
     if config.engine == "vllm":
         from grpo.workers.vllm_engine import VllmEngine, vllm_command
 
         arguments = ["--trust-remote-code"] if config.trust_remote_code else []
-        # A file that is there afterwards: a temporary folder of weights is not.
-        log_folder = Path(config.weights_folder or tempfile.gettempdir())
-        log_file = log_folder / f"vllm-{os.getpid()}.log"
+        # Not in a temporary folder of weights, which is removed at the end.
+        log_file = Path(config.weights_folder or tempfile.gettempdir()) / f"vllm-{os.getpid()}.log"
         return VllmEngine(vllm_command(), log_file, [*arguments, *shlex.split(config.vllm_args or "")])
     try:
         from grpo.workers.transformers_engine import TransformersEngine
@@ -63,7 +61,7 @@ def make_engine(config: WorkerConfig) -> Engine:
 
 
 def run(config: WorkerConfig) -> int:
-    """Draw until a signal comes, or the worker cannot go on. Return the exit code."""
+    """Draw until a signal comes, or the worker fails. Return the exit code."""
     stop = threading.Event()
     stopped = take_signals(stop)
     check_pool(config)
@@ -93,7 +91,7 @@ def check_pool(config: WorkerConfig) -> None:
 
 
 def collect(worker: GenerationWorker, failures: list[BaseException]) -> None:
-    """Run the worker in a thread, and keep what ends it."""
+    """Run the worker in a thread, and keep the exception that ends it."""
     try:
         worker.run()
     except BaseException as failure:
