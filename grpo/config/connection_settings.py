@@ -142,7 +142,7 @@ class ReferenceSection(Section):
             for url in self.ref_servers:
                 require(url.startswith(("http://", "https://")), "ref_servers", url, "write it as http://HOST:PORT")
             twice = len(set(self.ref_servers)) < len(self.ref_servers)
-            require(not twice, "ref_servers", self.ref_servers, "name each once")
+            self.check(not twice, ref_servers="name each once")
 
 
 @dataclass

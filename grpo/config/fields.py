@@ -102,3 +102,9 @@ class Section:
     def __post_init__(self) -> None:
         check_limits(self)
         check_needs(self)
+
+    def check(self, ok: bool, **remedy: str) -> None:
+        """Raise ConfigError unless `ok`. `remedy` is one setting, with what to do about its value."""
+        if not ok:
+            ((field, text),) = remedy.items()
+            require(False, field, getattr(self, field), text)

@@ -28,7 +28,7 @@ class LossSection(Section):
 
     loss_type: str = option(
         "grpo",
-        "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, or a function of your own as path/to/file.py:function. "
+        "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, or your function as path/to/file.py:function. "
         "grpo is a mean over sequences of token means; bnpo and dapo one mean over all tokens; dr_grpo divides by "
         "max_completion_length; cispo clips the weights; sapo has a soft gate for the clip; luspo is a mean over "
         "sequences of token sums; vespo weighs a sequence by a soft function of its probability ratio",
@@ -170,96 +170,68 @@ class LossSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
+        self.check(
             self.loss_type in LOSS_TYPES or ":" in self.loss_type,
-            "loss_type",
-            self.loss_type,
-            f"use {', '.join(LOSS_TYPES)}, or a function of your own as path/to/file.py:function",
+            loss_type=f"use {', '.join(LOSS_TYPES)}, or your function as path/to/file.py:function",
         )
         self._check_estimator()
-        require(
+        self.check(
             self.delta is None or self.delta > 1 + self.upper_clip,
-            "delta",
-            self.delta,
-            f"it bounds what the clip lets through: use a number above {1 + self.upper_clip:g}, such as 4",
+            delta=f"it bounds what the clip lets through: use a number above {1 + self.upper_clip:g}, such as 4",
         )
         for name in UNUSED_BOUNDS.get(self.loss_type, ()):
             value, default = getattr(self, name), getattr(LossSection, name)
             require(value == default, name, value, f"loss_type {self.loss_type} has no such clip: leave it out")
-        require(
+        self.check(
             self.loss_type != "luspo" or self.importance_sampling_level == "sequence",
-            "importance_sampling_level",
-            self.importance_sampling_level,
-            "luspo is defined by sequences' ratios: use sequence",
+            importance_sampling_level="luspo is defined by sequences' ratios: use sequence",
         )
-        require(
+        self.check(
             self.loss_type != "vespo" or self.importance_sampling_level == "token",
-            "importance_sampling_level",
-            self.importance_sampling_level,
-            "vespo has a sequence's ratio of its own: use token",
+            importance_sampling_level="vespo has a sequence's ratio of its own: use token",
         )
-        require(
+        self.check(
             self.loss_type != "vespo" or not (self.importance_sampling_mode or "").startswith("sequence"),
-            "importance_sampling_mode",
-            self.importance_sampling_mode,
-            "vespo multiplies the weights of a sequence's tokens itself: use token_truncate or token_mask",
+            importance_sampling_mode="vespo multiplies tokens' weights itself: use token_truncate or token_mask",
         )
-        require(
+        self.check(
             self.entropy_coef_min <= self.entropy_coef_max,
-            "entropy_coef_min",
-            self.entropy_coef_min,
-            f"it is above entropy_coef_max={self.entropy_coef_max}: lower it",
+            entropy_coef_min=f"it is above entropy_coef_max={self.entropy_coef_max}: lower it",
         )
         low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
-        require(
+        self.check(
             low is None or high is None or low <= high,
-            "importance_sampling_clip_min",
-            low,
-            f"it is above importance_sampling_clip_max={high}: lower it",
+            importance_sampling_clip_min=f"it is above importance_sampling_clip_max={high}: lower it",
         )
-        require(
+        self.check(
             not (self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum"),
-            "kl_in_reward",
-            True,
-            "the KL is taken off the sum of the rewards: use multi_objective_aggregation sum_then_normalize",
+            kl_in_reward="the KL is taken off the sum of rewards: use multi_objective_aggregation sum_then_normalize",
         )
-        require(
+        self.check(
             not (self.kl_in_reward and self.use_bias_correction_kl),
-            "use_bias_correction_kl",
-            True,
-            "it corrects the KL term of the loss, and with kl_in_reward there is none: use one of the two",
+            use_bias_correction_kl="it corrects the loss's KL term, which kl_in_reward removes: use one of the two",
         )
 
     def _check_estimator(self) -> None:
         estimator = self.advantage_estimator
-        require(
+        self.check(
             estimator in ADVANTAGE_ESTIMATORS or ":" in estimator,
-            "advantage_estimator",
-            estimator,
-            f"use {', '.join(ADVANTAGE_ESTIMATORS)}, or a function of your own as path/to/file.py:function",
+            advantage_estimator=f"use {', '.join(ADVANTAGE_ESTIMATORS)}, or your function as path/to/file.py:function",
         )
-        require(
+        self.check(
             estimator == "grpo" or self.scale_rewards != "batch",
-            "scale_rewards",
-            self.scale_rewards,
-            f"advantage_estimator {estimator} does not divide by the std of the batch's rewards: leave this out"
+            scale_rewards=f"{estimator} does not divide by the std of the batch's rewards: leave this out"
             + (", or use reinforce++" if "reinforce" not in estimator else ""),
         )
-        require(
+        self.check(
             estimator not in ("reinforce++", "reinforce++_baseline") or self.scale_rewards == "group",
-            "scale_rewards",
-            self.scale_rewards,
-            f"advantage_estimator {estimator} always divides by the std over the round: leave this out",
+            scale_rewards=f"{estimator} always divides by the std over the round: leave this out",
         )
-        require(
+        self.check(
             estimator == "grpo" or self.multi_objective_aggregation == "sum_then_normalize",
-            "multi_objective_aggregation",
-            self.multi_objective_aggregation,
-            f"advantage_estimator {estimator} compares sums of rewards: use sum_then_normalize, or grpo",
+            multi_objective_aggregation=f"{estimator} compares sums of rewards: use sum_then_normalize, or grpo",
         )
-        require(
+        self.check(
             self.groups_have_signal or self.reward_tolerance == 0,
-            "reward_tolerance",
-            self.reward_tolerance,
-            f"with advantage_estimator {estimator} equal rewards of a group may teach something: use 0",
+            reward_tolerance=f"{estimator} may learn from a group of equal rewards: use 0",
         )

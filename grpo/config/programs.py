@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_ca_file, find_token
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, option
 from grpo.config.reward_settings import RewardedConfig
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, AnswerSection, TurnsCodeSection, TurnsSection
@@ -57,9 +57,9 @@ class WorkerConfig(TurnsCodeSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.pool is not None, "pool", self.pool, "name the pool to draw for: --pool http://HOST:PORT")
+        self.check(self.pool is not None, pool="name the pool to draw for: --pool http://HOST:PORT")
         self.pool = self.pool.rstrip("/")
-        require(self.pool.startswith(("http://", "https://")), "pool", self.pool, "write it as http://HOST:PORT")
+        self.check(self.pool.startswith(("http://", "https://")), pool="write it as http://HOST:PORT")
         try:
             shlex.split(self.vllm_args or "")
         except ValueError as error:
@@ -67,7 +67,7 @@ class WorkerConfig(TurnsCodeSection):
         self.token = find_token(self.token_file)
         check_ca_file(self.ref_ca_file)
         self.name = self.name or socket.gethostname()
-        require(len(self.name) <= 100, "name", self.name, "use 100 characters at most")
+        self.check(len(self.name) <= 100, name="use 100 characters at most")
 
 
 @dataclass
@@ -106,7 +106,7 @@ class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.temperature > 0, "temperature", self.temperature, "use a number above 0")
+        self.check(self.temperature > 0, temperature="use a number above 0")
 
 
 # Every setting of `python -m grpo.launch`: those of both programs, and how many trainer processes to start.
@@ -135,8 +135,8 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.task == "logprobs", "task", self.task, "start a reward server by itself: python ref_server.py")
-        require(not self.estimate, "estimate", self.estimate, "python ref_server.py --estimate prints it")
+        self.check(self.task == "logprobs", task="start a reward server by itself: python ref_server.py")
+        self.check(not self.estimate, estimate="python ref_server.py --estimate prints it")
 
     @property
     def starts_server(self) -> bool:
@@ -189,7 +189,7 @@ class ReportConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.runs) > 0, "runs", self.runs, "name the folder of a run")
-        require(len(self.runs) <= MOST_RUNS, "runs", self.runs, f"only {MOST_RUNS} can be told apart: name fewer")
+        self.check(len(self.runs) > 0, runs="name the folder of a run")
+        self.check(len(self.runs) <= MOST_RUNS, runs=f"only {MOST_RUNS} can be told apart: name fewer")
         written = self.output is not None or self.png
-        require(not (self.serve and written), "serve", True, "it writes no file: leave output and png out")
+        self.check(not (self.serve and written), serve="it writes no file: leave output and png out")

@@ -87,11 +87,9 @@ class RecordSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
+        self.check(
             self.resume_from_checkpoint != "last" or self.output_dir is not None,
-            "resume_from_checkpoint",
-            self.resume_from_checkpoint,
-            "of which run? set output_dir to its folder",
+            resume_from_checkpoint="of which run? set output_dir to its folder",
         )
         for name in self.report_to:
             known = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")

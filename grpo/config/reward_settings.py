@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo.config.errors import require
 from grpo.config.fields import Section, option
 from grpo.config.sampling_settings import AnsweringConfig
 from grpo.config.user_code import check_file
@@ -54,17 +53,13 @@ class RewardSection(Section):
                 check_file("reward_funcs", name, path)
         if self.reward_weights is None:
             self.reward_weights = [1.0] * len(self.reward_funcs)
-        require(
+        self.check(
             bool(self.reward_funcs) or not self.reward_weights,
-            "reward_weights",
-            self.reward_weights,
-            "no reward function is named: write --reward_weights with nothing after it",
+            reward_weights="no reward function is named: write --reward_weights with nothing after it",
         )
-        require(
+        self.check(
             len(self.reward_weights) == len(self.reward_funcs),
-            "reward_weights",
-            self.reward_weights,
-            f"give {len(self.reward_funcs)} weights, one for each of {' '.join(self.reward_funcs)}",
+            reward_weights=f"give {len(self.reward_funcs)} weights, one for each of {' '.join(self.reward_funcs)}",
         )
 
 
@@ -74,15 +69,11 @@ class RewardedConfig(RewardSection, AnsweringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
+        self.check(
             bool(self.reward_funcs) or self.environment is not None,
-            "reward_funcs",
-            self.reward_funcs,
-            "name a reward function at least, unless an environment gives rewards",
+            reward_funcs="name a reward function at least, unless an environment gives rewards",
         )
-        require(
+        self.check(
             self.soft_punish_cache <= self.max_completion_length,
-            "soft_punish_cache",
-            self.soft_punish_cache,
-            f"use max_completion_length={self.max_completion_length} or less",
+            soft_punish_cache=f"use max_completion_length={self.max_completion_length} or less",
         )

@@ -317,17 +317,13 @@ class PolicyConfig(AdapterSection, VisionSection, AnswerSection, SharedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
+        self.check(
             self.quantization != "8bit",
-            "quantization",
-            self.quantization,
-            "activations go in 8 bits too, so that a log-prob would depend on the rest of its batch: use 4bit",
+            quantization="8-bit activations make a log-prob depend on the rest of its batch: use 4bit",
         )
-        require(
+        self.check(
             self.quantization == "none" or self.use_peft,
-            "quantization",
-            self.quantization,
-            "weights in 4 bits cannot be trained: add use_peft, which trains an adapter on them, or use none",
+            quantization="4-bit weights cannot be trained: add use_peft, which trains an adapter on them, or use none",
         )
 
 

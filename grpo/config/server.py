@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from grpo.config.connection_settings import TOKEN_VARIABLE, ConnectionSection
-from grpo.config.errors import require
 from grpo.config.fields import Section, option
 from grpo.config.sampling_settings import SharedConfig
 
@@ -86,7 +85,7 @@ class ServingSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.device_map in (None, "auto"), "device_map", self.device_map, "use auto, or leave it out")
+        self.check(self.device_map in (None, "auto"), device_map="use auto, or leave it out")
 
     @property
     def max_request_tokens(self) -> int:
@@ -106,28 +105,21 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(  # a pool has no model, and passes over what its trainer's file says of one
-            self.task != "reward" or self.quantization == "none",
-            "quantization",
-            self.quantization,
-            "not for task reward: leave it out",
+        self.check(
+            self.task != "reward" or self.quantization == "none", quantization="not for task reward: leave it out"
         )
-        require(
+        self.check(
             self.task != "rollouts" or self.pool_file is not None,
-            "pool_file",
-            self.pool_file,
-            "a pool keeps its run in a file: name one, such as run.sqlite",
+            pool_file="a pool keeps its run in a file: name one, such as run.sqlite",
         )
-        require(
+        self.check(
             self.update_folder is None or self.quantization == "none",
-            "update_folder",
-            self.update_folder,
-            f"weights in {self.quantization} cannot be replaced: leave update_folder or quantization out",
+            update_folder=f"weights in {self.quantization} cannot be replaced: leave update_folder or quantization out",
         )
-        require(
+        self.check(
             self.token is not None or self.host in ("127.0.0.1", "localhost", "::1"),
-            "host",
-            self.host,
-            f"others could reach it there: give --token_file, or set the environment variable {TOKEN_VARIABLE} (here "
-            "and for the trainer), or listen on 127.0.0.1",
+            host=(
+                "others could reach it there: give --token_file, or set the environment variable "
+                f"{TOKEN_VARIABLE} (here and for the trainer), or listen on 127.0.0.1"
+            ),
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from grpo.config.connection_settings import ReferenceConfig
-from grpo.config.errors import rank_count, require
+from grpo.config.errors import rank_count
 from grpo.config.fields import Section, option
 from grpo.config.loss_settings import LossSection
 from grpo.config.record_settings import RecordSection
@@ -61,20 +61,16 @@ class PoolSection(Section):
         super().__post_init__()
         if self.sampler != "pool":
             return
-        require(
+        self.check(
             (self.pool is None) != (self.replay is None),
-            "sampler",
-            self.sampler,
-            "name where the completions come from: the URL of a pool, or the file of one as replay; one of the two",
+            sampler="name the source of completions: a pool's URL as pool, or its file as replay; one of the two",
         )
         if self.pool is not None:
             self.pool = self.pool.rstrip("/")
-            require(self.pool.startswith(("http://", "https://")), "pool", self.pool, "write it as http://HOST:PORT")
-        require(
+            self.check(self.pool.startswith(("http://", "https://")), pool="write it as http://HOST:PORT")
+        self.check(
             self.replay is None or Path(self.replay).is_file(),
-            "replay",
-            self.replay,
-            "there is no such file: name the pool_file of an earlier run",
+            replay="there is no such file: name the pool_file of an earlier run",
         )
 
 
@@ -164,12 +160,12 @@ class TrainingSection(Section):
             return  # it will fit
         rest = self.prompts_per_step % world_size
         lower, upper = self.prompts_per_step - rest, self.prompts_per_step - rest + world_size
-        require(
+        self.check(
             rest == 0,
-            "prompts_per_step",
-            self.prompts_per_step,
-            f"{world_size} ranks cannot share it equally: use {f'{lower} or ' if lower else ''}{upper}, or another "
-            "number of ranks",
+            prompts_per_step=(
+                f"{world_size} ranks cannot share it equally: use {f'{lower} or ' if lower else ''}{upper}, or another "
+                "number of ranks"
+            ),
         )
 
 
@@ -271,31 +267,19 @@ class TrainerConfig(
         super().__post_init__()
         self.fill_in_unset(recorded, rank_count(), self.use_peft)
         self.check_ranks(rank_count())
-        require(
-            self.temperature > 0,
-            "temperature",
-            self.temperature,
-            "training needs sampling: use a number above 0, such as 1.0",
-        )
-        require(
+        self.check(self.temperature > 0, temperature="training needs sampling: use a number above 0, such as 1.0")
+        self.check(
             self.system_prompt != "" or not self.save_system_prompt,
-            "save_system_prompt",
-            self.save_system_prompt,
-            "system_prompt is empty: leave this out",
+            save_system_prompt="system_prompt is empty: leave this out",
         )
-        require(
-            self.ref == "server" or self.use_peft,
-            "ref",
-            self.ref,
-            "there is no adapter without use_peft: add it, or leave this out",
+        self.check(
+            self.ref == "server" or self.use_peft, ref="there is no adapter without use_peft: add it, or leave this out"
         )
         self._check_estimator_rounds()
         self._check_reference_updates()
-        require(
+        self.check(
             self.port != 0 or self.beta == 0 or self.ref == "adapter_off",
-            "port",
-            self.port,
-            "the trainer cannot know which port the server was given: name it",
+            port="the trainer cannot know which port the server was given: name it",
         )
 
     def version_of_round(self, number: int) -> int:
@@ -305,44 +289,30 @@ class TrainerConfig(
     def _check_estimator_rounds(self) -> None:
         estimator = self.advantage_estimator
         needs_group = estimator not in ("reinforce++", "remax") and ":" not in estimator
-        require(
+        self.check(
             self.num_generations > 1 or not needs_group,
-            "num_generations",
-            self.num_generations,
-            f"advantage_estimator {estimator} compares the completions of a prompt with each other: use 2 or more, or "
-            "reinforce++ or remax, which need no group",
+            num_generations=f"{estimator} compares a prompt's completions: use 2 or more, or reinforce++ or remax",
         )
-        require(
+        self.check(
             self.groups_have_signal or self.max_resample == 0,
-            "max_resample",
-            self.max_resample,
-            f"with advantage_estimator {estimator} equal rewards of a group may teach something, so none is replaced: "
-            "use 0",
+            max_resample=f"{estimator} may learn from a group of equal rewards, so none is replaced: use 0",
         )
-        require(
+        self.check(
             estimator != "remax" or self.sampler != "pool",
-            "advantage_estimator",
-            estimator,
-            "workers of a pool draw no greedy completion to compare with: use sampler continuous or generate, or rloo",
+            advantage_estimator="a pool draws no greedy completion: use sampler continuous or generate, or rloo",
         )
 
     def _check_reference_updates(self) -> None:
-        require(
+        self.check(
             self.ref_update_steps == 0 or (self.beta > 0 and self.ref == "server"),
-            "ref_update_steps",
-            self.ref_update_steps,
-            "there is no reference server to update: use 0, or a beta above 0 and ref server",
+            ref_update_steps="there is no reference server to update: use 0, or a beta above 0 and ref server",
         )
         updates = self.updates_per_round
-        require(
+        self.check(
             self.ref_update_steps % updates == 0,
-            "ref_update_steps",
-            self.ref_update_steps,
-            f"a round of generation feeds {updates} updates, all with the same reference: use a multiple of {updates}",
+            ref_update_steps=f"all {updates} updates of a round have the same reference: use a multiple of {updates}",
         )
-        require(
+        self.check(
             self.ref_update_steps == 0 or self.quantization == "none",
-            "ref_update_steps",
-            self.ref_update_steps,
-            "weights in 4 bits cannot be replaced on a server: use 0, or quantization none",
+            ref_update_steps="4-bit weights cannot be replaced on a server: use 0, or quantization none",
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import AnsweringConfig
 from grpo.model.hub import can_ask_hub
 
@@ -25,11 +25,9 @@ def load_rows(config: AnsweringConfig, split: str):
     import datasets
 
     name, files = config.dataset_name, _files(config, split)
-    require(
+    config.check(
         not files or config.dataset_config is None,
-        "dataset_config",
-        config.dataset_config,
-        f"dataset_name {name} is a path, and only datasets of the hub have configurations: leave it out",
+        dataset_config=f"dataset_name {name} is a path, and only datasets of the hub have configurations: leave it out",
     )
     datasets.disable_progress_bars()
     logging.getLogger("datasets").handlers.clear()  # with its own handler and ours each line would be there twice

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from grpo.algorithm.advantages import total_rewards
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError
 from grpo.config.reward_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example, Rollout
@@ -107,12 +107,12 @@ def with_pictures(completions: Sequence[dict[str, Any]], examples: Sequence[Exam
 
 def check_verdicts(config: RewardedConfig, rewards: Mapping[str, Any]) -> None:
     """Raise ConfigError if samples for avg@k and pass@k are asked for and no reward of join_rewards is a verdict."""
-    require(
+    config.check(
         config.num_generations_eval == 0 or bool(verdicts(rewards)),
-        "num_generations_eval",
-        config.num_generations_eval,
-        f"avg@k and pass@k count right answers, and none of {', '.join(rewards)} is a verdict: use 0, or set "
-        "FUNCTION.is_verdict = True where a reward above 0 means right",
+        num_generations_eval=(
+            f"avg@k and pass@k count right answers, and none of {', '.join(rewards)} is a verdict: use 0, or set "
+            "FUNCTION.is_verdict = True where a reward above 0 means right"
+        ),
     )
 
 

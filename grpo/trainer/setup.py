@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.algorithm.estimators import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.client.reference import ReferenceClient, check_reference
-from grpo.config.errors import require
 from grpo.config.trainer import TrainerConfig
 from grpo.data.prompts import PromptStream, check_reward_columns, load_examples
 from grpo.data.records import Example, StepBatch
@@ -148,23 +147,19 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
     processor = load_processor(config, settings, tokenizer)
     check_lengths(config, settings)
     check_adapter(config)
-    require(
+    config.check(
         takes_pictures(settings) or not config.freeze_vision_tower,
-        "freeze_vision_tower",
-        config.freeze_vision_tower,
-        f"{config.model_name_or_path} has no vision tower: leave it out",
+        freeze_vision_tower=f"{config.model_name_or_path} has no vision tower: leave it out",
     )
-    require(
+    config.check(
         tokenizer.chat_template is not None or not config.save_system_prompt,
-        "save_system_prompt",
-        config.save_system_prompt,
-        "the model has no chat template to save it in: leave it out",
+        save_system_prompt="the model has no chat template to save it in: leave it out",
     )
     if tokenizer.chat_template is None:
         log.info("%s has no chat template: it is given prompts as plain text", config.model_name_or_path)
     turns = start_turns(config, tokenizer, load_end_ids(config, settings, tokenizer))
     rewards = join_rewards(reward_funcs, {} if turns is None else turns.rewards)
-    require(bool(rewards), "reward_funcs", config.reward_funcs, "the environment gives no reward: name a function")
+    config.check(bool(rewards), reward_funcs="the environment gives no reward: name a function")
     if config.eval_steps:
         check_verdicts(config, rewards)
         best_metric(config, rewards)
@@ -178,11 +173,9 @@ def read_inputs(config: TrainerConfig, rank: int, world_size: int, device: torch
             config, config.dataset_test_split, tokenizer, config.eval_samples, progress, processor, turns
         )
     check_reward_columns(config, [*examples, *held_out], reward_funcs)
-    require(
+    config.check(
         config.sampler != "pool" or not any(pictures_of(example.prompt_ids) for example in examples),
-        "sampler",
-        config.sampler,
-        "a pool brings workers no pictures, and the dataset has some: use continuous",
+        sampler="a pool brings workers no pictures, and the dataset has some: use continuous",
     )
     check_rows(config, examples)
     stream = PromptStream(examples, config.prompts_per_step, config.seed)

@@ -93,7 +93,7 @@ IMPOSSIBLE = [
     (["--report_to", "comet"], "report_to='comet': ", "tensorboard, wandb, trackio, swanlab, mlflow or none"),
     (["--loss_type", "ppo"], "loss_type='ppo': ", "path/to/file.py:function"),
     (["--advantage_estimator", "gae"], "advantage_estimator='gae': ", "path/to/file.py:function"),
-    (["--num_generations", "1"], "num_generations=1: ", "grpo compares the completions of a prompt"),
+    (["--num_generations", "1"], "num_generations=1: ", "grpo compares a prompt's completions"),
     (["--num_generations", "0"], "num_generations=0: ", "1 or more"),
     (["--num_generations", "1", "--advantage_estimator", "passk"], "num_generations=1: ", "use 2 or more, or reinf"),
     (["--scale_rewards", "batch", "--advantage_estimator", "opo"], "scale_rewards='batch': ", "or use reinforce++"),
@@ -106,7 +106,7 @@ IMPOSSIBLE = [
     (
         ["--reward_tolerance", "0.1", "--advantage_estimator", "reinforce++"],
         "reward_tolerance=0.1: ",
-        "equal rewards of a group may teach something: use 0",
+        "may learn from a group of equal rewards: use 0",
     ),
     (
         ["--max_resample", "2", "--advantage_estimator", "mine.py:compare"],
@@ -134,7 +134,7 @@ IMPOSSIBLE = [
         "importance_sampling_mode='sequence_mask': ",
         "use token_truncate or token_mask",
     ),
-    (["--sampler", "pool"], "sampler='pool': ", "the URL of a pool, or the file of one as replay"),
+    (["--sampler", "pool"], "sampler='pool': ", "a pool's URL as pool, or its file as replay"),
     (["--sampler", "pool", "--pool", "a:1"], "pool='a:1': ", "http://HOST:PORT"),
     (["--sampler", "pool", "--replay", "nowhere.sqlite"], "replay='nowhere.sqlite': ", "pool_file of an earlier run"),
     (
