@@ -54,9 +54,7 @@ class RecordSection(Section):
         needs="push_to_hub",
     )
     hub_private_repo: bool = option(
-        False,
-        "make that repository private; unset leaves it to the owner's settings on the hub",
-        needs="push_to_hub",
+        False, "make that repository private; unset leaves it to the owner's settings on the hub", needs="push_to_hub"
     )
     resume_from_checkpoint: str | None = option(
         None,

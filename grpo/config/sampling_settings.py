@@ -149,10 +149,7 @@ class TurnsSection(TurnsCodeSection):
         above=0,
     )
     max_turns: int | None = option(
-        None,
-        "most turns of the model in a completion; unset is as many as there is room for",
-        needs=ANSWERED,
-        above=0,
+        None, "most turns of the model in a completion; unset is as many as there is room for", needs=ANSWERED, above=0
     )
     max_tool_response_length: int = option(
         2048, "characters of an answer, of a tool or an environment, beyond which it is cut", needs=ANSWERED, above=0

@@ -16,18 +16,7 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
-from ragged import (
-    BOUNDS,
-    EVERYTHING,
-    LOSS_TYPES,
-    cases,
-    completions,
-    gradients,
-    level_of,
-    named,
-    step_of,
-    tokens_of,
-)
+from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, cases, completions, gradients, level_of, named, step_of, tokens_of
 
 from grpo.algorithm.advantages import soft_overlong_punishment
 from grpo.algorithm.kl import adapt_entropy_coef, applied_entropy_coef

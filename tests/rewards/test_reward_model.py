@@ -235,8 +235,7 @@ def test_it_is_frozen_and_keeps_its_settings(folders):
 
 
 @pytest.mark.parametrize(
-    "name, label",
-    [("org/reward-7b", "reward-7b"), ("https://other:8000/", "other:8000"), ("http://h:1/rm/", "h:1/rm")],
+    "name, label", [("org/reward-7b", "reward-7b"), ("https://other:8000/", "other:8000"), ("http://h:1/rm/", "h:1/rm")]
 )
 def test_what_a_name_means(name, label):
     assert load_reward_funcs([name]) == {label: name.rstrip("/")}
