@@ -23,17 +23,10 @@ class ConnectionSection(Section):
     HEADING = "connection (server and trainer)"
 
     port: int = option(
-        59875,
-        "the reference server's TCP port (0 lets the system choose one, and the server says which)",
-        at_least=0,
-        at_most=65535,
-        common=True,
+        59875, "the reference server's TCP port; 0 lets the system choose one", at_least=0, at_most=65535, common=True
     )
     token_file: str | None = option(
-        None,
-        "file that holds the token, the secret that server and trainer share, and nothing else; unset is the "
-        f"environment variable {TOKEN_VARIABLE}, if there is one",
-        common=True,
+        None, f"file with the token that server and trainer share; unset is the variable {TOKEN_VARIABLE}", common=True
     )
 
     def __post_init__(self) -> None:
@@ -74,9 +67,7 @@ class ServersSection(Section):
         None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
     )
     ref_startup_timeout: float = option(
-        300.0,
-        "seconds to wait at the start for a server that does not answer; one that is loading has six hours",
-        at_least=0,
+        300.0, "seconds to wait at the start for a server without an answer; six hours for one that loads", at_least=0
     )
     ref_request_timeout: float = option(120.0, "seconds without an answer after which a request is sent again", above=0)
     ref_deadline: float = option(900.0, "seconds after which a group without its log-probs ends the run", above=0)
@@ -108,28 +99,21 @@ class ReferenceSection(Section):
     HEADING = "reference"
 
     ref: Literal["server", "adapter_off"] = option(
-        "server",
-        "who computes reference log-probs: a reference server, or the trainer with its adapter off (or, where it "
-        "began with an adapter, with that one)",
-        common=True,
+        "server", "who computes reference log-probs: a server, or the trainer with its (new) adapter off", common=True
     )
 
     ref_servers: list[str] | None = option(
-        None,
-        "URLs of reference servers, all with the same model; each gets work by its speed. Unset is http://127.0.0.1:PORT",
-        common=True,
+        None, "URLs of reference servers with the same model; unset is http://127.0.0.1:PORT", common=True
     )
     allow_other_reference: bool = option(
-        False, "accept a server with another model than the policy starts from: the KL then does not begin at 0"
+        False, "accept a server with another model than the policy's first: the KL then does not begin at 0"
     )
     ref_update_steps: int = option(
-        0,
-        "updates after which the policy becomes the reference again, on servers with update_folder; 0 is never",
-        at_least=0,
+        0, "updates between new references, on servers with update_folder; 0 is never", at_least=0
     )
     ref_mixup_alpha: float = option(
         1.0,
-        "share of the policy in a new reference, the rest is the old one; 1 replaces it (TRL's default is 0.6)",
+        "share of the policy in a new reference; 1 replaces it (TRL: 0.6)",
         needs="ref_update_steps above 0",
         above=0,
         at_most=1,

@@ -40,8 +40,7 @@ class LossSection(Section):
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
     epsilon_high: float | None = option(
         None,
-        "the probability ratio is clipped above at 1 + epsilon_high; unset is epsilon. With cispo this is the ratio's "
-        "bound itself, and unset is 5.0",
+        "the ratio is clipped above at 1 + epsilon_high, cispo's at epsilon_high; unset is epsilon, or 5.0",
         at_least=0,
     )
     delta: float | None = option(
@@ -49,49 +48,39 @@ class LossSection(Section):
     )
     advantage_estimator: str = option(
         "grpo",
-        "how rewards become advantages: grpo, rloo, reinforce++, reinforce++_baseline, remax, opo, passk, or a "
-        "function of your own as path/to/file.py:function. grpo takes the group's mean off and divides as "
-        "scale_rewards says; rloo takes the mean of the others off, opo a mean weighed by length, remax the reward of "
-        "a greedy completion; reinforce++ whitens over the round, with _baseline after the group's mean is off; passk "
-        "has the lead of a group's best",
+        "how rewards become advantages: grpo, rloo, reinforce++, reinforce++_baseline, remax, opo, passk, or your "
+        "function as path/to/file.py:function. grpo subtracts the group's mean and divides by scale_rewards; rloo "
+        "subtracts the mean of the others, opo a mean weighed by length, remax the reward of a greedy completion; "
+        "reinforce++ whitens over the round, with _baseline after subtracting the group's mean; passk rewards the lead "
+        "of a group's best",
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group",
-        "advantages are divided by the std of their group, of the whole batch, or not: with advantage_estimator grpo, "
-        "and with passk, which takes group and none; the others have their own formulas",
+        "advantages are divided by the std of their group, of the batch, or not: with grpo, and passk (not batch)",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize", "several rewards are added and then compared within the group, or the reverse (GDPO)"
     )
     reward_tolerance: float = option(
-        0.0,
-        "a group whose rewards differ by no more than this is without signal: its advantages are exactly 0",
-        at_least=0,
+        0.0, "a group whose rewards differ by no more than this has no signal: its advantages are 0", at_least=0
     )
     beta: float = option(
         0.04, "weight of the KL to the reference; 0 needs no reference server", at_least=0, common=True
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
-        "k3",
-        "how the KL is estimated from single tokens; k3+ has the value of k3 and the gradient of k2",
-        needs="beta above 0",
+        "k3", "how single tokens estimate the KL; k3+ has the value of k3 and the gradient of k2", needs="beta above 0"
     )
     kl_in_reward: bool = option(
-        False,
-        "take beta times the sum of a completion's KL off its reward, instead of adding a KL term to the loss",
-        needs="beta above 0",
+        False, "subtract beta times a completion's KL from its reward; the loss has no KL term", needs="beta above 0"
     )
     kl_target: float | None = option(
-        None,
-        "adapt beta so that the KL stays near this (nats a token); unset keeps beta as it is",
-        needs="beta above 0",
-        above=0,
+        None, "adapt beta to this KL, in nats a token; unset: beta is constant", needs="beta above 0", above=0
     )
     use_bias_correction_kl: bool = option(
         False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)", needs="beta above 0"
     )
     entropy_coef: float = option(
-        0.0, "weight of a bonus for the mean entropy of the tokens; with use_adaptive_entropy the first one", at_least=0
+        0.0, "weight of a bonus for the tokens' mean entropy; with use_adaptive_entropy the first weight", at_least=0
     )
     use_adaptive_entropy: bool = option(
         False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
@@ -103,24 +92,16 @@ class LossSection(Section):
         1.0, "upper bound of an adaptive entropy_coef", needs="use_adaptive_entropy", at_least=0
     )
     entropy_coef_delta: float = option(
-        0.005,
-        "amount by which an adaptive entropy_coef grows after a step with entropy_target or less, and else shrinks",
-        needs="use_adaptive_entropy",
-        at_least=0,
+        0.005, "change a step: up at entropy_target or less, else down", needs="use_adaptive_entropy", at_least=0
     )
     entropy_target: float = option(
         0.2, "mean entropy, in nats, of the tokens that the bonus acts on", needs="use_adaptive_entropy", at_least=0
     )
     router_aux_loss_coef: float = option(
-        0.0,
-        "weight of the loss that balances the experts of a mixture (TRL's default is the model's own weight)",
-        at_least=0,
+        0.0, "weight of the loss that balances a mixture's experts (TRL's default is the model's own)", at_least=0
     )
     top_entropy_quantile: float = option(
-        1.0,
-        "only this share of the step's tokens, those of highest entropy, is in the policy term; 1 is all",
-        above=0,
-        at_most=1,
+        1.0, "share of the step's tokens in the policy term, those of highest entropy; 1 is all", above=0, at_most=1
     )
     mask_truncated_completions: bool = option(
         False, "leave completions cut at max_completion_length out of the loss, and out of what it is divided by"
@@ -129,9 +110,9 @@ class LossSection(Section):
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = option(
         None,
-        "weigh the loss by the ratio of policy and sampler, of tokens or of sequences; a ratio beyond the bounds is "
-        "truncated, or its tokens are masked (TRL: vllm_importance_sampling_mode). Unset is token_truncate with "
-        "sampler pool, else none, and in a run that is continued what it had",
+        "weigh the loss by the ratio of policy and sampler, of tokens or sequences; a ratio beyond the bounds is "
+        "truncated or masked (TRL: vllm_importance_sampling_mode). Unset is token_truncate with sampler pool, else "
+        "none, or the value of the run to continue",
     )
     importance_sampling_clip_max: float | None = option(
         3.0, "upper bound of the ratio of policy and sampler", needs="importance_sampling_mode", above=0
@@ -140,9 +121,7 @@ class LossSection(Section):
         None, "lower bound of the ratio of policy and sampler", needs="importance_sampling_mode", at_least=0
     )
     off_policy_mask_threshold: float | None = option(
-        None,
-        "drop sequences of negative advantage from which the policy moved further than this (nats a token)",
-        above=0,
+        None, "drop sequences of negative advantage that the policy moved further from (nats a token)", above=0
     )
 
     @property

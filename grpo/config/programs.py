@@ -26,28 +26,20 @@ class WorkerConfig(TurnsCodeSection):
     pool: str | None = option(None, "URL of the pool to draw for: a server with --task rollouts", common=True)
     token_file: str | None = option(
         None,
-        "file that holds the token, the secret that pool, trainer and workers share, and nothing else; unset is the "
-        f"environment variable {TOKEN_VARIABLE}, if there is one",
+        f"file with the token that pool, trainer and workers share; unset is the variable {TOKEN_VARIABLE}",
         common=True,
     )
     engine: Literal["transformers", "vllm"] = option(
         "transformers",
-        "what draws: the trainer's own sampler, one group at a time, or vLLM's server, which the worker starts with "
-        "its own interpreter",
+        "what draws: the trainer's sampler, one group at a time, or vLLM's server, which the worker starts",
         common=True,
     )
     vllm_args: str | None = option(
-        None,
-        "more arguments for vLLM's server, as one text: --vllm_args='--gpu-memory-utilization 0.8'",
-        needs="engine vllm",
-        common=True,
+        None, "more arguments of vLLM's server, as one text", needs="engine vllm", common=True
     )
     name: str | None = option(None, "name on the pool's page and in its log; unset is this machine's")
     weights_folder: str | None = option(
-        None,
-        "folder for the model and its weights, with room for two models; what is there after a restart is not fetched "
-        "again. Unset is a temporary one that is removed at the end",
-        common=True,
+        None, "folder for two models, kept for the next start; unset is a temporary one", common=True
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the model")
     ref_ca_file: str | None = option(
@@ -85,16 +77,14 @@ class EvaluateSection(Section):
     HEADING = "extent and output"
 
     sampler: Literal["continuous", "generate", "pool"] = option(
-        "continuous", f"{LOCAL_SAMPLERS}; pool, in a file of the trainer's, is continuous: no worker is asked here"
+        "continuous", f"{LOCAL_SAMPLERS}; pool, from a trainer's file, is continuous"
     )
     eval_samples: int = option(0, "how many problems to ask, the first of the split; 0 is all", at_least=0, common=True)
     output: str | None = option(
-        None,
-        "folder to make: every completion with its verdict, the metrics, and the settings they come from",
-        common=True,
+        None, "folder to make: completions with verdicts, metrics, and the settings", common=True
     )
     micro_batch_tokens: int = option(
-        16384, "tokens that a reward model in this process scores at once: lower it if memory runs out", above=0
+        16384, "tokens that a reward model in this process scores at a time: lower it if memory runs out", above=0
     )
 
 
@@ -119,10 +109,7 @@ class LaunchSection(Section):
     HEADING = "processes"
 
     nproc_per_node: int | None = option(
-        None,
-        "trainer processes; unset is one for each GPU that the reference server does not take, without GPUs one",
-        common=True,
-        above=0,
+        None, "trainer processes; unset is one for each GPU that the server leaves, or one", common=True, above=0
     )
 
 
@@ -166,23 +153,14 @@ class ReportConfig(Section):
     )
     smoothing: int = option(
         0,
-        "steps of the centred moving average of the curves; 1 is none, 0 a twentieth of the longest run and at least 5",
+        "steps of the curves' moving average; 1 is none, 0 a twentieth of the longest run, at least 5",
         at_least=0,
         common=True,
     )
     png: bool = option(False, "draw each section of the page as a PNG too, beside it", common=True)
-    serve: bool = option(
-        False,
-        "show the page live in this machine's browser, beside runs that go on, until Ctrl-C; writes no file",
-        common=True,
-    )
+    serve: bool = option(False, "show the page live on this machine, until Ctrl-C; writes no file", common=True)
     port: int = option(
-        59880,
-        "the TCP port of --serve (0 lets the system choose one)",
-        needs="serve",
-        at_least=0,
-        at_most=65535,
-        common=True,
+        59880, "TCP port; 0 lets the system choose one", needs="serve", at_least=0, at_most=65535, common=True
     )
 
     POSITIONAL: ClassVar = "runs"

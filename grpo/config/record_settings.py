@@ -20,10 +20,7 @@ class RecordSection(Section):
     HEADING = "evaluation and records"
 
     eval_steps: int = option(
-        50,
-        "number of updates between evaluations, beside those before the first and after the last update; 0 is never",
-        at_least=0,
-        common=True,
+        50, "updates between evaluations, beside those before and after training; 0 is never", at_least=0, common=True
     )
     eval_samples: int = option(
         256, "how many held-out problems to ask, the first of the test split; 0 is all", at_least=0
@@ -35,42 +32,33 @@ class RecordSection(Section):
         needs="eval_steps above 0",
     )
     save_steps: int = option(
-        100, "number of updates between checkpoints, to use or continue from; 0 is never", at_least=0, common=True
+        100, "updates between checkpoints, to use or continue from; 0 is never", at_least=0, common=True
     )
     save_total_limit: int = option(
-        2, "how many of the newest checkpoints to keep, beside the best by evaluation; 0 keeps all", at_least=0
+        2, "how many of the newest checkpoints to keep, beside the best; 0 keeps all", at_least=0
     )
     save_system_prompt: bool = option(
-        False,
-        "save system_prompt in the chat template too, for programs that do not read grpo.yaml, such as vLLM: they then "
-        "put it before every conversation without a system message",
+        False, "save system_prompt in the chat template too, for programs that do not read grpo.yaml, such as vLLM"
     )
     push_to_hub: bool = option(
-        False, "push the model to the Hugging Face hub at the end, with the token of 'hf auth login' or HF_TOKEN"
+        False, "push the final model to the Hugging Face hub, with the token of 'hf auth login' or HF_TOKEN"
     )
     hub_model_id: str | None = option(
-        None,
-        "repository to push to, OWNER/NAME or NAME, made if missing; unset is the run folder's name",
-        needs="push_to_hub",
+        None, "repository to push to, made if missing; unset is the run folder's name", needs="push_to_hub"
     )
     hub_private_repo: bool = option(
         False, "make that repository private; unset leaves it to the owner's settings on the hub", needs="push_to_hub"
     )
     resume_from_checkpoint: str | None = option(
-        None,
-        "continue from this folder checkpoint-STEP, or with 'last' from the newest in output_dir, if there is any",
-        common=True,
+        None, "continue from this folder checkpoint-STEP, or from output_dir's newest (last)", common=True
     )
     output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME", common=True)
     report_to: list[str] = option(
         ["tensorboard"],
-        "where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, swanlab, mlflow or none; tensorboard "
-        "is skipped if not installed",
+        "where metrics go beside metrics.jsonl: tensorboard (if installed), wandb, trackio, swanlab, mlflow or none",
     )
     dry_run: bool = option(
-        False,
-        "check every setting, print a step's shape and the memory that it needs, load no weights, and end",
-        common=True,
+        False, "check every setting, print a step's shape and memory, load no weights, and end", common=True
     )
 
     def recorded_settings(self) -> dict[str, Any]:

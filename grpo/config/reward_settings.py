@@ -23,26 +23,18 @@ class RewardSection(Section):
     reward_funcs: list[str] = option(
         ["correctness_reward", "format_reward"],
         "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
-        "servers with --task reward; it may be empty where an environment gives rewards",
+        "servers with --task reward; may be empty where an environment gives rewards",
         common=True,
         may_be_empty=True,
     )
     reward_weights: list[float] | None = option(
-        None,
-        "weight of each reward function, in their order; unset is 1 for each, as that of an environment's reward is",
-        common=True,
-        may_be_empty=True,
+        None, "weight of each reward function, in their order; unset is 1 for each", common=True, may_be_empty=True
     )
     soft_punish_cache: int = option(
-        0,
-        "number of tokens before max_completion_length over which a punishment for length goes from 0 to -1 (DAPO)",
-        at_least=0,
+        0, "last tokens of max_completion_length over which a punishment falls from 0 to -1 (DAPO)", at_least=0
     )
     reward_timeout: float | None = option(
-        None,
-        "seconds a reward function may take for a completion: it is called in other processes, on one completion at a "
-        "time, and killed if it hangs; unset calls it in the trainer",
-        above=0,
+        None, "seconds for a completion's reward: functions then run in processes, killed if they hang", above=0
     )
 
     def __post_init__(self) -> None:

@@ -21,10 +21,7 @@ class SharedConfig(Section):
     HEADING = "model"
 
     model_name_or_path: str = option(
-        "Qwen/Qwen2.5-1.5B-Instruct",
-        "hub id or local folder, of a model or a LoRA adapter: the trainer's first weights, the server's frozen ones, "
-        "those to evaluate or talk to",
-        common=True,
+        "Qwen/Qwen2.5-1.5B-Instruct", "hub id or folder of a model or LoRA adapter", common=True
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the weights")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
@@ -38,8 +35,7 @@ class SharedConfig(Section):
     )
     quantization: Literal["none", "8bit", "4bit"] = option(
         "none",
-        "keep all linear layers but the head in 8 or 4 bits, by bitsandbytes: less memory, and a slightly different "
-        "model. The trainer takes 4bit alone, under an adapter (QLoRA)",
+        "keep all linear layers but the head in 8 or 4 bits (bitsandbytes); the trainer takes 4bit, under an adapter",
     )
 
     def __post_init__(self) -> None:
@@ -56,8 +52,7 @@ class VisionSection(Section):
 
     freeze_vision_tower: bool = option(
         False,
-        "train the language model alone: the vision tower and what projects its output (Qwen's merger) stay as they "
-        "are, and an adapter has no layers in them",
+        "train the language model alone, not the vision tower and its projector",
         off="train the vision tower too",
     )
 
@@ -69,21 +64,14 @@ class AdapterSection(Section):
     HEADING = "LoRA (needs peft)"
 
     use_peft: bool = option(
-        False,
-        "train a LoRA adapter, not the whole model: a new one, or the one that model_name_or_path names",
-        common=True,
+        False, "train a LoRA adapter: a new one, or the one that model_name_or_path names", common=True
     )
-    lora_r: int = option(
-        16, "rank of a new adapter; one that model_name_or_path names keeps its own settings", needs="use_peft", above=0
-    )
+    lora_r: int = option(16, "rank of a new adapter; a loaded one keeps its settings", needs="use_peft", above=0)
     lora_alpha: int = option(
         32, "the product of the adapter's two matrices is scaled by lora_alpha / lora_r", needs="use_peft", above=0
     )
     lora_target_modules: list[str] | None = option(
-        None,
-        "names of the layers that get an adapter, or all-linear; unset is peft's choice for this kind of model, and "
-        "all-linear where it has none, as for models with a vision tower",
-        needs="use_peft",
+        None, "layers with an adapter, or all-linear; unset is peft's choice, or all-linear", needs="use_peft"
     )
     use_rslora: bool = option(
         False, "scale that product by lora_alpha / sqrt(lora_r) instead (rsLoRA)", needs="use_peft"
@@ -108,20 +96,14 @@ class TurnsCodeSection(Section):
 
     tools: list[str] = option(
         [],
-        "functions that the model may call, each with type hints and a docstring: path/to/file.py:function",
+        "functions that the model may call, with type hints and a docstring: path/to/file.py:function",
         may_be_empty=True,
     )
     environment: str | None = option(
-        None,
-        "class that answers the model, one instance for each completion: path/to/file.py:Class, with reset and methods "
-        "that the model calls as tools, or with reset and step",
+        None, "class that answers the model, with reset and step or methods to call as tools: path/to/file.py:Class"
     )
     tool_timeout: float | None = option(
-        None,
-        "seconds that a call of a tool or environment may take: all but async tools run in other processes, which are "
-        "killed if they hang; unset runs them in this process",
-        needs=ANSWERED,
-        above=0,
+        None, "seconds for a call, which then runs in a process (async tools do not)", needs=ANSWERED, above=0
     )
 
     def __post_init__(self) -> None:
@@ -143,21 +125,16 @@ class TurnsSection(TurnsCodeSection):
     HEADING = "tools and environments"
 
     max_tool_calling_iterations: int | None = option(
-        None,
-        "most turns of a completion whose calls are answered; unset is as many as there is room for",
-        needs=ANSWERED,
-        above=0,
+        None, "most turns of a completion whose calls are answered; unset: no limit", needs=ANSWERED, above=0
     )
     max_turns: int | None = option(
-        None, "most turns of the model in a completion; unset is as many as there is room for", needs=ANSWERED, above=0
+        None, "most turns of the model in a completion; unset: no limit", needs=ANSWERED, above=0
     )
     max_tool_response_length: int = option(
-        2048, "characters of an answer, of a tool or an environment, beyond which it is cut", needs=ANSWERED, above=0
+        2048, "characters after which an answer of a tool or an environment is cut", needs=ANSWERED, above=0
     )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = option(
-        "auto",
-        "how the model writes calls, where its tokenizer has no response template; auto looks into the chat template",
-        needs=ANSWERED,
+        "auto", "form of calls where the tokenizer has no response template; auto: the chat template's", needs=ANSWERED
     )
 
 
@@ -182,21 +159,18 @@ class DataSection(Section):
     dataset_train_split: str = option("train", "split to train on")
     dataset_test_split: str = option("test", "split to evaluate on", common=True)
     dataset_prompt_column: str = option(
-        "question", "column that holds the prompt: a text, or a list of chat messages", common=True
+        "question", "column of the prompt: a text, or a list of chat messages", common=True
     )
     dataset_answer_column: str = option(
         "answer",
-        "column that holds the gold answer; where the text has '####', the answer is what follows. Without a column "
-        "answer in the dataset, or with an empty text here, it has prompts alone, for rewards that need no gold answer",
+        "column of the gold answer, the part after '####' if there is one; an empty text is no gold",
         common=True,
     )
     dataset_image_column: str | None = option(
-        None,
-        "column of the pictures that go with a prompt, for a vision-language model: one, a list of them, or none; "
-        "unset is image or images where the dataset has one, an empty text leaves pictures out",
+        None, "column of a prompt's pictures (one or a list); unset is image or images, an empty text is none"
     )
     max_prompt_length: int = option(
-        512, "prompts of more tokens are dropped when the data is loaded, and counted", above=0
+        512, "longer prompts, in tokens, are dropped when the data is loaded, and counted", above=0
     )
 
 
@@ -209,21 +183,18 @@ class AnswerSection(Section):
     system_prompt: str = option(
         "You are a helpful assistant. First think about the problem step by step, then give the final answer. Write "
         "reasoning and answer within tags, like this: <think>reasoning here</think><answer>answer here</answer>",
-        "system message before every prompt that has none; an empty text adds none",
+        "system message of every prompt that has none; an empty text adds none",
         common=True,
     )
     chat_template_kwargs: dict | str | None = option(
-        None, "arguments of the model's chat template, as a JSON object such as '{\"enable_thinking\": false}'"
+        None, "arguments of the chat template, as a JSON object: '{\"enable_thinking\": false}'"
     )
     max_completion_length: int = option(512, "most tokens that a completion may have", above=0, common=True)
     temperature: float = option(
-        1.0,
-        "logits are divided by this, in sampling and in every log-prob; the chat alone takes 0, which is greedy",
-        at_least=0,
-        common=True,
+        1.0, "divides the logits, in sampling and in every log-prob; 0 is greedy, in the chat", at_least=0, common=True
     )
     seed: int = option(
-        42, "number from which the order of the prompts and all samples follow", at_least=0, below=2**31, common=True
+        42, "number that decides the order of the prompts and all samples", at_least=0, below=2**31, common=True
     )
 
     def __post_init__(self) -> None:
@@ -251,8 +222,8 @@ class AnswerSection(Section):
 
 
 LOCAL_SAMPLERS = (
-    "continuous draws with rows that are always full, each prompt computed once; generate is transformers' own, which "
-    "it falls back to where the model needs it"
+    "continuous draws with rows that are always full, each prompt computed once; generate is transformers' own, its "
+    "replacement where the model needs it"
 )
 """the help of the samplers that hold the model themselves"""
 
@@ -265,10 +236,7 @@ class GenerationSection(Section):
 
     sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0, common=True)
     num_generations_eval: int = option(
-        0,
-        "samples of each held-out problem, for avg@k and pass@k beside the greedy accuracy; 0 measures that alone",
-        common=True,
-        at_least=0,
+        0, "samples of each held-out problem, for avg@k and pass@k; 0: greedy answers alone", common=True, at_least=0
     )
 
     @property
@@ -286,15 +254,10 @@ class RolloutSection(Section):
     HEADING = "rollouts"
 
     num_generations: int = option(
-        8,
-        "completions per prompt, the group whose rewards are compared; 1 where advantage_estimator needs no group",
-        at_least=1,
-        common=True,
+        8, "completions per prompt, the group whose rewards are compared", at_least=1, common=True
     )
     max_resample: int = option(
-        0,
-        "how often, before an update, prompts are replaced by others where all completions have the same reward (DAPO)",
-        at_least=0,
+        0, "most times a step replaces prompts whose completions all have the same reward (DAPO)", at_least=0
     )
 
 
@@ -331,10 +294,7 @@ class ChatSection(Section):
     HEADING = "conversation"
 
     keep_history: bool = option(
-        True,
-        "each answer depends on all questions and answers before it",
-        off="answer each question by itself",
-        common=True,
+        True, "each answer depends on those before it", off="answer each question by itself", common=True
     )
 
 

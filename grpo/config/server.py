@@ -18,69 +18,42 @@ class ServingSection(Section):
 
     task: Literal["logprobs", "reward", "rollouts"] = option(
         "logprobs",
-        "what to answer: log-probs of a reference model, scores of a reward model (sequence classification, one "
-        "output), or, without a model, what trainer and workers ask of a pool of rollouts (needs pool_file)",
+        "what to serve: log-probs of a reference model, scores of a reward model (sequence classification, one "
+        "output), or a pool of rollouts for trainer and workers (needs pool_file, no model)",
         common=True,
     )
     pool_file: str | None = option(
-        None,
-        "file of a pool of rollouts, for task rollouts: tasks, completions and versions of the policy of one run; made "
-        "where there is none, and read again after a restart",
-        needs="task rollouts",
-        common=True,
+        None, "file of a pool of one run, made if missing", needs="task rollouts", common=True
     )
     host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
     max_length: int | None = option(
-        None, "longest prompt plus completion, in tokens; unset is the model's own maximum", above=0, common=True
+        None, "longest prompt plus completion, in tokens; unset is the model's maximum", above=0, common=True
     )
     max_batch_tokens: int | None = option(
-        None,
-        "tokens in one forward pass, a shared prompt counted once; unset is 16384 on a GPU, 4096 on a CPU",
-        above=0,
-        common=True,
+        None, "tokens in a forward pass; unset is 16384 on a GPU, 4096 on a CPU", above=0, common=True
     )
     device_map: str | None = option(
-        None,
-        "auto spreads the model over all visible GPUs, for one too big for a single card (needs accelerate)",
-        needs="task logprobs",
-        common=True,
+        None, "auto spreads the model over all visible GPUs (needs accelerate)", needs="task logprobs", common=True
     )
     deterministic: bool = option(
-        False,
-        "compute each prompt's completions by themselves: bitwise the same answer whatever else waits, before and "
-        "after a restart",
-        common=True,
+        False, "compute each prompt's completions alone: the same bits whatever else waits", common=True
     )
     update_folder: str | None = option(
-        None,
-        "let trainers replace the weights (their ref_update_steps): new ones lie in this folder until they are whole, "
-        "beside those that are served, so its disk needs room for two models; unset refuses them",
-        needs="task logprobs",
-        common=True,
+        None, "folder for weights that trainers send; unset refuses them", needs="task logprobs", common=True
     )
     max_queue_tokens: int = option(
-        4_000_000,
-        "most tokens that may wait, one client's at most as many as are left free, a request at most half; "
-        "beyond it 503 with Retry-After",
-        at_least=2,
+        4_000_000, "most tokens that may wait, of a request half of them; beyond it 503 with Retry-After", at_least=2
     )
     body_timeout: float = option(120.0, "seconds a client may take to send a request's body", above=0)
-    max_connections: int = option(
-        1000, "most open connections; one more takes the place of one that asks nothing, or gets 503", above=0
-    )
+    max_connections: int = option(1000, "most open connections; one more replaces an idle one, or gets 503", above=0)
     drain_timeout: float = option(
-        60.0,
-        "seconds after SIGTERM in which waiting requests are answered; then the server ends with exit code 1",
-        above=0,
+        60.0, "seconds after SIGTERM in which waiting requests are answered; then exit code 1", above=0
     )
     log_level: Literal["debug", "info", "warning"] = option(
-        "info", "how much to log: debug is a line for each request, info a summary each minute, warning only trouble"
+        "info", "debug logs each request, info a summary each minute, warning only trouble"
     )
     estimate: bool = option(
-        False,
-        "print the memory that this model, these lengths and this dtype need, load no weights, and end",
-        needs="task logprobs",
-        common=True,
+        False, "print the memory that the settings need, and end", needs="task logprobs", common=True
     )
 
     def __post_init__(self) -> None:

@@ -26,35 +26,22 @@ class PoolSection(Section):
 
     sampler: Literal["continuous", "generate", "pool"] = option(
         "continuous",
-        f"{LOCAL_SAMPLERS}. pool lets workers on any machine draw (generate.py); the trainer then draws held-out "
-        "answers alone, by continuous",
+        f"{LOCAL_SAMPLERS}. With pool, workers anywhere draw (generate.py), and continuous draws held-out answers",
     )
     pool: str | None = option(
         None, "URL of the pool that brings tasks to workers: a server with --task rollouts", needs="sampler pool"
     )
     max_policy_lag: int = option(
-        0,
-        "rounds of generation that workers draw ahead, with a policy that is as many rounds old: 0 lets the trainer "
-        "wait for them, 1 lets both work at the same time",
-        needs="sampler pool",
-        at_least=0,
+        0, "rounds that workers draw ahead of the trainer; 0: it waits", needs="sampler pool", at_least=0
     )
     in_flight_weight_updates: bool = option(
-        False,
-        "workers take each new policy as soon as it is there, in the middle of completions too: for long answers. A "
-        "round is then drawn by policies that are at most max_policy_lag rounds old, and other ones in each run",
-        needs="max_policy_lag above 0",
+        False, "workers take a new policy in the middle of completions", needs="max_policy_lag above 0"
     )
     pool_deadline: float = option(
-        900.0,
-        "seconds without any new group, or without an answer of the pool, after which the run ends",
-        needs="sampler pool",
-        above=0,
+        900.0, "seconds without a group or an answer of the pool that end the run", needs="sampler pool", above=0
     )
     replay: str | None = option(
-        None,
-        "file of an earlier run's pool, to train on what was drawn then, without pool and workers",
-        needs="sampler pool",
+        None, "file of an earlier run's pool, to train on its completions", needs="sampler pool"
     )
 
     def __post_init__(self) -> None:
@@ -92,26 +79,19 @@ class TrainingSection(Section):
     prompts_per_step: int | None = option(
         None,
         "prompts per update over all ranks, each with num_generations completions; unset is the multiple of the ranks "
-        "that is nearest to 48, and in a run that is continued the number that it had",
+        "nearest to 48, or the value of the run to continue",
         common=True,
         above=0,
     )
     steps_per_generation: int = option(
-        1, "updates that one round of generation feeds, each with prompts of its own", above=0
+        1, "updates that one round of generation feeds, each with its own prompts", above=0
     )
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
     micro_batch_tokens: int = option(
-        16384,
-        "tokens in one forward and backward pass, a shared prompt counted once: lower it if memory runs out",
-        above=0,
-        common=True,
+        16384, "tokens in a pass, a shared prompt once: fewer need less memory", above=0, common=True
     )
     learning_rate: float | None = option(
-        None,
-        "AdamW's peak learning rate; unset is 1e-6, or 1e-5 with use_peft, and in a run that is continued the one that "
-        "it had",
-        common=True,
-        above=0,
+        None, "AdamW's peak rate; unset is 1e-6, 1e-5 with use_peft, or the run's to continue", common=True, above=0
     )
     lr_scheduler_type: Literal["constant_with_warmup", "linear", "cosine"] = option(
         "constant_with_warmup", "course of the learning rate after its linear warm-up"
@@ -119,7 +99,7 @@ class TrainingSection(Section):
     warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0", at_least=0)
     optim: Literal["adamw_torch", "adamw_8bit"] = option(
         "adamw_torch",
-        "optimizer; adamw_8bit keeps AdamW's moments in 8 bits, by bitsandbytes, in a quarter of the memory",
+        "optimizer; adamw_8bit keeps AdamW's moments in 8 bits (bitsandbytes), in a quarter of the memory",
     )
     adam_beta1: float = option(0.9, "decay of AdamW's mean of the gradients", at_least=0, below=1)
     adam_beta2: float = option(0.99, "decay of AdamW's mean of the squared gradients", at_least=0, below=1)

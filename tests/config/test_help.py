@@ -61,8 +61,7 @@ def test_a_topic_is_a_word_of_a_heading_or_a_setting(help_of):
 def test_an_entry_says_kind_limits_default_and_what_no_does(help_of):
     text = " ".join(help_of(TrainerConfig, "all").split())
     for entry in (
-        "--num_generations INT completions per prompt, the group whose rewards are compared; 1 where "
-        "advantage_estimator needs no group (1 or more; default: 8)",
+        "--num_generations INT completions per prompt, the group whose rewards are compared (1 or more; default: 8)",
         "--reward_weights FLOAT [FLOAT ...] weight of each",
         "--dtype WORD type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else "
         "float32 (auto, bfloat16 or float32; default: auto)",
