@@ -165,9 +165,6 @@ def _whiten(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (values - mean) / (squares / (count - 1).clamp(min=1) + 1e-8).sqrt()
 
 
-# An advantage estimator of the user's own, `advantage_estimator: path/to/file.py:function`: found, tried, checked.
-
-
 @functools.cache  # reward functions may change the directory that a path begins in
 def find_estimator(name: str) -> Estimator:
     """Return a built-in estimator other than grpo, or the user's function with a check around it.

@@ -29,9 +29,6 @@ from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import LossSection
 from grpo.config.user_code import load_function, modes_kept
 
-# The tensors of the objective: completion tokens of sequences of different lengths, one sequence after the other.
-
-
 # exp(20) = 5e8. Where the KL is multiplied by the ratio two such factors meet, and the gradient's norm squares them:
 # 6e34 a token, which float32 still holds.
 LOG_RATIO_LIMIT = 20.0
@@ -259,9 +256,6 @@ def divided_by(divisor: int, inputs: LossInputs) -> torch.Tensor:
     """Return equal weights 1 / divisor, float32 [T]."""
     shares = torch.full_like(inputs.lengths, 1.0 / max(divisor, 1), dtype=torch.float64)
     return inputs.to_tokens(shares.float())
-
-
-# A loss type of the user's own, `loss_type: path/to/file.py:function`: found, and its results checked.
 
 
 @functools.cache  # reward functions may change the directory that a path begins in

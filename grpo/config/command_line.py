@@ -1,9 +1,7 @@
-"""Reads the command line and a YAML file: defaults, overridden by `--config FILE.yaml`, overridden by options.
+"""Reads settings: defaults, overridden by `--config FILE.yaml`, overridden by options.
 
-A program that loads a saved model takes settings that come with it for defaults (grpo/model/answering.py).
-
-One flat YAML file serves all programs, so that they cannot disagree: each reads its own fields and passes over those of
-the others. A key that no program knows is refused.
+The defaults of a saved model are the settings saved with it (grpo/model/answering.py). One flat YAML file serves all
+programs: each reads its own fields, and passes over the others'. A key that no program knows is refused.
 """
 
 from __future__ import annotations
@@ -28,25 +26,10 @@ import yaml
 from grpo.config.errors import ConfigError, did_you_mean, is_first_rank, program_name, say_once
 from grpo.config.fields import default_of
 
-# Prints `--help`: the settings that most people touch, those of one topic, or all.
-
-
 COMMON, ALL = "common", "all"
 
 
-def is_shown(topic: str, heading: str, name: str, is_common: bool) -> bool:
-    """Tell whether `--help TOPIC` shows a setting. A topic may be a word of a heading, or a setting's name."""
-    if topic == COMMON:
-        return is_common
-    return topic in (ALL, name) or topic.lower() in re.findall(r"\w+", heading.lower())
-
-
-def topic_names(headings: list[str]) -> str:
-    """List the first word of each heading, by which `--help` finds it."""
-    return ", ".join(re.findall(r"\w+", heading)[0] for heading in headings)
-
-
-class HelpAction(argparse.Action):
+class _HelpAction(argparse.Action):
     """The action of `--help [TOPIC]`: print on the first rank, and end."""
 
     def __init__(self, **options: Any):
@@ -59,14 +42,8 @@ class HelpAction(argparse.Action):
         raise SystemExit(0)
 
 
-def check_topic(topic: str, count: int, headings: list[str]) -> None:
-    """Raise ConfigError where a topic has no setting."""
-    if count == 0:
-        raise ConfigError(f"--help {topic}: no such topic: use all, a setting's name, or {topic_names(headings)}")
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """The format: `--name KIND`, then what it does; everything is wrapped at the terminal's width."""
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows `--name KIND` and the help, wrapped at the terminal's width."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=30)
@@ -76,7 +53,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return ", ".join(reversed(names)) + (f" {action.metavar}" if action.metavar else "")
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap paragraphs. Indented lines are commands: they stay as they are, and a long one goes on in the next."""
+        """Wrap paragraphs. Indented lines are commands: only long ones are folded."""
         paragraphs = []
         for paragraph in text.strip().split("\n\n"):
             if paragraph.startswith(" "):
@@ -93,11 +70,8 @@ def _fold(command: str, width: int) -> str:
     return " \\\n".join(parts).replace("\0", " ")
 
 
-# Reads YAML, and refuses what PyYAML takes silently or answers with a traceback.
-
-
 def load_yaml(text: str) -> Any:
-    """Return what the text says. Raises yaml.YAMLError."""
+    """Parse YAML. Raises yaml.YAMLError, never another error."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
@@ -105,10 +79,10 @@ def load_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader, which lets the last of two equal keys win, and its constructors raise whatever they meet."""
+    """PyYAML's loader, without aliases and equal keys, and with one kind of error."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        if self.check_event(yaml.AliasEvent):  # of a few hundred bytes they make gigabytes, and no setting needs one
+        if self.check_event(yaml.AliasEvent):  # a few hundred bytes can become gigabytes
             alias = self.peek_event()
             raise _error(alias, f"*{alias.anchor} stands for another place's value: write the value itself")
         return super().compose_node(parent, index)
@@ -151,18 +125,18 @@ _PROGRAMS = (
     "grpo.config.programs:ReportConfig",
     "grpo.config.programs:WorkerConfig",
 )
-"""the programs whose settings a file may hold; imported only for a file with a name that is not the program's own"""
+"""the programs whose settings a file may hold; imported only if a name is not the program's own"""
 
 _TRUTH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
 
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT"}
 _REMEDIES = {int: "a whole number", float: "a number", str: "text in UTF-8"}
 _QUOTES = "'", '"'
-"""what a message begins with that says what is wrong with a word"""
+"""the beginning of a message about a word"""
 _OPTION = re.compile(r"--|\+*\w+(\.\w+)+=")
-"""the beginning of an unknown word that is a name, also as verl is given them: trainer.nnodes=1"""
+"""the beginning of an unknown name, also in verl's form: trainer.nnodes=1"""
 _VALUE = "\0"
-"""what a word of a list begins with that comes from a file: it is no option, even where a dash follows"""
+"""the beginning of a list's word from a file, which is no option even if a dash follows"""
 
 _ConfigT = TypeVar("_ConfigT")
 
@@ -175,8 +149,8 @@ def parse_arguments(
 ) -> _ConfigT:
     """Read `argv` (unset: the command line). On a bad setting print one sentence and exit with 2.
 
-    `model_settings` returns the settings that come with a model, from the model's name, the names of the program's
-    settings and of those that are given; the command line and the file of `--config` win over them.
+    `model_settings` takes a model's name, the names of the program's settings and the names that are given, and returns
+    settings saved with the model; the command line and the file of `--config` win over them.
     """
     parser = _Parser(config_class, description)
     arguments = sys.argv[1:] if argv is None else argv
@@ -184,7 +158,7 @@ def parse_arguments(
         file = parser.parse_known_args(arguments)[0].config
         from_file = _yaml_arguments(Path(file), config_class) if file else []
         parser.source = f"{file}: "
-        parser.parse_known_args(from_file)  # so that a word of the wrong kind is said to be the file's
+        parser.parse_known_args(from_file)  # an error then names the file
         parser.source = ""
         # The file's settings go before the command line's, so that argparse lets the latter win.
         parsed, unknown = parser.parse_known_args(from_file + arguments)
@@ -198,10 +172,10 @@ def parse_arguments(
         if model_settings is not None:
             given = _given(parser, config_class, from_file + arguments)
             settings = {field.name: field for field in fields(config_class)}
-            of_model = model_settings(parsed.model_name_or_path, set(settings), given)
-            for name, value in of_model.items():
+            saved = model_settings(parsed.model_name_or_path, set(settings), given)
+            for name, value in saved.items():
                 _check_single(settings[name], value)
-            parsed = parser.parse_args(_as_arguments(of_model) + from_file + arguments)
+            parsed = parser.parse_args(_as_arguments(saved) + from_file + arguments)
         return config_class(**{field.name: getattr(parsed, field.name) for field in fields(config_class)})
     except ConfigError as error:
         parser.error(str(error))
@@ -211,7 +185,7 @@ def parse_arguments(
 
 
 def _no_such(kind: str, names: Iterable[str], known: Collection[str], instead: Mapping[str, str]) -> ConfigError:
-    """Make the error for all unknown names together, each with what to use in its place."""
+    """Make the error for all unknown names, each with its replacement."""
     hints = {name: _hint(name, known, instead) for name in names}
     if len(hints) == 1:
         ((name, hint),) = hints.items()
@@ -221,7 +195,7 @@ def _no_such(kind: str, names: Iterable[str], known: Collection[str], instead: M
 
 
 def _hint(name: str, known: Collection[str], instead: Mapping[str, str]) -> str:
-    """Return what to use in the place of an unknown name, as the next part of a sentence; empty where nothing is."""
+    """Return what to use instead of an unknown name, as the next part of a sentence, or ""."""
     section, _, name = name.lstrip("-+").replace("-", "_").rpartition(".")
     if section and name in known:
         return f": use {name}"
@@ -229,20 +203,18 @@ def _hint(name: str, known: Collection[str], instead: Mapping[str, str]) -> str:
 
 
 class _Parser(ArgumentParser):
-    """The parser of a program's settings."""
+    """The parser of a program's settings. Errors begin with `source`, the file that is being read."""
 
     source = ""
-    """what errors begin with: the file whose settings are being read"""
 
     def __init__(self, config_class: type, description: str, topic: str = ALL):
-        """Show the settings of this topic in the help."""
         self._config_class, positional = config_class, getattr(config_class, "POSITIONAL", None)
         super().__init__(
             prog=program_name(),
             usage=f"%(prog)s {'RUN [RUN ...]' if positional else '[--config FILE.yaml]'} [--field value ...]",
             description=description,
             allow_abbrev=False,
-            formatter_class=HelpFormatter,
+            formatter_class=_HelpFormatter,
             add_help=False,
             exit_on_error=False,
         )
@@ -251,7 +223,7 @@ class _Parser(ArgumentParser):
         group.add_argument(
             "--help",
             "-h",
-            action=HelpAction,
+            action=_HelpAction,
             metavar="[TOPIC]",
             help="show the settings that most people touch, those of a topic, or all (--help all)",
         )
@@ -265,7 +237,7 @@ class _Parser(ArgumentParser):
             self.add_argument(positional, nargs="*", type=partial(_read, str), default=SUPPRESS, help=SUPPRESS)
         self.add_argument("--local_rank", type=int, help=SUPPRESS)  # the deepspeed launcher passes it
         sections = [section for section in reversed(config_class.__mro__) if "HEADING" in vars(section)]
-        self._headings = [section.HEADING for section in sections]
+        self._topics = ", ".join(re.findall(r"\w+", section.HEADING)[0] for section in sections)
         short = {name: word for word, name in getattr(config_class, "SHORT", {}).items()}
         uncommon = getattr(config_class, "UNCOMMON", ())
         self._shown = 0
@@ -273,23 +245,22 @@ class _Parser(ArgumentParser):
             group = self.add_argument_group(section.HEADING)
             hints = get_type_hints(section)
             for field in fields(section):
-                is_common = field.metadata["common"] and field.name not in uncommon
-                shown = is_shown(topic, section.HEADING, field.name, is_common)
+                shown = (
+                    field.metadata["common"] and field.name not in uncommon
+                    if topic == COMMON
+                    else topic in (ALL, field.name) or topic.lower() in re.findall(r"\w+", section.HEADING.lower())
+                )
                 self._shown += shown
                 _add_option(group, field, hints[field.name], short.get(field.name), shown)
         if hidden := len(fields(config_class)) - self._shown:
             self.epilog = (
-                f"{hidden} more: '--help all' shows all settings, '--help TOPIC' those of a topic: "
-                f"{topic_names(self._headings)}"
+                f"{hidden} more: '--help all' shows all settings, '--help TOPIC' those of a topic: {self._topics}"
             )
 
     def make_help(self, topic: str) -> str:
-        """Return the text of `--help TOPIC`."""
-        try:
-            parser = _Parser(self._config_class, self.description if topic in (COMMON, ALL) else "", topic)
-            check_topic(topic, parser._shown, self._headings)
-        except ConfigError as error:
-            self.error(str(error))
+        parser = _Parser(self._config_class, self.description if topic in (COMMON, ALL) else "", topic)
+        if parser._shown == 0:
+            self.error(f"--help {topic}: no such topic: use all, a setting's name, or {self._topics}")
         return parser.format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -298,7 +269,6 @@ class _Parser(ArgumentParser):
 
 
 def _given(parser: ArgumentParser, config_class: type, arguments: list[str]) -> set[str]:
-    """Return the names of the settings that the arguments name."""
     unset = object()
     parsed, _ = parser.parse_known_args(arguments, Namespace(**{field.name: unset for field in fields(config_class)}))
     return {field.name for field in fields(config_class) if getattr(parsed, field.name) is not unset}
@@ -329,9 +299,8 @@ def _add_option(
     else:
         options |= {"type": partial(_read, kind), "metavar": _KINDS[kind]}
     if default not in (None, False, []):
-        details.append(
-            f"default: {' '.join(map(_as_word, default)) if isinstance(default, list) else _as_word(default)}"
-        )
+        words = default if isinstance(default, list) else [default]
+        details.append(f"default: {' '.join(map(_as_word, words))}")
     if field.metadata["needs"]:
         details.append(f"needs {field.metadata['needs']}")
     text = field.metadata["help"] + (f" ({'; '.join(details)})" if details else "")
@@ -396,7 +365,7 @@ def _yaml_arguments(path: Path, config_class: type) -> list[str]:
 
 
 def _unknown(settings: dict[Any, Any], known: Collection[str], section: str = "") -> Iterator[str]:
-    """Yield the names of a file that no program knows; of a section, which other trainers' files have, all in it."""
+    """Yield the names that no program knows. Sections, as in other trainers' files, yield all their names."""
     for name, value in settings.items():
         if section or name not in known:
             path = f"{section}.{name}" if section else str(name)
@@ -404,14 +373,14 @@ def _unknown(settings: dict[Any, Any], known: Collection[str], section: str = ""
 
 
 def _check_single(field: dataclasses.Field, value: Any, source: str = "") -> None:
-    """Raise ConfigError where a file gives a list or a mapping to a setting that takes none."""
+    """Raise ConfigError if a setting that takes no list or mapping gets one."""
     for kind in (dict, list):
         if isinstance(value, kind) and kind.__name__ not in field.type:
             raise ConfigError(f"{source}{field.name}={value!r}: give a single value")
 
 
 def _as_arguments(settings: dict[str, Any]) -> list[str]:
-    """Return the words of a command line that say the same."""
+    """Return the settings as words of a command line."""
     arguments: list[str] = []
     for name, value in settings.items():
         if isinstance(value, list):
@@ -428,14 +397,11 @@ def _as_word(value: Any) -> str:
 
 
 def write_config(config: Any, path: Path) -> None:
-    """Write the resolved settings as YAML that `--config` reads again.
-
-    The checkpoint that a start went on from is left out, as it is no setting of the run.
-    """
+    """Write the resolved settings for `--config`, without `resume_from_checkpoint`, which is this start's alone."""
     path.write_text(to_yaml(dataclasses.asdict(config) | {"resume_from_checkpoint": None}), encoding="utf-8")
 
 
 def to_yaml(settings: dict[str, Any]) -> str:
-    """Format settings as a file for `--config`, without what is unset."""
+    """Format settings as a file for `--config`, without unset ones."""
     settings = {name: value for name, value in settings.items() if value is not None}
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

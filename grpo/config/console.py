@@ -1,4 +1,4 @@
-"""The log of every program: a time, a name, a level where it is more than information, in colour on a terminal."""
+"""The log of every program, above the progress bars and in colour on a terminal; and free TCP ports."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler):
-    """A handler that writes above the progress bars, where there are any."""
-
     def emit(self, record: logging.LogRecord) -> None:
         tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if tqdm is None or not getattr(tqdm, "_instances", None):
@@ -43,16 +41,12 @@ def start_logging(level: int = logging.INFO) -> None:
     logging.basicConfig(level=level, handlers=[handler])
 
 
-# A TCP port for a program that is about to listen.
-
-
-# Below those that Linux gives to outgoing connections and to whoever listens on port 0: one of them may be taken again
-# before the program listens.
+# Below Linux's ports for outgoing connections and for port 0: such a port may be taken before the program listens.
 _PORTS = range(20_000, 32_768)
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return a port of this machine that is not in use."""
     while True:
         port = random.SystemRandom().choice(_PORTS)  # a seed must not give two runs the same one
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,4 +1,4 @@
-"""ConfigError, the end of a program whose setting cannot be used, and how a machine prints an error once."""
+"""Errors that end a program, printed once on each machine; what a launcher tells a rank."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = "GRPO_COMMAND"
-"""the environment variable in which grpo.launch tells the programs that it starts what the user typed"""
+"""the environment variable with the command that the user typed, for the programs that grpo.launch starts"""
 
 LAUNCHER_VARIABLES = (
     "a launcher sets RANK and LOCAL_RANK, both below WORLD_SIZE, and MASTER_ADDR and MASTER_PORT: start under one, "
     "or unset RANK, LOCAL_RANK and WORLD_SIZE"
 )
-"""the remedy where one of these is missing or wrong"""
-
 OPEN_FILES = 256
-"""the files and connections that a trainer or worker may open; processes of reward functions and tools have most"""
+"""the files and connections that a trainer or worker may need, most of them for processes of the user's code"""
 
 
 class ConfigError(ValueError):
@@ -31,10 +29,10 @@ class ConfigError(ValueError):
 
 
 class RewardError(RuntimeError):
-    """A reward function that raised, or that returned something else than one reward per completion."""
+    """A reward function, tool or environment failed, or returned something wrong."""
 
     def __init__(self, message: str, traceback: str = ""):
-        """`traceback` is the user's part of the stack, with line ends; empty where the message says all."""
+        """`traceback` is the user's part of the stack, with line ends; it may be empty."""
         super().__init__(message, traceback)
         self.traceback = traceback
 
@@ -49,16 +47,16 @@ def require(ok: bool, field: str, value: Any, remedy: str) -> None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the known name that is closest, as the end of a sentence; empty where none is close."""
+    """Return the closest known name as the end of a sentence, or ""."""
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def say_once(message: str, details: str = "") -> None:
-    """Print an error that several ranks may have met at the same time, once on each machine; `details` stand above it.
+    """Print an error once on each machine, below `details`.
 
-    The machine's first rank prints it at once and ends, which ends the machine's other ranks. They wait for that: a
-    rank that still runs after five seconds is alone with its error, and prints it.
+    The machine's first rank prints at once and ends, which ends the other ranks. A rank that still runs after five
+    seconds is alone with its error, and prints it too.
     """
     line = f"{program_name()}: error: "
     if not first_here():
@@ -68,10 +66,7 @@ def say_once(message: str, details: str = "") -> None:
 
 
 def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process by a line, in the place of a traceback of what is being imported.
-
-    It is so until the program takes the signal itself.
-    """
+    """Let Ctrl-C print a line instead of a traceback, until the program handles the signal itself."""
 
     def end(number: int, _) -> None:
         say_once("interrupted before the start")
@@ -87,26 +82,19 @@ def first_here() -> bool:
 
 
 def rank_count() -> int:
-    """Return the number of ranks that the launcher started; without one it is 1. Raises ConfigError as
-    launcher_number."""
+    """Return the number of ranks that the launcher started, 1 without a launcher."""
     return launcher_number("WORLD_SIZE", 1, least=1)
 
 
 def launcher_number(name: str, default: int, least: int = 0, most: float = math.inf) -> int:
-    """Return a number that a launcher puts into the environment; without one the default.
-
-    Raises ConfigError where it is no whole number of that range.
-    """
+    """Return a launcher's environment variable, or the default. Raises ConfigError unless it is a number in range."""
     value = os.environ.get(name, str(default))
     require(value.isdecimal() and least <= int(value) <= most, name, value, LAUNCHER_VARIABLES)
     return int(value)
 
 
 def allow_open_files(needed: int = OPEN_FILES, other_remedy: str = "") -> None:
-    """Let this process open so many files. Raises ConfigError where the system allows it fewer.
-
-    Without it a program fails wherever it opens the first that is too many, or asks a server again and again.
-    """
+    """Let this process open so many files. Raises ConfigError if the system allows fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(

@@ -67,9 +67,6 @@ class WorkerTurnsConfig(TurnsSection, AnswerSection):
     """What answers the policy on a worker: the worker's own code, with the run's settings."""
 
 
-# The configuration of `python -m grpo.evaluate`.
-
-
 @dataclass
 class EvaluateSection(Section):
     """The settings of grpo.evaluate alone."""
@@ -97,9 +94,6 @@ class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.temperature > 0, temperature="use a number above 0")
-
-
-# Every setting of `python -m grpo.launch`: those of both programs, and how many trainer processes to start.
 
 
 @dataclass
@@ -130,9 +124,6 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
         """Tell whether the run asks a reference server, and names none that is started elsewhere."""
         is_unnamed = self.ref_servers == [f"http://127.0.0.1:{self.port}"]
         return self.beta > 0 and self.ref == "server" and is_unnamed and not self.dry_run
-
-
-# Every setting of `python -m grpo.report`.
 
 
 MOST_RUNS = 10

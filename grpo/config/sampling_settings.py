@@ -11,8 +11,6 @@ from grpo.config.errors import ConfigError, require
 from grpo.config.fields import Section, option
 from grpo.config.user_code import check_file
 
-# Settings of the model and its adapter.
-
 
 @dataclass
 class SharedConfig(Section):
@@ -82,9 +80,6 @@ class AdapterSection(Section):
     merge_on_save: bool = option(
         False, "save whole models, the adapter merged into the base, instead of adapters", needs="use_peft"
     )
-
-
-# Settings of what answers the policy between its turns: tools and environments.
 
 
 ANSWERED = "tools or environment"

@@ -15,8 +15,6 @@ from grpo.config.record_settings import RecordSection
 from grpo.config.reward_settings import RewardedConfig
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, PolicyConfig, RolloutSection
 
-# Settings of who draws the trainer's completions: the trainer itself, or workers behind a pool.
-
 
 @dataclass
 class PoolSection(Section):
@@ -59,9 +57,6 @@ class PoolSection(Section):
             self.replay is None or Path(self.replay).is_file(),
             replay="there is no such file: name the pool_file of an earlier run",
         )
-
-
-# Settings of the optimizer steps.
 
 
 _RATE = 1e-6  # TRL's

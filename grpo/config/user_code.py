@@ -17,9 +17,6 @@ from typing import Any
 
 from grpo.config.errors import ConfigError
 
-# A call of the user's code: what its random numbers follow from, and what it does not leave changed behind it.
-
-
 Key = tuple[int | str, ...]
 """what the random numbers of a call follow from"""
 

@@ -233,9 +233,6 @@ async def _await_all(
     return await asyncio.gather(*itertools.starmap(compute, functions.items()), return_exceptions=True)
 
 
-# A reward model in the trainer's process.
-
-
 class RewardModel:
     """A frozen reward model on the rank's device. Its batches are as large as an update's."""
 

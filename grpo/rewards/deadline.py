@@ -81,9 +81,6 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
     return call_each_alone(compute_reward)
 
 
-# What a process for reward functions does.
-
-
 class RewardService:
     """Calls reward functions, each on one completion at a time: a Service of grpo/usercode/child.py."""
 
@@ -107,9 +104,6 @@ class RewardService:
         if not is_reward(reward):
             return {"returned": repr_of(reward)}
         return {"reward": None if reward is None else float(reward), "extra": logged.extra, "metrics": logged.metrics}
-
-
-# Reward functions in processes of their own, each call with a deadline: for rewards that run what a model wrote.
 
 
 class RewardPool:

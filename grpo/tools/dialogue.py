@@ -23,9 +23,6 @@ from grpo.tools.template import AnswerTemplate, Messages
 from grpo.usercode.prints import PRINTS
 from grpo.usercode.process import CallLost, run_in_loop
 
-# An instance of the environment: it lives as long as a completion, wherever its code runs.
-
-
 log = logging.getLogger(__name__)
 
 _FALLBACK = 0.0  # the reward of a completion whose environment hangs or ends its process, as of a reward function

@@ -21,9 +21,6 @@ from grpo.tools.schema import Tool
 from grpo.tools.session import Reply, Session
 from grpo.usercode.process import CallLost, ProcessPool, UserProcess
 
-# A log line a minute about code of the user's that runs in this process and does not come to its end.
-
-
 log = logging.getLogger(__name__)
 
 PATIENCE = 60.0

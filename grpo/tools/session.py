@@ -136,9 +136,6 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-# What a process for tools and environments does.
-
-
 class TurnsService:
     """Does the tasks of grpo/tools/session.py: a Service of grpo/usercode/child.py."""
 

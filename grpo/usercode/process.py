@@ -190,9 +190,6 @@ class UserProcess:
         return f"lost its process ({reason})"
 
 
-# The event loop of all async code of the user's in a process: what such code keeps, such as a client's connections,
-
-
 _first = threading.Lock()  # two threads at a time would each make a loop
 
 
@@ -215,9 +212,6 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
 
     threading.Thread(target=run_forever, name="user's async code", daemon=True).start()
     return loop
-
-
-# Processes for code of the user's, and the threads that wait for them: used again, ended with the interpreter.
 
 
 _Result = TypeVar("_Result")
