@@ -17,7 +17,7 @@ TOKEN_VARIABLE = "GRPO_REF_TOKEN"
 class ConnectionSection(Section):
     """The settings by which server and trainer find and trust each other.
 
-    `token`, the secret that both share, is no setting: a command line shows it to everybody on the machine.
+    `token` is no setting: everybody on the machine can read a command line.
     """
 
     HEADING = "connection (server and trainer)"
@@ -35,31 +35,23 @@ class ConnectionSection(Section):
 
 
 def find_token(token_file: str | None) -> str | None:
-    """Return the token of the file, or of the environment; None where there is none. Raises ConfigError."""
-    token = os.environ.get(TOKEN_VARIABLE) or None
+    """Return the token of the file, else of the environment, or None. Raises ConfigError."""
+    field, place, token = TOKEN_VARIABLE, "(hidden)", os.environ.get(TOKEN_VARIABLE) or None
     if token_file is not None:
-        token = _read_token(token_file)
-    require(
-        token is None or (token.isascii() and token.isprintable() and " " not in token),
-        TOKEN_VARIABLE if token_file is None else "token_file",
-        "(hidden)" if token_file is None else token_file,
-        "the token travels in an HTTP header: use printable ASCII without spaces",
-    )
-    return token
-
-
-def _read_token(path: str) -> str:
-    try:
-        token = Path(path).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token_file={path!r}: cannot be read: {error}") from error
-    require(token != "", "token_file", path, "the file is empty: write the token into it")
+        field, place = "token_file", token_file
+        try:
+            token = Path(token_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"token_file={token_file!r}: cannot be read: {error}") from error
+        require(token != "", field, place, "the file is empty: write the token into it")
+    fits = token is None or (token.isascii() and token.isprintable() and " " not in token)
+    require(fits, field, place, "the token travels in an HTTP header: use printable ASCII without spaces")
     return token
 
 
 @dataclass
 class ServersSection(Section):
-    """The settings of every server that is asked, be it a reference or a reward model."""
+    """The settings of a client of reference or reward servers."""
 
     HEADING = "waiting for servers"
 
@@ -74,27 +66,25 @@ class ServersSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ca_file(self.ref_ca_file)
+        check_ca_file(self)
 
 
-def check_ca_file(ref_ca_file: str | None) -> None:
-    """Raise ConfigError where there is no such file."""
-    require(
-        ref_ca_file is None or Path(ref_ca_file).is_file(),
-        "ref_ca_file",
-        ref_ca_file,
-        "there is no such file: name the PEM file of the authority that signed the server's certificate",
+def check_ca_file(config: Section) -> None:
+    """Raise ConfigError if ref_ca_file does not exist."""
+    config.check(
+        config.ref_ca_file is None or Path(config.ref_ca_file).is_file(),
+        ref_ca_file="no such file: name the PEM file of the authority that signed the server's certificate",
     )
 
 
 @dataclass
 class ClientConfig(ServersSection, ConnectionSection):
-    """The settings of a client of reward servers, and of reference servers but for their URLs."""
+    """The settings of a client of reward servers."""
 
 
 @dataclass
 class ReferenceSection(Section):
-    """The settings of the reference: who computes its log-probs, and when the policy becomes part of it."""
+    """The settings of the reference: who computes its log-probs, and its updates."""
 
     HEADING = "reference"
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo.config.errors import require
 from grpo.config.fields import Section, option
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-"""the built-in ones: grpo/algorithm/loss_types.py"""
 UNUSED_BOUNDS = {
     "cispo": ("epsilon", "delta"),
     "sapo": ("epsilon", "epsilon_high", "delta"),
     "vespo": ("epsilon", "epsilon_high", "delta"),
 }
-"""the bounds of the ratio that a loss type passes over"""
+"""the bounds of the ratio that a loss type does not use"""
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo", "passk")
-"""the built-in ones: grpo/algorithm/advantages.py and estimators.py"""
 
 
 @dataclass
@@ -126,15 +123,15 @@ class LossSection(Section):
 
     @property
     def upper_clip(self) -> float:
-        """Return epsilon_high, or its default for this loss type where it is unset."""
+        """Return epsilon_high, or this loss type's default."""
         if self.epsilon_high is not None:
             return self.epsilon_high
         return 5.0 if self.loss_type == "cispo" else self.epsilon
 
     @property
     def groups_have_signal(self) -> bool:
-        """Tell whether a group's own rewards say if it teaches something. Not so with reinforce++, which compares with
-        the whole round, and with a function of the user's, which may."""
+        """Tell whether a group's own rewards decide if it has signal. reinforce++ compares over the whole round, and a
+        user's function may."""
         return self.advantage_estimator != "reinforce++" and ":" not in self.advantage_estimator
 
     @property
@@ -144,34 +141,16 @@ class LossSection(Section):
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """Tell whether the loss has, or an adaptive coefficient may give it, a bonus for entropy."""
+        """Tell whether the loss has a bonus for entropy, now or in a later step."""
         return self.use_adaptive_entropy or self.entropy_coef > 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(
-            self.loss_type in LOSS_TYPES or ":" in self.loss_type,
-            loss_type=f"use {', '.join(LOSS_TYPES)}, or your function as path/to/file.py:function",
-        )
+        self._check_loss_type()
         self._check_estimator()
         self.check(
             self.delta is None or self.delta > 1 + self.upper_clip,
             delta=f"it bounds what the clip lets through: use a number above {1 + self.upper_clip:g}, such as 4",
-        )
-        for name in UNUSED_BOUNDS.get(self.loss_type, ()):
-            value, default = getattr(self, name), getattr(LossSection, name)
-            require(value == default, name, value, f"loss_type {self.loss_type} has no such clip: leave it out")
-        self.check(
-            self.loss_type != "luspo" or self.importance_sampling_level == "sequence",
-            importance_sampling_level="luspo is defined by sequences' ratios: use sequence",
-        )
-        self.check(
-            self.loss_type != "vespo" or self.importance_sampling_level == "token",
-            importance_sampling_level="vespo has a sequence's ratio of its own: use token",
-        )
-        self.check(
-            self.loss_type != "vespo" or not (self.importance_sampling_mode or "").startswith("sequence"),
-            importance_sampling_mode="vespo multiplies tokens' weights itself: use token_truncate or token_mask",
         )
         self.check(
             self.entropy_coef_min <= self.entropy_coef_max,
@@ -189,6 +168,28 @@ class LossSection(Section):
         self.check(
             not (self.kl_in_reward and self.use_bias_correction_kl),
             use_bias_correction_kl="it corrects the loss's KL term, which kl_in_reward removes: use one of the two",
+        )
+
+    def _check_loss_type(self) -> None:
+        loss_type, level, mode = self.loss_type, self.importance_sampling_level, self.importance_sampling_mode or "none"
+        self.check(
+            loss_type in LOSS_TYPES or ":" in loss_type,
+            loss_type=f"use {', '.join(LOSS_TYPES)}, or your function as path/to/file.py:function",
+        )
+        for name in UNUSED_BOUNDS.get(loss_type, ()):
+            is_default = getattr(self, name) == getattr(LossSection, name)
+            self.check(is_default, **{name: f"loss_type {loss_type} has no such clip: leave it out"})
+        self.check(
+            loss_type != "luspo" or level == "sequence",
+            importance_sampling_level="luspo is defined by sequences' ratios: use sequence",
+        )
+        self.check(
+            loss_type != "vespo" or level == "token",
+            importance_sampling_level="vespo has a sequence's ratio of its own: use token",
+        )
+        self.check(
+            loss_type != "vespo" or not mode.startswith("sequence"),
+            importance_sampling_mode="vespo multiplies tokens' weights itself: use token_truncate or token_mask",
         )
 
     def _check_estimator(self) -> None:

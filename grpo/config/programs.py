@@ -1,4 +1,4 @@
-"""Every setting of `generate.py`."""
+"""Every setting of `generate.py`, grpo.evaluate, grpo.launch and grpo.report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo.config.trainer import TrainerConfig
 
 @dataclass
 class WorkerConfig(TurnsCodeSection):
-    """Every setting of `generate.py`. `token` is no setting, as of a ConnectionSection."""
+    """Every setting of `generate.py`."""
 
     HEADING = "worker"
 
@@ -57,14 +57,14 @@ class WorkerConfig(TurnsCodeSection):
         except ValueError as error:
             raise ConfigError(f"vllm_args={self.vllm_args!r}: {error}: quote it as in a shell") from error
         self.token = find_token(self.token_file)
-        check_ca_file(self.ref_ca_file)
+        check_ca_file(self)
         self.name = self.name or socket.gethostname()
         self.check(len(self.name) <= 100, name="use 100 characters at most")
 
 
 @dataclass
 class WorkerTurnsConfig(TurnsSection, AnswerSection):
-    """What answers the policy on a worker: the worker's own code, with the run's settings."""
+    """The settings of tools and environment on a worker: the worker's code, with the run's settings."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
     """The settings of a run on one machine: server and trainer."""
 
     def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
-        """Leave what depends on the number of ranks unset: the trainer fills it in, which knows that number."""
+        """Leave them unset: the trainer knows the number of ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,13 +121,13 @@ class LaunchConfig(LaunchSection, TrainerConfig, ServerConfig):
 
     @property
     def starts_server(self) -> bool:
-        """Tell whether the run asks a reference server, and names none that is started elsewhere."""
+        """Tell whether the run asks a reference server that nobody else starts."""
         is_unnamed = self.ref_servers == [f"http://127.0.0.1:{self.port}"]
         return self.beta > 0 and self.ref == "server" and is_unnamed and not self.dry_run
 
 
 MOST_RUNS = 10
-"""the number of colours by which a page tells runs apart"""
+"""the number of colours on a page"""
 
 
 @dataclass

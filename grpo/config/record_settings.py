@@ -62,7 +62,7 @@ class RecordSection(Section):
     )
 
     def recorded_settings(self) -> dict[str, Any]:
-        """Return the settings of the run to continue, as its config.yaml has them; none where a run begins."""
+        """Return the settings in the config.yaml of the run to continue; none for a new run."""
         name = self.resume_from_checkpoint
         folder = self.output_dir if name == "last" else name and Path(name).parent
         try:
@@ -77,6 +77,6 @@ class RecordSection(Section):
             self.resume_from_checkpoint != "last" or self.output_dir is not None,
             resume_from_checkpoint="of which run? set output_dir to its folder",
         )
+        known = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
         for name in self.report_to:
-            known = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
             require(name in known, "report_to", name, "use tensorboard, wandb, trackio, swanlab, mlflow or none")

@@ -10,7 +10,7 @@ from grpo.config.user_code import check_file
 
 
 def is_users_own(name: str) -> bool:
-    """Tell whether a reward is code, a model or a server that only the user may name: not a function of reward.py."""
+    """Tell whether a reward is the user's code, model or server, not a function of reward.py."""
     return ":" in name or "/" in name
 
 
@@ -41,7 +41,7 @@ class RewardSection(Section):
         super().__post_init__()
         for name in self.reward_funcs:
             path, colon, _ = name.rpartition(":")
-            if colon and "://" not in name:  # now, as the file is loaded only after torch
+            if colon and "://" not in name:  # before torch is loaded
                 check_file("reward_funcs", name, path)
         if self.reward_weights is None:
             self.reward_weights = [1.0] * len(self.reward_funcs)
@@ -57,7 +57,7 @@ class RewardSection(Section):
 
 @dataclass
 class RewardedConfig(RewardSection, AnsweringConfig):
-    """The settings by which a dataset's problems are answered and the answers rewarded, in training and after it."""
+    """The settings of answers and their rewards, in training and after it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Settings of data, sampling and evaluation, and the whole of grpo.chat."""
+"""Settings of model, data, tools, sampling and evaluation; every setting of grpo.chat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from grpo.config.errors import ConfigError, require
+from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, option
 from grpo.config.user_code import check_file
 
@@ -87,7 +87,7 @@ ANSWERED = "tools or environment"
 
 @dataclass
 class TurnsCodeSection(Section):
-    """The user's code that answers the model, and how it is run: a worker of a pool has settings of its own."""
+    """The user's code that answers the model. A pool's worker has its own values."""
 
     tools: list[str] = option(
         [],
@@ -194,10 +194,6 @@ class AnswerSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._read_template_kwargs()
-
-    def _read_template_kwargs(self) -> None:
-        """Replace JSON text, as on the command line, with the dict that it is of. Raises ConfigError."""
         if isinstance(text := self.chat_template_kwargs, str):
             try:
                 self.chat_template_kwargs = json.loads(text)
@@ -206,21 +202,16 @@ class AnswerSection(Section):
                     f"chat_template_kwargs={text!r}: not JSON ({error}): write it as '{{\"enable_thinking\": false}}'"
                 ) from error
         kwargs = self.chat_template_kwargs
-        require(kwargs is None or isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "write a JSON object")
+        self.check(kwargs is None or isinstance(kwargs, dict), chat_template_kwargs="write a JSON object")
         for name in _NOT_THE_TEMPLATES:
-            require(
-                name not in (kwargs or {}),
-                "chat_template_kwargs",
-                kwargs,
-                f"the template never sees {name}: leave it out",
-            )
+            is_unused = name not in (kwargs or {})
+            self.check(is_unused, chat_template_kwargs=f"the template never sees {name}: leave it out")
 
 
 LOCAL_SAMPLERS = (
     "continuous draws with rows that are always full, each prompt computed once; generate is transformers' own, its "
     "replacement where the model needs it"
 )
-"""the help of the samplers that hold the model themselves"""
 
 
 @dataclass
@@ -236,7 +227,7 @@ class GenerationSection(Section):
 
     @property
     def ks(self) -> list[int]:
-        """Return every k of pass@k, ascending: 1, 2, 4, ... and num_generations_eval; none if nothing is sampled."""
+        """Return every k of pass@k, ascending: 1, 2, 4, ... and num_generations_eval."""
         samples = self.num_generations_eval
         powers = [1 << power for power in range(samples.bit_length())]
         return sorted({*powers, samples} - {0})
@@ -258,7 +249,7 @@ class RolloutSection(Section):
 
 @dataclass
 class AnsweringConfig(GenerationSection, TurnsSection, AnswerSection, DataSection, SharedConfig):
-    """The settings by which a dataset's problems are answered, in training and after it."""
+    """The settings of answers to a dataset's problems, in training and after it."""
 
     @property
     def longest_sequence(self) -> int:
@@ -268,7 +259,7 @@ class AnsweringConfig(GenerationSection, TurnsSection, AnswerSection, DataSectio
 
 @dataclass
 class PolicyConfig(AdapterSection, VisionSection, AnswerSection, SharedConfig):
-    """The settings of the model that is trained: its weights, its adapter, and how it answers."""
+    """The settings of the trained model: weights, adapter, answers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -62,7 +62,7 @@ class ServingSection(Section):
 
     @property
     def max_request_tokens(self) -> int:
-        """Return the tokens that one request may have: the most that one client may have waiting."""
+        """Return the most tokens of a request, and the most that a client may have waiting."""
         return self.max_queue_tokens // 2
 
     def batch_tokens(self, device_type: str) -> int:

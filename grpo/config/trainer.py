@@ -112,7 +112,7 @@ class TrainingSection(Section):
     )
 
     def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
-        """Give unset settings the value that the run to continue had, or their default."""
+        """Give unset settings the value of the run to continue, or their default."""
         if self.prompts_per_step is None:
             nearest = max(1, round(_PROMPTS / world_size)) * world_size
             self.prompts_per_step = recorded.get("prompts_per_step", nearest)
@@ -121,27 +121,21 @@ class TrainingSection(Section):
 
     @property
     def updates_per_round(self) -> int:
-        """Return the number of updates that one round of generation feeds."""
         return self.steps_per_generation * self.num_iterations
 
     def steps_of_round(self, number: int) -> range:
-        """Return the steps (from 0) that train on what round `number` (from 0) draws, for the first time."""
+        """Return the steps that first train on round `number`, both from 0."""
         first = number * self.steps_per_generation
         return range(first, first + self.steps_per_generation)
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse a global batch that cannot be shared equally. Raises ConfigError."""
+        """Raise ConfigError if the ranks cannot share prompts_per_step equally."""
         if self.prompts_per_step is None:
             return  # it will fit
         rest = self.prompts_per_step % world_size
         lower, upper = self.prompts_per_step - rest, self.prompts_per_step - rest + world_size
-        self.check(
-            rest == 0,
-            prompts_per_step=(
-                f"{world_size} ranks cannot share it equally: use {f'{lower} or ' if lower else ''}{upper}, or another "
-                "number of ranks"
-            ),
-        )
+        remedy = f"use {f'{lower} or ' if lower else ''}{upper}, or another number of ranks"
+        self.check(rest == 0, prompts_per_step=f"{world_size} ranks cannot share it equally: {remedy}")
 
 
 _RENAMED = {
@@ -189,7 +183,7 @@ _RENAMED = {
     "warmup_steps": "lr_warmup_steps lr_warmup_ratio warmup_ratio",
     "weight_decay": "l2",
 }
-"""our settings, and what TRL, verl and EasyR1, OpenRLHF and simple_GRPO call them"""
+"""our settings, with their names in TRL, verl and EasyR1, OpenRLHF and simple_GRPO"""
 _BATCH = (
     "per_device_train_batch_size gradient_accumulation_steps train_batch_size micro_train_batch_size global_batch_size "
     "ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_batch_size_per_device_for_update"
@@ -215,7 +209,7 @@ class TrainerConfig(
 
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name"}
     UNCOMMON: ClassVar = {"dataset_test_split", "num_generations_eval", "temperature", "port", "token_file"}
-    """settings that most people touch in other programs, and the short `--help` of this one leaves out"""
+    """common settings of other programs that the short `--help` of this one leaves out"""
     INSTEAD: ClassVar = {
         **{theirs: f"use {ours}" for ours, names in _RENAMED.items() for theirs in names.split()},
         **dict.fromkeys(_BATCH.split(), "use prompts_per_step and micro_batch_tokens"),
@@ -232,7 +226,7 @@ class TrainerConfig(
         "hub_token": "set the environment variable HF_TOKEN",
         "estimate": "use dry_run, or python ref_server.py --estimate",
     }
-    """what to do for settings of other trainers, and of the reference server, that are none here"""
+    """remedies for settings of other trainers and of the reference server"""
 
     def __post_init__(self) -> None:
         recorded = self.recorded_settings()
@@ -258,7 +252,7 @@ class TrainerConfig(
         )
 
     def version_of_round(self, number: int) -> int:
-        """Return the updates that the policy has had that draws round `number`, both from 0."""
+        """Return the number of updates of the policy that draws round `number`, from 0."""
         return max(0, number - self.max_policy_lag) * self.updates_per_round
 
     def _check_estimator_rounds(self) -> None:

@@ -1,4 +1,4 @@
-"""A Python file of the user's that a setting names as path/to/file.py:function."""
+"""Loads and calls the user's code, which settings name as path/to/file.py:function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,39 +18,31 @@ from typing import Any
 from grpo.config.errors import ConfigError
 
 Key = tuple[int | str, ...]
-"""what the random numbers of a call follow from"""
+"""the seed of a call's random numbers"""
 
 _lock = threading.Lock()
 _running = 0
 _restore: Callable[[], None]
-"""gives back what the first of the running calls found"""
+"""restores the states before the first of the running calls"""
 
 
 @contextmanager
 def user_code(*key: int | str) -> Iterator[None]:
-    """Run code of the user's, which is not async, inside: what it draws from `random`, NumPy and torch follows from
-    `key`, and their random states and torch's modes are afterwards what they were."""
+    """Run sync code of the user's inside. `key` seeds `random`, NumPy and torch; afterwards their random states and
+    torch's modes are restored."""
     with modes_kept(), _seeded(key, always=True):
         yield
 
 
-@contextmanager
-def async_user_code(*key: int | str) -> Iterator[None]:
-    """Await code of the user's inside. Its random numbers follow from `key` where no other code of the user's runs,
-    until it first waits: then others draw from the same states.
-
-    Those states, and torch's modes, are what they were once no code of the user's runs any more.
-    """
-    with _seeded(key, always=False):
-        yield
+def async_user_code(*key: int | str) -> AbstractContextManager[None]:
+    """Await code of the user's inside. `key` seeds its random numbers if no other code of the user's runs, until it
+    first waits. When the last such code has ended, random states and torch's modes are restored."""
+    return _seeded(key, always=False)
 
 
 @contextmanager
 def modes_kept() -> Iterator[None]:
-    """Give torch back the modes that code of the user's leaves changed: what follows would fail in them, or be another.
-
-    The random states are let alone: a loss draws from the trainer's own, which a checkpoint has.
-    """
+    """Restore torch's modes after code of the user's, not the random states: a loss draws from the trainer's."""
     restore = _keep_modes()
     try:
         yield
@@ -60,8 +52,7 @@ def modes_kept() -> Iterator[None]:
 
 @contextmanager
 def _seeded(key: Key, always: bool) -> Iterator[None]:
-    """Seed the random states, unless another call runs; with `always` also then. The last of the calls that run at the
-    same time gives back what the first has found."""
+    """Seed the random states if no other call runs, or `always`. The last of simultaneous calls restores them."""
     global _running, _restore
     with _lock:
         if _running == 0:
@@ -81,7 +72,7 @@ def _seeded(key: Key, always: bool) -> Iterator[None]:
 
 
 def _keep_states() -> Callable[[], None]:
-    """Return a function that gives back the random states of now, and torch's modes."""
+    """Return a function that restores the present random states and torch's modes."""
     restore_modes, states = _keep_modes(), [(set_state, get()) for get, set_state, _ in _generators()]
 
     def restore() -> None:
@@ -93,7 +84,7 @@ def _keep_states() -> Callable[[], None]:
 
 
 def _generators() -> list[tuple[Callable, Callable, Callable]]:
-    """Return (get the state, set it, seed) of the generators of each library that is loaded."""
+    """Return (get the state, set it, seed) of each loaded library's generators."""
     found = [(random.getstate, random.setstate, random.seed)]
     if (numpy := sys.modules.get("numpy")) is not None:
         found.append((numpy.random.get_state, numpy.random.set_state, numpy.random.seed))
@@ -107,8 +98,8 @@ def _generators() -> list[tuple[Callable, Callable, Callable]]:
 
 
 def _keep_modes() -> Callable[[], None]:
-    """Return a function that gives torch back the modes of now. What has not changed it does not set: setting the
-    number of threads, even to what it is, changes how MKL computes."""
+    """Return a function that restores torch's present modes, only changed ones: setting the number of threads, even to
+    the present one, changes MKL's results."""
     if (torch := sys.modules.get("torch")) is None:
         return lambda: None
 
@@ -135,7 +126,7 @@ def _keep_modes() -> Callable[[], None]:
 
 
 def check_file(field: str, name: str, path: str) -> None:
-    """Raise ConfigError where the file of `name`, which stands in the setting `field`, is not there or no Python."""
+    """Raise ConfigError unless `path`, the file of `name` in the setting `field`, is a Python file."""
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ConfigError(
             f"{field}={name!r}: {path or name} is not a Python file: write path/to/file.py:function, with a path "
@@ -144,10 +135,7 @@ def check_file(field: str, name: str, path: str) -> None:
 
 
 def load_file(field: str, name: str, path: str) -> ModuleType:
-    """Import the file of `name`, which stands in the setting `field`; the second time it is the module of the first.
-
-    Raises ConfigError as check_file, and as imported.
-    """
+    """Import the file of `name` in the setting `field`, once. Raises ConfigError."""
     check_file(field, name, path)
     name_of_module = module_name(path)
     if name_of_module not in sys.modules:
@@ -165,10 +153,7 @@ def load_file(field: str, name: str, path: str) -> ModuleType:
 
 @contextmanager
 def imported(field: str, name: str, path: str) -> Iterator[None]:
-    """Import the user's file `path` inside; `name` stands in the setting `field`.
-
-    Raises ConfigError with the file's line where its code raises an exception.
-    """
+    """Import the user's file `path` inside. Raises ConfigError with the file's line if its code raises."""
     try:
         with user_code("import"):
             yield
@@ -180,18 +165,14 @@ def imported(field: str, name: str, path: str) -> Iterator[None]:
 
 
 def module_name(path: str) -> str:
-    """Return the name of the module of a file: its path, with "//" for each dot, which no such path has.
-
-    Of a name with dots pickle, and so multiprocessing, would first import what stands before the first dot.
-    """
+    """Return a file's path with "//" for each dot: of a dotted name, pickle would import the first part."""
     return str(Path(path).resolve()).replace(".", "//")
 
 
 def load_function(field: str, name: str, kind: str = "function") -> Callable:
-    """Return the function that `name`, path/to/file.py:function in the setting `field`, stands for; `kind` is what a
-    message calls it.
+    """Return the function of `name`, path/to/file.py:function in the setting `field`; messages call it `kind`.
 
-    Raises ConfigError where there is no such file or function, or the file cannot be imported.
+    Raises ConfigError if there is no such file or function, or the import fails.
     """
     path, _, function_name = name.rpartition(":")
     function = getattr(load_file(field, name, path), function_name, None)
@@ -201,7 +182,7 @@ def load_function(field: str, name: str, kind: str = "function") -> Callable:
 
 
 def _find_line(error: Exception, path: str) -> str:
-    """Return FILE:LINE of what was raised as `path` was imported: a syntax error's, else the last line of that file."""
+    """Return FILE:LINE of an import's error: a syntax error's, else the last line of `path` in the stack."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

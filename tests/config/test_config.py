@@ -119,7 +119,7 @@ IMPOSSIBLE = [
         "use sampler continuous or generate",
     ),
     (["--delta", "1.1"], "delta=1.1: ", "above 1.2"),
-    (["--delta", "4", "--loss_type", "cispo"], "delta=4.0: ", "above 6"),
+    (["--delta", "4", "--loss_type", "cispo"], "delta=4.0: ", "cispo has no such clip"),
     (["--delta", "9", "--loss_type", "sapo"], "delta=9.0: ", "sapo has no such clip"),
     (["--delta", "9", "--loss_type", "vespo"], "delta=9.0: ", "vespo has no such clip"),
     (["--epsilon", "0.1", "--loss_type", "cispo"], "epsilon=0.1: ", "cispo has no such clip: leave it out"),
