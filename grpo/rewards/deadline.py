@@ -1,4 +1,4 @@
-"""Functions that are called on each completion alone, as `reward_timeout` has it: a batch of calls, and a deadline."""
+"""`reward_timeout`: reward functions are called on each completion alone, with a deadline."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from grpo.usercode.process import CallLost, ProcessPool
 
 
 def call_each_alone(compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]) -> Callable:
-    """Return an async function for `begin_call` that calls this one on each completion, as a batch of one, all at the
-    same time.
+    """Return an async function for `begin_call` that calls this one on all completions at the same time, as batches of
+    one.
 
-    What the calls log is logged for the whole batch: a column is null where a call has none.
+    The calls' logs are logged for the whole batch: a column is null for calls without it.
     """
 
     async def rewards(batch: RewardBatch, logged: Logged) -> list[float | None]:
@@ -46,9 +46,8 @@ def call_each_alone(compute_reward: Callable[[RewardBatch, Logged], Awaitable[fl
         for column in dict.fromkeys(column for alone in logs for column in alone.extra):
             logged.log_extra(column, [alone.extra.get(column, [None])[0] for alone in logs])
         for alone in logs:
-            for name, logged_values in alone.metrics.items():
-                for value in logged_values:
-                    logged.log_metric(name, value)
+            alone.extra = {}
+            logged.add(alone)
         return values
 
     rewards.takes_batch = True
@@ -58,7 +57,7 @@ def call_each_alone(compute_reward: Callable[[RewardBatch, Logged], Awaitable[fl
 def add_deadline(label: str, function: Callable, seconds: float, fallback: float) -> Callable:
     """Return an async function that calls this one on each completion alone, in this process.
 
-    A call that takes longer than `seconds` is cancelled; its completion gets the reward `fallback`.
+    A call is cancelled after `seconds`, and its completion gets the reward `fallback`.
     """
 
     async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
@@ -82,7 +81,7 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
 
 
 class RewardService:
-    """Calls reward functions, each on one completion at a time: a Service of grpo/usercode/child.py."""
+    """Calls reward functions in a process, on one completion at a time."""
 
     def __init__(self, names: list[str]):
         """`names` are as in `reward_funcs`."""
@@ -99,7 +98,7 @@ class RewardService:
                     "failed": describe_failure(returned, text_of(batch.completions[0])),
                     "traceback": format_user_stack(returned),
                 }
-            raise returned  # an accident of foreign code like a hang, not a mistake: the process ends
+            raise returned  # the process ends
         (reward,) = returned
         if not is_reward(reward):
             return {"returned": repr_of(reward)}
@@ -107,17 +106,17 @@ class RewardService:
 
 
 class RewardPool:
-    """Worker processes that call reward functions on one completion at a time. They end with the interpreter."""
+    """Worker processes that call reward functions, on one completion at a time."""
 
     def __init__(self, names: list[str], timeout: float, fallback: float, workers: int):
         """`names` are as in `reward_funcs`. A call may take `timeout` seconds; a lost one earns `fallback`."""
         self._names, self._fallback = names, fallback
-        self._processes = ProcessPool(RewardService, (names,), names, timeout, threads=workers, started=workers)
+        self._processes = ProcessPool((RewardService, (names,), names), timeout, threads=workers, started=workers)
 
     def make_function(self, name: str) -> Callable:
         """Return an async function that calls the function of this name in the workers, on each completion alone.
 
-        It raises RewardError where the function raises, or returns something else than a reward.
+        It raises RewardError if the function raises or returns no reward.
         """
         index, label = self._names.index(name), name.rpartition(":")[2]
 

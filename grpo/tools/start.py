@@ -74,7 +74,7 @@ class UserResponder:
             names = [*config.tools, *([config.environment] if config.environment else [])]
             arguments = config.tools, config.environment, longest
             # More calls at the same time than there are cores would only use up each other's time.
-            processes = ProcessPool(TurnsService, arguments, names, config.tool_timeout, count_processes())
+            processes = ProcessPool((TurnsService, arguments, names), config.tool_timeout, count_processes())
         runner = Runner(lambda: Session(functions, environment, longest), processes)
         self._setup = Setup(config, tools, environment, reader, template, runner, Failures())
         self._end_id = eos_token_ids[0]

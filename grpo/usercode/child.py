@@ -29,15 +29,15 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
 class UserService(Protocol):
-    """What such a process does."""
+    """The work of such a process."""
 
     def answer(self, *task: Any) -> dict[str, Any]:
-        """Return the reply to a task, as JSON has it. What it raises ends the process."""
+        """Return the reply to a task, for JSON. An exception ends the process."""
         ...
 
 
 def run_worker(descriptor: int) -> None:
-    """Fork a guard's worker, which answers tasks until the trainer's end of the socket closes."""
+    """Fork a worker that answers tasks until the trainer's end of the socket closes; guard it."""
     # The deepspeed launcher sends SIGTERM to every process below it while the trainer still has a step to finish. A
     # handler, not SIG_IGN: processes that the user's code starts would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -71,7 +71,7 @@ def run_worker(descriptor: int) -> None:
         while True:
             try:
                 number, *task = pickle.load(tasks)
-            except (EOFError, ConnectionError):  # the latter where the trainer has not read all replies
+            except (EOFError, ConnectionError):  # the latter if the trainer has not read all replies
                 return
             reply = service.answer(*task)
             if os.getpid() != worker_pid:
@@ -92,7 +92,7 @@ def _guard(worker: int) -> NoReturn:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)  # the group at once, before any of it can start more
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    # Processes in a session of their own are left. The children of a killed process become children of this one.
+    # Processes in other sessions are left. The children of a killed process become children of this one.
     while any([_kill(child) for child in _list_children()]):
         os.waitpid(-1, 0)
     os._exit(128 - code if code < 0 else code)
@@ -108,7 +108,7 @@ def _list_children() -> list[int]:
 
 
 def _kill(process: int) -> bool:
-    """Kill a process; return False where it is another user's, such as a program with the set-user-ID bit."""
+    """Kill a process; return False if it is another user's, such as a program with the set-user-ID bit."""
     try:
         os.kill(process, signal.SIGKILL)
     except PermissionError:

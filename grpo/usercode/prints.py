@@ -1,4 +1,4 @@
-"""Show what the user's code prints, up to a limit per batch, and count the rest: a log must not fill the disk."""
+"""Shows the prints of the user's code, up to a limit per batch, and counts the rest: a log must not fill the disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any, TextIO
 log = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 65536
-"""the limit per batch, for all code of the user's in a rank together"""
+"""the limit per batch and rank"""
 
 
 class Prints:
@@ -26,7 +26,7 @@ class Prints:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Limit what `print` writes inside; log at the end how much was left out since the last batch."""
+        """Limit the prints inside; log at the end how much was left out."""
         try:
             with self.limited():
                 yield
@@ -35,7 +35,7 @@ class Prints:
 
     @contextlib.contextmanager
     def limited(self) -> Iterator[None]:
-        """Limit what `print` writes inside, in any thread. Threads may be inside at the same time."""
+        """Limit the prints of all threads while one or more are inside."""
         with self._lock:
             if self._limited == 0:
                 self._stdout, sys.stdout = sys.stdout, _LimitedStream(sys.stdout, self)
@@ -49,17 +49,17 @@ class Prints:
                     sys.stdout = self._stdout
 
     def end_batch(self) -> None:
-        """Begin another batch; log how much was left out in the last one."""
+        """Begin another batch; log how much was left out."""
         with self._lock:
             dropped, self._left, self._dropped = self._dropped, SHOWN_CHARACTERS, 0
         if dropped:
-            # An error, not a warning: ranks other than the first show nothing less.
+            # An error: ranks other than the first show no warnings.
             log.error(
                 "reward functions and tools printed %d more characters for this batch: they are left out", dropped
             )
 
     def write(self, text: str, stream: TextIO) -> None:
-        """Write the part of the text that is within the limit."""
+        """Write the part of the text within the limit."""
         with self._lock:
             shown = text[: self._left]
             self._left -= len(shown)
@@ -68,7 +68,7 @@ class Prints:
             stream.write(shown)
 
     def read_all(self, pipe: IO[bytes]) -> None:
-        """Write what a process prints, until it and every process that it started have ended."""
+        """Write a process's prints, until it and all its descendants have ended."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with pipe:
             while chunk := pipe.read1(65536):

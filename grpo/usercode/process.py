@@ -1,9 +1,9 @@
-"""Code of the user's in a process of its own, each call with a deadline: for code that runs what a model wrote.
+"""Calls the user's code in other processes, with deadlines: such code may run a model's programs.
 
-Only a signal ends code that hangs in C (a catastrophic regular expression holds the GIL for ever). So a call that takes
-too long has its process killed, with every process that it started, and a new process takes its place. The processes
-are started from the command line, not by `multiprocessing` or a library over it: that would import the trainer's
-script, with torch and DeepSpeed, into each of them. Their side is grpo/usercode/child.py.
+Only a signal ends code that hangs in C (a catastrophic regular expression holds the GIL for ever). So a late call's
+process is killed, with all its descendants, and replaced. Processes are started from the command line, not by
+`multiprocessing`, which would import the trainer's script, with torch and DeepSpeed, into each of them. Their side is
+grpo/usercode/child.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from grpo.config.errors import RewardError
 from grpo.usercode.child import UserService
 from grpo.usercode.prints import PRINTS
 
-_START_SECONDS = 300.0  # to import the user's files, which may be slow; counts for no call's deadline
-END_SECONDS = 30.0  # to kill every process that a call has started
+_START_SECONDS = 300.0  # to import the user's files; not a part of a call's deadline
+END_SECONDS = 30.0  # to kill all descendants
 
 
 def count_processes() -> int:
-    """Return one process per core of this rank, but two at least: a call that hangs must not hold up the others."""
+    """Return one process per core of this rank, and two at least: one call may hang."""
     return max(2, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1"))))
 
 
@@ -46,10 +46,9 @@ class UserProcess:
     """A process that answers one task at a time. A new process replaces one that is lost."""
 
     def __init__(self, make_service: Callable[..., UserService], arguments: tuple, names: Sequence[str], folder: str):
-        """`make_service` is a class or function of a module, which the process imports and calls with `arguments`.
+        """Start a process that imports `make_service`, and calls it with `arguments`.
 
-        `names` are what the user has named of the code that runs there, for messages. `folder` is the process's working
-        directory: the trainer's may have changed when it is replaced.
+        `names`: the user's names of the code, for messages; `folder`: the working directory of all replacements.
         """
         self._service, self._names, self._folder = pickle.dumps((make_service, arguments)), names, folder
         self._calls = 0
@@ -59,7 +58,7 @@ class UserProcess:
     def call(self, task: tuple, seconds: float) -> dict[str, Any]:
         """Return the service's reply to a task.
 
-        Raises CallLost without one in time, RewardError where no process starts, CancelledError after `end`.
+        Raises CallLost if none comes in time, RewardError if no process starts, CancelledError after `end`.
         """
         if not self._ready:
             self._wait_ready()
@@ -88,29 +87,28 @@ class UserProcess:
         raise lost
 
     def replace_if_lost(self) -> None:
-        """Start a new process where this one cannot answer a next call, for a caller who left nothing in it."""
+        """Replace a process that cannot answer another call."""
         if self._is_lost():
             self.stop()
             self._start()
 
     def end(self) -> None:
-        """Kill it, and let no other take its place. From any thread: a call that waits for it is cancelled."""
+        """Kill it without replacement. A call that waits for it, in any thread, is cancelled."""
         self._is_ended = True
         self._kill()
 
     def stop(self) -> None:
-        """Kill the worker and wait until it has ended."""
         self._kill()
         try:
             self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # it was stopped, or waits for a process that even SIGKILL does not end
+        except subprocess.TimeoutExpired:  # it was stopped, or a process survives SIGKILL
             self._process.kill()
             self._process.wait()
         self._printer.join(1.0)  # another user's process may survive and hold the pipe
         self._socket.close()
 
     def _kill(self) -> None:
-        """Have the guard kill the worker and every process that it started, as any end of this process does."""
+        """Have the guard kill the worker and all its descendants."""
         self._process.stdin.close()
 
     def _start(self) -> None:
@@ -136,10 +134,10 @@ class UserProcess:
         self._socket.sendall(self._service)
 
     def _is_lost(self) -> bool:
-        """Tell whether it has ended since its last call, or has written what no call has asked for."""
+        """Tell whether it has ended since its last call, or has written without a call."""
         if self._process.poll() is not None:
             return True
-        if not self._ready:  # what has come says that it is
+        if not self._ready:  # the start's reply may be there
             return False
         self._socket.settimeout(0)
         try:
@@ -166,7 +164,7 @@ class UserProcess:
         self._ready = True
 
     def _read_line(self, deadline: float) -> bytes:
-        """Read up to the next line end. Raises TimeoutError at the deadline, EOFError where nothing more can come."""
+        """Read a line. Raises TimeoutError at the deadline, EOFError at the end."""
         chunks = [self._received]
         while b"\n" not in chunks[-1]:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -179,7 +177,7 @@ class UserProcess:
         return line
 
     def _stop_and_explain(self) -> str:
-        """Stop a process that closed its socket; return how it ended, in words."""
+        """Stop a process that closed its socket; describe its end."""
         try:
             code = self._process.wait(1.0)  # its sockets close a moment before it is gone
             number = -code if code < 0 else code - 128
@@ -194,7 +192,7 @@ _first = threading.Lock()  # two threads at a time would each make a loop
 
 
 def run_in_loop(coroutine: Coroutine) -> Future:
-    """Run the coroutine in the loop's thread; return the future of what it returns. From any thread."""
+    """Run the coroutine in the one loop of all async code of the user's, which may keep connections between calls."""
     with _first:
         loop = _get_event_loop()
     return asyncio.run_coroutine_threadsafe(coroutine, loop)
@@ -218,24 +216,18 @@ _Result = TypeVar("_Result")
 
 
 class ProcessPool:
-    """Processes of one service. Up to `threads` calls run at a time; a process that is needed is started.
+    """Processes of one service, started when needed, and `threads` that wait for calls.
 
-    A program that ends otherwise than by os._exit closes it, or Python waits for the calls that run.
+    A program closes it before its end, or Python waits for the running calls.
     """
 
     def __init__(
-        self,
-        make_service: Callable[..., UserService],
-        arguments: tuple,
-        names: Sequence[str],
-        timeout: float,
-        threads: int,
-        started: int = 0,
+        self, service: tuple[Callable[..., UserService], tuple, Sequence[str]], timeout: float, threads: int, started=0
     ):
-        """The first three arguments are those of UserProcess. `timeout`: seconds that a call may take. `started`: how
-        many processes are started now, so that their imports are done when they are needed."""
+        """`service`: the first arguments of UserProcess; `timeout`: seconds of a call; `started`: processes to start
+        now, which import the user's files before they are needed."""
         self.timeout = timeout
-        self._arguments = make_service, arguments, names, os.getcwd()
+        self._arguments = *service, os.getcwd()
         self._lock = threading.Lock()
         self._all = [UserProcess(*self._arguments) for _ in range(started)]
         self._idle = deque(self._all)
@@ -243,11 +235,11 @@ class ProcessPool:
         self._is_closed = False
 
     async def run(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Make a call in a thread of this process, which waits for one of those."""
+        """Make a blocking call in one of the threads."""
         return await asyncio.wrap_future(self._threads.submit(call, *arguments))
 
     def call(self, *task: Any) -> dict[str, Any]:
-        """Return the reply to a task that needs no process of its own. Raises as UserProcess.call."""
+        """Return the reply to a task, from any process. Raises as UserProcess.call."""
         process = self.take()
         try:
             return process.call(task, self.timeout)
@@ -255,13 +247,13 @@ class ProcessPool:
             self.give_back(process)
 
     def take(self) -> UserProcess:
-        """Return a process that nobody else has until it is given back."""
+        """Return a process for one caller, until it gives it back."""
         with self._lock:
             if self._is_closed:
                 raise CancelledError
             if self._idle:
                 process = self._idle.popleft()
-                process.replace_if_lost()  # where memory runs out, the system kills these first
+                process.replace_if_lost()  # the system may have killed it: memory
                 return process
             process = UserProcess(*self._arguments)
             self._all.append(process)
@@ -272,7 +264,7 @@ class ProcessPool:
             self._idle.append(process)
 
     def close(self) -> None:
-        """Kill them with all that they started. Calls that wait or run are cancelled."""
+        """Kill the processes with all descendants. Calls are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True

@@ -405,9 +405,7 @@ def test_a_file_that_only_a_worker_cannot_load_ends_the_run(tmp_path):
     for name in load_reward_funcs([f"{path}:f"]):
         assert name == "f"
     pool = RewardPool([f"{path}:f"], 5.0, 0.0, workers=1)
-    with pytest.raises(
-        RewardError, match=r"could not load .*picky.py:f: .*picky.py:2 cannot be imported \(AssertionError: not here\)"
-    ):
+    with pytest.raises(RewardError, match="could not load .*picky.py:f: .*AssertionError: not here"):
         rewards({"f": pool.make_function(f"{path}:f")}, ["a"])
     pool.close()
 
