@@ -102,11 +102,7 @@ def test_a_kl_of_mere_rounding_is_not_scaled_to_the_size_of_a_reward():
     rewards = tensor([[[1.0] * 4, [1.0, 0.0, 0.0, 1.0]]])
     noise = 1e-2 * torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for estimator, scale in (
-        ("grpo", "group"),
-        ("grpo", "none"),
-        ("grpo", "batch"),
-        ("passk", "group"),
-        ("rloo", "group"),
+        *[("grpo", "group"), ("grpo", "none"), ("grpo", "batch"), ("passk", "group"), ("rloo", "group")],
     ):
         settings = LossSection(advantage_estimator=estimator, scale_rewards=scale)
         with named(estimator, scale):

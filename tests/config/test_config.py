@@ -294,11 +294,8 @@ def test_a_token_is_not_repeated_where_it_does_not_belong(refused, file):
 @pytest.mark.parametrize(
     "options, on",
     [
-        ([], True),
-        (["--gradient_checkpointing", "false"], False),
-        (["--gradient-checkpointing=No"], False),
-        (["--no_gradient_checkpointing"], False),
-        (["--no-gradient-checkpointing"], False),
+        *[([], True), (["--gradient_checkpointing", "false"], False), (["--gradient-checkpointing=No"], False)],
+        *[(["--no_gradient_checkpointing"], False), (["--no-gradient-checkpointing"], False)],
         (["--no_gradient_checkpointing", "--gradient_checkpointing"], True),
         (["--gradient_checkpointing", "1", "--use-peft"], True),
     ],

@@ -144,12 +144,8 @@ KINDS = ["qwen2", "qwen2 without padding", "gpt2", "bert"]
 CHATS = [
     [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     for question, answer in [
-        ("is it one ?", "one"),
-        ("is it two ?", "one two three . " * 4),
-        ("three", ""),
-        ("is it six ?", "six . five . four . three . two ."),
-        ("one ?", "<|endoftext|>"),
-        ("is it one ?", "one"),
+        *[("is it one ?", "one"), ("is it two ?", "one two three . " * 4), ("three", "")],
+        *[("is it six ?", "six . five . four . three . two ."), ("one ?", "<|endoftext|>"), ("is it one ?", "one")],
     ]
 ]
 

@@ -191,14 +191,10 @@ def test_a_hang_costs_its_completion_and_no_other(pooled, caplog, hang):
 @pytest.mark.parametrize(
     "death, reason",
     [
-        ("exit", "lost its process (exit code 7)"),
-        ("sys.exit", "lost its process (exit code 0)"),
-        ("segfault", "lost its process (SIGSEGV)"),
-        ("memory", "lost its process (exit code 1)"),
-        ("orphan", "lost its process (SIGKILL)"),
-        ("close", "lost its process (it closed its connection)"),
-        ("noise", "wrote where its process replies"),
-        ("forge", "wrote where its process replies"),
+        *[("exit", "lost its process (exit code 7)"), ("sys.exit", "lost its process (exit code 0)")],
+        *[("segfault", "lost its process (SIGSEGV)"), ("memory", "lost its process (exit code 1)")],
+        *[("orphan", "lost its process (SIGKILL)"), ("close", "lost its process (it closed its connection)")],
+        *[("noise", "wrote where its process replies"), ("forge", "wrote where its process replies")],
     ],
 )
 def test_a_death_costs_its_completion_and_no_other(pooled, caplog, death, reason):

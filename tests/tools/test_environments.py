@@ -184,10 +184,8 @@ def test_a_game_answers_each_turn_until_it_is_done(begin):
     outcome = talk.dialogue.outcome
     assert outcome.rewards == {"Guess": 0.5} and outcome.finished
     assert outcome.messages == [
-        {"role": "assistant", "content": "5 "},
-        {"role": "user", "content": "higher"},
-        {"role": "assistant", "content": "9"},
-        {"role": "user", "content": "lower"},
+        *[{"role": "assistant", "content": "5 "}, {"role": "user", "content": "higher"}],
+        *[{"role": "assistant", "content": "9"}, {"role": "user", "content": "lower"}],
         {"role": "assistant", "content": "7"},
     ]
     assert turns.tools is None and [*turns.rewards] == ["Guess"] and turns.rewards["Guess"].is_verdict
@@ -309,14 +307,8 @@ def test_a_completion_that_is_cut_takes_no_step(begin):
 @pytest.mark.parametrize(
     "returned",
     [
-        "None",
-        "'x'",
-        "('x', 1.0)",
-        "('x', None, True)",
-        "('x', float('nan'), True)",
-        "('x', 10**400, True)",
-        "(3, 1.0, True)",
-        "('x', 1.0, 2)",
+        *["None", "'x'", "('x', 1.0)", "('x', None, True)", "('x', float('nan'), True)", "('x', 10**400, True)"],
+        *["(3, 1.0, True)", "('x', 1.0, 2)"],
     ],
 )
 def test_what_is_no_step_ends_the_run(begin, returned):
@@ -376,10 +368,8 @@ def test_what_close_raises_is_said_once_then_counted_and_ends_nothing(begin, cap
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Nowhere", "has no such class"),
-        ("add", "it is no class with a method reset"),
-        ("NoReset", "it is no class with a method reset"),
-        ("Nothing", "it has nothing that answers"),
+        *[("Nowhere", "has no such class"), ("add", "it is no class with a method reset")],
+        *[("NoReset", "it is no class with a method reset"), ("Nothing", "it has nothing that answers")],
         ("Undocumented", "a model cannot be told what look does"),
     ],
 )

@@ -340,10 +340,8 @@ def test_a_function_that_a_model_cannot_be_told_of_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("many", r"many cannot take as \*numbers: int"),
-        ("named", r"named cannot take as \*\*numbers: int"),
-        ("placed", "placed cannot take as a: int"),
-        ("Kind", "it is no function: name a function"),
+        *[("many", r"many cannot take as \*numbers: int"), ("named", r"named cannot take as \*\*numbers: int")],
+        *[("placed", "placed cannot take as a: int"), ("Kind", "it is no function: name a function")],
         ("doer", "it is no function: name a function"),
     ],
 )
