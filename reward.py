@@ -5,28 +5,25 @@ A reward function turns texts into numbers. Its signature is TRL's. Add yours he
     def brevity_reward(completions, **kwargs) -> list[float | None]:
         return [1.0 if len(completion) < 400 else 0.0 for completion in completions]
 
-It returns a number for each completion, in a list, an array or a tensor. None means that the reward does not apply to
-that completion, and adds nothing. All arguments are given by name; take those that you need, and `**kwargs` for the
-rest. These are lists with a value for each completion:
+It returns a number for each completion, in a list, an array or a tensor; None adds nothing. Take the arguments that you
+need by name, and `**kwargs` for the rest. These are lists with a value for each completion:
 
     prompts          the prompt as the model reads it: text with the chat template applied
     completions      text
     completion_ids   the completion's token ids
-    answer           the gold answer: text of `dataset_answer_column`, of GSM8K's "solution #### answer" the part after
-                     the last ####
-    NAME             each column of the dataset by its own name, with the dataset's values: a list stays a list, and
-                     a picture is a PIL image
+    answer           the gold answer, from `dataset_answer_column`: the text after the last ####, if it has one
+    NAME             each column of the dataset by its name; a picture is a PIL image
 
-If the dataset's prompts are lists of messages, `prompts` has these lists, and `completions` has lists of one message,
-[{"role": "assistant", "content": text}]; `prompt_texts` has what the model reads in both cases. If the dataset has a
-column called `answer` that is not `dataset_answer_column`, `answer` is that column. Three more arguments are no lists:
+If the dataset's prompts are lists of messages, `prompts` has these lists, `completions` has lists of one message,
+[{"role": "assistant", "content": text}], and `prompt_texts` has the prompts' texts. A dataset's column `answer` that is
+not `dataset_answer_column` stays `answer`. Three more arguments are no lists:
 
     trainer_state    an object with global_step, the number of updates done, and max_steps
     log_extra        log_extra(column, values) adds a column, a value for each completion, to completions.jsonl
-    log_metric       log_metric(name, value) adds a metric to metrics.jsonl: the mean of what all ranks log
+    log_metric       log_metric(name, value) adds a metric to metrics.jsonl: the mean over all ranks
 
-Evaluation reports the mean of each function, and their weighted sum. A function that says whether an answer is right
-may declare it, and evaluation then counts accuracy, avg@k and pass@k too, with right as a reward above 0:
+Evaluation reports the mean of each function and their weighted sum; of a function that declares itself a verdict also
+accuracy, avg@k and pass@k, where a reward above 0 is a right answer:
 
     brevity_reward.is_verdict = True
 """
@@ -49,19 +46,15 @@ TAG_OR_TOKEN = re.compile(r"</?\w+>|<[|｜]|\[/?INST\]")
 
 
 def correctness_reward(prompts, completions, answer, **kwargs) -> list[float | None]:
-    r"""Return 2.0 where the last `<answer>...</answer>` holds the gold `answer`, 1.5 for the same value, else 0.0.
+    r"""Return 2.0 if the last `<answer>...</answer>` holds the gold `answer`, 1.5 for the same value, else 0.0.
 
-    Where a completion has no `<answer>`, its last `\boxed{...}` is the answer, as base models write it. Where the gold
-    has a `\boxed{...}`, as in mathematics data, its last one is the gold.
-
-    The same value is the same number (see `to_number`) or, where the `math-verify` package is installed and text or
-    gold is more than a number, an expression that it finds equal.
+    Without an `<answer>`, the last `\boxed{...}` is the answer. The last `\boxed{...}` of a gold is the gold. The same
+    value is the same number (see `to_number`) or, if the `math-verify` package is installed and text or gold is more
+    than a number, an equal expression.
     """
     for gold in answer:
         if not isinstance(gold, str):
-            raise TypeError(
-                f"the gold answer {gold!r} is no text: make it one in the dataset, or write your own reward"
-            )
+            raise TypeError(f"the gold answer {gold!r} is no text: change the dataset, or write your own reward")
     return [score_answer(text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
@@ -71,8 +64,7 @@ correctness_reward.is_verdict = True  # evaluation: an answer that earns anythin
 def format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[float | None]:
     """Return 0.2 for each of the four tags that occurs exactly once, after the tags already counted: 0.0 to 0.8.
 
-    `</answer>` counts only if nothing but white space and end tokens follows it. Tags that the chat template or a
-    prefilled answer has opened count, too (see `find_opened_tags`).
+    Only white space and end tokens may follow `</answer>`. Tags at the prompt's end count (see `find_opened_tags`).
 
         <think>2+2</think> <answer>4</answer><|im_end|>   0.8
         <think>2+2</think> <answer>4</answer> Done!       0.6   text after the last tag
@@ -88,19 +80,17 @@ format_reward.full_reward = 0.8  # evaluation: the share of answers that earn it
 
 
 def text_of(text_or_messages: str | list[dict[str, str]]) -> str:
-    """Return a text as it is, and of a list of messages the last one's content."""
+    """Return a text unchanged, and the last content of a list of messages."""
     return text_or_messages if isinstance(text_or_messages, str) else text_or_messages[-1]["content"]
 
 
 def score_answer(completion: str, gold: str) -> float:
-    """Return 2.0, 1.5 or 0.0 as `correctness_reward`. An empty answer is never correct, whatever the gold."""
+    """Return 2.0, 1.5 or 0.0 as `correctness_reward`. An empty answer is never correct."""
     text, gold = find_last_answer(completion), gold.strip()
     boxed = find_last_boxed(gold)
-    if not text:
-        return 0.0
-    if text in (gold, boxed):
+    if text and text in (gold, boxed):
         return 2.0
-    return 1.5 if same_value(text, boxed or gold) else 0.0
+    return 1.5 if text and same_value(text, boxed or gold) else 0.0
 
 
 def score_format(completion: str, prompt: str) -> float:
@@ -114,13 +104,12 @@ def score_format(completion: str, prompt: str) -> float:
 
 
 def find_opened_tags(completion: str, prompt: str) -> str:
-    """Return the thinking tags at the prompt's end, which the completion continues; "" if there are none.
+    """Return the thinking tags at the prompt's end, or "".
 
     A prompt may end in `<think>` (templates of R1, QwQ and Qwen3-Thinking), in an empty `<think> </think>` (Qwen3 with
     enable_thinking=false) or, prefilled, in `<think>`, a line break and the start of a thought. The last two count only
-    if the tag begins a line or follows a template's token, and no other tag or token follows: after a `<think>` in a
-    question or a system prompt there is such a token. An empty pair does not count where the completion has a
-    `<think>` of its own.
+    if the tag begins a line or follows a template's token, and no other tag or token follows, as one does after a
+    question or a system prompt. An empty pair does not count if the completion has a `<think>`.
     """
     before, tag, after = prompt.rpartition("<think>")
     if tag and not after.strip():
@@ -134,25 +123,18 @@ def find_opened_tags(completion: str, prompt: str) -> str:
 
 
 def find_last_answer(completion: str) -> str:
-    r"""Return the stripped text of the last `<answer>` that is closed, of nested ones the innermost; "" if none is.
-
-    Where there is no `<answer>` at all, return that of the last `\boxed{...}`.
-    """
+    r"""Return the stripped text of the last closed `<answer>`; without `<answer>`, of the last `\boxed{...}`."""
     if "<answer>" not in completion:
         return find_last_boxed(completion)
-    for part in reversed(completion.split("<answer>")[1:]):
-        text, closing_tag, _ = part.partition("</answer>")
-        if closing_tag:
-            return text.strip()
-    return ""
+    parts = [part for part in completion.split("<answer>")[1:] if "</answer>" in part]
+    return parts[-1].partition("</answer>")[0].strip() if parts else ""
 
 
 BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 def find_last_boxed(text: str) -> str:
-    r"""Return the stripped content of the last `\boxed{...}` whose braces close, of nested ones the innermost; "" if
-    there is none. The braces of `\{` and `\}` do not count."""
+    r"""Return the stripped content of the last closed `\boxed{...}`, of nested ones the innermost, or ""."""
     begins, last_begin, content = [], -1, ""
     for match in BRACE.finditer(text):
         if match[0] == "{" or match[0].startswith("\\boxed"):
@@ -179,9 +161,9 @@ COMMA = re.compile(",")
 AND_OR = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 BRACKETS = re.compile(r"(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
-# Parts that are no values: a power, an index, a function's argument, an environment.
+# A power, an index, a function's argument, an environment: no values.
 ATTACHED = re.compile(r"[_^]\s*(?:\{[^{}]*\}|\\[A-Za-z]+|.)|(?<=[A-Za-z'])\([^()]*\)|\\(?:begin|end)\{[^{}]*\}")
-# What math-verify computes. What it passes over may stand in a text only where the gold has it too.
+# math-verify computes these, and passes over others, which a text may have only if the gold has them.
 COMPUTED = (
     r"\\(?:[dtc]?frac|sqrt|[dt]?binom|c?dot|times|div|pm|pi|infty|log|ln|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc"
     r"|[lg]eq?|in|cup|cap|overline|text|begin|end|[,;:! %${}|])(?![A-Za-z])"
@@ -197,10 +179,10 @@ COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def same_value(text: str, gold: str) -> bool:
-    """Return whether two texts are the same words, the same number or, by `math-verify`, the same expression.
+    """Tell whether two texts are the same words, the same number or, by `math-verify`, the same expression.
 
-    If the gold is a number and the text is not, `math-verify` sees only LaTeX and arithmetic: "18 or 20" is wrong for
-    18. It sees no gold in plain words: as products of letters, "seat" equals "east".
+    For a gold number, `math-verify` sees only LaTeX and arithmetic: "18 or 20" is wrong for 18. It never sees a gold in
+    plain words: as products of letters, "seat" equals "east".
     """
     if max(len(text), len(gold)) > LONGEST:
         return False
@@ -232,11 +214,10 @@ def strip_delimiters(text: str) -> str:
 
 
 def same_expression(text: str, gold: str) -> bool:
-    """Return whether `math-verify` finds the text's value equal to the gold.
+    """Tell whether `math-verify` finds the text's value equal to the gold.
 
-    The value of "A = B = C" is its last side. The sides before must equal it, since `math-verify` looks at the last
-    side alone and would take "1/3 = 1/2" for 1/2. A side that names the unknown ("x", "|z|") need not. In a list, this
-    holds for each element.
+    The value of "A = B = C" is its last side, for each element of a list. `math-verify` would take "1/3 = 1/2" for 1/2:
+    so all sides before must equal the last, but those that name the unknown ("x", "|z|").
     """
     chains = []
     if EQUALS.search(text) and not EQUALS.search(gold):
@@ -255,10 +236,8 @@ def split(text: str, separator: re.Pattern) -> list[str]:
     """Split the text at each separator that is in no bracket."""
     parts, depth, begin = [], 0, 0
     for match in re.finditer(rf"[(\[{{]|[)\]}}]|{separator.pattern}", text):
-        if match[0] in "([{":
-            depth += 1
-        elif match[0] in ")]}":
-            depth -= 1
+        if match[0] in "([{)]}":
+            depth += 1 if match[0] in "([{" else -1
         elif depth == 0:
             parts.append(text[begin : match.start()])
             begin = match.end()
@@ -266,9 +245,9 @@ def split(text: str, separator: re.Pattern) -> list[str]:
 
 
 def is_name(side: str) -> bool:
-    r"""Return whether a side of an equation names the unknown value, such as x, f(2), AB^2 or \frac{a}{b}.
+    r"""Tell whether a side of an equation names the unknown value, such as x, f(2), AB^2 or \frac{a}{b}.
 
-    One unknown among numbers is no name: "x/2 = 5" is not solved yet. "20 km" is a number.
+    One unknown among numbers is no name ("x/2 = 5" is not solved), and "20 km" is a number.
     """
     if to_number(side) is not None:
         return False
@@ -278,7 +257,7 @@ def is_name(side: str) -> bool:
 
 
 def same_shape(text: str, gold: str) -> bool:
-    r"""Return whether two lists may be equal: as many elements, no \{1,2\} for (1,2). `math-verify` checks neither."""
+    r"""Tell whether two lists may be equal: as many elements, no \{1,2\} for (1,2). `math-verify` checks neither."""
     text, gold = (re.sub(r"\\[,;! ]|\s", "", side) for side in (text, gold))
     brackets = [BRACKETS.fullmatch(side) for side in (text, gold)]
     if all(brackets) and brackets[0].groups() != brackets[1].groups():
@@ -334,13 +313,12 @@ LATEX_UNIT = re.compile(
 )
 
 
-def is_unit(words: str) -> bool:
-    """Return whether words after a number, with the space before them, cannot change its value: " cups of tea"."""
-    words = OF_UNIT.sub(r"\1", words)
-    if not re.fullmatch(rf"[ /]?{WORDS}{SQUARED}", words):
-        return False
-    words = re.findall(rf"[ /-]?{LETTER}+", words)
-    return all(UNIT.fullmatch(word) and not CHANGES.fullmatch(word.lstrip(" /-")) for word in words)
+def is_unit(text: str) -> bool:
+    """Tell whether words after a number, with the space before them, cannot change its value: " cups of tea"."""
+    text = OF_UNIT.sub(r"\1", text)
+    words = re.findall(rf"[ /-]?{LETTER}+", text)
+    is_known = all(UNIT.fullmatch(word) and not CHANGES.fullmatch(word.lstrip(" /-")) for word in words)
+    return bool(re.fullmatch(rf"[ /]?{WORDS}{SQUARED}", text)) and is_known
 
 
 def strip_unit(side: str) -> str:
@@ -387,10 +365,10 @@ def write_fraction(match: re.Match) -> str:
 
 
 class MathProcess:
-    """A process that runs `math-verify`: in a thread it finds nothing equal, and 9^{9^9} takes it for ever.
+    """A process that runs `math-verify`, which finds nothing equal in a thread, and computes 9^{9^9} for ever.
 
-    The first question starts the process. If an answer takes longer than `deadline` seconds, it counts as no and the
-    process is killed; the next question starts another. The process ends with its parent, when its stdin closes.
+    A question starts the process if there is none. Without an answer in `deadline` seconds the process is killed, and
+    the answer is no. The process ends with its parent, when its stdin closes.
     """
 
     def __init__(self, command: list[str], deadline: float):
@@ -399,7 +377,7 @@ class MathProcess:
         self.lock = threading.Lock()
 
     def equal(self, text: str, gold: str) -> bool:
-        """Return whether the two expressions are equal. Raises RuntimeError where the process cannot start."""
+        """Tell whether the two expressions are equal. Raises RuntimeError if the process cannot start."""
         reply = ""
         with self.lock:
             try:
@@ -433,18 +411,18 @@ atexit.register(math_process.stop)
 
 
 def answer_questions() -> None:
-    """Answer each line of JSON [text, gold] on stdin by a line "true" or "false" on stdout, in the math process."""
+    """Answer each line of JSON [text, gold] on stdin by "true" or "false" on stdout."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    config = LatexExtractionConfig()  # but not its units: 3t would be 3
-    config = replace(config, normalization_config=replace(config.normalization_config, units=False))
+    config = LatexExtractionConfig()
+    config = replace(config, normalization_config=replace(config.normalization_config, units=False))  # 3t is not 3
 
     def parse_expression(text):
         text = LATEX_DECIMAL.sub(write_fraction, text)
         return parse("$" + re.sub(r"\\?\$|\\[()\[\]]", "", text) + "$", [config])
 
     logging.disable()
-    replies, sys.stdout = sys.stdout, sys.stderr  # a library that prints must not print among the replies
+    replies, sys.stdout = sys.stdout, sys.stderr  # for libraries that print
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         text, gold = json.loads(line)

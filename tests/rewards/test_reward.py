@@ -147,7 +147,7 @@ def test_rewards_are_in_the_order_of_the_completions_and_other_columns_are_ignor
 
 @pytest.mark.parametrize("gold", [["14"], 14])
 def test_a_gold_that_is_no_text_is_named(gold):
-    with pytest.raises(TypeError, match=f"the gold answer {re.escape(repr(gold))} is no text: make it one in the data"):
+    with pytest.raises(TypeError, match=f"the gold answer {re.escape(repr(gold))} is no text: change the dataset"):
         correctness_reward(None, ["<answer>14</answer>"], [gold])
 
 
