@@ -1,4 +1,4 @@
-"""Find the rewards that the configuration names, start them, and compute the rewards of a batch.
+"""Finds the rewards that the configuration names, starts them, and computes the rewards of a batch.
 
 format_reward             a function of reward.py
 path/to/file.py:brevity   a function of another file
@@ -51,25 +51,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FALLBACK = 0.0  # of a completion on which a function hangs or ends its process: such a completion earns nothing
+_FALLBACK = 0.0  # the reward of a completion on which a function hangs or ends its process
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @runtime_checkable
 class RewardScorer(Protocol):
-    """A reward model, here or on a server. It is given conversations, not a dataset's columns."""
+    """A reward model, here or on a server. It scores conversations, without a dataset's columns."""
 
     def score(self, conversations: list[list[Message]]) -> list[float]:
-        """Return one score per conversation. It may be an async method."""
+        """Return one score per conversation. May be async."""
 
 
 def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
-    """Return what `reward_funcs` names, in its order, by the name that each is logged under.
+    """Return the rewards of `reward_funcs`, in its order, by the name that each is logged under.
 
-    A function is imported. A reward model is its folder, hub id or URL, which `start_rewards` loads; it is logged under
-    the last part of that, or the URL's host and port.
+    A function is imported. A reward model is its folder, hub id or URL, and its name the last part of that.
 
-    Raises ConfigError where there is no such file, function or folder, or where two have the same name.
+    Raises ConfigError if a file, function or folder is missing, or a name stands twice.
     """
     rewards: dict[str, Callable | str] = {}
     for name in names:
@@ -86,12 +85,10 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
 def start_rewards(
     rewards: dict[str, Callable | str], config: TrainerConfig | EvaluateConfig, device: torch.device, run: str = ""
 ) -> tuple[dict[str, Callable | RewardScorer], RewardPool | None]:
-    """Return the rewards of `load_reward_funcs` ready for use, and the pool of processes that some of them need: load
-    models, wait for servers, start processes.
+    """Load models, wait for servers, start processes; return the rewards of `load_reward_funcs` ready for use, and the
+    pool of processes that some need.
 
-    `run` is shown on the servers' pages.
-
-    Raises what RewardModel and RewardClient raise.
+    `run` is shown on the servers' pages. Raises what RewardModel and RewardClient raise.
     """
     started: dict[str, Callable | RewardScorer] = {}
     functions, pool = start_functions(rewards, config, count_processes())
@@ -111,8 +108,7 @@ def start_rewards(
 def start_functions(
     rewards: dict[str, Callable | str], config: TrainerConfig, workers: int
 ) -> tuple[dict[str, Callable], RewardPool | None]:
-    """Return the functions of `load_reward_funcs` as the run calls them, and the pool of `workers` processes that
-    `reward_timeout` asks for."""
+    """Return the functions of `load_reward_funcs` as the run calls them, and the pool of `reward_timeout`."""
     functions = {label: reward for label, reward in rewards.items() if not isinstance(reward, str)}
     if config.reward_timeout is None:
         return functions, None
@@ -138,17 +134,16 @@ def compute_rewards(
     logged: Logged | None = None,
     key: Key = (),
 ) -> np.ndarray:
-    """Call each function once on the whole batch, with `columns` as keyword arguments: the dataset's, and others that
-    have a value for each completion.
+    """Call each function once on the whole batch, with `columns`, lists with a value for each completion, as keyword
+    arguments.
 
-    Reward models are given `conversations`, each prompt's chat with the completion. Async functions, reward models on
-    servers and functions in worker processes all run at the same time, while the others run one after the other.
-    `logged` takes up what they log, in their order. What functions in worker processes draw at random follows from
-    `key`.
+    Reward models score `conversations`, each prompt's chat with the completion. Async functions, reward models on
+    servers and functions in worker processes run at the same time, the others one after the other. `logged` receives
+    their logs, in their order. `key` seeds the random numbers in worker processes.
 
-    Returns float64 [len(functions), len(completions)], NaN where a function returned None: it does not apply there.
-    Raises RewardError, with the function's name and the user's part of the stack, where a function raises, or returns
-    the wrong number of rewards or a reward that is not a finite number.
+    Returns float64 [len(functions), len(completions)], NaN for None: the function does not apply. Raises RewardError,
+    with the function's name and the user's part of the stack, if a function raises, or returns something else than a
+    finite number or None for each completion.
     """
     batch = RewardBatch(prompts, completions, columns, state or TrainerState(), key)
     logs = {name: Logged() for name in functions}
@@ -183,7 +178,7 @@ def compute_rewards(
 
 
 def _find_reward(name: str) -> tuple[str, Callable | str]:
-    """Return the name that a reward is logged under, and the function or the place of the model."""
+    """Return the name that a reward is logged under, and the function, or the model's folder, hub id or URL."""
     if name.startswith(("http://", "https://")):
         url = name.rstrip("/")
         return url.partition("://")[2], url
@@ -194,20 +189,18 @@ def _find_reward(name: str) -> tuple[str, Callable | str]:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"reward_funcs={name!r}: it is a folder without config.json: name one that save_pretrained wrote"
-            )
+            raise ConfigError(f"reward_funcs={name!r}: no config.json in it: name a folder that save_pretrained wrote")
         return folder.resolve().name, str(folder)
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"reward_funcs={name!r}: there is no such folder: name a folder with a reward model, a hub id as "
-            "org/model, or a function as path/to/file.py:function"
+            f"reward_funcs={name!r}: no such folder: name a folder with a reward model, a hub id as org/model, or a "
+            "function as path/to/file.py:function"
         )
     return name.partition("/")[2], name
 
 
 def _is_blocking(reward: Callable | RewardScorer | str) -> bool:
-    """Return True for a plain function or method, False for an async one or a model that is not loaded yet."""
+    """Return True for a plain function or method, False for an async one or a model's name."""
     if isinstance(reward, str):
         return False
     call = reward.score if isinstance(reward, RewardScorer) else reward
@@ -221,7 +214,7 @@ async def _await_all(
     conversations: Sequence[list[Message]],
     logs: dict[str, Logged],
 ) -> list[list | BaseException]:
-    """Run all functions at the same time; return what each returns or raises."""
+    """Run all functions at the same time; return each one's rewards or error."""
 
     async def compute(name: str, function: Callable | RewardScorer) -> list:
         if isinstance(function, RewardScorer):
@@ -237,13 +230,13 @@ class RewardModel:
     """A frozen reward model on the rank's device. Its batches are as large as an update's."""
 
     def __init__(self, config: TrainerConfig | EvaluateConfig, name: str, device: torch.device):
-        """Load the model. Raises ConfigError where `name`, a folder or hub id, is no reward model."""
+        """Load the model. Raises ConfigError if `name`, a folder or hub id, is no reward model."""
         self._name, self._batch_tokens = name, config.micro_batch_tokens
         self._model, self._tokenizer = load_reward_model(config, "reward_funcs", name, device)
         self._max_length = describe_reward(self._model, self._tokenizer, name).max_length
 
     def score(self, conversations: list[list[Message]]) -> list[float]:
-        """Return one float32 per conversation. Raises RewardError for one that the model cannot take."""
+        """Return one float32 per conversation. Raises RewardError if the model cannot take one."""
         try:
             texts = list(tokenize(self._tokenizer, conversations, self._max_length))
         except ProtocolError as error:

@@ -1,4 +1,4 @@
-"""One function of the user's: loaded, called as TRL calls it, checked. Worker processes import no more than this."""
+"""Loads a reward function, calls it as TRL does, and checks its rewards. Worker processes import only this."""
 
 from __future__ import annotations
 
@@ -25,39 +25,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 500
-LARGEST_REWARD = 1e100  # the squares of a group's rewards, in its std, are in float64's range then
+LARGEST_REWARD = 1e100  # float64 holds its square, which std needs
 _OURS = Path(__file__).parents[1]
 RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
-"""what completions.jsonl has of each completion: no name for a column of log_extra"""
+"""the fields of completions.jsonl, which log_extra must not use"""
 
 
 class Misuse(Exception):
-    """A function that does not take or return what a reward function does. The message follows its name in a
-    sentence."""
+    """A function without a reward function's arguments or result. The message follows its name in a sentence."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where the training is: two fields of transformers' TrainerState, which TRL passes to reward functions."""
+    """The updates done and those of the whole run, as in transformers' TrainerState, which TRL passes."""
 
     global_step: int = 0
-    """the number of updates done"""
     max_steps: int = 0
-    """the number of updates of the whole run"""
 
 
 class Logged:
-    """What reward functions log. Its two methods are TRL's arguments of the same names."""
+    """The logs of reward functions. log_extra and log_metric are TRL's arguments.
+
+    `extra` has, by column, a value for each completion, plain data for JSON.
+    """
 
     def __init__(self) -> None:
         self.extra: dict[str, list] = {}
-        """by column, a value for each completion, of the types that JSON has"""
         self.metrics: dict[str, list[float]] = {}
 
     def log_extra(self, column: str, values: Iterable) -> None:
         """Add a column, with one value for each completion, to the record of completions."""
         if column in RECORDED:
-            raise ValueError(f"log_extra: completions.jsonl has {column!r} of its own: choose another name")
+            raise ValueError(f"log_extra: completions.jsonl has a field {column!r}: choose another name")
         # A tensor or array becomes numbers, any other object a text; NaN becomes null.
         text = json.dumps(
             [*values], ensure_ascii=False, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)
@@ -70,7 +69,7 @@ class Logged:
         self.metrics.setdefault(_encodable(name), []).append(float(value))
 
     def add(self, other: Logged) -> None:
-        """Take up what another function logged; a column that both have is the other's."""
+        """Add another function's logs; a column of both is the other's."""
         self.extra |= other.extra
         for name, values in other.metrics.items():
             self.metrics.setdefault(name, []).extend(values)
@@ -78,15 +77,15 @@ class Logged:
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """What reward functions are called with."""
+    """The arguments of reward functions."""
 
     prompts: list[str] | list[list[Message]]
     completions: list[str] | list[list[Message]]
     columns: dict[str, list]
-    """the other arguments that are lists with a value for each completion"""
+    """other lists with a value for each completion"""
     state: TrainerState
     key: Key = ()
-    """what random numbers of the functions follow from"""
+    """the seed of the functions' random numbers"""
 
     def select(self, i: int) -> RewardBatch:
         """Return completion `i` as a batch of one."""
@@ -94,10 +93,7 @@ class RewardBatch:
         return RewardBatch(self.prompts[i : i + 1], self.completions[i : i + 1], columns, self.state, (*self.key, i))
 
     def make_arguments(self, logged: Logged) -> dict[str, Any]:
-        """Make the arguments of a call. No other function and no later step may see what a function changes in them.
-
-        Of an EncodedPicture the copy is a PIL image.
-        """
+        """Copy the arguments for a call, which may change them. The copy of an EncodedPicture is a PIL image."""
         lists = {"prompts": self.prompts, "completions": self.completions, **self.columns}
         return {
             **copy.deepcopy(lists),
@@ -110,7 +106,7 @@ class RewardBatch:
 def load_function(name: str) -> Callable:
     """Return a function of the top-level `reward.py`, or of another file: "path/to/file.py:function".
 
-    Raises ConfigError where there is no such file or function, or the file cannot be imported.
+    Raises ConfigError if there is no such file or function, or the import fails.
     """
     path, _, function_name = name.rpartition(":")
     if path:
@@ -123,17 +119,17 @@ def load_function(name: str) -> Callable:
         defined = _list_reward_functions(module)
         raise ConfigError(
             f"reward_funcs={name!r}: {path or 'reward.py'} has no such function"
-            f"{did_you_mean(function_name, defined)}: name one that it has ({', '.join(defined) or 'none yet'}), one "
-            "elsewhere as path/to/file.py:function, or a reward model as ./folder or org/model"
+            f"{did_you_mean(function_name, defined)}: name one of its functions ({', '.join(defined) or 'none yet'}), "
+            "another as path/to/file.py:function, or a reward model as ./folder or org/model"
         )
     return function
 
 
 def call_function(function: Callable, batch: RewardBatch, logged: Logged) -> list | BaseException:
-    """Return one reward per completion, or the exception that prevented it, even sys.exit's."""
+    """Return one reward per completion, or the exception raised, even sys.exit's."""
     try:
         return check_returned(begin_call(function, batch, logged), batch, logged)
-    except BaseException as error:  # the user's code may raise anything; the caller says which function it was
+    except BaseException as error:  # the user's code may raise anything
         # With a signal handler of our own, Ctrl-C raises nothing: then the function raised it.
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise
@@ -141,11 +137,8 @@ def call_function(function: Callable, batch: RewardBatch, logged: Logged) -> lis
 
 
 def begin_call(function: Callable, batch: RewardBatch, logged: Logged) -> Any:
-    """Call the function, and return what it returns: of an async one, what to await. Raises what it raises.
-
-    Raises Misuse where it does not take the arguments.
-    """
-    if getattr(function, "takes_batch", False):  # it calls a function of the user's itself, perhaps elsewhere
+    """Call the function; an async one returns an awaitable. Raises Misuse if it does not take the arguments."""
+    if getattr(function, "takes_batch", False):
         return function(batch, logged)
     arguments = batch.make_arguments(logged)
     try:
@@ -156,14 +149,13 @@ def begin_call(function: Callable, batch: RewardBatch, logged: Logged) -> Any:
         signature.bind(**arguments)
     except TypeError as error:
         raise Misuse(
-            f"cannot be called: {error}: it is given {', '.join(arguments)}: let it name those that it needs, and end "
-            "with **kwargs for the rest"
+            f"cannot be called: {error}: it is given {', '.join(arguments)}: name some, and end with **kwargs"
         ) from None
     return function(**arguments)
 
 
 def check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
-    """Return the rewards as a list. Raises Misuse unless there is one, and one of each column, per completion."""
+    """Return the rewards as a list. Raises Misuse unless it and each logged column have a value per completion."""
     count = len(batch.completions)
     if returned is None:
         raise Misuse("returned None: is a `return` missing?")
@@ -180,19 +172,19 @@ def check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
 
 
 def make_error(name: str, error: BaseException, completion: str | None = None) -> RewardError:
-    """Make the error that ends the run for what a function raised."""
+    """Make the error that ends the run after a function raised."""
     return RewardError(f"Reward function {name!r} {describe_failure(error, completion)}", format_user_stack(error))
 
 
 def describe_failure(error: BaseException, completion: str | None = None) -> str:
-    """Return what a function did wrong, to follow its name in a sentence; `completion` is the one at fault if known."""
+    """Describe an error, to follow the function's name in a sentence; `completion` is the cause if known."""
     if isinstance(error, Misuse):
         return str(error)
     return f"failed{'' if completion is None else f' on {quote_completion(completion)}'}: {repr_of(error)}"
 
 
 def repr_of(value: object) -> str:
-    """Return the repr of an object of the user's; its type's name where its own method for that raises."""
+    """Return the repr of an object of the user's, or its type's name if that raises."""
     try:
         return repr(value)
     except Exception:
@@ -200,7 +192,7 @@ def repr_of(value: object) -> str:
 
 
 def format_user_stack(error: BaseException) -> str:
-    """Format the error's traceback from the user's first line on; "" where the error is no line of the user's."""
+    """Format the error's traceback from the user's first line on, or ""."""
     stack = error.__traceback__
     while stack and _OURS in Path(stack.tb_frame.f_code.co_filename).parents:
         stack = stack.tb_next
@@ -215,7 +207,7 @@ def is_reward(reward: Any) -> bool:
 
 
 def invalid_reward(name: str, shown: str, completion: str) -> RewardError:
-    """Make the error for a function that returned something else than a reward; `shown` is its repr."""
+    """Make the error for a result that is no reward; `shown` is its repr."""
     return RewardError(
         f"Reward function {name!r} returned {shown} for {quote_completion(completion)}: "
         "a reward is a finite number of at most 1e100, or None where the function does not apply"
@@ -227,20 +219,20 @@ def quote_completion(completion: str, characters: int = SHOWN_CHARACTERS) -> str
 
 
 def log_lost_call(label: str, how: str, completion: str, fallback: float) -> None:
-    """Log what a call earns that gave no answer. An error: ranks other than the first show nothing less."""
+    """Log the reward of a call without an answer. An error: ranks other than the first show no warnings."""
     shown = quote_completion(completion, 80)
     log.error("reward function %r %s on %s: that earns %g", label, how, shown, fallback)
 
 
 def text_of(completion: str | list[Message]) -> str:
-    """Return the completion as text: of messages what the assistant says in them, joined by line ends."""
+    """Return the completion as text: the assistant's messages, joined by line ends."""
     if isinstance(completion, str):
         return completion
     return "\n".join(message["content"] for message in completion if message["role"] == "assistant")
 
 
 def _encodable(name: object) -> str:
-    """Return a name as text, with a question mark for each character that no file can hold."""
+    """Return a name as text, with a question mark for each character that UTF-8 does not have."""
     return str(name).encode("utf-8", "replace").decode()
 
 

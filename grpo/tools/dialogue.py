@@ -1,4 +1,4 @@
-"""One completion of several turns: calls are run, an environment answers, until the completion is over."""
+"""One completion of several turns: tools and an environment answer the policy until it is over."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from grpo.usercode.process import CallLost, run_in_loop
 
 log = logging.getLogger(__name__)
 
-_FALLBACK = 0.0  # the reward of a completion whose environment hangs or ends its process, as of a reward function
+_FALLBACK = 0.0  # the reward of a completion whose environment hangs or ends its process
 
 
 class Failures:
-    """Failures of the user's code that end nothing: the first of each kind is logged, and then how many there are."""
+    """Failures of the user's code that do not end the run: logs the first of each kind, then counts."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -37,42 +37,41 @@ class Failures:
     def note(self, kind: str, traceback: str = "") -> None:
         """Count a failure of this kind; `traceback` is the user's part of the stack, with line ends."""
         self._counts[kind] += 1
-        # Errors, not warnings: ranks other than the first show nothing less.
+        # Errors: ranks other than the first show no warnings.
         if (count := self._counts[kind]) == 1:
-            log.error("%s%s: the run goes on, and more of these are counted", traceback, kind)
+            log.error("%s%s: the run continues, and counts more of these", traceback, kind)
         elif str(count).rstrip("0") == "1":
             log.error("%s, %d times by now", kind, count)
 
 
 class Instance:
-    """The environment of one completion. Its calls raise CallLost where it hangs or ends its process, which is logged;
-    and RewardError where it fails."""
+    """The environment of one completion. Its calls log and raise CallLost if it hangs or ends its process, and raise
+    RewardError if it fails. `is_lost`: it has gone with its process."""
 
     def __init__(self, environment: EnvironmentClass, place: Place, key: Key, failures: Failures):
-        """`key` is what the random numbers of its calls follow from, each call's others."""
+        """`key` and a call's number seed the call's random numbers."""
         self._environment, self._key, self._calls = environment, key, 0
+        self._prefix = f"environment={environment.name!r}: "
         self._failures = failures
         self._place: Place | None = place
         self._steps_reward = 0.0
         self.is_lost = False
-        """whether it has gone with its process"""
 
     async def reset(self, columns: dict[str, Any]) -> str:
-        """Make the instance; return what it says first."""
+        """Make the instance; return its observation."""
         return (await self._perform("reset", columns))["text"]
 
     async def step(self, text: str) -> tuple[str, bool]:
-        """Return what it answers to a turn, and whether the completion is over."""
+        """Return its answer to a turn, and whether the completion is over."""
         reply = await self._perform("step", text)
         self._steps_reward += reply["reward"]
         return reply["text"], reply["done"]
 
     async def call_method(self, name: str, arguments: dict[str, Any]) -> Reply:
-        """Return the reply of a method that is a tool."""
         return await self._perform("method", name, arguments)
 
     async def compute_reward(self) -> dict[str, float]:
-        """Return what it gives the completion, by name: what get_reward says, or the sum of the steps' rewards."""
+        """Return the completion's reward by name: that of get_reward, or the sum of the steps' rewards."""
         if not self._environment.gives_reward:
             return {}
         reward: float | None = self._steps_reward
@@ -86,7 +85,7 @@ class Instance:
         return {} if reward is None else {self._environment.label: reward}
 
     async def close(self) -> None:
-        """Close it, the first time. What its `close` raises is logged."""
+        """Close it once. Errors of its `close` are logged."""
         if self._place is None:
             return
         try:
@@ -106,40 +105,33 @@ class Instance:
             reply = await self._place.perform((*self._key, self._calls), task, *arguments)
         except CallLost as lost:
             self.is_lost = True
-            # An error, not a warning: ranks other than the first show nothing less.
-            log.error(
-                "%s%s %s: the completion ends, and the environment gives it %g", self._prefix, task, lost, _FALLBACK
-            )
+            # An error: ranks other than the first show no warnings.
+            log.error("%s%s %s: the completion ends with the reward %g", self._prefix, task, lost, _FALLBACK)
             raise
         except RewardError:  # no process starts
             self.is_lost = True
             raise
         if "raised" in reply:
-            raise RewardError(f"environment={self._environment.name!r}: {reply['raised']}", reply["traceback"])
+            raise RewardError(f"{self._prefix}{reply['raised']}", reply["traceback"])
         return reply
-
-    @property
-    def _prefix(self) -> str:
-        return f"environment={self._environment.name!r}: "
 
 
 def check_observation(environment: EnvironmentClass, observation: str, example: Example) -> None:
-    """Raise RewardError unless the prompt has what `reset` says to the completion's instance.
+    """Raise RewardError unless the prompt ends with the observation of the completion's `reset`.
 
-    An example without messages, a worker's, is not checked: its text is what a chat template has made of them.
+    A worker's example has no messages, only their text in a chat template, and is not checked.
     """
     contents = [message["content"].rstrip() for message in example.messages]
     if contents and not any(content.endswith(observation.rstrip()) for content in contents):
         raise RewardError(
             f"environment={environment.name!r}: reset said {observation[:200]!r} to a completion, and something else "
-            "as the data was read: what it says must follow from the row alone: draw random numbers from a seed in "
-            "the row"
+            "as the data was read: it must depend on the row alone: draw random numbers from a seed in the row"
         )
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all completions of a run have in common."""
+    """The common parts of all completions of a run."""
 
     config: TurnsSection
     tools: dict[str, Tool]
@@ -153,16 +145,15 @@ class Setup:
 class UserDialogue:
     """A completion that tools and an environment answer: a Dialogue of grpo/data/responder.py.
 
-    What happens to it happens on the event loop, one thing after another.
+    All its steps run on the event loop, one after another.
     """
 
     def __init__(self, setup: Setup, example: Example, key: Key, on_close: Callable[[], None]):
-        """Begin to reset an instance of the environment, where there is one. `key` is what the random numbers of the
-        user's code follow from."""
+        """Begin to reset an instance of the environment. `key` seeds the random numbers of the user's code."""
         self.outcome: Outcome | None = None
         self.messages: Messages = []
         self._setup, self._key, self._on_close = setup, key, on_close
-        self._before = example.prompt_ids[:]  # what the next turn follows
+        self._before = example.prompt_ids[:]  # the next turn
         self._turns = self._answered_turns = self._calls = self._failures = 0
         self._is_closed = False
         self._order = asyncio.Lock()
@@ -185,7 +176,7 @@ class UserDialogue:
         return run_in_loop(self._answer(turn, is_whole, room))
 
     def close(self) -> None:
-        """Close the instance where it is still open, after a call that runs."""
+        """Close the instance after the running call."""
         if not self._is_closed:
             self._is_closed = True
             run_in_loop(self._close()).result()
@@ -229,7 +220,7 @@ class UserDialogue:
         return ids
 
     async def _run_calls(self, turn: Turn) -> Messages | None:
-        """Return the answers to the calls of a turn; None where no more of them are answered."""
+        """Return the answers to the calls of a turn; None at the limits of turns."""
         config = self._setup.config
         if self._turns == config.max_turns or self._answered_turns == config.max_tool_calling_iterations:
             return None
@@ -246,7 +237,7 @@ class UserDialogue:
         return answers
 
     async def _run_call(self, call: Call) -> Reply:
-        """Return the reply to a call. Raises CallLost where the environment is lost."""
+        """Return the reply to a call. Raises CallLost if the environment is lost."""
         tools = self._setup.tools
         tool = tools.get(call.name)
         if call.error:
@@ -272,7 +263,7 @@ class UserDialogue:
         return reply
 
     async def _take_step(self, turn: Turn) -> tuple[Messages | None, bool]:
-        """Return what the environment says to a turn, None where it answers no more, and whether it is done."""
+        """Return the environment's answer to a turn, None if it is the last, and whether it is done."""
         text, is_done = await self._instance.step(turn.content.strip())
         if is_done or self._turns == self._setup.config.max_turns:
             return None, is_done

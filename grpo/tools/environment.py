@@ -1,8 +1,7 @@
-"""A class of the user's that answers the policy: found, its form, and what its methods return, checked.
+"""Loads the user's environment class, and checks its form and its methods' results.
 
-Its form is TRL's, with methods that the policy calls as tools, or that of a game or dialogue: beside `reset`,
-`get_reward` and `close` it has the method `step` alone, which is given what the policy wrote. Processes for the user's
-code import no more than this.
+Its form is TRL's, with methods that the policy calls as tools, or a game's: beside `reset`, `get_reward` and `close` it
+has only `step`, which takes the policy's text. Processes for the user's code import only this.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class EnvironmentClass:
     """The class that `environment` names."""
 
     def __init__(self, name: str):
-        """Raises ConfigError where there is no such file or class, or it has not the methods of either form."""
+        """Load it. Raises ConfigError if there is no such class, or it has neither form's methods."""
         loaded = load_function("environment", name, "class")
         methods = dict(inspect.getmembers(loaded, _is_method)) if inspect.isclass(loaded) else {}
         if "reset" not in methods:
@@ -31,15 +30,14 @@ class EnvironmentClass:
         public = {method for method in methods if not method.startswith("_")} - _OURS
         if not public:
             raise ConfigError(
-                f"environment={name!r}: it has nothing that answers: give it methods that the model calls as tools, or "
+                f"environment={name!r}: it has no method that answers: add methods to call as tools, or "
                 "step(text) -> (observation, reward, done)"
             )
         self.name, self.type = name, loaded
         self.label: str = loaded.__name__
         self.is_game = public == {"step"}
-        """whether `step` answers every turn"""
         self.methods = {} if self.is_game else {method: _bind(loaded, method) for method in sorted(public)}
-        """the methods that are tools, without an instance: for their signatures"""
+        """the tools, without an instance: for their signatures"""
         self.has_get_reward = "get_reward" in methods
         self.gives_reward = self.is_game or self.has_get_reward
 
@@ -49,21 +47,21 @@ def _is_method(member: Any) -> bool:
 
 
 def _bind(of: type, method: str) -> Callable:
-    """Return the method of a class without the argument `self`. It is not to be called."""
+    """Return a class's method without the argument `self`, for its signature."""
     if isinstance(inspect.getattr_static(of, method), staticmethod | classmethod):
         return getattr(of, method)
     return types.MethodType(getattr(of, method), object())
 
 
 def read_observation(returned: Any) -> str:
-    """Return what `reset` returned as text. Raises Misuse where it is neither text nor None."""
+    """Return the result of `reset` as text. Raises Misuse unless it is text or None."""
     if returned is not None and not isinstance(returned, str):
         raise Misuse(f"returned {returned!r:.200}: reset must return a text, or None")
     return returned or ""
 
 
 def read_step(returned: Any) -> tuple[str, float, bool]:
-    """Return what `step` returned. Raises Misuse unless it is (observation, reward, done)."""
+    """Check the result of `step`. Raises Misuse unless it is (observation, reward, done)."""
     if (
         isinstance(returned, tuple | list)
         and len(returned) == 3
@@ -80,7 +78,7 @@ def read_step(returned: Any) -> tuple[str, float, bool]:
 
 
 def read_reward(returned: Any) -> float | None:
-    """Return what `get_reward` returned. Raises Misuse where it is no reward."""
+    """Check the result of `get_reward`. Raises Misuse if it is no reward."""
     if not is_reward(returned):
         raise Misuse(f"returned {returned!r:.200}: get_reward must return a finite number, or None")
     return None if returned is None else float(returned)

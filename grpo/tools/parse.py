@@ -1,7 +1,7 @@
-"""What a policy wrote in a turn: its text, and the calls of tools in it.
+"""Reads a turn of the policy: its text, and the calls of tools in it.
 
-The tokenizer's response template reads it where there is one, else one of the formats by name. A call that is not well
-formed is a call too: it has an error, which is the answer to it.
+The tokenizer's response template reads a turn if there is one, else the format that is set. A malformed call has an
+error, which is its answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _BETWEEN_CALLS = re.compile(r"[; \n]*")  # in llama3_json
-_NOT_JSON = ValueError, RecursionError  # what reading JSON raises, the second where it is too deep
+_NOT_JSON = ValueError, RecursionError  # json's errors, the second for too many levels
 _UNKNOWN = "unknown"  # the name of a call that has none, as in TRL
 
 
@@ -35,21 +35,20 @@ class Call:
     name: str
     arguments: dict[str, Any]
     error: str = ""
-    """why it cannot be read; empty where it can"""
+    """why it cannot be read, or empty"""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote from one answer to the next."""
+    """The policy's text between two answers."""
 
     content: str
     """without special tokens, and without the calls that can be read"""
     calls: list[Call] = field(default_factory=list)
     reasoning: str = ""
-    """what the response template tells apart from the content"""
 
     def to_message(self) -> dict[str, Any]:
-        """Return it as a chat template takes it. A call that cannot be read is a part of its content."""
+        """Return it as a chat template takes it. A malformed call is a part of its content."""
         calls = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.calls
@@ -64,14 +63,14 @@ class Turn:
 
 
 class TurnReader:
-    """Reads turns of a model, whose tokenizer this is."""
+    """Reads turns of a model by its tokenizer."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict], parser: str
     ):
-        """`schemas` are those of the tools, none where no call is to be read; `parser` is `tool_call_parser`.
+        """`schemas`: those of the tools, if calls are to be read; `parser`: `tool_call_parser`.
 
-        Raises ConfigError where "auto" finds no format that the chat template has.
+        Raises ConfigError if "auto" finds no format in the chat template.
         """
         self._tokenizer, self._eos, self._schemas = tokenizer, frozenset(eos_token_ids), schemas
         # The tokenizer names one end of a turn, and the model may have others.
@@ -86,17 +85,16 @@ class TurnReader:
         return len(ids) > 0 and ids[-1] in self._eos
 
     def read_text(self, ids: Sequence[int]) -> Turn:
-        """Return the turn as text alone."""
         return Turn(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def read(self, ids: list[int], before: list[int]) -> Turn:
-        """Return what a whole turn says. `before` are the ids that it follows: the prompt's, or the last answer's."""
+        """Read a whole turn. `before` are the ids before it: the prompt's, or the last answer's."""
         if not self._schemas:
             return self.read_text(ids)
         if self._read_calls is None:
             return self._read_by_template(ids, before)
         text = self._decode(ids[:-1])
-        # All that stands before is decoded only where it matters: it may be long, and each turn is read.
+        # `before` may be long: it is decoded only if needed.
         in_thought = "</think>" in text and self._decode(before).rstrip().endswith("<think>")
         content, calls = self._read_calls(text, in_thought)
         if not calls:
@@ -109,7 +107,7 @@ class TurnReader:
     def _read_by_template(self, ids: list[int], before: list[int]) -> Turn:
         try:
             parsed = self._tokenizer.parse_response(ids, prefix=before, tools=self._schemas)
-        except (*_NOT_JSON, KeyError, TypeError) as error:  # what its parser raises at a text that it cannot read
+        except (*_NOT_JSON, KeyError, TypeError) as error:
             reason = str(error).splitlines()[0]
             return Turn(self.read_text(ids).content, [_failed(f"the call cannot be read: {reason}")])
         calls = [
@@ -128,7 +126,7 @@ class TurnReader:
 def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, after the reasoning.
 
-    `in_thought`: what the text follows has begun the reasoning.
+    `in_thought`: the text before has begun the reasoning.
     """
     reasoning, mark, rest = text.partition("</think>")
     before, first_call, _ = reasoning.partition("<tool_call>")
@@ -146,7 +144,7 @@ def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:
 
 
 def _read_llama3(text: str, _: bool) -> tuple[str, list[Call]]:
-    """Read `{"name": ..., "parameters": {...}}`, perhaps after <|python_tag|>; several stand with ; between them."""
+    """Read `{"name": ..., "parameters": {...}}`, perhaps after <|python_tag|>, several with ; between them."""
     stripped = text.strip()
     body = stripped.removeprefix("<|python_tag|>").lstrip()
     if body == stripped and not re.match(r'\{\s*"name"', body):
@@ -184,7 +182,7 @@ _FORMATS = {"hermes": _read_hermes, "llama3_json": _read_llama3, "mistral": _rea
 def _choose_format(
     parser: str, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict]
 ) -> str:
-    """Return the format that `tool_call_parser` names. Raises ConfigError where "auto" finds none."""
+    """Return the format of `tool_call_parser`. Raises ConfigError if "auto" finds none."""
     written = _find_format(tokenizer.get_chat_template(tools=schemas))
     if written is not None:
         call = Call(schemas[0]["function"]["name"], {"argument": "ValueOfTheArgument"})
@@ -193,21 +191,17 @@ def _choose_format(
             written = None  # as [TOOL_CALLS]name[ARGS]{...} of newer Mistral models
     if parser == "auto" and written is None:
         raise ConfigError(
-            f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no format that is "
-            f"known: set it to one of {', '.join(_FORMATS)} if the model writes so, or use a tokenizer with a "
-            "response_template"
+            f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no known format: "
+            f"set it to one of {', '.join(_FORMATS)} if the model does, or use a tokenizer with a response_template"
         )
     if parser != "auto" and written not in (None, parser):
-        log.warning(
-            "tool_call_parser=%r: the chat template writes calls as %s does, and such calls are not read",
-            parser,
-            written,
-        )
+        message = "tool_call_parser=%r: the chat template writes calls as %s does, and such calls are not read"
+        log.warning(message, parser, written)
     return written if parser == "auto" else parser
 
 
 def _find_format(template: str) -> str | None:
-    """Return the format that the chat template writes calls in, None where it is none of those."""
+    """Return the format of the chat template's calls, or None."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
@@ -225,7 +219,7 @@ def _load_call(body: str) -> Call:
 
 
 def _make_call(value: Any) -> Call:
-    """Make a call of JSON's value; what is missing or of another type is its error."""
+    """Make a call of a JSON value; the first missing or wrong part is its error."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _failed('a call is an object with "name" and "arguments"')
     arguments = value["arguments"] if "arguments" in value else value.get("parameters")

@@ -1,7 +1,7 @@
-"""Where the user's code runs: in this process, one call at a time, or in processes with deadlines.
+"""Runs the user's code in this process, one call at a time, or in processes with deadlines.
 
-Async tools always run on this process's event loop. A place is what answers one task after another, and holds the
-environment of a completion.
+Async tools always run on this process's event loop. A place does one task after another, and holds the environment of
+a completion.
 """
 
 from __future__ import annotations
@@ -24,27 +24,24 @@ from grpo.usercode.process import CallLost, ProcessPool, UserProcess
 log = logging.getLogger(__name__)
 
 PATIENCE = 60.0
-"""seconds from one look at the calls to the next, and those that a call may take before it is named"""
+"""seconds between two log lines, and of a call that is logged"""
 
 
 class SlowCalls:
-    """The calls that run now. A thread of their own looks at them: what they block may be the event loop."""
+    """Logs slow calls in this process, from a thread: a call may block the event loop."""
 
     def __init__(self, timeout: float | None):
         """`timeout` is `tool_timeout`, which ends no code that blocks the event loop."""
-        self._remedy = (
-            "nothing ends them: set tool_timeout"
-            if timeout is None
-            else f"tool_timeout={timeout:g} ends no async tool that blocks the event loop: let it await, or write it "
-            "without async"
-        )
+        self._remedy = "nothing ends them: set tool_timeout"
+        if timeout is not None:
+            self._remedy = f"tool_timeout={timeout:g} ends no async tool that blocks the event loop: await, or use def"
         self._running: dict[object, tuple[str, float]] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="slow calls", daemon=True).start()
 
     @contextmanager
     def noted(self, task: str, *arguments: Any) -> Iterator[None]:
-        """Take a task of grpo/tools/session.py for one that runs, as long as the block lasts."""
+        """Count a task of grpo/tools/session.py as running inside."""
         key = object()
         self._running[key] = (arguments[0] if task in ("tool", "method") else task), time.monotonic()
         try:
@@ -53,43 +50,38 @@ class SlowCalls:
             del self._running[key]
 
     def close(self) -> None:
-        """Look at them no more."""
         self._closed.set()
 
     def _watch(self) -> None:
         while not self._closed.wait(PATIENCE):
             now = time.monotonic()
-            slow = [
-                f"{name} (for {now - began:.0f} s)"
-                for name, began in [*self._running.values()]
-                if now - began >= PATIENCE
-            ]
+            times = [(name, now - began) for name, began in [*self._running.values()]]
+            slow = [f"{name} (for {seconds:.0f} s)" for name, seconds in times if seconds >= PATIENCE]
             if slow:
                 more = f", and {len(slow) - 3} more" if len(slow) > 3 else ""
-                # An error, not a warning: ranks other than the first show nothing less.
+                # An error: ranks other than the first show no warnings.
                 log.error("these have not answered yet: %s%s; %s", ", ".join(slow[:3]), more, self._remedy)
 
 
 class Place(Protocol):
-    """Where the code of one completion runs."""
+    """Runs the code of one completion."""
 
     async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
-        """Do one of the tasks of grpo/tools/session.py; its random numbers follow from `key`. Raises CallLost."""
+        """Do a task of grpo/tools/session.py; `key` seeds its random numbers. Raises CallLost."""
         ...
 
     def release(self) -> None:
-        """Let another completion have what this one used."""
+        """Free the place for another completion."""
         ...
 
 
 class LocalPlace:
-    """This process: sync code in a thread of its own, async code on the event loop."""
+    """This process: sync code in a thread, async code on the event loop, without deadlines."""
 
     def __init__(self, session: Session, thread: UserThread, slow_calls: SlowCalls):
         self._session, self._thread, self._slow_calls = session, thread, slow_calls
 
     async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
-        """Do a task; nothing ends it before it ends itself."""
         started = await asyncio.wrap_future(self._thread.submit(self._start, key, task, *arguments))
         if isinstance(started, dict):
             return started
@@ -97,7 +89,7 @@ class LocalPlace:
             return await self._session.finish(task, started)
 
     def release(self) -> None:
-        """Leave nothing: the session goes with the completion."""
+        """Do nothing: the session ends with the completion."""
 
     def _start(self, key: Key, *task: Any) -> Reply | Awaitable:
         with self._slow_calls.noted(*task), user_code(*key):
@@ -105,19 +97,17 @@ class LocalPlace:
 
 
 class ProcessPlace:
-    """A process, from the first task until it is released: no other completion uses it in that time."""
+    """A process for this completion alone, from the first task until its release, with deadlines."""
 
     def __init__(self, processes: ProcessPool):
         self._processes = processes
         self._process: UserProcess | None = None
-        self._order = threading.Lock()  # who waits for a call may be cancelled, and not the call
+        self._order = threading.Lock()  # a waiter may be cancelled while its call runs
 
     async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
-        """Do a task; it may take `tool_timeout` seconds."""
         return await self._processes.run(self._call, key, task, *arguments)
 
     def release(self) -> None:
-        """Give the process back."""
         if self._process is not None:
             self._processes.give_back(self._process)
             self._process = None
@@ -130,7 +120,7 @@ class ProcessPlace:
 
 
 async def _perform_async(session: Session, seconds: float | None, task: str, *arguments: Any) -> Reply:
-    """Do a task whose code is async. Raises CallLost after so many seconds."""
+    """Do a task of async code. Raises CallLost after `seconds`."""
     started: Reply | Awaitable = session.start(task, *arguments)
     if isinstance(started, dict):
         return started
@@ -143,7 +133,7 @@ async def _perform_async(session: Session, seconds: float | None, task: str, *ar
 
 
 class UserThread:
-    """A thread for sync code, which may hang: it must not keep the program from its end, as an executor's would."""
+    """A daemon thread for sync code, which may hang: the program ends without it, unlike an executor's."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
@@ -155,7 +145,7 @@ class UserThread:
         return future
 
     def close(self) -> None:
-        """End the thread after the calls that it has."""
+        """End the thread after its calls."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -170,10 +160,9 @@ class UserThread:
 
 
 class Runner:
-    """Runs tools, and makes a place for each instance of the environment."""
+    """Runs tools, and makes a place for each instance of the environment; in this process if `processes` is None."""
 
     def __init__(self, make_session: Callable[[], Session], processes: ProcessPool | None):
-        """Without `processes` all code runs in this one."""
         self._make_session, self._tools = make_session, make_session()
         self._processes = processes
         self._timeout = None if processes is None else processes.timeout
@@ -181,7 +170,7 @@ class Runner:
         self._slow_calls = SlowCalls(self._timeout)
 
     async def call_tool(self, key: Key, tool: Tool, arguments: dict[str, Any]) -> Reply:
-        """Call one of `tools`; its random numbers follow from `key`. Raises CallLost."""
+        """Call a tool; `key` seeds its random numbers. Raises CallLost."""
         task = "tool", tool.name, arguments
         if tool.is_async:
             with self._slow_calls.noted(*task), async_user_code(*key):
@@ -191,13 +180,12 @@ class Runner:
         return await self._processes.run(self._processes.call, key, *task)
 
     def make_place(self) -> Place:
-        """Return where an instance of the environment is to live."""
         if self._processes is None:
             return LocalPlace(self._make_session(), self._thread, self._slow_calls)
         return ProcessPlace(self._processes)
 
     def close(self) -> None:
-        """End what runs the user's code."""
+        """End the user's code."""
         self._thread.close()
         self._slow_calls.close()
         if self._processes is not None:

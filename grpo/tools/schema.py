@@ -1,4 +1,4 @@
-"""Functions that the policy may call: found, their schemas, and whether a call's arguments fit."""
+"""Loads the functions that the policy may call, makes their schemas, and checks calls' arguments."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Tool:
     signature: inspect.Signature
     is_async: bool
     is_method: bool
-    """True where it is one of the environment's"""
+    """whether it is the environment's"""
 
     def find_misfit(self, arguments: dict[str, Any]) -> str:
-        """Return what is wrong with the arguments of a call; "" where they fit."""
+        """Describe the fault in a call's arguments, or return ""."""
         try:
             self.signature.bind(**arguments)
         except TypeError as error:
@@ -51,8 +51,7 @@ class Tool:
 def make_tool(field: str, value: str, function: Callable, is_method: bool = False) -> Tool:
     """Make a tool of a function, which the setting `field` names by `value`.
 
-    Raises ConfigError unless it has type hints, a docstring with a line for each argument, and each argument a name by
-    which it can be given.
+    Raises ConfigError unless it has type hints, a docstring with a line for each argument, and named arguments alone.
     """
     from transformers.utils import get_json_schema
 
@@ -78,10 +77,7 @@ def make_tool(field: str, value: str, function: Callable, is_method: bool = Fals
 
 
 def load_tools(names: Sequence[str]) -> dict[str, tuple[Tool, Callable]]:
-    """Return the functions that `tools` names, by the name that the policy calls them by.
-
-    Raises ConfigError where there is no such file or function, one cannot be a tool, or two have the same name.
-    """
+    """Return the functions of `tools` by name. Raises ConfigError if one is missing, unfit, or named twice."""
     loaded: dict[str, tuple[Tool, Callable]] = {}
     for name in names:
         function = load_function("tools", name)

@@ -1,4 +1,4 @@
-"""Calls of the user's code, and what comes of them as plain data. One session is used by one caller at a time.
+"""Calls the user's code, and returns plain data. A session has one caller at a time.
 
 Tasks and their arguments are
 
@@ -39,7 +39,7 @@ class Session:
         self._instance: Any = None
 
     def start(self, task: str, *arguments: Any) -> Reply | Awaitable:
-        """Do the task; return its reply, or of async code what `finish` awaits. Raises nothing of the user's."""
+        """Do the task; return its reply, or an awaitable for `finish`. Raises no error of the user's."""
         try:
             returned = self._call(task, *arguments)
             return returned if inspect.isawaitable(returned) else self._make_reply(task, returned)
@@ -47,7 +47,6 @@ class Session:
             return self._explain(task, error)
 
     async def finish(self, task: str, awaitable: Awaitable) -> Reply:
-        """Await what `start` returned; return the reply."""
         try:
             return self._make_reply(task, await awaitable)
         except BaseException as error:  # the same
@@ -76,10 +75,8 @@ class Session:
             inspect.signature(reset).bind(**columns)
         except TypeError as error:
             given = ", ".join(columns) or "nothing"
-            raise Misuse(
-                f"cannot be called: {error}: it is given {given}: let reset name those that it needs, and end with "
-                "**kwargs for the rest"
-            ) from None
+            reason = f"cannot be called: {error}: it is given {given}: name some, and end with **kwargs"
+            raise Misuse(reason) from None
         return reset(**columns)
 
     def _make_reply(self, task: str, returned: Any) -> Reply:
@@ -103,19 +100,19 @@ class Session:
         return reply | {"raised": f"{task} {reason}"}
 
     def _cut(self, text: str) -> str:
-        """Return a text of at most `longest` characters, and where it is cut a mark that says so."""
+        """Cut a text to `longest` characters and a mark of the cut."""
         if (missing := len(text) - self._longest) > 0:
             text = f"{text[: self._longest]}... ({missing} more characters)"
         return clean(text)
 
 
 def _to_text(returned: Any) -> str:
-    """Return what a tool returned as text: JSON, unless it is text."""
+    """Return a tool's result as text: JSON, unless it is text."""
     if isinstance(returned, str):
         return returned
     try:
         return json.dumps(returned, ensure_ascii=False, default=str)
-    except (TypeError, ValueError):  # keys that JSON has not, or a circle
+    except (TypeError, ValueError):  # other keys than JSON's, or a circle
         return str(returned)
 
 
@@ -132,12 +129,12 @@ def _reason_of(error: BaseException) -> str:
 
 
 def clean(text: str) -> str:
-    """Return the text with what UTF-8 cannot say replaced, which no tokenizer takes."""
+    """Replace what UTF-8 does not have, which no tokenizer takes."""
     return text.encode("utf-8", "replace").decode()
 
 
 class TurnsService:
-    """Does the tasks of grpo/tools/session.py: a Service of grpo/usercode/child.py."""
+    """Does the tasks of a session in a process."""
 
     def __init__(self, tools: list[str], environment: str | None, longest: int):
         """The arguments are the settings `tools`, `environment` and `max_tool_response_length`."""
@@ -146,7 +143,7 @@ class TurnsService:
         self._loop = asyncio.new_event_loop()
 
     def answer(self, key: Key, *task: Any) -> Reply:
-        """Return the reply to a task, whose random numbers follow from `key`."""
+        """Return the reply to a task; `key` seeds its random numbers."""
         with user_code(*key):
             started = self._session.start(*task)
             if isinstance(started, dict):

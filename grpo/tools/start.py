@@ -1,4 +1,4 @@
-"""Find the tools and the environment that the configuration names, check them, and make what answers the policy."""
+"""Loads and checks the configured tools and environment, and answers the policy with them."""
 
 from __future__ import annotations
 
@@ -22,50 +22,42 @@ from grpo.usercode.prints import PRINTS
 from grpo.usercode.process import CallLost, ProcessPool, count_processes, run_in_loop
 
 PRINTS_TOGETHER = 128
-"""how many completions share a limit of prints where they overlap without a pause, as on a worker"""
+"""how many completions share a limit of prints if they overlap without a pause, as on a worker"""
 
 
 def start_turns(
     config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]
 ) -> UserResponder | None:
-    """Return what answers the policy, None where nothing does. `config` has AnswerSection's settings too; a turn ends
-    with one of `eos_token_ids`.
+    """Return the responder to the policy, or None. `config` has AnswerSection's settings too; a turn ends with one of
+    `eos_token_ids`.
 
-    Raises ConfigError where a function or class cannot be used, or the tokenizer's chat template has no tools.
+    Raises ConfigError if a function or class cannot be used, or the tokenizer's chat template has no tools.
     """
     return UserResponder(config, tokenizer, eos_token_ids) if config.has_turns else None
 
 
 class UserResponder:
-    """The user's tools and environment, in all completions of a run: Turns of grpo/data/responder.py."""
+    """The user's tools and environment, in all completions of a run: a Responder of grpo/data/responder.py."""
 
     def __init__(self, config: TurnsSection, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]):
-        """Take the arguments of `start_turns`, and raise what it raises."""
+        """Take the arguments of `start_turns`."""
         loaded = load_tools(config.tools)
         environment = EnvironmentClass(config.environment) if config.environment else None
         tools = {name: tool for name, (tool, _) in loaded.items()}
         for name, method in environment.methods.items() if environment else ():
             if name in tools:
-                raise ConfigError(
-                    f"environment={config.environment!r}: a tool is named {name!r} too: rename one of them"
-                )
+                raise ConfigError(f"environment={config.environment!r}: a tool is named {name!r} too: rename one")
             tools[name] = make_tool("environment", config.environment, method, is_method=True)
         schemas = [tool.schema for tool in tools.values()]
         self.tools: list[dict[str, Any]] | None = schemas or None
-        """the schemas, for the chat template; None where there are none"""
+        """the schemas, for the chat template, or None"""
         self.environment = environment
-        """the class of the user's, None without one"""
         self.rewards: dict[str, type] = {}
-        """the environment's class by the name of the reward that it gives; empty where it gives none"""
+        """the environment's class by the name of its reward, if it gives one"""
         if environment is not None and environment.gives_reward:
             self.rewards[environment.label] = environment.type
-        template = AnswerTemplate(
-            tokenizer,
-            eos_token_ids,
-            schemas,
-            config.chat_template_kwargs,
-            answers_as_user=environment is not None and environment.is_game,
-        )
+        is_game = environment is not None and environment.is_game
+        template = AnswerTemplate(tokenizer, eos_token_ids, schemas, config.chat_template_kwargs, is_game)
         reader = TurnReader(tokenizer, eos_token_ids, schemas, config.tool_call_parser)
         functions = {name: function for name, (_, function) in loaded.items()}
         longest = config.max_tool_response_length
@@ -73,7 +65,6 @@ class UserResponder:
         if config.tool_timeout is not None:
             names = [*config.tools, *([config.environment] if config.environment else [])]
             arguments = config.tools, config.environment, longest
-            # More calls at the same time than there are cores would only use up each other's time.
             processes = ProcessPool((TurnsService, arguments, names), config.tool_timeout, count_processes())
         runner = Runner(lambda: Session(functions, environment, longest), processes)
         self._setup = Setup(config, tools, environment, reader, template, runner, Failures())
@@ -82,20 +73,18 @@ class UserResponder:
         self._lock = threading.Lock()
 
     def observe(self, columns: dict[str, Any]) -> str:
-        """Return what the environment says to a row of the dataset, before the policy does: the end of the prompt.
+        """Return the environment's observation of a dataset's row, the end of the prompt; "" without an environment.
 
-        It is "" without an environment. May be called from several threads. Raises RewardError where reset fails.
+        From any thread. Raises RewardError if reset fails.
         """
         if self.environment is None:
             return ""
         return run_in_loop(self._observe(self.environment, columns)).result()
 
     def try_on(self, example: Example) -> None:
-        """Begin a completion of this example and end it by an empty turn: a mistake of the environment shows here, not
-        after minutes of sampling.
+        """Begin a completion of this example and end it by an empty turn, to find mistakes before sampling.
 
-        Raises RewardError where `reset` says something else than as the data was read, and where a method fails or
-        returns what it must not.
+        Raises RewardError if `reset` says something else than as the data was read, or a method fails.
         """
         dialogue = self.begin(example)
         try:
@@ -105,14 +94,14 @@ class UserResponder:
             dialogue.close()
 
     def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> UserDialogue:
-        """Begin a completion of this example, which has this name. The caller closes it."""
+        """Begin a completion of this example, with this name. The caller closes it."""
         with self._lock:
             self._live += 1
         key = ("greedy", example.index) if name is None else name
         return UserDialogue(self._setup, example, key, self._count_end)
 
     def close(self) -> None:
-        """End what runs the user's code; every completion must be closed by then."""
+        """End the user's code, after all completions are closed."""
         self._setup.runner.close()
 
     async def _observe(self, environment: EnvironmentClass, columns: dict[str, Any]) -> str:

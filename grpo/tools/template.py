@@ -1,7 +1,7 @@
-"""The token ids of an answer: what the chat template writes between the end of a turn of the policy and the next one.
+"""Renders answers as token ids: the chat template's text between two turns of the policy.
 
-What the policy drew is never rendered again. A short conversation is, whose last turn of the policy has a mark in it;
-the answer is the text after the end of that turn, up to where the policy goes on.
+The policy's own tokens are never rendered. A short conversation is, with a mark in the policy's last turn; the answer
+is the text after the end of that turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Messages = list[dict[str, Any]]
 
 
 class AnswerTemplate:
-    """Writes answers as the model's chat template does, or as text alone where it has none."""
+    """Writes answers as the model's chat template does, or as plain text without one."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class AnswerTemplate:
         template_kwargs: dict[str, Any] | None,
         answers_as_user: bool,
     ):
-        """Try the template with tools, and with an environment's words where `answers_as_user`.
+        """Try the template with tools, and with an environment's messages if `answers_as_user`.
 
-        Raises ConfigError where it leaves out tools or answers, or does not end a turn as the policy does.
+        Raises ConfigError if it leaves out tools or answers, or ends a turn otherwise than the policy.
         """
         self._tokenizer, self._schemas = tokenizer, schemas
         self._kwargs = {**(template_kwargs or {}), **({"tools": schemas} if schemas else {})}
@@ -45,8 +45,8 @@ class AnswerTemplate:
         if tokenizer.chat_template is None:
             if schemas:
                 raise ConfigError(
-                    f"model_name_or_path={tokenizer.name_or_path!r}: it has no chat template, so it cannot be told "
-                    "of tools: use a model that was trained to call them, or an environment with step alone"
+                    f"model_name_or_path={tokenizer.name_or_path!r}: it has no chat template for tools: use a model "
+                    "that was trained to call them, or an environment with step alone"
                 )
             return
         if schemas:
@@ -55,11 +55,11 @@ class AnswerTemplate:
         self._check_answers([*tool, *([{"role": "user", "content": _ANSWER}] if answers_as_user else [])])
 
     def render(self, answers: Messages) -> str:
-        """Return the text of the answers to a turn: of tools to its calls, or a message of the user."""
+        """Return the text of the answers to a turn: of tools, or a message of the user."""
         return self._split(answers)[1]
 
     def encode(self, answers: Messages) -> list[int]:
-        """Return the ids of that text, as they are after the end of a turn."""
+        """Return the ids of that text after the end of a turn."""
         end, text = self._split(answers)
         # Together, as some ends take the line end after them, and some tokenizers put a space before a text.
         ids = self._tokenizer(end + text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -67,7 +67,7 @@ class AnswerTemplate:
         return ids[len(ends) :]
 
     def _split(self, answers: Messages) -> tuple[str, str]:
-        """Return the text that ends a turn, and what follows it. Raises _Unfit where the template has no such place."""
+        """Return the text that ends a turn, and the text after it. Raises _Unfit if the template has none."""
         if self._tokenizer.chat_template is None:
             return "", "".join(f"\n\n{answer['content']}\n\n" for answer in answers)
         turn: dict[str, Any] = {"role": "assistant", "content": _MARK}
@@ -108,7 +108,7 @@ class AnswerTemplate:
         )
 
     def _check_answers(self, answers: Messages) -> None:
-        """Find the form in which the template takes these answers. Raises ConfigError where it takes them in none."""
+        """Find the form in which the template takes these answers. Raises ConfigError if it takes none."""
         reasons = []
         for self._in_parts, self._text_arguments in itertools.product((False, True), repeat=2):
             try:
@@ -118,9 +118,9 @@ class AnswerTemplate:
             except Exception as error:  # the same
                 reasons.append(str(error) if isinstance(error, _Unfit) else f"refuses them ({error})")
         raise ConfigError(
-            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write what "
-            f"{' and '.join(answer['role'] for answer in answers)} answer to the model: it "
-            f"{_in_a_line(reasons[0])}: use a model that was trained to be answered so"
+            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write answers of "
+            f"{' and '.join(answer['role'] for answer in answers)}: it {_in_a_line(reasons[0])}: use a model that was "
+            "trained with them"
         )
 
 
@@ -131,9 +131,9 @@ def render_call(
     name: str,
     arguments: dict[str, str],
 ) -> list[str]:
-    """Return what the policy is to write for a call of a tool, in each form in which the chat template takes one.
+    """Return the policy's text of a call, in each form that the chat template takes.
 
-    Where the template writes that turn in another way than the policy begins it, what stands before it is in the text.
+    If the template begins that turn otherwise than the policy does, the text includes the template's beginning.
     """
     ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
     texts = []
@@ -168,4 +168,4 @@ def _in_a_line(reason: str) -> str:
 
 
 class _Unfit(Exception):
-    """A template that has no place for answers. The message follows it in a sentence."""
+    """A template without a place for answers. The message follows it in a sentence."""

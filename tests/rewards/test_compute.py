@@ -195,7 +195,7 @@ TWICE = [1.0] * 2
         (
             lambda solution, **_: TWICE,
             "cannot be called: missing a required argument: 'solution': it is given prompts, completions, answer, "
-            "trainer_state, log_extra, log_metric: let it name those that it needs, and end with **kwargs for the rest",
+            "trainer_state, log_extra, log_metric: name some, and end with **kwargs",
         ),
         (lambda **_: 10**5000, "returned int: it must return a list with one reward for each"),
         (lambda completions: TWICE, "cannot be called: got an unexpected keyword argument 'prompts': it is given"),
@@ -274,7 +274,7 @@ def test_a_column_of_the_record_is_not_replaced():
     (line,) = batch.to_lines()
     assert {"step", "phase", *line} == RECORDED and line["messages"] == outcome.messages
     for name in RECORDED:
-        with pytest.raises(ValueError, match=f"^log_extra: completions.jsonl has '{name}' of its own"):
+        with pytest.raises(ValueError, match=f"^log_extra: completions.jsonl has a field '{name}': choose another"):
             Logged().log_extra(name, ["x"])
 
 

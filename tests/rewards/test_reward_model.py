@@ -251,7 +251,7 @@ def test_a_folder_is_a_model_where_it_has_a_slash(folders, monkeypatch):
         ("./nowhere", "there is no such folder"),
         ("/nowhere/at/all", "there is no such folder"),
         ("a/b/c", "there is no such folder"),
-        (str(REPOSITORY / "docs"), "it is a folder without config.json"),
+        (str(REPOSITORY / "docs"), "no config.json in it"),
     ],
 )
 def test_what_is_none_of_them_is_refused(name, reason):

@@ -306,11 +306,11 @@ def test_a_tool_that_always_raises_is_shown_once_and_then_counted(tmp_path, capl
     shown = [record.getMessage() for record in caplog.records if record.name == "grpo.tools.dialogue"]
     assert "in odd\n" in shown[0] and "\nKeyError: 'a mistake'\ntool 'odd'" in shown[0] and "grpo/" not in shown[0]
     assert [message.splitlines()[-1] for message in shown] == [
-        "tool 'odd' raised KeyError: the run goes on, and more of these are counted",
+        "tool 'odd' raised KeyError: the run continues, and counts more of these",
         "tool 'odd' raised KeyError, 10 times by now",
         "tool 'odd' raised KeyError, 100 times by now",
-        "tool 'odd' raised ValueError: the run goes on, and more of these are counted",
-        "tool 'wait' raised ValueError: the run goes on, and more of these are counted",
+        "tool 'odd' raised ValueError: the run continues, and counts more of these",
+        "tool 'wait' raised ValueError: the run continues, and counts more of these",
     ]
     talk.dialogue.close()
     talks.turns.close()

@@ -248,7 +248,7 @@ def test_what_reset_says_is_the_same_when_the_data_is_read_and_later(begin):
     assert len(module.CLOSED) == 1
     assert talk.say("7") is None
     talk = begin("Guess", {"number": 7, "first": "up to 10?"}, messages=messages)[0]
-    with pytest.raises(RewardError, match=r"environment='.*:Guess': reset said 'up to 10\?' .* from the row alone"):
+    with pytest.raises(RewardError, match=r"environment='.*:Guess': reset said 'up to 10\?' .* on the row alone"):
         talk.say("7")
     talk, _, turns = begin("Silent", {"start": 7}, messages=messages)
     assert turns.observe({"start": 7}) == ""
@@ -343,7 +343,7 @@ def test_what_raises_ends_the_run_with_the_users_lines(begin):
 
 def test_a_reset_that_cannot_be_used_ends_the_run(begin):
     talk = begin("Narrow", {"start": 1, "answer": "2"})[0]
-    with pytest.raises(RewardError, match="reset cannot be called: .*'answer': it is given start, answer: let reset"):
+    with pytest.raises(RewardError, match="reset cannot be called: .*'answer': it is given start, answer: name some"):
         talk.say("x")
     talk, _, turns = begin("Guess", {})
     with pytest.raises(RewardError, match=r"reset failed: KeyError\('number'\)"):
@@ -361,7 +361,7 @@ def test_what_close_raises_is_said_once_then_counted_and_ends_nothing(begin, cap
         turns.observe({"number": 7})
     first, tenth = (record.getMessage() for record in caplog.records)
     assert 'raise ValueError("at the end")\nValueError: at the end\nenvironment=' in first and len(module.CLOSED) == 99
-    assert first.endswith(":Careless': close raised ValueError: the run goes on, and more of these are counted")
+    assert first.endswith(":Careless': close raised ValueError: the run continues, and counts more of these")
     assert tenth.endswith(":Careless': close raised ValueError, 10 times by now")
 
 
@@ -369,7 +369,7 @@ def test_what_close_raises_is_said_once_then_counted_and_ends_nothing(begin, cap
     ("name", "reason"),
     [
         *[("Nowhere", "has no such class"), ("add", "it is no class with a method reset")],
-        *[("NoReset", "it is no class with a method reset"), ("Nothing", "it has nothing that answers")],
+        *[("NoReset", "it is no class with a method reset"), ("Nothing", "it has no method that answers")],
         ("Undocumented", "a model cannot be told what look does"),
     ],
 )

@@ -253,7 +253,7 @@ def test_an_environment_that_is_lost_ends_its_completion_and_no_other(talks, cap
     assert outcome.rewards == {"Game": 0.0} and len(outcome.messages) == 1
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert f":Game': {task} {reason}: the completion ends, and the environment gives it 0" in record.getMessage()
+    assert f":Game': {task} {reason}: the completion ends with the reward 0" in record.getMessage()
     assert other.say("go") and other.say("done") is None
     assert other.dialogue.outcome.rewards == {"Game": 5.0}
     for each in (talk, other):
