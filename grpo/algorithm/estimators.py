@@ -1,9 +1,7 @@
-"""The values of `advantage_estimator` beside grpo: a formula for each, with its paper. Pure functions of tensors,
-without ranks.
+"""Computes the advantages of the estimators beside grpo, and of the user's. Pure functions of tensors, without ranks.
 
-A formula is computed from the outcomes of a round's completions on all ranks, and returns float64 [groups,
-num_generations]. NaN, a completion to which no reward function applies, is in no mean; its advantage is made 0 in
-grpo/algorithm/advantages.py, as are those of a group without signal.
+A formula takes the outcomes of a round's completions on all ranks, and returns float64 [groups, num_generations]. NaN,
+without any reward, is in no mean; advantages.py makes its advantage 0, and those of groups without signal.
 """
 
 from __future__ import annotations
@@ -21,15 +19,14 @@ from grpo.config.user_code import load_function, modes_kept
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What the completions of a round came to, of all ranks."""
+    """The rewards of a round's completions, of all ranks."""
 
     rewards: torch.Tensor
-    """float64 [groups, num_generations], the weighted sum over the functions, less the KL with kl_in_reward; NaN where
-    no function applies"""
+    """float64 [groups, num_generations], the weighted sum over the functions, less the KL with kl_in_reward"""
     lengths: torch.Tensor | None = None
-    """int64 [groups, num_generations], tokens of each completion; None where only signal is asked for"""
+    """int64 [groups, num_generations], tokens of each completion, if not only the signal is needed"""
     greedy: torch.Tensor | None = None
-    """float64 [groups], the reward of each prompt's greedy completion; None but with remax"""
+    """float64 [groups], the reward of each prompt's greedy completion, for remax"""
 
 
 def rloo(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
@@ -46,12 +43,12 @@ def rloo(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
 def reinforce_plus_plus(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
     """Return the rewards whitened over the tokens of the round.
 
-    Hu et al. 2025, "REINFORCE++", arXiv:2501.03262, equations 8 to 10, without discount. The KL of equation 8 is that
-    of a token and all after it. With kl_in_reward it is the whole completion's: the KL before a token does not depend
-    on that token, so it is a baseline, and the expected gradient is the same.
+    Hu et al. 2025, "REINFORCE++", arXiv:2501.03262, equations 8 to 10, without discount. Equation 8 has the KL from a
+    token on, kl_in_reward the whole completion's: the KL before a token is a baseline, without effect on the expected
+    gradient.
     """
     if not has_signal(outcomes.rewards.view(1, -1), 0.0):
-        return torch.zeros_like(outcomes.rewards)  # exactly: no rounding dust
+        return torch.zeros_like(outcomes.rewards)  # not rounding errors
     return _whiten(outcomes.rewards, outcomes.lengths)
 
 
@@ -69,8 +66,7 @@ def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: LossSection) -> t
 def remax(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
     """Return reward - reward of the policy's greedy completion of the prompt.
 
-    Li et al. 2023, "ReMax", arXiv:2310.10505, algorithm 1. With kl_in_reward the greedy completion's reward is without
-    KL.
+    Li et al. 2023, "ReMax", arXiv:2310.10505, algorithm 1. The greedy completion's reward never has a KL.
     """
     return outcomes.rewards - outcomes.greedy.unsqueeze(1)
 
@@ -78,8 +74,8 @@ def remax(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
 def opo(outcomes: Outcomes, settings: LossSection) -> torch.Tensor:
     """Return reward - mean of the group's rewards, each weighed by its completion's tokens.
 
-    Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585: the baseline of least variance where
-    the squared norm of a completion's gradient grows with its length.
+    Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585: the baseline of least variance if a
+    gradient's squared norm grows with the completion's length.
     """
     rewards = outcomes.rewards
     tokens = outcomes.lengths.masked_fill(rewards.isnan(), 0)
@@ -109,55 +105,47 @@ class Estimator:
 
     advantages: Callable[[Outcomes, LossSection], torch.Tensor]
     signal: Callable[[Outcomes, float], torch.Tensor] | None
-    """(outcomes, tolerance) -> bool [groups]: whether a group's rewards tell good completions from bad; None where
-    that depends on the whole round"""
+    """(outcomes, tolerance) -> bool [groups]: whether a group's rewards tell good completions from bad; None if that
+    depends on the whole round"""
 
 
 def _spread_signal(outcomes: Outcomes, tolerance: float) -> torch.Tensor:
     return has_signal(outcomes.rewards, tolerance)
 
 
-def _greedy_signal(outcomes: Outcomes, tolerance: float) -> torch.Tensor:
-    return ((outcomes.rewards - outcomes.greedy.unsqueeze(1)).abs() > tolerance).any(dim=1)
-
-
-def _lead_signal(outcomes: Outcomes, tolerance: float) -> torch.Tensor:
-    return _lead(outcomes.rewards) > tolerance
-
-
 ESTIMATORS = {
     "rloo": Estimator(rloo, _spread_signal),
     "reinforce++": Estimator(reinforce_plus_plus, None),
     "reinforce++_baseline": Estimator(reinforce_plus_plus_baseline, _spread_signal),
-    "remax": Estimator(remax, _greedy_signal),
+    "remax": Estimator(remax, lambda outcomes, tolerance: (remax(outcomes, None).abs() > tolerance).any(dim=1)),
     "opo": Estimator(opo, _spread_signal),
-    "passk": Estimator(passk, _lead_signal),
+    "passk": Estimator(passk, lambda outcomes, tolerance: _lead(outcomes.rewards) > tolerance),
 }
 
 
 def has_signal(rewards: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return bool [groups]: whether a group's rewards ([groups, num_generations], NaN left out) differ by more."""
+    """Return bool [groups]: whether a group's rewards ([groups, num_generations]) differ by more, without NaN."""
     highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
     return highest - lowest > tolerance
 
 
 def std(rewards: torch.Tensor) -> torch.Tensor:
-    """Return the std over the last dimension, ddof 1, NaN left out; 0 where fewer than two are left."""
+    """Return the std over the last dimension, ddof 1, without NaN; 0 of fewer than two."""
     count = (~rewards.isnan()).sum(dim=-1)
     squares = (rewards - rewards.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1)
     return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def _lead(rewards: torch.Tensor) -> torch.Tensor:
-    """Return how far a group's best reward is above its second best, [groups]; 0 where fewer than two are known."""
+    """Return a group's best reward - second best, [groups]; 0 of fewer than two."""
     best, second = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1).values.unbind(dim=1)
     return torch.where(second.isneginf(), 0.0, best - second)
 
 
 def _whiten(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return (value - mean) / sqrt(variance + 1e-8), mean and variance (ddof 1) over all tokens: a completion's value
-    counts once for each of its tokens. All [groups, num_generations]."""
+    """Return (value - mean) / sqrt(variance + 1e-8), mean and variance (ddof 1) over all tokens: each has its
+    completion's value. All [groups, num_generations]."""
     tokens = lengths.masked_fill(values.isnan(), 0)
     count = tokens.sum()
     mean = (tokens * values.nan_to_num(nan=0.0)).sum() / count.clamp(min=1)
@@ -190,10 +178,7 @@ def find_estimator(name: str) -> Estimator:
 
 
 def try_estimator(name: str, num_generations: int) -> None:
-    """Call an estimator of the user's own on the rewards of three groups, one of equals. Built-in ones are not called.
-
-    Raises ConfigError as find_estimator, and where the function fails or returns something else than it must.
-    """
+    """Call a user's estimator on the rewards of three groups, one of equals. Raises ConfigError if it fails."""
     if ":" not in name:
         return
     estimator = find_estimator(name)

@@ -1,4 +1,4 @@
-"""The KL from the reference, estimated from sampled tokens, and its adaptive coefficient."""
+"""Estimates the KL from the reference by sampled tokens; adapts the coefficients of KL and entropy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
 
         k1 = -d        k2 = d^2 / 2        k3 = exp(d) - d - 1
 
-    k3+ has the value of k3 and the gradient of k2, which is the unbiased one on-policy (k3's is not). All shapes equal.
+    k3+ has the value of k3 and the gradient of k2, which is unbiased on-policy (k3's is not). All shapes equal.
 
-    Where d > 20 the tangent of exp at 20 replaces exp, e^20 (d - 19): it cannot overflow, and a token that far below
-    the reference is pulled back as strongly as one at 20. There is no bound below: far above the reference k3's slope
-    goes to 1, and stays.
+    Above d = 20 the tangent e^20 (d - 19) replaces exp: it cannot overflow, and keeps the slope at 20. Below no bound
+    is needed: k3's slope goes to 1.
     """
     difference = ref_logprobs - logprobs
     if estimator == "k1":
@@ -36,7 +35,7 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
 
 
 def adapt_beta(beta: float, kl: float, sequences: int, target: float) -> float:
-    """Return the KL coefficient for the next step: it grows where the measured KL (nats a token) is above the target.
+    """Return the next step's KL coefficient: it grows if the measured KL (nats a token) is above the target.
 
     Ziegler et al. 2019, arXiv:1909.08593, section 2.2; as in verl, a step of n sequences counts n times.
     """
@@ -44,14 +43,11 @@ def adapt_beta(beta: float, kl: float, sequences: int, target: float) -> float:
     return beta * (1 + error * sequences / HORIZON)
 
 
-# The adaptive coefficient of the entropy bonus: Skywork-OR1, He et al. 2025, arXiv:2505.22312.
-
-
 def applied_entropy_coef(entropy_coef: float, last_entropy: float | None, settings: LossSection) -> float:
     """Return the coefficient of the entropy bonus in a step.
 
-    An adaptive one acts only where the last step's entropy was at or below the target; before the first step that
-    entropy is None.
+    An adaptive one (Skywork-OR1, He et al. 2025, arXiv:2505.22312) acts only if the last step's entropy, None before
+    the first, was at or below the target.
     """
     if not settings.use_adaptive_entropy:
         return entropy_coef
@@ -59,8 +55,7 @@ def applied_entropy_coef(entropy_coef: float, last_entropy: float | None, settin
 
 
 def adapt_entropy_coef(entropy_coef: float, entropy: float, settings: LossSection) -> float:
-    """Return the coefficient for the next step: a delta more where the entropy was at or below the target, else a
-    delta less, up to the bounds."""
+    """Return the next step's coefficient: up if the entropy was at or below the target, else down, within bounds."""
     if entropy <= settings.entropy_target:
         return min(entropy_coef + settings.entropy_coef_delta, settings.entropy_coef_max)
     return max(entropy_coef - settings.entropy_coef_delta, settings.entropy_coef_min)

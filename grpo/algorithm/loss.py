@@ -1,10 +1,7 @@
-"""The objective: a loss type with masks, the sampler's correction, the KL term and the entropy bonus around it.
+"""Computes the objective: a loss type (loss_types.py), masks, the sampler's correction, KL term and entropy bonus.
 
-GRPO: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 1 to 4. Each loss type is in loss_types.py. Pure
-functions of tensors, without ranks.
-
-A loss divides by the size of the whole optimizer step, so the sum over any cut of a step into micro-batches and ranks
-is the loss of the step.
+GRPO: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 1 to 4. Pure functions of tensors, without ranks. A
+loss divides by the size of the whole optimizer step: the sum over any cut into micro-batches and ranks is the step's.
 """
 
 from __future__ import annotations
@@ -40,24 +37,23 @@ def grpo_loss(
     entropy_coef: float,
     max_completion_length: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return these tokens' share of the step's loss, with the coefficients of this step, a scalar; and metrics.
+    """Return these tokens' share of the step's loss, a scalar, and metrics.
 
-    A metric is the values whose mean is reported, or the statistic that its name says after a colon, NaN left out: [T],
-    or [S] where the probability ratio is one of sequences. The log of a ratio is clamped to +-20 before exp.
+    A metric is reported as the mean of its values, or the statistic after a colon in its name, without NaN: [T], or [S]
+    if probability ratios are of sequences. The log of a ratio is clamped to +-20 before exp.
     """
-    logprobs = tokens.logprobs
+    logprobs, entropy, high = tokens.logprobs, tokens.entropy, tokens.high_entropy
     old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
-    ratio = _ratio(tokens, old, settings.importance_sampling_level)
     weight = sampler_weights = None
     if tokens.sampling_logprobs is not None and settings.importance_sampling_mode not in (None, "none"):
         weight, sampler_weights = _sampler_correction(tokens, old, settings)
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=old,
-        ratio=ratio,
+        ratio=_ratio(tokens, old, settings.importance_sampling_level),
         advantages=to_tokens(tokens.advantages, tokens.lengths, len(logprobs)),
         sequence_advantages=tokens.advantages,
-        entropy=tokens.entropy,
+        entropy=entropy,
         sampler_weights=sampler_weights,
         lengths=tokens.lengths,
         step=step,
@@ -65,52 +61,37 @@ def grpo_loss(
     )
     per_token, weights, metrics = find_loss(settings.loss_type)(inputs, settings)
     metrics = dict(metrics)
-
     if settings.off_policy_mask_threshold is not None:
         keep = _near_policy(tokens, old, settings.off_policy_mask_threshold)
         per_token = per_token * inputs.to_tokens(keep)
         metrics["off_policy_masked"] = ~keep
-    if tokens.high_entropy is not None:
-        per_token = per_token * tokens.high_entropy
+    if high is not None:
+        per_token = per_token * high
     if tokens.sampling_logprobs is not None:
         difference = (old - tokens.sampling_logprobs).abs()
-        metrics[DISTANCE] = difference
-        metrics["sampling/sampling_logp_difference/max:max"] = difference
+        metrics |= {DISTANCE: difference, "sampling/sampling_logp_difference/max:max": difference}
     if sampler_weights is not None:
         if settings.loss_type not in USE_SAMPLER_WEIGHTS:
             per_token = per_token * sampler_weights
-        metrics["sampling/importance_sampling_ratio/mean"] = weight
-        metrics["sampling/importance_sampling_ratio/max:max"] = weight
-        metrics["sampling/importance_sampling_ratio/min:min"] = weight
+        metrics |= {f"sampling/importance_sampling_ratio/{name}": weight for name in ("mean", "max:max", "min:min")}
     if tokens.ref_logprobs is not None:
-        if settings.use_bias_correction_kl:
-            kl = _corrected_kl(tokens, old, settings)
-        else:
-            kl = kl_divergence(logprobs, tokens.ref_logprobs, settings.kl_estimator)
-        metrics["kl"] = kl
+        metrics["kl"] = kl = _kl(tokens, old, settings)
         if not settings.kl_in_reward:
             per_token = per_token + beta * kl
     loss = (per_token * weights).sum()
     if settings.has_entropy_bonus:
         metrics["policy_loss:sum"] = loss.unsqueeze(0)
     if entropy_coef > 0:
-        acted_on = tokens.entropy if tokens.high_entropy is None else tokens.entropy * tokens.high_entropy
         divisor = step.tokens if step.high_entropy_tokens is None else step.high_entropy_tokens
-        loss = loss - entropy_coef * acted_on.sum() / max(divisor, 1)
-    metrics["entropy"] = tokens.entropy
+        loss = loss - entropy_coef * (entropy if high is None else entropy * high).sum() / max(divisor, 1)
+    metrics["entropy"] = entropy
     if settings.use_adaptive_entropy:
-        acted_on = tokens.entropy
-        if tokens.high_entropy is not None:
-            acted_on = tokens.entropy.masked_fill(~tokens.high_entropy, torch.nan)
-        metrics["entropy_acted_on:none"] = acted_on
+        metrics["entropy_acted_on:none"] = entropy if high is None else entropy.masked_fill(~high, torch.nan)
     return loss, {name: values.detach().float() for name, values in metrics.items()}
 
 
 def try_loss(settings: LossSection) -> None:
-    """Call a loss type of the user's own on three small sequences, one of them empty. Built-in ones are not called.
-
-    Raises ConfigError as find_loss, and where the function fails or returns something else than it must.
-    """
+    """Call a user's loss type on three small sequences, one of them empty. Raises ConfigError if it fails."""
     if settings.loss_type in LOSSES:
         return
     find_loss(settings.loss_type)
@@ -142,11 +123,13 @@ def _ratio(tokens: Tokens, old: torch.Tensor, level: str) -> torch.Tensor:
     return to_tokens(exp_bounded(log_ratio), tokens.lengths, len(old))
 
 
-def _corrected_kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:
-    """Return KL x ratio, [T] (DeepSeek-V3.2, arXiv:2512.02556).
+def _kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> torch.Tensor:
+    """Return the KL, with use_bias_correction_kl KL x ratio, [T] (DeepSeek-V3.2, arXiv:2512.02556).
 
-    Of k3, with d = ref - logp, the slopes of both factors are near exp(d) and cancel but for -d: float32 would lose it.
+    In float64: with k3 and d = ref - logp, the slopes of both factors are near exp(d), and cancel up to -d.
     """
+    if not settings.use_bias_correction_kl:
+        return kl_divergence(tokens.logprobs, tokens.ref_logprobs, settings.kl_estimator)
     exact = replace(tokens, logprobs=tokens.logprobs.double())
     ratio = _ratio(exact, old, settings.importance_sampling_level)
     kl = kl_divergence(exact.logprobs, tokens.ref_logprobs, settings.kl_estimator) * ratio
@@ -154,12 +137,12 @@ def _corrected_kl(tokens: Tokens, old: torch.Tensor, settings: LossSection) -> t
 
 
 def _near_policy(tokens: Tokens, old: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return bool [S]: a sequence is kept unless it was worse than its group and the policy has moved away from it.
+    """Return bool [S]: keep a sequence unless it was worse than its group and the policy has moved away from it.
 
     DeepSeek-V3.2, arXiv:2512.02556, equation 9. The distance is the mean over tokens of sampler - policy.
     """
     sampled = old if tokens.sampling_logprobs is None else tokens.sampling_logprobs
-    # A token whose log-prob the sampler did not know is no evidence of a distance.
+    # Tokens without the sampler's log-prob count as distance 0.
     away = (sampled - tokens.logprobs.detach()).nan_to_num(nan=0.0)
     distance = sequence_sums(away, tokens.lengths) / tokens.lengths.clamp(min=1)
     return (tokens.advantages >= 0) | (distance <= threshold)
@@ -172,7 +155,7 @@ def _sampler_correction(tokens: Tokens, old: torch.Tensor, settings: LossSection
     Training", https://fengyao.notion.site/off-policy-rl.
     """
     level, kind = settings.importance_sampling_mode.split("_")
-    # Where the sampler did not know the log-prob, the weight is 1.
+    # Without the sampler's log-prob the weight is 1.
     difference = (old - tokens.sampling_logprobs).nan_to_num(nan=0.0)
     weight = exp_bounded(sequence_sums(difference, tokens.lengths) if level == "sequence" else difference)
     low, high = settings.importance_sampling_clip_min, settings.importance_sampling_clip_max
@@ -184,24 +167,22 @@ def _sampler_correction(tokens: Tokens, old: torch.Tensor, settings: LossSection
     return weight, to_tokens(weight, tokens.lengths, len(old)) if level == "sequence" else weight
 
 
-# The loss that balances the experts of a mixture: Switch Transformer, Fedus et al. 2021, arXiv:2101.03961.
-
-
 def experts_chosen(router_logits: torch.Tensor, per_token: int) -> torch.Tensor:
     """Count the tokens that chose each expert, the mean of all layers: [layers, T, experts] -> float64 [experts]."""
     chosen = router_logits.softmax(dim=-1).topk(per_token, dim=-1).indices
-    # bincount would wait for a GPU to know how many there are.
+    # bincount would wait for a GPU.
     counts = torch.zeros(router_logits.shape[-1], dtype=torch.float64, device=router_logits.device)
     counts.index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
     return counts / len(router_logits)
 
 
 def balance_loss(router_logits: torch.Tensor, chosen: torch.Tensor, step: StepSize) -> torch.Tensor:
-    """Return these tokens' share of the whole step's load-balancing loss, experts x sum of f x P (equations 4 to 6).
+    """Return these tokens' share of the step's load-balancing loss, experts x sum of f x P (Fedus et al. 2021, "Switch
+    Transformers", arXiv:2101.03961, equations 4 to 6).
 
-    f is the share of the step's tokens that chose an expert, `chosen` / tokens; P the router's mean probability for it.
-    f has no gradient, and with the whole step's f the sum over any cut is the loss of the step, the value that
-    transformers' load_balancing_loss_func computes from all these tokens at once. router_logits: [layers, T, experts].
+    f is the share of the step's tokens that chose an expert, `chosen` / tokens, without gradient; P the router's mean
+    probability for it. The sum over any cut of the step is transformers' load_balancing_loss_func of all its tokens.
+    router_logits: [layers, T, experts].
     """
     layers, _, experts = router_logits.shape
     shares = chosen.to(router_logits.device) / max(step.tokens, 1)

@@ -1,4 +1,4 @@
-"""The values of `loss_type`: a function for each, with its paper. Pure functions of tensors, without ranks.
+"""Computes each loss type, by a function with its paper, and the user's. Pure functions of tensors, without ranks.
 
 A loss type is a policy term for each token, and a weight for each token, by which the step's sum is divided. It takes
 `LossInputs` and the settings and returns three things:
@@ -7,11 +7,9 @@ A loss type is a policy term for each token, and a weight for each token, by whi
     weights   [T] weight of each token in the step's loss, without gradient
     metrics   values by name, [T] or [S]; the metric is their mean, or what the name says after a colon: "ratio:max"
 
-grpo/algorithm/loss.py adds what is common to all: masks, the sampler's correction, KL and entropy bonus. The loss of a
-step is the sum of (policy + beta x KL) x weights over its tokens. So weights divide by the size of the whole step
-(`inputs.step`), never by that of a micro-batch: the sum over any cut of a step must be the loss of the step.
-
-A loss type of your own is such a function in your own file: see docs/recipes.md.
+loss.py adds masks, the sampler's correction, KL and entropy bonus. The loss of a step is the sum over its tokens of
+(policy + beta x KL) x weights, and so must be the sum over any cut of the step: weights divide by the size of the whole
+step (`inputs.step`), never by a micro-batch's. Your own function goes into a file: see docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from grpo.config.errors import ConfigError
 from grpo.config.loss_settings import LossSection
 from grpo.config.user_code import load_function, modes_kept
 
-# exp(20) = 5e8. Where the KL is multiplied by the ratio two such factors meet, and the gradient's norm squares them:
-# 6e34 a token, which float32 still holds.
+# exp(20) = 5e8. KL x ratio has two such factors, and the gradient's norm squares them: float32 holds 6e34 a token.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -42,12 +39,12 @@ class StepSize:
     tokens: int
     """completion tokens of these sequences"""
     high_entropy_tokens: int | None = None
-    """tokens that the policy term and the entropy bonus act on where top_entropy_quantile is below 1; None: all"""
+    """tokens in the policy term and the entropy bonus, if top_entropy_quantile is below 1; None: all"""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the loss is computed from: T completion tokens of S sequences."""
+    """The inputs of the loss: T completion tokens of S sequences, one sequence after the other."""
 
     lengths: torch.Tensor
     """int64 [S] tokens of each sequence, may be 0"""
@@ -56,15 +53,15 @@ class Tokens:
     logprobs: torch.Tensor
     """[T] log-probs of the policy, with gradient"""
     entropy: torch.Tensor
-    """[T] entropy of the policy in nats, with gradient where the entropy bonus needs it"""
+    """[T] entropy of the policy in nats, with gradient if the entropy bonus needs it"""
     old_logprobs: torch.Tensor | None = None
     """[T] log-probs of the policy before the first update on these tokens; None: it is the current policy"""
     ref_logprobs: torch.Tensor | None = None
     """[T] log-probs of the reference; None leaves out the KL"""
     sampling_logprobs: torch.Tensor | None = None
-    """[T] log-probs as the sampler knew them, NaN where it did not; None where nothing is made of them"""
+    """[T] the sampler's log-probs, NaN if unknown; None if unused"""
     high_entropy: torch.Tensor | None = None
-    """bool [T] tokens that the policy term acts on; None: all"""
+    """bool [T] tokens in the policy term; None: all"""
 
 
 def exp_bounded(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -73,7 +70,7 @@ def exp_bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def to_tokens(values: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """Repeat each sequence's value at each of its tokens, [S] -> [T]. Without `count` (T) a GPU would be waited for."""
+    """Repeat each sequence's value at each of its tokens, [S] -> [T]. `count` (T) avoids waiting for a GPU."""
     return values.repeat_interleave(lengths, dim=0, output_size=count)
 
 
@@ -84,13 +81,13 @@ def sequence_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def first_tokens(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Take the value at each sequence's first token, NaN where it has none: [T] -> float32 [S]."""
+    """Take the value at each sequence's first token, NaN without one: [T] -> float32 [S]."""
     padded = nn.functional.pad(values.float(), (0, 1), value=torch.nan)
     return padded[lengths.cumsum(0) - lengths].masked_fill(lengths == 0, torch.nan)
 
 
 # The papers' constants, by the sign of the advantage; TRL's defaults too.
-SAPO_TEMPERATURE_POS, SAPO_TEMPERATURE_NEG = 1.0, 1.05  # a gate that closes faster where the advantage is negative
+SAPO_TEMPERATURE_POS, SAPO_TEMPERATURE_NEG = 1.0, 1.05  # the gate closes faster for negative advantages
 VESPO_K_POS, VESPO_LAMBDA_POS = 2.0, 3.0  # the ratio's power, and the rate at which a ratio above 1 loses weight
 VESPO_K_NEG, VESPO_LAMBDA_NEG = 3.0, 2.0
 _LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
@@ -98,7 +95,7 @@ _LOG_LEAST = math.log(1e-8)  # of a sequence's ratio in vespo
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss type is computed from: T completion tokens of S sequences, and the size of the whole step."""
+    """The inputs of a loss type: T completion tokens of S sequences, and the size of the whole step."""
 
     logprobs: torch.Tensor
     """[T] log-probs of the policy, with gradient"""
@@ -183,8 +180,8 @@ def sapo(inputs: LossInputs, settings: LossSection) -> LossTerms:
 def vespo(inputs: LossInputs, settings: LossSection) -> LossTerms:
     """Weigh log p by -w^k e^(lambda (1 - w)) A: VESPO, Shen et al. 2026, arXiv:2602.10693.
 
-    w is the probability ratio of a sequence, without length normalisation or gradient; the factor is 1 at w = 1. Where
-    the sampler is corrected, w is policy / sampler. The bounds on log-ratios and the mean over all tokens are TRL's.
+    w is the probability ratio of a sequence, without length normalisation or gradient, to the sampler if that is
+    corrected; the factor is 1 at w = 1. The bounds on log-ratios and the mean over all tokens are TRL's.
     """
     log_ratio = (inputs.logprobs.detach() - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if inputs.sampler_weights is not None:
@@ -209,7 +206,7 @@ LOSSES: dict[str, LossFunction] = {
     "vespo": vespo,
 }
 USE_SAMPLER_WEIGHTS = {"vespo"}
-"""loss types with `sampler_weights` in their policy term: it is not multiplied by them again"""
+"""loss types with `sampler_weights` in their policy term already"""
 
 
 def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -234,14 +231,14 @@ def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tenso
 
 
 def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSection) -> torch.Tensor:
-    """Keep one value for each probability ratio: all of [T], or [S] where ratios are those of sequences."""
+    """Keep one value for each probability ratio: all of [T], or [S] if ratios are of sequences."""
     return first_tokens(values, inputs.lengths) if settings.importance_sampling_level == "sequence" else values
 
 
 def mean_of_sequence_means(inputs: LossInputs) -> torch.Tensor:
     """Return the weights, float32 [T], of a mean over sequences of the mean over a sequence's tokens.
 
-    An empty completion has no token and adds 0, and still counts as a sequence.
+    An empty completion adds 0, and counts as a sequence.
     """
     shares = 1.0 / (inputs.lengths.clamp(min=1) * max(inputs.step.sequences, 1))
     return inputs.to_tokens(shares.float())
@@ -260,10 +257,7 @@ def divided_by(divisor: int, inputs: LossInputs) -> torch.Tensor:
 
 @functools.cache  # reward functions may change the directory that a path begins in
 def find_loss(loss_type: str) -> LossFunction:
-    """Return the function of a loss type: a built-in one, or the user's with a check around it.
-
-    Raises ConfigError where there is no such file or function, or the file cannot be imported.
-    """
+    """Return the function of a loss type: a built-in one, or the user's with checks. Raises ConfigError."""
     if loss_type in LOSSES:
         return LOSSES[loss_type]
     function = load_function("loss_type", loss_type)
@@ -279,8 +273,7 @@ def find_loss(loss_type: str) -> LossFunction:
             )
         if inputs.logprobs.requires_grad and not terms[0].requires_grad:
             raise ConfigError(
-                f"loss_type={loss_type!r}: its policy term has no gradient: compute it from inputs.logprobs or "
-                "inputs.ratio"
+                f"loss_type={loss_type!r}: its policy term has no gradient: use inputs.logprobs or inputs.ratio"
             )
         return terms
 
@@ -300,7 +293,7 @@ def _are_terms(terms: Any, count: int) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """Return the shapes of what a function returned, for a message."""
+    """Describe a result by its shapes."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):

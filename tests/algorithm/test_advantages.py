@@ -3,6 +3,7 @@
 import math
 import random
 from itertools import product
+from typing import get_args, get_type_hints
 
 import oracle
 import pytest
@@ -10,8 +11,6 @@ import torch
 from ragged import named
 
 from grpo.algorithm.advantages import (
-    AGGREGATIONS,
-    SCALES,
     advantages,
     group_advantages,
     groups_with_signal,
@@ -19,6 +18,9 @@ from grpo.algorithm.advantages import (
     soft_overlong_punishment,
 )
 from grpo.config.loss_settings import LossSection
+
+SETTINGS = get_type_hints(LossSection)
+SCALES, AGGREGATIONS = (get_args(SETTINGS[name]) for name in ("scale_rewards", "multi_objective_aggregation"))
 
 
 def random_groups(seed: int) -> list[list[float]]:

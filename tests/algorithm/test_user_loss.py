@@ -134,7 +134,7 @@ REFUSED = [
     ),
     (
         "def loss(inputs, settings): return inputs.logprobs.detach(), inputs.entropy, {}",
-        "has no gradient: compute it from inputs.logprobs",
+        "has no gradient: use inputs.logprobs",
     ),
 ]
 
