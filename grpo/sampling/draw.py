@@ -64,7 +64,7 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tens
 
 
 def _draw_from_block(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `draw` where one block has the whole vocabulary: float32 [rows, size]."""
+    """Do as `draw` with the whole vocabulary in one block: float32 [rows, size]."""
     shares = logits.softmax(dim=1)
     if numbers is None:
         place = logits.argmax(dim=1, keepdim=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import compress, count
 
 import numpy as np
@@ -19,7 +17,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -29,71 +26,17 @@ from grpo.model.logprobs import Head, text_at
 from grpo.model.lora import frozen_norms
 from grpo.model.pictures import Vision
 from grpo.sampling.draw import draw, in_blocks, uniforms
-from grpo.sampling.sampler import OnGroups, Sampler
+from grpo.sampling.sampler import Groups, OnGroups, Order, Sampler
 from grpo.wire.picture_files import PicturedPrompt
-
-# transformers' `generate`, made to draw from what the loss scores, and how long after each token it may.
-
 
 LOOK_EVERY = 16  # tokens
 HALF = (torch.bfloat16, torch.float16)
-
-
-def generate(
-    model: PreTrainedModel,
-    contexts: Sequence[tuple[Sequence[int], list[int]]],
-    draws: Draws,
-    tokens: int,
-    eos_token_ids: list[int],
-    pad_token_id: int,
-    vision: Vision | None,
-    criteria: Sequence[StoppingCriteria] = (),
-) -> torch.Tensor:
-    """Draw up to `tokens` tokens after each context, a prompt and what there is of its completion.
-
-    Returns int64 [contexts, width + tokens drawn]; `width` is the longest context's length. A row that has ended goes
-    on with padding.
-    """
-    # Every token is drawn in `Draws`; generate() takes the one with the highest score.
-    settings = GenerationConfig(do_sample=False, max_new_tokens=tokens)
-    settings.eos_token_id, settings.pad_token_id = eos_token_ids, pad_token_id
-    width = max(len(prompt) + len(begun) for prompt, begun in contexts)
-    input_ids = torch.full((len(contexts), width), pad_token_id, dtype=torch.int64)
-    attention_mask, is_begun = torch.zeros_like(input_ids), torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, (prompt, begun) in enumerate(contexts):
-        start = width - len(prompt) - len(begun)
-        input_ids[row, start:] = torch.tensor([*prompt, *begun])
-        attention_mask[row, start:] = 1
-        is_begun[row, width - len(begun) :] = True
-    # A completion may have ids that stand for a piece of a picture: they are text.
-    places = None
-    if vision is not None and (text := is_begun & (input_ids == vision.token_id)).any():
-        places = text.flatten().nonzero()[:, 0].to(model.device)
-    # generate() fills what we leave unset from the model's own generation config (Qwen2.5: a repetition penalty), which
-    # would draw from another distribution than the loss scores. So it has none while we draw.
-    models_config, model.generation_config = model.generation_config, settings
-    try:
-        with (
-            policy_that_draws(model),
-            _exact_head(model),
-            text_at(model, input_ids.to(model.device), places) as shown,
-        ):
-            pictures = vision.for_generate([prompt for prompt, _ in contexts], shown) if vision is not None else {}
-            ids = model.generate(
-                input_ids=shown,
-                attention_mask=attention_mask.to(model.device),
-                generation_config=settings,
-                logits_processor=LogitsProcessorList([draws]),
-                stopping_criteria=StoppingCriteriaList([*criteria]),
-                **pictures,
-            )
-    finally:
-        model.generation_config = models_config
-    return ids
+Criterion = Callable[..., bool]
+"""called after each token with all ids, int64 [rows, tokens]; True stops every row"""
 
 
 class Draws(LogitsProcessor):
-    """Draws each token itself, from what dividing the logits by the temperature makes, and leaves no other choice."""
+    """Draws each token itself, from logits divided by the temperature, and leaves generate no other choice."""
 
     def __init__(self, temperature: float, numbers: torch.Tensor | None):
         """`numbers`: float64 [rows, tokens]; None draws greedily."""
@@ -111,42 +54,6 @@ class Draws(LogitsProcessor):
     def logprobs(self) -> torch.Tensor:
         """Return float32 [rows, tokens drawn so far]."""
         return torch.stack(self._columns, dim=1)
-
-
-class TokenStream(StoppingCriteria):
-    """A criterion that shows a single completion's ids after each token, and stops where `on_token` returns True."""
-
-    def __init__(self, prompt_length: int, on_token: Callable[[list[int]], bool]):
-        self._prompt_length, self._on_token = prompt_length, on_token
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options) -> torch.Tensor:
-        stop = self._on_token(input_ids[0, self._prompt_length :].tolist())
-        return torch.tensor([stop], device=input_ids.device)
-
-
-class FinishedGroups(StoppingCriteria):
-    """A criterion that stops nothing: at every LOOK_EVERY-th token it finds the groups whose rows have all ended.
-
-    To look, the host waits for the device, which then idles until it is given the next token to compute.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        copies: int,
-        width: int,
-        eos_token_ids: torch.Tensor,
-        finish_groups: Callable[[Iterable[int], torch.Tensor], None],
-    ):
-        self._copies, self._width, self._eos, self._finish_groups = copies, width, eos_token_ids, finish_groups
-        self._stops = torch.zeros(rows, dtype=torch.bool, device=eos_token_ids.device)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options) -> torch.Tensor:
-        drawn = input_ids[:, self._width :]
-        if drawn.shape[1] % LOOK_EVERY == 0:
-            ended = torch.isin(drawn, self._eos).any(dim=1).view(-1, self._copies).all(dim=1).tolist()
-            self._finish_groups(compress(count(), ended), input_ids)
-        return self._stops
 
 
 @contextmanager
@@ -200,10 +107,6 @@ def _exact_head(model: PreTrainedModel) -> Iterator[None]:
         del linear.forward
 
 
-Name = tuple[int, int, int]
-"""what a completion's random numbers follow from: seed, group, number in the group"""
-
-
 class LocalSampler(Sampler):
     """The sampler that holds the policy itself, in this process, and calls transformers' own `generate`."""
 
@@ -236,154 +139,156 @@ class LocalSampler(Sampler):
     ) -> list[list[Rollout]]:
         """Do what Sampler.sample says. `on_groups` is called soon: within LOOK_EVERY tokens of a group's end."""
         names = [(seed, group, copy) for group in ids or range(len(examples)) for copy in range(copies)]
-        return self._draw(examples, copies, temperature, names, on_groups) if examples else []
+        return self._draw(Order(examples, copies, temperature, names, on_groups)) if examples else []
 
     def greedy(self, examples: Sequence[Example]) -> list[Rollout]:
-        """Do what Sampler.greedy says."""
-        return [rollout for (rollout,) in self._draw(examples, 1, 1.0, None, None)]
+        return [rollout for (rollout,) in self._draw(Order(examples))]
 
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
-        """Do what Sampler.stream says."""
-        names = [(seed, 0, 0)] if temperature else None
-        criteria = [TokenStream(len(example.prompt_ids), on_token)]
-        return self._generate([example], 1, temperature or 1.0, names, criteria=criteria)[0][0]
+        order = Order([example], 1, temperature or 1.0, [(seed, 0, 0)] if temperature else None)
+        width = len(example.prompt_ids)
+        return self._draw_at_once(order, lambda ids, _, **options: on_token(ids[0, width:].tolist()))[0][0]
 
     def update_weights(self, version: int) -> None:
-        """Note the version. The model is the very one that the updates change, so it is there already."""
+        """Note the version. The model is the very one that the updates change."""
         self._policy_version = version
 
-    def _draw(
-        self,
-        examples: Sequence[Example],
-        copies: int,
-        temperature: float,
-        names: list[Name] | None,
-        on_groups: OnGroups | None,
-    ) -> list[list[Rollout]]:
-        """Draw `copies` completions of each example, with the random numbers of these names; greedily without names."""
+    def _draw(self, order: Order) -> list[list[Rollout]]:
         groups: list[list[Rollout]] = []
-        at_once = max(1, self._rows // copies)
-        draw = self._generate if self._turns is None else self._generate_segments
-        for start in range(0, len(examples), at_once):
-            part = slice(start, start + at_once)
-            of_rows = None if names is None else names[start * copies : (start + at_once) * copies]
-            report = None if on_groups is None else partial(_shifted, on_groups, start)
-            groups += draw(examples[part], copies, temperature, of_rows, report)
+        at_once = max(1, self._rows // order.copies)
+        draw = self._draw_at_once if self._turns is None else self._draw_segments
+        for start in range(0, len(order.examples), at_once):
+            groups += draw(order.part(start, start + at_once))
         return groups
 
-    def _generate(
-        self,
-        examples: Sequence[Example],
-        copies: int,
-        temperature: float,
-        names: list[Name] | None,
-        on_groups: OnGroups | None = None,
-        criteria: Sequence[StoppingCriteria] = (),
-    ) -> list[list[Rollout]]:
-        """Draw all at once, as completions of one segment."""
-        contexts = [(example.prompt_ids, []) for example in examples for _ in range(copies)]
+    def _draw_at_once(self, order: Order, criterion: Criterion | None = None) -> list[list[Rollout]]:
+        """Draw all completions in one call, one segment each."""
+        copies, groups = order.copies, Groups(order)
+        contexts = [(example.prompt_ids, []) for example in order.examples for _ in range(copies)]
         width = max(len(prompt) for prompt, _ in contexts)
-        numbers = None if names is None else np.stack([uniforms(*name, self._max_new_tokens) for name in names])
-        draws = self._draws(temperature, numbers)
-        groups: dict[int, list[Rollout]] = {}
+        draws = self._draws(order, order.names and [uniforms(*name, self._max_new_tokens) for name in order.names])
 
         def finish_groups(finished: Iterable[int], ids: torch.Tensor) -> None:
-            """Make the rollouts of these examples, where that is not done yet, and hand them over."""
-            if not (new := [index for index in finished if index not in groups]):
+            """Make the rollouts of these examples, unless they are made, and hand them over."""
+            if not (new := [index for index in finished if None in groups.all[index]]):
                 return
             drawn, logprobs = ids[:, width:].tolist(), draws.logprobs().tolist()
-            for index in new:
-                rows = slice(index * copies, (index + 1) * copies)
-                groups[index] = [
-                    self._rollout(*self._to_first_end(*pair)) for pair in zip(drawn[rows], logprobs[rows], strict=True)
-                ]
-            if on_groups is not None:
-                on_groups({index: groups[index] for index in new})
+            for row in (index * copies + copy for index in new for copy in range(copies)):
+                groups.add(row, self._rollout(*self._to_first_end(drawn[row], logprobs[row])))
+            groups.hand_over()
 
-        if on_groups is not None:
-            eos = torch.tensor(self._eos, device=self._model.device)
-            criteria = [*criteria, FinishedGroups(len(contexts), copies, width, eos, finish_groups)]
-        finish_groups(range(len(examples)), self._call(contexts, draws, self._max_new_tokens, criteria))
-        return [groups[index] for index in range(len(examples))]
+        def look(ids: torch.Tensor, _, **options) -> bool:
+            """Find the groups whose rows have all ended. The host waits for the device, which idles meanwhile."""
+            drawn = ids[:, width:]
+            if drawn.shape[1] % LOOK_EVERY == 0:
+                ended = torch.isin(drawn, eos).any(dim=1).view(-1, copies).all(dim=1).tolist()
+                finish_groups(compress(count(), ended), ids)
+            return False
 
-    def _generate_segments(
-        self,
-        examples: Sequence[Example],
-        copies: int,
-        temperature: float,
-        names: list[Name] | None,
-        on_groups: OnGroups | None,
-    ) -> list[list[Rollout]]:
-        """Draw all at once, a segment of each in a call; with its answer that is the context of the next call.
+        if order.on_groups is not None:
+            eos, criterion = torch.tensor(self._eos, device=self._model.device), look
+        finish_groups(range(len(order.examples)), self._generate(contexts, draws, self._max_new_tokens, criterion))
+        return groups.all
 
-        A segment that a call leaves without an end goes on in the next one.
+    def _draw_segments(self, order: Order) -> list[list[Rollout]]:
+        """Draw a segment of each completion in a call, and feed its answer in the next one.
+
+        A call may leave a segment without an end: the next one draws the rest.
         """
-        groups: dict[int, list[Rollout | None]] = {index: [None] * copies for index in range(len(examples))}
-        completions: list[_Completion] = []
+        groups, completions = Groups(order), []
         try:
-            for number in range(len(examples) * copies):
-                example, name = examples[number // copies], None if names is None else names[number]
+            for number in range(len(order.examples) * order.copies):
+                example, name = order.examples[number // order.copies], order.name(number)
                 numbers = None if name is None else uniforms(*name, self._max_new_tokens)
                 completions.append(_Completion(number, example.prompt_ids, numbers, self._turns.begin(example, name)))
-            left = completions
+            left = [*completions]
             while left:
-                self._draw_on(left, temperature)
-                ended = [completion for completion in left if self._has_ended_segment(completion)]
-                whole: dict[int, list[Rollout]] = {}
-                for completion, future in zip(ended, [self._ask(completion) for completion in ended], strict=True):
+                self._draw_on(left, order)
+                ended = [each for each in left if each.ids[-1] in self._eos or self._room(each) == 0]
+                futures = [each.dialogue.answer(each.ids[each.begun :], self._room(each)) for each in ended]
+                for completion, future in zip(ended, futures, strict=True):
                     if future is not None and (answer := future.result()) is not None:
                         completion.add(answer, [math.nan] * len(answer), drawn=False)
                         completion.begun = len(completion.ids)
                         continue
-                    index, copy = divmod(completion.number, copies)
-                    groups[index][copy] = self._rollout(
-                        completion.ids, completion.logprobs, completion.drawn, completion.dialogue.outcome
-                    )
-                    completion.is_over = True
+                    outcome = completion.dialogue.outcome
+                    rollout = self._rollout(completion.ids, completion.logprobs, completion.drawn, outcome)
+                    groups.add(completion.number, rollout)
                     completion.dialogue.close()
-                    if None not in groups[index]:
-                        whole[index] = groups[index]
-                if whole and on_groups is not None:
-                    on_groups(whole)
-                left = [completion for completion in left if not completion.is_over]
+                    left.remove(completion)
+                groups.hand_over()
         finally:
             close_all(completion.dialogue for completion in completions)
-        return [*groups.values()]
+        return groups.all
 
-    def _draw_on(self, completions: list[_Completion], temperature: float) -> None:
-        """Draw the segment of each on, as far as the fullest of them has room: the call draws as many for every row,
+    def _draw_on(self, completions: list[_Completion], order: Order) -> None:
+        """Draw more of each segment, as far as the fullest completion has room: the call draws as many for every row,
         and some models cannot compute more than a sequence's largest length."""
-        tokens, numbers = min(self._room(completion) for completion in completions), None
-        if completions[0].numbers is not None:
-            numbers = np.stack([each.numbers[len(each.ids) : len(each.ids) + tokens] for each in completions])
+        tokens = min(self._room(completion) for completion in completions)
         contexts = [(completion.prompt, completion.ids) for completion in completions]
-        draws, width = self._draws(temperature, numbers), max(len(prompt) + len(ids) for prompt, ids in contexts)
-        drawn = self._call(contexts, draws, tokens)[:, width:].tolist()
+        width = max(len(prompt) + len(ids) for prompt, ids in contexts)
+        draws = self._draws(
+            order, order.names and [each.numbers[len(each.ids) : len(each.ids) + tokens] for each in completions]
+        )
+        drawn = self._generate(contexts, draws, tokens)[:, width:].tolist()
         for completion, *pair in zip(completions, drawn, draws.logprobs().tolist(), strict=True):
             completion.add(*self._to_first_end(*pair), drawn=True)
-
-    def _has_ended_segment(self, completion: _Completion) -> bool:
-        return completion.ids[-1] in self._eos or self._room(completion) == 0
-
-    def _ask(self, completion: _Completion) -> Future | None:
-        """Have the segment that has ended answered."""
-        return completion.dialogue.answer(completion.ids[completion.begun :], self._room(completion))
 
     def _room(self, completion: _Completion) -> int:
         return self._max_new_tokens - len(completion.ids)
 
-    def _draws(self, temperature: float, numbers: np.ndarray | None) -> Draws:
-        return Draws(temperature, None if numbers is None else torch.from_numpy(numbers).to(self._model.device))
+    def _draws(self, order: Order, numbers: list[np.ndarray] | None) -> Draws:
+        device = self._model.device
+        return Draws(order.temperature, numbers and torch.from_numpy(np.stack(numbers)).to(device))
 
-    def _call(
+    def _generate(
         self,
         contexts: Sequence[tuple[Sequence[int], list[int]]],
         draws: Draws,
         tokens: int,
-        criteria: Sequence[StoppingCriteria] = (),
+        criterion: Criterion | None = None,
     ) -> torch.Tensor:
-        pad = self._tokenizer.pad_token_id
-        return generate(self._model, contexts, draws, tokens, self._eos, pad, self._vision, criteria)
+        """Draw up to `tokens` tokens after each context, a prompt and the completion so far.
+
+        Returns int64 [contexts, width + tokens drawn]; `width` is the longest context's length. A row that has ended
+        gets padding.
+        """
+        # Every token is drawn in `Draws`; generate() takes the one with the highest score.
+        settings = GenerationConfig(do_sample=False, max_new_tokens=tokens)
+        settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
+        model, vision = self._model, self._vision
+        width = max(len(prompt) + len(begun) for prompt, begun in contexts)
+        input_ids = torch.full((len(contexts), width), settings.pad_token_id, dtype=torch.int64)
+        attention_mask, is_begun = torch.zeros_like(input_ids), torch.zeros_like(input_ids, dtype=torch.bool)
+        for row, (prompt, begun) in enumerate(contexts):
+            start = width - len(prompt) - len(begun)
+            input_ids[row, start:] = torch.tensor([*prompt, *begun])
+            attention_mask[row, start:] = 1
+            is_begun[row, width - len(begun) :] = True
+        # A completion may have ids that stand for a piece of a picture: they are text.
+        places = None
+        if vision is not None and (text := is_begun & (input_ids == vision.token_id)).any():
+            places = text.flatten().nonzero()[:, 0].to(model.device)
+        # generate() fills our unset settings from the model's own generation config (Qwen2.5: a repetition penalty),
+        # and would draw from another distribution than the loss scores. So the model has none while we draw.
+        models_config, model.generation_config = model.generation_config, settings
+        try:
+            with (
+                policy_that_draws(model),
+                _exact_head(model),
+                text_at(model, input_ids.to(model.device), places) as shown,
+            ):
+                pictures = vision.for_generate([prompt for prompt, _ in contexts], shown) if vision is not None else {}
+                return model.generate(
+                    input_ids=shown,
+                    attention_mask=attention_mask.to(model.device),
+                    generation_config=settings,
+                    logits_processor=LogitsProcessorList([draws]),
+                    stopping_criteria=StoppingCriteriaList([criterion] if criterion else []),
+                    **pictures,
+                )
+        finally:
+            model.generation_config = models_config
 
     def _to_first_end(self, ids: list[int], logprobs: list[float]) -> tuple[list[int], list[float]]:
         """Cut drawn ids, and their log-probs, after the first eos."""
@@ -391,19 +296,15 @@ class LocalSampler(Sampler):
         return ids[:end], logprobs[:end]
 
     def _rollout(
-        self,
-        ids: list[int],
-        logprobs: list[float],
-        drawn: list[bool] | None = None,
-        outcome: Outcome | None = None,
+        self, ids: list[int], logprobs: list[float], drawn: list[bool] | None = None, outcome: Outcome | None = None
     ) -> Rollout:
-        """Make the record of a completion. Raises FloatingPointError where what was drawn has no log-prob."""
+        """Make the record of a completion. Raises FloatingPointError if a drawn token has no log-prob."""
         if math.isnan(sum(logprobs if drawn is None else compress(logprobs, drawn))):
             raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
         return make_rollout(self._tokenizer, self._eos, ids, logprobs, self._policy_version, drawn, outcome)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Completion:
     """A completion of several segments, as far as it is drawn."""
 
@@ -416,15 +317,10 @@ class _Completion:
     logprobs: list[float] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     begun: int = 0
-    """where in `ids` the segment begins that is drawn"""
-    is_over: bool = False
+    """the place in `ids` at which the segment begins that is being drawn"""
 
     def add(self, ids: list[int], logprobs: list[float], drawn: bool) -> None:
-        """Let a segment follow, or an answer."""
+        """Append a segment, or an answer."""
         self.ids += ids
         self.logprobs += logprobs
         self.drawn += [drawn] * len(ids)
-
-
-def _shifted(on_groups: OnGroups, start: int, groups: dict[int, list[Rollout]]) -> None:
-    on_groups({start + index: rollouts for index, rollouts in groups.items()})

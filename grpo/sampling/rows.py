@@ -21,19 +21,21 @@ from grpo.model.pictures import Vision
 from grpo.model.shared_cache import Fed, Shape, SharedCache
 from grpo.model.token_pass import TokenPass, is_known
 from grpo.sampling.draw import draw
+from grpo.sampling.sampler import Order
 from grpo.wire.picture_files import PicturedPrompt
-
-# Steps of the decode loop as CUDA graphs: the hundreds of kernels of a forward pass in one launch.
 
 
 class StepGraphs:
-    """The graphs of one call, one for each shape. Elsewhere there is nothing to record: each step is a plain call."""
+    """Steps of the decode loop as CUDA graphs, the hundreds of kernels of a forward pass in one launch.
+
+    One graph for each shape. On other devices each step is a plain call.
+    """
 
     def __init__(self, device: torch.device, refuse_waits: bool = False):
-        """With `refuse_waits` raise RuntimeError where the host waits for the device in a shape's first step.
+        """With `refuse_waits` raise RuntimeError if the host waits for the device in a shape's first step.
 
-        In a recording that would raise too, but spoil torch's allocator. It is for the trial at the start alone: the
-        refusal is the whole process's, and in a run other threads (rewards) may use the device meanwhile.
+        In a recording that would raise too, but spoil torch's allocator. For the trial at the start alone: the refusal
+        holds for the whole process, and in a run other threads (rewards) may use the device meanwhile.
         """
         self._device, self._refuse_waits = device, refuse_waits
         self.forget()
@@ -99,25 +101,24 @@ class Rows:
     def __init__(
         self,
         model: PreTrainedModel,
-        prompts: Sequence[Ids],
-        copies: int,
+        order: Order,
         rows: int,
         longest: int,
-        temperature: float,
-        is_greedy: bool,
         ends: list[int],
         graphs: StepGraphs | None,
         vision: Vision | None,
     ):
-        """`prompts`: all that the call draws `copies` completions of. `rows`: completions at a time, at most.
+        """`rows`: completions at a time, at most. `longest`: tokens of a completion, at most.
 
-        `longest`: tokens of a completion, at most. `ends`: the ids that end a segment.
+        `ends`: the ids that end a segment.
         """
         self._model, self._vision, self._graphs = model, vision, graphs
-        self._body, self._head, self._device = body_of(model), Head.of(model, temperature), model.device
-        self.count = rows = min(rows, len(prompts) * copies)
-        self.slots = slots(len(prompts), rows, copies)
-        self._copies, self._longest, self._longest_prompt = copies, longest, max(map(len, prompts))
+        self._body, self._head, self._device = body_of(model), Head.of(model, order.temperature), model.device
+        prompts, copies = len(order.examples), order.copies
+        self.count = rows = min(rows, prompts * copies)
+        self.slots = slots(prompts, rows, copies)
+        self._copies, self._longest = copies, longest
+        self._longest_prompt = max(len(example.prompt_ids) for example in order.examples)
         self._ends = np.zeros(len(self._head.weight), bool)
         self._ends[[token for token in ends if token < len(self._ends)]] = True
         self._cache = SharedCache(rows, self.slots, copies, self._longest_prompt, longest)
@@ -132,13 +133,13 @@ class Rows:
         """the state of each row; 0 in a free row"""
         self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
         """tokens and log-probs of the rows in each step since the host has looked"""
-        # What a step reads, and where it leaves what it has drawn.
+        # A step reads and writes these.
         self._state = torch.zeros(7, rows, dtype=torch.int64, device=self._device)
         self._last_logprobs = torch.zeros(rows, device=self._device)
         # Of each slot and number in the group: the row, and the random numbers.
         self._rows_of = torch.zeros(self.slots, copies, dtype=torch.int64, device=self._device)
         self._numbers = None
-        if not is_greedy:
+        if order.names is not None:
             self._numbers = torch.zeros(self.slots, copies, longest, dtype=torch.float64, device=self._device)
         # transformers hands a mask in four dimensions on as it is; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
@@ -212,7 +213,6 @@ class Rows:
         self.state[TOKEN, rows] = self.ids[rows, places]
 
     def free(self, row: int) -> None:
-        """Forget what is in a row."""
         self.state[:, row] = 0
 
     def move(self, rows: list[int], to: list[int]) -> None:
@@ -235,7 +235,7 @@ class Rows:
         self._state.copy_(torch.from_numpy(self.state))
 
     def steps(self, count: int) -> int:
-        """Draw `count` tokens in each row that draws, fewer where one reaches its longest length. Return how many."""
+        """Draw `count` tokens in each row that draws, fewer if one reaches its longest length. Return how many."""
         rows = self.drawing
         slots, _, prompt, _, _, place, _ = self.state[:, :rows].max(axis=1).tolist()
         end = min(place + 1 + count, self._longest)
@@ -291,7 +291,6 @@ class Rows:
         self._last_logprobs[: shape.rows].copy_(logprobs)
 
     def _draw(self, hidden: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a token from each last hidden state, [n, hidden size] -> [n]; return its log-prob too."""
         return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
 
     def _modules_pass(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -310,7 +309,7 @@ class Rows:
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[slice]:
-    """Cut what is computed in packed passes, of these lengths."""
+    """Cut prompts or answers of these lengths into packed passes."""
     start = tokens = 0
     for index, length in enumerate(lengths):
         if index > start and tokens + length > PREFILL_TOKENS:

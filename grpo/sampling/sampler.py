@@ -1,14 +1,62 @@
-"""The interface of every sampler: what the trainer, the evaluation and the chat ask for completions."""
+"""The interface of every sampler: trainer, evaluation and chat ask it for completions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from grpo.data.records import Example, Rollout
 
 OnGroups = Callable[[dict[int, list[Rollout]]], None]
 """takes the completions of groups that have ended, by the index of their example"""
+Name = tuple[int, int, int]
+"""seed, group, number in the group: a completion's random numbers follow from them"""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The completions to draw in one call, numbered example by example."""
+
+    examples: Sequence[Example]
+    copies: int = 1
+    """completions of each example"""
+    temperature: float = 1.0
+    names: Sequence[Name] | None = None
+    """the name of each completion; None draws greedily"""
+    on_groups: OnGroups | None = None
+
+    def name(self, number: int) -> Name | None:
+        return None if self.names is None else self.names[number]
+
+    def part(self, start: int, end: int) -> Order:
+        """Return the order of the examples from `start` up to `end`, which calls `on_groups` with their index here."""
+
+        def on_groups(groups: dict[int, list[Rollout]]) -> None:
+            self.on_groups({start + index: rollouts for index, rollouts in groups.items()})
+
+        names = self.names and self.names[start * self.copies : end * self.copies]
+        return replace(self, examples=self.examples[start:end], names=names, on_groups=self.on_groups and on_groups)
+
+
+class Groups:
+    """The completions of an order that have ended; each group is handed over once, when it is whole."""
+
+    def __init__(self, order: Order):
+        self.all: list[list[Rollout | None]] = [[None] * order.copies for _ in order.examples]
+        self._copies, self._on_groups = order.copies, order.on_groups
+        self._whole: dict[int, list[Rollout]] = {}
+
+    def add(self, number: int, rollout: Rollout) -> None:
+        index, copy = divmod(number, self._copies)
+        self.all[index][copy] = rollout
+        if None not in self.all[index]:
+            self._whole[index] = self.all[index]
+
+    def hand_over(self) -> None:
+        if self._whole and self._on_groups is not None:
+            self._on_groups(self._whole)
+        self._whole = {}
 
 
 class Sampler(Protocol):
@@ -17,13 +65,13 @@ class Sampler(Protocol):
     A completion is drawn token by token from softmax(logits / temperature) over the whole vocabulary: no top-k or
     top-p, no penalty, no minimum length. This is the distribution that the loss scores. It ends with its first eos, or
     without one at the sampler's largest length. A `Rollout` has the ids that were drawn, never ids of re-tokenised
-    text, and the log-prob that each id had when it was drawn (NaN where the sampler does not know it). Where something
-    answers the policy (grpo/data/responder.py), a completion goes on after an eos with the ids of the answer.
+    text, and the log-prob that each id had when it was drawn (NaN if the sampler does not know it). With a
+    Responder (grpo/data/responder.py) the ids of its answer follow an eos in the completion.
 
     `Rounds` (grpo/trainer/round.py) calls `update_weights` and `sample` in every round. The trainer calls
     `update_weights` before each evaluation too, and `evaluate` then calls `greedy` and `sample`.
     `python -m grpo.chat` calls `stream`. Each rank has a sampler and calls it with its own share of examples: all ranks
-    together in a round, even where one has no example, and each alone elsewhere.
+    together in a round, even with no example, and each alone elsewhere.
     """
 
     def sample(
@@ -37,7 +85,7 @@ class Sampler(Protocol):
     ) -> list[list[Rollout]]:
         """Draw `copies` completions of each example; return them in the order of the examples.
 
-        A completion's random numbers follow from `seed`, its group's id (`ids`; 0, 1, ... where there are none) and its
+        A completion's random numbers follow from `seed`, its group's id (`ids`; by default 0, 1, ...) and its
         number in the group: earlier calls, the other examples and how many rows are drawn at a time change nothing but
         the last bits of log-probs. `on_groups` is called with the completions of examples, by their index, soon after
         the last of them has ended and while others are still being drawn: once for each example, perhaps with several.
@@ -51,13 +99,13 @@ class Sampler(Protocol):
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
         """Draw one completion; a temperature of 0 is greedy. Call `on_token(ids so far)` after each token.
 
-        Where `on_token` returns True the completion stops there, unfinished.
+        If `on_token` returns True, the completion stops there, unfinished.
         """
         ...
 
     def update_weights(self, version: int) -> None:
-        """Draw from now on with the policy as it is after `version` updates, which each `Rollout` then carries.
+        """Draw from now on with the policy after `version` updates, which each `Rollout` then carries.
 
-        Returns at once where the sampler has that version already.
+        Returns at once if the sampler has that version already.
         """
         ...

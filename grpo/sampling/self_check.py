@@ -42,8 +42,8 @@ def check_sampling(
 
     With `vision` both have pictures.
 
-    Logs where the log-probs that they are drawn with are not quite those that the loss gives them. Raises ConfigError
-    where they are others, or where the model cannot draw them.
+    Logs a small difference between their log-probs and the loss's. Raises ConfigError for a large one, or if the model
+    cannot draw them.
     """
     *_, (longer, rest), (prompt, _) = trial_sequences(model, vision)
     examples = [Example(0, "", ids, {}) for ids in (prompt, with_more(longer, rest))]
@@ -87,11 +87,11 @@ def make_sampler(
     vision: Vision | None = None,
     turns: Responder | None = None,
 ) -> LocalSampler:
-    """Choose the sampler that keeps its rows full where the model allows it, else transformers' generate.
+    """Choose the sampler that keeps its rows full if the model allows it, else transformers' generate.
 
-    On a GPU its steps are CUDA graphs where the model's forward pass can be recorded. `longest_packed` is the
-    batcher's; 0 asks for generate. With `turns` completions have several segments. Raises ConfigError where even
-    generate would draw from another distribution than is scored, in the trial or in longer rows.
+    On a GPU its steps are CUDA graphs if the model's forward pass can be recorded. `longest_packed` is the batcher's; 0
+    asks for generate. With `turns` completions have several segments. Raises ConfigError if even generate would draw
+    from another distribution than is scored, in the trial or in longer rows.
     """
     for layer_type in getattr(model.config.get_text_config(), "layer_types", None) or ():
         if layer_type in DRAWN_FROM_OTHER_KEYS:
