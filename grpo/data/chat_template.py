@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-import grpo.model.template_limit  # noqa: F401  it limits what a template may make
+import grpo.model.template_limit  # noqa: F401  it limits templates
 from grpo.config.errors import ConfigError, require
 from grpo.wire.picture_files import PicturedPrompt
 from grpo.wire.rewards import Message
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from grpo.model.pictures import PictureProcessor
 
 MARK = "<image>"
-"""what says in a user's text where a picture goes"""
+"""marks the place of a picture in a user's text"""
 
 # A message whose content is text, or a list of parts: {"type": "text", "text": ...} and {"type": "image"}.
 PartMessage = dict[str, Any]
 
 
 class PictureCountError(ValueError):
-    """A prompt that says other places for pictures than there are pictures. The text is the rest of a sentence."""
+    """A prompt that has more or fewer places for pictures than pictures. The text is the rest of a sentence."""
 
 
 def chat_messages(prompt: str | list[PartMessage], system_prompt: str) -> list[PartMessage]:
@@ -39,8 +40,8 @@ def chat_messages(prompt: str | list[PartMessage], system_prompt: str) -> list[P
 def place_pictures(messages: Sequence[PartMessage], pictures: int | None) -> list[PartMessage]:
     """Return a chat with all content in parts, `pictures` of which are pictures.
 
-    They are where the messages have parts for them, or a user's text has `<image>`; else before what the user says
-    first. None is 0 where the data has no pictures, so that `<image>` is text like any other. Raises PictureCountError.
+    They take the places of the messages' picture parts and of `<image>` in a user's text; else they stand before the
+    user's first text. None is 0 for data without pictures, in which `<image>` is text. Raises PictureCountError.
     """
     placed = [message | {"content": _parts_of(message, pictures is not None)} for message in messages]
     count = sum(part["type"] == "image" for message in placed for part in message["content"])
@@ -74,12 +75,11 @@ def render_prompt(
     """Render a prompt (text, or chat messages) to the text the model continues; plain text without a chat template.
 
     A last message of the assistant is continued, not followed by another one, as TRL's `apply_chat_template` does.
-    The template can read `template_kwargs`, and writes what it says of `tools`, JSON schemas. `place` tells in an error
-    where the prompt is. The model's placeholder stands for each of `pictures`, which are placed as `place_pictures`
-    does.
+    The template can read `template_kwargs` and `tools`, JSON schemas. `place` names the prompt in an error. The model's
+    placeholder stands for each of `pictures`, which are placed as `place_pictures` does.
 
-    A prompt without pictures is rendered as text, which is how a model without pictures is asked; in parts only where
-    the template does not take text. Raises ConfigError where the template does not take the prompt, PictureCountError.
+    A prompt without pictures is rendered as text, as for a model without pictures; in parts only if the template takes
+    no text. Raises ConfigError if the template does not take the prompt, PictureCountError.
     """
     messages = chat_messages(prompt, system_prompt)
     in_parts = place_pictures(messages, pictures)
@@ -88,24 +88,12 @@ def render_prompt(
     continued = messages[-1]["role"] == "assistant"
     if tokenizer.chat_template is None:
         require(not template_kwargs, "chat_template_kwargs", template_kwargs, "the model has no template: leave it out")
-        model = tokenizer.name_or_path
-        require(
-            not pictures,
-            "model_name_or_path",
-            model,
-            "it has no chat template, so no picture has a place: use another model",
-        )
+        reason = "it has no chat template, so no picture has a place: use another model"
+        require(not pictures, "model_name_or_path", tokenizer.name_or_path, reason)
         return "\n\n".join(message["content"] for message in forms[0]) + ("" if continued else "\n\n")
 
-    def render(messages: Sequence[PartMessage]) -> str:
-        return tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=not continued,
-            continue_final_message=continued,
-            **template_kwargs,
-        )
-
+    options = dict(tokenize=False, add_generation_prompt=not continued, continue_final_message=continued)
+    render = partial(tokenizer.apply_chat_template, **options, **template_kwargs)
     errors: list[Exception] = []
     for form in forms:
         try:
@@ -117,22 +105,21 @@ def render_prompt(
     model = f"model_name_or_path={tokenizer.name_or_path!r}"
     if not errors:
         raise ConfigError(
-            f"{model}: its chat template leaves out what the user says: use a model whose template takes a message's "
+            f"{model}: its chat template leaves out the user's text: use a model whose template takes a message's "
             "content"
         )
     reason = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:300]
+    message = f"{model}: its chat template refuses {place} ({reason}): change the messages, or use another model"
     if system_prompt and messages[0]["content"] == system_prompt:
-        raise ConfigError(
+        message = (
             f"system_prompt={system_prompt[:40]!r}: the model's chat template refuses {place} ({reason}): if it "
             "knows no system message, set system_prompt to '' and put the instructions into the prompts"
-        ) from errors[0]
-    raise ConfigError(
-        f"{model}: its chat template refuses {place} ({reason}): change the messages, or use another model"
-    ) from errors[0]
+        )
+    raise ConfigError(message) from errors[0]
 
 
 def add_observation(prompt: str | list[PartMessage], observation: str) -> str | list[PartMessage]:
-    """Return a prompt whose last message goes on with what an environment says, as TRL puts it together."""
+    """Append an environment's observation to the last message of a prompt, as TRL does."""
     if isinstance(prompt, str):
         return prompt + observation
     content = prompt[-1]["content"]
@@ -148,7 +135,7 @@ def tokenize_prompt(
 ) -> list[int] | PicturedPrompt:
     """Return the ids of the text that `render_prompt` returned; with pictures, which the model's processor expands.
 
-    Raises PictureCountError where the model's own placeholder is in the prompt for other reasons, PictureError where a
+    Raises PictureCountError if the model's own placeholder is in the prompt for other reasons, PictureError if a
     picture cannot be opened, or its processor refuses it.
     """
     # A chat template has written every special token already.
@@ -169,7 +156,7 @@ def tokenize_prompt(
 def with_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer with a chat template that puts the system prompt before a chat without a system message.
 
-    `render_prompt` gives every chat a system message where it is told one, so that this one is not put in twice.
+    `render_prompt` gives every chat its system message, if it has one, so that this one is not put in twice.
     """
     text = json.dumps(system_prompt, ensure_ascii=False)  # Jinja reads JSON's escapes
     add = f"{{% set messages = [{{'role': 'system', 'content': {text}}}] + messages %}}"
@@ -182,9 +169,9 @@ def with_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -
 
 
 def _parts_of(message: PartMessage, marked: bool) -> list[dict[str, str]]:
-    """Return a message's content as parts; where it is `marked`, `<image>` in a user's text is a picture's."""
+    """Return a message's content as parts; if `marked`, `<image>` in a user's text is a picture's place."""
     if not isinstance(content := message["content"], str):
-        # Rows of a dataset have null for whatever only other parts have.
+        # Rows of a dataset have null for fields of other parts.
         return [{name: value for name, value in part.items() if value is not None} for part in content]
     texts = content.split(MARK) if marked and message["role"] == "user" else [content]
     parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
@@ -194,7 +181,7 @@ def _parts_of(message: PartMessage, marked: bool) -> list[dict[str, str]]:
 def _leaves_out_question(
     render: Callable[[Sequence[PartMessage]], str], messages: Sequence[PartMessage], rendered: str
 ) -> bool:
-    """Tell whether another question of the user would be rendered alike.
+    """Tell whether another question of the user would give the same text.
 
     A template for content in parts goes through a text character by character, and writes nothing.
     """

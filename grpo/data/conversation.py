@@ -1,4 +1,4 @@
-"""The questions and answers of a chat, and the prompt that each next question makes of them."""
+"""Keeps the questions and answers of a chat, and makes the prompt of each next question."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.config.sampling_settings import ChatConfig
-from grpo.data.chat_template import (
-    PictureCountError,
-    add_observation,
-    place_pictures,
-    render_prompt,
-    tokenize_prompt,
-)
+from grpo.data.chat_template import PictureCountError, add_observation, place_pictures, render_prompt, tokenize_prompt
 from grpo.data.dataset_pictures import encode_picture
 from grpo.data.records import Example, Rollout
 from grpo.data.responder import Responder
@@ -52,7 +46,7 @@ class Conversation:
         self._next_pictures: list[bytes] = []
 
     def add_picture(self, path: str) -> None:
-        """Add a picture to the next question. Raises NotAsked where it cannot be used."""
+        """Add a picture to the next question. Raises NotAsked if it cannot be used."""
         if self._processor is None:
             raise NotAsked(f"the picture {path} is not taken: {self._config.model_name_or_path} takes text alone")
         try:
@@ -65,8 +59,8 @@ class Conversation:
         self._next_pictures.append(picture)
 
     def ask(self, line: str) -> Example:
-        """Return the prompt with the question of a line. Raises NotAsked where the model cannot be asked it,
-        RewardError where the environment fails."""
+        """Return the prompt with the question of a line. Raises NotAsked if the model cannot be asked it,
+        RewardError if the environment fails."""
         question, columns, tools = line, {}, None
         if self._turns is not None:
             question, columns = _row_of(line)
@@ -79,15 +73,8 @@ class Conversation:
             # Without a picture to place, `<image>` is text.
             new = place_pictures([{"role": "user", "content": question}], len(self._next_pictures) or None)
             messages = [*self._messages, *new]
-            config = self._config
-            prompt = render_prompt(
-                self._tokenizer,
-                messages,
-                config.system_prompt,
-                config.chat_template_kwargs,
-                pictures=len(pictures),
-                tools=tools,
-            )
+            settings = self._config.system_prompt, self._config.chat_template_kwargs
+            prompt = render_prompt(self._tokenizer, messages, *settings, pictures=len(pictures), tools=tools)
             prompt_ids = tokenize_prompt(self._tokenizer, prompt, self._processor, pictures)
         except PictureCountError as error:
             raise NotAsked(f"the question has other places than pictures ({error}): ask it again") from error
@@ -108,7 +95,7 @@ class Conversation:
 
 
 def _row_of(line: str) -> tuple[str, dict[str, Any]]:
-    """Return the question of a line, and the columns of its row where the line is a JSON object."""
+    """Return the question of a line, and the columns of its row if the line is a JSON object."""
     try:
         columns = json.loads(line)
     except ValueError:

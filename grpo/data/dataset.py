@@ -21,7 +21,7 @@ _WITHOUT_ROWS = "corresponds to no data", "BatchSize must be greater than 0"
 
 
 def load_rows(config: AnsweringConfig, split: str):
-    """Load a split as a `datasets.Dataset`. Raises ConfigError where it cannot be loaded, naming the faulty line."""
+    """Load a split as a `datasets.Dataset`. Raises ConfigError, naming the faulty line, if it cannot be loaded."""
     import datasets
 
     name, files = config.dataset_name, _files(config, split)
@@ -57,7 +57,7 @@ def _csv_options(config: AnsweringConfig) -> dict[str, Any]:
 
 
 def decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. Raises ConfigError where a text is not UTF-8, which shows only when it is read."""
+    """Yield the rows. Raises ConfigError if a text is not UTF-8, which shows only when it is read."""
     try:
         yield from rows
     except UnicodeDecodeError as error:
@@ -81,7 +81,7 @@ def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> C
 
 
 def _fault(file: Path) -> str:
-    """Return what is wrong with a JSON file or with the first wrong line of JSON Lines; empty where nothing is."""
+    """Return the fault of a JSON file or of the first wrong line of JSON Lines; empty without a fault."""
     if file.stat().st_size == 0:
         return f"{file.name} is empty"
     if file.suffix == ".json":
@@ -89,7 +89,7 @@ def _fault(file: Path) -> str:
             json.loads(file.read_bytes())
             return ""
         except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # that is what follows the first line of JSON Lines
+            if error.msg != "Extra data":  # of JSON Lines, after their first line
                 return f"{file.name}, line {error.lineno}: {error.msg}"
         except (ValueError, RecursionError) as error:
             return f"{file.name}: {error}"
@@ -109,9 +109,8 @@ def _fault(file: Path) -> str:
 def _files(config: AnsweringConfig, split: str) -> list[Path]:
     """Return the files of a split: the file itself, or those in a folder called SPLIT.* or SPLIT-*.*, of one type.
 
-    The list is empty where the dataset is no local path. Raises ConfigError where the split has no such files.
-
-    This is not left to `datasets`, which takes every file for the test split where the folder's path has "test" in it.
+    The list is empty if the dataset is no local path. Raises ConfigError if the split has no such files. This is not
+    left to `datasets`, which takes every file for the test split if the folder's path has "test" in it.
     """
     path = Path(config.dataset_name).expanduser()
     if not path.exists():

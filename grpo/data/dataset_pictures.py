@@ -1,4 +1,4 @@
-"""A dataset's pictures: the column that has them, and those of a row as the bytes of PNG or JPEG files."""
+"""Finds a dataset's column of pictures, and reads those of a row as the bytes of PNG or JPEG files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 
 
 def find_column(config: DataSection, names: list[str]) -> str | None:
-    """Return the column that has the pictures; None where the dataset has no such column. Raises ConfigError where the
+    """Return the column that has the pictures; None if the dataset has no such column. Raises ConfigError if the
     configuration names none of the columns, or two would do."""
     name = config.dataset_image_column
     others = config.dataset_prompt_column, config.dataset_answer_column
@@ -96,9 +96,9 @@ class PictureColumn:
 
 
 def encode_picture(picture: bytes | Image.Image) -> bytes:
-    """Return a picture, or a file's content, as the content of a PNG or JPEG file: as it is where it is one.
+    """Return a picture, or a file's content, as the content of a PNG or JPEG file, which stays as it is.
 
-    Raises PictureError where it cannot be read. A file whose end is damaged passes, as in `check_picture`.
+    Raises PictureError if it cannot be read. A file whose end is damaged passes, as in `check_picture`.
     """
     is_encoded = isinstance(picture, bytes) and picture.startswith(tuple(SIGNATURES.values()))
     data = picture if is_encoded else _to_png(picture)
@@ -107,7 +107,7 @@ def encode_picture(picture: bytes | Image.Image) -> bytes:
 
 
 def check_prompt(pictures: Sequence[bytes]) -> None:
-    """Raise PictureError where a reference server would refuse a request with all pictures of a prompt."""
+    """Raise PictureError if a reference server would refuse a request with all pictures of a prompt."""
     count, size = len(pictures), sum(map(len, pictures))
     pixels = sum(width * height for width, height in map(check_picture, pictures))
     if count > MOST_PICTURES or pixels > MOST_PIXELS_IN_ALL or size > MOST_BYTES:

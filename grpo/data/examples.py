@@ -1,4 +1,4 @@
-"""Makes an example with a tokenised prompt of a dataset's row."""
+"""Makes an example with a tokenised prompt from a dataset's row."""
 
 from __future__ import annotations
 
@@ -42,30 +42,19 @@ def make_example(
     processor: PictureProcessor | None = None,
     turns: Responder | None = None,
 ) -> Example | None:
-    """Make an Example of a dataset row; None where its prompt, with what the environment says, has neither text nor
+    """Make an Example of a dataset row; None if its prompt, with the environment's observation, has neither text nor
     picture.
 
     Its columns have the row's values, and the gold answer, if there is one, as `answer`, unless the dataset has another
-    column of that name. An answer that is a list or dict stays one there. `turns` adds tools and what an environment
-    says to the prompt.
+    column of that name. An answer that is a list or dict stays one there. `turns` adds tools and an
+    environment's observation to the prompt.
 
-    Raises ConfigError, naming the row, where a value has a wrong type, or the row has pictures and there is no
-    `processor`; PictureError or PictureCountError where its pictures cannot be used; RewardError where an environment
-    fails.
+    Raises ConfigError, naming the row, if a value has a wrong type, or the row has pictures and there is no
+    `processor`; PictureError or PictureCountError if its pictures cannot be used; RewardError if an environment fails.
     """
     answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
     place = f"row {index} (from 0)"
-    if isinstance(answer, bytes):
-        raise ConfigError(
-            f"dataset_answer_column={config.dataset_answer_column!r}: {place} has {str(answer)[:80]}: a "
-            "gold answer is text, a number, a list or a dict: name a column of such"
-        )
-    if not _is_prompt(prompt):
-        raise ConfigError(
-            f"dataset_prompt_column={config.dataset_prompt_column!r}: {place} has {str(prompt)[:80]}: a "
-            "prompt is text, or a list of messages whose role is text, and whose content is text or a list of parts, "
-            '{"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column'
-        )
+    _check_types(config, place, prompt, answer)
     # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
     given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
     columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
@@ -98,10 +87,24 @@ def make_example(
     return Example(index, rendered, prompt_ids, columns, messages, gold, conversation)
 
 
+def _check_types(config: AnsweringConfig, place: str, prompt: Any, answer: Any) -> None:
+    if isinstance(answer, bytes):
+        raise ConfigError(
+            f"dataset_answer_column={config.dataset_answer_column!r}: {place} has {str(answer)[:80]}: a "
+            "gold answer is text, a number, a list or a dict: name a column of such"
+        )
+    if not _is_prompt(prompt):
+        raise ConfigError(
+            f"dataset_prompt_column={config.dataset_prompt_column!r}: {place} has {str(prompt)[:80]}: a "
+            "prompt is text, or a list of messages whose role is text, and whose content is text or a list of parts, "
+            '{"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column'
+        )
+
+
 def gold_answer(answer: Any) -> str:
     """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column.
 
-    It is JSON of a list or dict, and empty where there is no answer: null, white space, an empty list or dict, or the
+    It is JSON of a list or dict, and empty without an answer: null, white space, an empty list or dict, or the
     NaN that pandas writes for null.
     """
     if isinstance(answer, list | dict):
@@ -114,19 +117,14 @@ def gold_answer(answer: Any) -> str:
 def _fill(messages: list[PartMessage], pictures: Sequence[EncodedPicture]) -> list[PartMessage]:
     """Return the messages with the pictures in their parts, as TRL's prepare_multimodal_messages does."""
     rest = iter(pictures)
-    return [
-        message
-        | {
-            "content": [
-                part | {"image": next(rest)} if part["type"] == "image" else part for part in message["content"]
-            ]
-        }
-        for message in messages
-    ]
+
+    def fill(part: dict[str, Any]) -> dict[str, Any]:
+        return part | {"image": next(rest)} if part["type"] == "image" else part
+
+    return [message | {"content": [*map(fill, message["content"])]} for message in messages]
 
 
 def _is_prompt(prompt: Any) -> bool:
-    """Tell whether it is a text, or a list of at least one message."""
     return isinstance(prompt, str) or (
         isinstance(prompt, list)
         and len(prompt) > 0
@@ -138,14 +136,14 @@ def _is_prompt(prompt: Any) -> bool:
 
 
 def _is_blank(prompt: str | list[PartMessage]) -> bool:
-    """Tell whether nothing is said in it, or by the system alone."""
+    """Tell whether only the system says anything."""
     messages = text_of_messages(chat_messages(prompt, ""))
     spoken = [message for message in messages if message["role"] != "system"] or messages
     return not any(message["content"].strip() for message in spoken)
 
 
 def _is_content(content: Any) -> bool:
-    """Tell whether it is a text, or a list of parts: texts, and places for pictures of the dataset's column."""
+    """Tell whether content is a text, or a list of parts: texts, and places for pictures of the dataset's column."""
     return isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
 
 

@@ -44,10 +44,10 @@ def load_examples(
 ) -> list[Example]:
     """Load the split's problems, only the first `limit` of them unless that is 0.
 
-    Rows without a prompt (null, or neither text nor picture), without a gold answer where there is a column of them,
-    with too long a prompt or with pictures that cannot be used are dropped and counted. Raises ConfigError where the
-    dataset cannot be loaded, lacks a column, has a value of another type, has pictures and there is no `processor` for
-    them, or keeps no example; RewardError where the environment of `turns` fails.
+    Rows without a prompt (null, or neither text nor picture), without a gold answer if there is a column of them, with
+    too long a prompt or with unusable pictures are dropped and counted. Raises ConfigError if the dataset cannot be
+    loaded, lacks a column, has a value of another type, has pictures without a `processor`, or keeps no example;
+    RewardError if the environment of `turns` fails.
     """
     log.info("reading split %s of %s", split, config.dataset_name)
     rows = load_rows(config, split)
@@ -61,18 +61,10 @@ def load_examples(
         rows = pictures.without_decoding(rows)
     if limit:
         rows = rows.select(range(min(limit, len(rows))))
-    prompt_column, answer_column = config.dataset_prompt_column, config.dataset_answer_column
-    no_prompt, no_gold = f"without a prompt in {prompt_column!r}", f"without a gold answer in {answer_column!r}"
-    too_long = f"longer than max_prompt_length={config.max_prompt_length} tokens"
-    bad_picture = "with a picture that cannot be used"
-    other_count = "with more or fewer places for pictures than pictures"
-    faults: dict[str, str] = {}
-    examples, dropped, without_system, shortest = [], Counter(), 0, None
-    bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=None if progress else True, leave=False)
 
     def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | PictureError | PictureCountError | None:
         index, row = numbered
-        if row[prompt_column] is None or row[prompt_column] == []:
+        if row[config.dataset_prompt_column] is None or row[config.dataset_prompt_column] == []:
             return None
         try:
             row = {**row, **{other.name: other.read(row[other.name], index) for other in others}}
@@ -80,72 +72,98 @@ def load_examples(
         except (PictureError, PictureCountError) as error:
             return error
 
+    bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=None if progress else True, leave=False)
     numbered = enumerate(decoded(config, split, bar))
     waits = column is not None or config.tool_timeout is not None  # for Pillow, or an environment in another process
-    made = _map_in_threads(make, numbered) if waits else map(make, numbered)
-    for index, example in enumerate(made):
-        if example is None:
-            dropped[no_prompt] += 1
-        elif isinstance(example, Exception):
-            reason = bad_picture if isinstance(example, PictureError) else other_count
-            dropped[reason] += 1
-            faults.setdefault(reason, f" (the first is row {index} from 0: {example})")
-        elif has_gold and not example.gold:
-            dropped[no_gold] += 1
-        elif len(example.prompt_ids) > config.max_prompt_length:
-            dropped[too_long] += 1
-            shortest = min(shortest or example, example, key=lambda example: len(example.prompt_ids))
-        else:
+    examples, dropped, faults, shortest = [], Counter(), {}, None
+    for index, example in enumerate(_map_in_threads(make, numbered) if waits else map(make, numbered)):
+        if (reason := _reason_to_drop(config, example, has_gold)) is None:
             examples.append(example)
-            first = example.messages[0]
-            without_system += first["role"] == "system" and first["content"].strip() not in example.prompt
+            continue
+        dropped[reason] += 1
+        if isinstance(example, Exception):
+            faults.setdefault(reason, f" (the first is row {index} from 0: {example})")
+        elif reason.startswith(_TOO_LONG):
+            shortest = min(shortest or example, example, key=lambda example: len(example.prompt_ids))
     for reason, count in dropped.items():
         log.warning("%s: %d of %d rows dropped, %s%s", split, count, len(rows), reason, faults.get(reason, ""))
-    if without_system:
-        log.warning(
-            "%s: the model's chat template leaves the system message out of %d of %d prompts: put the instructions "
-            "into the prompts",
-            split,
-            without_system,
-            len(examples),
-        )
-    if column is not None:
-        pictured = sum(bool(pictures_of(example.prompt_ids)) for example in examples)
-        log.info("%s: %d of %d prompts have pictures, by column %r", split, pictured, len(examples), column.name)
     if examples:
+        _log_examples(split, examples, image_column)
         return examples
-    if dropped[too_long]:
-        tokens, remedy = f"{len(shortest.prompt_ids)} tokens", "raise it"
-        if config.system_prompt and shortest.messages[0]["content"] == config.system_prompt:
-            of_system = len(tokenizer.encode(config.system_prompt, add_special_tokens=False))
-            tokens += f", {of_system} of them the system prompt's"
-            remedy += ", or leave that out (--system_prompt '')"
-        if column is not None:
-            remedy += ", or lower max_pixels"
-        raise ConfigError(
-            f"max_prompt_length={config.max_prompt_length}: none of the {dropped[too_long]} prompts of "
-            f"{config.dataset_name} ({split}) is that short, the shortest has {tokens}: {remedy}"
-        )
+    if shortest is not None:
+        too_long = next(count for reason, count in dropped.items() if reason.startswith(_TOO_LONG))
+        raise _all_too_long(config, split, tokenizer, too_long, shortest, column is not None)
     if faults:
         reason = max(faults, key=dropped.get)
         raise ConfigError(
             f"dataset_image_column={image_column!r}: {dropped[reason]} of the {len(rows)} rows ({split}) are dropped, "
             f"{reason}{faults[reason]}, and none is left: mend the dataset, or name another column"
         )
-    wanted = f"a prompt in {prompt_column!r}"
-    if has_gold:
-        wanted = f"both {wanted} and a gold answer in {answer_column!r}"
+    prompt = f"a prompt in {config.dataset_prompt_column!r}"
+    wanted = f"both {prompt} and a gold answer in {config.dataset_answer_column!r}" if has_gold else prompt
     raise ConfigError(
         f"dataset_name={config.dataset_name!r}: none of its {len(rows)} rows ({split}) has {wanted}: name the columns "
         "that hold them"
     )
 
 
+_TOO_LONG = "longer than max_prompt_length="
+
+
+def _reason_to_drop(config: AnsweringConfig, example: Example | Exception | None, has_gold: bool) -> str | None:
+    if example is None:
+        return f"without a prompt in {config.dataset_prompt_column!r}"
+    if isinstance(example, PictureError):
+        return "with a picture that cannot be used"
+    if isinstance(example, Exception):
+        return "with more or fewer places for pictures than pictures"
+    if has_gold and not example.gold:
+        return f"without a gold answer in {config.dataset_answer_column!r}"
+    if len(example.prompt_ids) > config.max_prompt_length:
+        return f"{_TOO_LONG}{config.max_prompt_length} tokens"
+    return None
+
+
+def _log_examples(split: str, examples: list[Example], image_column: str | None) -> None:
+    firsts = [(example.messages[0], example.prompt) for example in examples]
+    without_system = sum(first["role"] == "system" and first["content"].strip() not in text for first, text in firsts)
+    if without_system:
+        log.warning(
+            "%s: the model's chat template leaves the system message out of %d of %d prompts: put the instructions "
+            "into the prompts",
+            *(split, without_system, len(examples)),
+        )
+    if image_column is not None:
+        pictured = sum(bool(pictures_of(example.prompt_ids)) for example in examples)
+        log.info("%s: %d of %d prompts have pictures, by column %r", split, pictured, len(examples), image_column)
+
+
+def _all_too_long(
+    config: AnsweringConfig,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    shortest: Example,
+    has_pictures: bool,
+) -> ConfigError:
+    tokens, remedy = f"{len(shortest.prompt_ids)} tokens", "raise it"
+    if config.system_prompt and shortest.messages[0]["content"] == config.system_prompt:
+        of_system = len(tokenizer.encode(config.system_prompt, add_special_tokens=False))
+        tokens += f", {of_system} of them the system prompt's"
+        remedy += ", or leave that out (--system_prompt '')"
+    if has_pictures:
+        remedy += ", or lower max_pixels"
+    return ConfigError(
+        f"max_prompt_length={config.max_prompt_length}: none of the {count} prompts of {config.dataset_name} ({split}) "
+        f"is that short, the shortest has {tokens}: {remedy}"
+    )
+
+
 def check_reward_columns(
     config: AnsweringConfig, examples: Sequence[Example], rewards: Mapping[str, Callable | str]
 ) -> None:
-    """Refuse a dataset whose columns a reward function cannot be given, or without gold answers where one of `rewards`
-    (load_reward_funcs) asks for them; log where `answer` is not the gold answer.
+    """Refuse a dataset whose columns a reward function cannot be given, or without gold answers if one of `rewards`
+    (load_reward_funcs) asks for them; warn if `answer` is not the gold answer.
 
     Raises ConfigError.
     """
@@ -165,7 +183,8 @@ def check_reward_columns(
                 "are given something else: rename the column"
             )
     is_other = config.dataset_answer_column not in ("", "answer")
-    if is_other and any(_as_gold(example.columns["answer"]) != example.gold for example in examples):
+    answers = ((example.columns["answer"], example.gold) for example in examples) if is_other else ()
+    if any((gold_answer(answer) if isinstance(answer, list | dict) else answer) != gold for answer, gold in answers):
         log.warning(
             "%s: its column 'answer' is what reward functions are given as `answer`, and evaluation compares with %r: "
             "set dataset_answer_column to answer, or rename the column, unless that is meant",
@@ -221,11 +240,6 @@ class PromptStream:
         return order[place * self._per_step : (place + 1) * self._per_step]
 
 
-def _as_gold(answer: Any) -> Any:
-    """Return what reward functions are given as `answer` as the gold answer has it: a list or dict as JSON."""
-    return gold_answer(answer) if isinstance(answer, list | dict) else answer
-
-
 def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """Yield the function's results in the order of the items, computed by as many threads as this rank has cores.
 
@@ -242,7 +256,7 @@ def _map_in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]
 
 
 def _asks_for_gold(reward: Callable | str) -> bool:
-    """Tell whether it is a function that cannot be called without `answer`."""
+    """Tell whether a reward is a function that cannot be called without `answer`."""
     try:
         answer = inspect.signature(reward).parameters.get("answer")
     except (TypeError, ValueError):  # a reward model or server; a function written in C
@@ -251,7 +265,7 @@ def _asks_for_gold(reward: Callable | str) -> bool:
 
 
 def _check_columns(config: AnsweringConfig, names: list[str]) -> bool:
-    """Tell whether there are gold answers. Raises ConfigError where a column that was named is not there."""
+    """Tell whether there are gold answers. Raises ConfigError if a named column is missing."""
     prompt, answer = config.dataset_prompt_column, config.dataset_answer_column
     named = {"dataset_prompt_column": prompt, "dataset_answer_column": answer}
     if answer in ("", DataSection.dataset_answer_column):

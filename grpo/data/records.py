@@ -31,7 +31,7 @@ class Example:
     gold: str = ""
     """the gold answer as text, which evaluation compares and records show"""
     conversation: list[Message] | None = None
-    """the prompt as the dataset has it, where that is a list of messages"""
+    """the dataset's own prompt, if that is a list of messages"""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,18 @@ class Rollout:
     completion_ids: list[int]
     """the tokens that the sampler drew, its eos included, and between them those of answers"""
     finished: bool
-    """True where the sampler drew an eos; False where it was cut at max_completion_length; with answers what the
-    outcome says"""
+    """True if the sampler drew an eos, False if it was cut at max_completion_length; with answers the outcome's"""
     text: str
-    """what was drawn without special tokens; segments are joined by line ends"""
+    """the drawn text without special tokens; segments are joined by line ends"""
     sampling_logprobs: list[float]
-    """the log-prob of each id in the distribution that it was drawn from; NaN where the sampler does not know it, and
+    """the log-prob of each id in the distribution that it was drawn from; NaN if the sampler does not know it, and
     at the tokens of answers"""
     policy_version: int
     """the number of updates that the policy had had when it drew the first of these tokens; with
     in_flight_weight_updates it may have drawn the later ones after more"""
     drawn: list[bool] | None = None
     """True for each id that the sampler drew, False for those that a tool or an environment answered; None: it drew
-    all. The update trains on what was drawn"""
+    all. The update trains on drawn tokens"""
     outcome: Outcome | None = None
     """how a completion with tools or an environment ended; None without them"""
 
@@ -77,7 +76,7 @@ class Group:
     example: Example
     rollouts: list[Rollout]
     extra: list[dict[str, Any]] = field(default_factory=list)
-    """what reward functions logged of each completion by log_extra, by column; empty where they logged nothing"""
+    """the values that reward functions logged of each completion by log_extra, by column; empty without any"""
 
 
 @dataclass
@@ -88,21 +87,21 @@ class Sample:
     prompt_ids: list[int] | PicturedPrompt
     completion_ids: list[int]
     finished: bool
-    """False where the completion was cut at max_completion_length"""
+    """False if the completion was cut at max_completion_length"""
     advantage: float = 0.0
     ref_logprobs: np.ndarray | None = None
-    """the reference's float32 [T]; None until it has answered, or where the loss has no KL term"""
+    """the reference's float32 [T]; None until it has answered, or for a loss without a KL term"""
     sampling_logprobs: np.ndarray | None = None
     """float32 [T], NaN where unknown"""
     old_logprobs: np.ndarray | None = None
     """float32 [T] of the policy as the round of the sample began, which is newer than the policy that drew it where
     max_policy_lag is above 0; None means that the policy has not been updated since the round began"""
     group_id: int = -1
-    """the id of its group; -1 where it has none"""
+    """the id of its group; -1 without a group"""
     place: int = -1
     """its place among the group's completions, from 0"""
     drawn: np.ndarray | None = None
-    """bool [len(completion_ids)], True for what the policy drew, False for the tokens of answers; None: it drew all"""
+    """bool [len(completion_ids)], True for drawn tokens, False for those of answers; None: all are drawn"""
 
     @property
     def tokens(self) -> int:
@@ -120,11 +119,11 @@ class StepBatch:
 
     groups: list[Group]
     by_function: torch.Tensor
-    """float64 [functions, groups, num_generations], NaN where a function does not apply"""
+    """float64 [functions, groups, num_generations], NaN if a function does not apply"""
     rewards: torch.Tensor
     """float64 [groups, num_generations], the weighted sum over functions"""
     signal: torch.Tensor
-    """bool [groups], True where the group's completions teach something"""
+    """bool [groups], True if the group's completions teach something"""
     samples: list[Sample]
     """groups x num_generations samples, group after group"""
     requests: dict[int, Future[list[np.ndarray]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The interface between samplers and what answers the policy: a completion of several segments.
+"""The interface between samplers and the tools or environment that answer the policy in a completion.
 
 The policy draws a segment up to its eos. Tools or an environment answer with token ids, which follow that segment in
 the completion, and the policy draws on after them. Token ids stay the truth: nothing that was drawn is tokenised again.
@@ -17,10 +17,10 @@ from grpo.wire.tool_outcomes import cut_segments
 
 
 class Dialogue(Protocol):
-    """One completion, as what answers it sees it. A sampler calls it from one thread at a time."""
+    """One completion, as its responder sees it. A sampler calls it from one thread at a time."""
 
     messages: list[dict[str, Any]]
-    """what has been written and answered so far, as in Outcome.messages"""
+    """the messages so far, as in Outcome.messages"""
     outcome: Outcome | None
     """None until the completion is over"""
 
@@ -28,43 +28,42 @@ class Dialogue(Protocol):
         """Answer the segment `drawn`, after which the completion may have `room` more tokens.
 
         The segment ends with an eos, or was cut at the sampler's largest length: then there is no answer. The future
-        has the ids of the answer, fewer than `room`, or None where the completion is over, and `outcome` with it. It
-        raises RewardError where an environment of the user's fails.
+        has the ids of the answer, fewer than `room`, or None if the completion is over, and `outcome` with it. It
+        raises RewardError if an environment of the user's fails.
 
-        Returns None where the segment alone says that the completion is over, such as one that calls no tool: a sampler
+        Returns None if the segment alone says that the completion is over, such as one that calls no tool: a sampler
         then need not wait. It must not depend on how fast anything is.
         """
         ...
 
     def close(self) -> None:
-        """End what the completion holds, such as its environment. Any number of times, in any state."""
+        """Free the completion's resources, such as its environment. Any number of times, in any state."""
         ...
 
 
 class Responder(Protocol):
-    """What answers the policy, in all completions of a run."""
+    """Answers the policy in all completions of a run."""
 
     tools: list[dict[str, Any]] | None
-    """the JSON schemas of what the policy may call, for its chat template; None where there is nothing to call"""
+    """the JSON schemas of the policy's tools, for its chat template; None without tools"""
 
     def observe(self, columns: dict[str, Any]) -> str:
-        """Return what the environment says of a row before the first turn, which ends its prompt; "" for nothing.
+        """Return the environment's observation of a row before the first turn, the end of its prompt, or "".
 
-        From any thread. Raises RewardError where the environment fails.
+        From any thread. Raises RewardError if the environment fails.
         """
         ...
 
     def begin(self, example: Example, name: tuple[int, int, int] | None = None) -> Dialogue:
         """Begin a completion of this example. The sampler closes it.
 
-        `name` is what its random numbers follow from, the answers' too: seed, group, number in the group; None for a
-        greedy one.
+        Its random numbers, the answers' too, follow from `name`: seed, group, number in the group; None if greedy.
         """
         ...
 
 
 def close_all(dialogues: Iterable[Dialogue]) -> None:
-    """Close dialogues, the others too where one fails to. Ctrl-C ends that: each may wait for a call that hangs."""
+    """Close all dialogues, even if one fails. Ctrl-C ends that: each may wait for a call that hangs."""
     failure: Exception | None = None
     for dialogue in dialogues:
         try:
@@ -76,7 +75,7 @@ def close_all(dialogues: Iterable[Dialogue]) -> None:
 
 
 def show_answer(message: Mapping[str, Any]) -> str:
-    """Return a message of a tool or an environment as people are shown it between what the policy wrote."""
+    """Return the text that shows a message of a tool or an environment to people."""
     return f"[{message.get('name', 'environment')}: {message['content']}]"
 
 

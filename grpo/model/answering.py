@@ -1,4 +1,4 @@
-"""How a model was trained to answer: grpo.yaml in its folder, which grpo.evaluate and grpo.chat take for defaults.
+"""Reads and writes a model's grpo.yaml: settings of its training, which grpo.evaluate and grpo.chat take as defaults.
 
 The same model that solves 95 % of its problems may solve 5 % when it is asked without its system prompt.
 """
@@ -38,8 +38,8 @@ def write_answering(config: Any, folder: Path) -> None:
 def read_answering(model: str) -> tuple[str, dict[str, Any]]:
     """Return the path of a model's grpo.yaml and its settings, those of SECTIONS; without such a file ("", {}).
 
-    `model` is a folder or hub id, of a model or an adapter. Raises ConfigError where the file cannot be read, or
-    `model` is a path at which nothing is.
+    `model` is a folder or hub id, of a model or an adapter. Raises ConfigError if the file cannot be read, or
+    `model` is a path that does not exist.
     """
     folder = Path(model).expanduser()
     path = folder / ANSWERING if folder.exists() else _find_on_hub(model)
@@ -62,7 +62,7 @@ def read_answering(model: str) -> tuple[str, dict[str, Any]]:
 def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, Any]:
     """Return the settings of a model's grpo.yaml that a program knows and its user has not given, and show them.
 
-    It is an argument of `parse_arguments`. Raises ConfigError as `read_answering`, and where the file names reward
+    It is an argument of `parse_arguments`. Raises ConfigError as `read_answering`, and if the file names reward
     functions outside reward.py.
     """
     path, settings = read_answering(model)
@@ -70,7 +70,11 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
         settings.pop("reward_weights", None)
     if "dataset_name" in given:  # another dataset has other configurations
         settings.pop("dataset_config", None)
-    used = [word for name in CODE if (value := settings.pop(name, None)) for word in _option(name, value)]
+    values = {name: value for name in CODE if (value := settings.pop(name, None))}
+    used = [
+        f"--{name} {' '.join(map(str, value if isinstance(value, list) else [value]))}"
+        for name, value in values.items()
+    ]
     if given.isdisjoint(CODE):
         settings = {name: value for name, value in settings.items() if name not in _TURNS}
         if used and known.issuperset(CODE) and is_first_rank():
@@ -91,11 +95,6 @@ def model_settings(model: str, known: set[str], given: set[str]) -> dict[str, An
         shown = ", ".join(f"{name}={_shorten(value)}" for name, value in settings.items())
         print(f"{program_name()}: asked as in training, by {path}: {shown}", file=sys.stderr)
     return settings
-
-
-def _option(name: str, value: Any) -> list[str]:
-    """Return the words of a command line that set it."""
-    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
 
 
 def _find_on_hub(model: str) -> Path | None:

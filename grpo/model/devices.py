@@ -1,4 +1,4 @@
-"""The device that a process works on: choose it, say why none can be used, and avoid known faults of some GPUs."""
+"""Chooses the device of a process, says why none can be used, and avoids known faults of some GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def refuse_shortage(field: str, value: object, remedy: str) -> Iterator[None]:
-    """Raise ConfigError, naming the setting, where an error in the block means that memory was too small."""
+    """Raise ConfigError, naming the setting, if an error in the block means that memory was too small."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -46,7 +46,7 @@ def refuse_shortage(field: str, value: object, remedy: str) -> Iterator[None]:
 def wants_card() -> bool:
     """Tell whether this process should use a card: the machine has one or one is named, and nothing asks for the CPU.
 
-    Must be called before CUDA starts: where DS_ACCELERATOR is cpu it hides the cards from all libraries.
+    Must be called before CUDA starts: with DS_ACCELERATOR=cpu it hides the cards from all libraries.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         # DeepSpeed's launcher gives numbers to ranks on a CPU too, which would be read as cards.
@@ -66,9 +66,9 @@ def asks_for_card(environment: Mapping[str, str], has_cards: bool) -> bool:
 
 
 def take_device(local_rank: int) -> torch.device:
-    """Select the card of this rank of the machine, or the CPU where no card is wanted.
+    """Select the card of this rank of the machine, or the CPU if no card is wanted.
 
-    Raises ConfigError where the card cannot be used: falling back to the CPU would silently be many times slower.
+    Raises ConfigError if the card cannot be used: falling back to the CPU would silently be many times slower.
     """
     # torch's first choice on an H100 is cuDNN's attention, which makes a new plan for every shape and fails at some of
     # ours ("Expected mha_graph.execute(...) to be true"). Without it torch takes flash attention.
@@ -84,7 +84,6 @@ def take_device(local_rank: int) -> torch.device:
 
 
 def explain_too_many(environment: Mapping[str, str], cards: int) -> str:
-    """Say that this rank has no card."""
     ranks = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE", "more")
     return (
         f"LOCAL_RANK={environment['LOCAL_RANK']}: {ranks} ranks were started on this machine, and torch sees {cards} "
@@ -108,7 +107,6 @@ def explain_unusable(environment: Mapping[str, str], reason: str) -> str:
 
 
 def _reason() -> str:
-    """Ask torch why it can use no card."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -131,7 +129,7 @@ def prepare_nccl() -> str:
     missing = [name for name in _NO_P2P if name not in os.environ]
     if missing and lacks_p2p(names, driver):
         os.environ |= dict.fromkeys(missing, "1")
-        log.info("set %s=1: driver %s offers P2P that these cards have not", "=1 ".join(missing), driver)
+        log.info("set %s=1: driver %s offers P2P, which these cards lack", "=1 ".join(missing), driver)
     return p2p_hint(names)
 
 
@@ -153,7 +151,7 @@ def lacks_p2p(names: list[str], driver: str | None) -> bool:
 
 
 def p2p_hint(names: list[str]) -> str:
-    """Say what may help where the first collective of these cards hangs; empty where no remedy is known."""
+    """Return a remedy for a first collective of these cards that hangs; empty if none is known."""
     geforce = [name for name in names if "GeForce" in name]
     if not geforce or os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return ""
@@ -172,7 +170,7 @@ def memory_of_others(device: torch.device) -> tuple[int, int]:
 
 
 def describe_shared_cards(held: list[tuple[int, int]]) -> str:
-    """Name the ranks' cards that other programs use, from each rank's `memory_of_others`; empty where there are none.
+    """Name the ranks' cards that other programs use, from each rank's `memory_of_others`; empty without any.
 
     A desktop or a CUDA context takes less than a tenth of a card.
     """

@@ -7,10 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.model.load import NO_LIMIT, longest_sequence
 from grpo.model.lora import scalings
@@ -29,7 +26,7 @@ _VOLATILE = {
 def describe(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, processor: PictureProcessor | None = None
 ) -> ModelInfo:
-    """Return what identifies a model on both sides of the wire."""
+    """Return a model's identity for both sides of the wire."""
     info = describe_without_weights(model, tokenizer, name, processor)
     weights = (unpacked(parameter).flatten() for parameter in model.parameters())
     samples = (values[sample(len(values))] for values in weights)
@@ -40,7 +37,7 @@ def describe(
 def describe_without_weights(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, processor: PictureProcessor | None = None
 ) -> ModelInfo:
-    """Do as `describe` does for a model that may be on device meta: leave out `fingerprint`."""
+    """Describe a model that may be on device meta: without `fingerprint`."""
     placed = getattr(model, "hf_device_map", None)
     return ModelInfo(
         name=name,
@@ -75,7 +72,7 @@ def _fingerprint(model: PreTrainedModel, inputs: str, samples: Iterable[torch.Te
 
 
 def _settings(config: dict) -> dict:
-    """Return the configuration, and those within it, without the fields in which two equal models may differ."""
+    """Return the configuration without the fields in which two equal models may differ."""
     return {
         name: _settings(value) if isinstance(value, dict) else value
         for name, value in config.items()

@@ -1,7 +1,6 @@
-"""Names of models and datasets: a path is never looked up on the hub, and a hub out of reach is tried once.
+"""Finds models and datasets by name: a path is never looked up on the hub, and a hub out of reach is tried once.
 
-OWNER/NAME is a path too where the folder OWNER is here, unless the hub, or its cache, may have it.
-Damaged weights that came from there are named.
+OWNER/NAME is a path too if the folder OWNER exists, unless the hub, or its cache, may have it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logging.getLogger(httpx.__name__).setLevel(logging.WARNING)  # it logs every req
 
 
 def check_model_name(field: str, name: str) -> None:
-    """Raise ConfigError where `name` is a folder without a model, a file, or a path at which nothing is."""
+    """Raise ConfigError if `name` is a folder without a model, a file, or a path that does not exist."""
     path = Path(name)
     if not path.exists():
         can_ask_hub(field, name)
@@ -51,9 +50,9 @@ def can_ask_hub(field: str, name: str) -> bool:
 
 
 def find_file(name: str, *files: str) -> str | None:
-    """Return the path of the first of these files that a model, a folder or hub id, has; None where it has none.
+    """Return the path of the first of these files that a model, a folder or hub id, has; None if it has none.
 
-    Raises OSError where the hub knows no such model.
+    Raises OSError if the hub knows no such model.
     """
     missing_is_none = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
     return next((path for file in files if (path := cached_file(name, file, **missing_is_none))), None)
@@ -61,7 +60,7 @@ def find_file(name: str, *files: str) -> str | None:
 
 @contextmanager
 def refuse_damaged(field: str, name: str, source: str) -> Iterator[None]:
-    """Raise ConfigError within where weights of `source` are damaged, the model (a folder or hub id) or its base."""
+    """Raise ConfigError if weights of `source`, the model (a folder or hub id) or its base, are damaged."""
     try:
         yield
     except SafetensorError as error:  # does not say which file
@@ -85,7 +84,7 @@ def _is_cached(name: str) -> bool:
 
 @cache
 def _is_hub_reachable() -> bool:
-    """Ask the hub once. Without an answer this process asks for nothing more, and takes what is in the cache."""
+    """Ask the hub once. Without an answer this process uses the cache alone."""
     if constants.HF_HUB_OFFLINE:
         return False
     try:

@@ -32,7 +32,7 @@ from grpo.model.quantization import keep_layout, layout
 
 log = logging.getLogger(__name__)
 
-# transformers' bars, such as "Loading weights": gone when they are full, and none where the output is no terminal.
+# transformers' bars, such as "Loading weights", vanish when they are full, and show on a terminal alone.
 if hasattr(transformers_logging, "set_tqdm_hook"):  # not in transformers 5.0
     transformers_logging.set_tqdm_hook(
         lambda bar, args, kwargs: bar(*args, **{"leave": False, "disable": None, **kwargs})
@@ -51,7 +51,7 @@ def resolve_dtype(config: SharedConfig, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Raises ConfigError where there is none, or one without an end-of-sequence token."""
+    """Load the tokenizer. Raises ConfigError without one, or if it has no end-of-sequence token."""
     tokenizer = load_auto(AutoTokenizer, config)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -66,10 +66,10 @@ def load_tokenizer(config: SharedConfig) -> PreTrainedTokenizerBase:
 def load_model(config: SharedConfig, device: torch.device, device_map: str | None = None) -> PreTrainedModel:
     """Load the language model in its dtype on `device`, in evaluation mode, and check its head.
 
-    It is quantized where the configuration says so, and spread over all devices with a `device_map`. It must never be
+    It is quantized if the configuration says so, and spread over all devices with a `device_map`. It must never be
     put into training mode: its log-probs would be those of another distribution than it sampled from.
 
-    Raises ConfigError where a package that this needs is not installed, or memory is too small.
+    Raises ConfigError if a package that this needs is not installed, or memory is too small.
     """
     dtype, settings, options = resolve_dtype(config, device), load_settings(config), {}
     if device_map is not None:
@@ -94,13 +94,12 @@ def load_model(config: SharedConfig, device: torch.device, device_map: str | Non
 
 
 def enough_memory(config: SharedConfig) -> AbstractContextManager[None]:
-    """Raise ConfigError where memory is too small for what is done within: to load the model, or to try it out."""
+    """Raise ConfigError if memory is too small for the block, which loads the model or tries it out."""
     remedy = "free the device's memory, or use dtype bfloat16, quantization or a smaller model"
     return refuse_shortage("model_name_or_path", config.model_name_or_path, remedy)
 
 
 def load_reference(config: ServerConfig, device: torch.device) -> PreTrainedModel:
-    """Load the model as `load_model` does, and freeze it."""
     return load_model(config, device, config.device_map).requires_grad_(False)
 
 
@@ -116,7 +115,7 @@ def load_settings(config: SharedConfig) -> PretrainedConfig:
 
 
 def refuse_hub_kernels(field: str, name: str, settings: PretrainedConfig, trust_remote_code: bool) -> None:
-    """Raise ConfigError where a model's configuration names an attention kernel of the hub, without trust in its code.
+    """Raise ConfigError if a model's configuration names an attention kernel of the hub, without trust in its code.
 
     transformers downloads and runs it when the model is made, also on device meta.
     """
@@ -132,7 +131,7 @@ def refuse_hub_kernels(field: str, name: str, settings: PretrainedConfig, trust_
 
 
 def _sections(settings: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yield a configuration and all that are within it: of the text, of the vision tower."""
+    """Yield a configuration and all within it: of the text, of the vision tower."""
     yield settings
     for value in vars(settings).values():
         if isinstance(value, PretrainedConfig):
@@ -140,14 +139,14 @@ def _sections(settings: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def auto_class(settings: PretrainedConfig) -> type:
-    """Return transformers' auto class for a model of this configuration: with its vision tower where it has one."""
+    """Return transformers' auto class for a model of this configuration: with its vision tower if it has one."""
     return AutoModelForImageTextToText if takes_pictures(settings) else AutoModelForCausalLM
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass, not reentrant.
 
-    grpo/model/logprobs.py switches it on and off for each forward pass. Raises ConfigError where the model cannot
+    grpo/model/logprobs.py switches it on and off for each forward pass. Raises ConfigError if the model cannot
     recompute.
     """
     # Renamed in transformers 5.23; earlier versions have only the old name.
@@ -166,7 +165,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def load_end_ids(config: SharedConfig, settings: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what `eos_token_ids` will of the model, before it is loaded: `settings` is its configuration."""
+    """Return the `eos_token_ids` of a model before it is loaded: `settings` is its configuration."""
     name = config.model_name_or_path
     try:
         path = find_file(base_of(name) or name, "generation_config.json")
@@ -209,7 +208,7 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def check_lengths(config: AnsweringConfig, settings: PretrainedConfig) -> None:
-    """Raise ConfigError where the longest possible sequence is too long for the model, or for its batches."""
+    """Raise ConfigError if the longest possible sequence is too long for the model, or for its batches."""
     limits = length_limits(settings)
     name = min(limits, key=limits.get, default=None)
     if name is None or config.longest_sequence <= limits[name]:
@@ -254,7 +253,7 @@ def device_use(cards: list[torch.device]) -> float | None:
 
 
 def load_auto(auto_class, shared: SharedConfig, **options):
-    """Load by the model's name; for an adapter from its base, but its own tokenizer where it has one."""
+    """Load by the model's name; for an adapter from its base, but its own tokenizer if it has one."""
     name = shared.model_name_or_path
     check_model_name("model_name_or_path", name)
     try:

@@ -1,4 +1,4 @@
-"""Token log-probs in fp32: the function that policy and reference share, so that equal weights give equal numbers.
+"""Computes token log-probs in fp32, for policy and reference: equal weights give equal numbers.
 
 The body of the model runs once over the batch (grpo/model/packing.py). The head runs over completion positions only, a
 block of tokens by a block of the vocabulary at a time: a block's logits are reduced to their logsumexp while they are
@@ -52,7 +52,7 @@ def router_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def check_router(model: nn.Module, coefficient: float) -> None:
-    """Raise ConfigError where the model has no routers, or does not return their logits."""
+    """Raise ConfigError if the model has no routers, or does not return their logits."""
     config = model.config.get_text_config()
     has_logits = hasattr(config, "output_router_logits") and hasattr(config, "num_experts_per_tok")
     if has_logits and model.device.type != "meta":
@@ -69,9 +69,9 @@ def check_router(model: nn.Module, coefficient: float) -> None:
 def _body(model: nn.Module, batch: Batch, **options):
     """Run the model's body over a batch and return its output; `options` go to its forward."""
     inputs = {"input_ids": batch.input_ids, "use_cache": False, **batch.pictures}
-    # A padded batch needs no attention mask: padding is on the right, where no token of a causal model can see it.
+    # A padded batch needs no attention mask: no token of a causal model can see padding on the right.
     if batch.tree is not None:
-        # transformers hands a mask in four dimensions on as it is; without one it would build one, N by N.
+        # transformers passes a mask in four dimensions unchanged; without one it would build one, N by N.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         inputs |= {"position_ids": batch.position_ids, "attention_mask": mask, "tree": batch.tree}
     elif batch.position_ids is not None:
@@ -83,7 +83,7 @@ def _body(model: nn.Module, batch: Batch, **options):
 
 @contextmanager
 def text_at(model: nn.Module, input_ids: torch.Tensor, places: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Let the model take the ids at these places for text, where it would look for the piece of a picture.
+    """Let the model take the ids at these places for text, which it would take for pieces of a picture.
 
     It looks at the ids that it is given: those get another id there, and its embedding the right one. Other calls of
     the embedding within, such as those that generate makes for the tokens that follow, are left alone.
@@ -129,7 +129,7 @@ def _of_body(
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    """Return the model below its head, or `model` itself where that is not known."""
+    """Return the model below its head, or `model` itself if that is not known."""
     # The base_model_prefix of Llama4ForCausalLM names a part that only the model with images has.
     return getattr(model, "model", model) if model.base_model is model else model.base_model
 
@@ -228,7 +228,7 @@ class Head:
     @classmethod
     @torch.no_grad()
     def check(cls, model: nn.Module) -> None:
-        """Compare this head with the model's own on a few tokens. Raises ConfigError where they differ."""
+        """Compare this head with the model's own on a few tokens. Raises ConfigError if they differ."""
         embedding = model.get_input_embeddings().weight
         ids = torch.arange(16, device=embedding.device).unsqueeze(0) % len(embedding)
         linear, head_inputs = model.get_output_embeddings(), []
@@ -355,7 +355,7 @@ def _places(targets: torch.Tensor, block: slice, logits: torch.Tensor) -> tuple[
 def _linear_fp32(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
     """Compute rows @ weight.T with float32 output, also where both are bfloat16.
 
-    Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL where there is none; casting the whole
+    Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL of equal models; casting the whole
     weight to float32 instead would cost a second copy of it.
     """
     out = None if buffer is None else buffer[: len(rows) * len(weight)].view(len(rows), len(weight))

@@ -1,4 +1,4 @@
-"""LoRA, rsLoRA and DoRA: peft's layers, put into the model itself.
+"""Puts the layers of LoRA, rsLoRA and DoRA, which are peft's, into the model itself.
 
 There is one adapter, named "default" as peft names it. Its layers are modules of the model; `generate`, the head and
 attention work as without it, and `save_pretrained` saves the adapter alone. It is never merged while it is used: in 16
@@ -39,43 +39,27 @@ log = logging.getLogger(__name__)
 
 NAME = "default"
 QUANTIZERS = "accelerate", "bitsandbytes"
-# Fields that LoRA, rsLoRA and DoRA need, or that say where the adapter comes from. Any other field that is not peft's
-# default makes another kind of adapter, or one that changes the base too.
+# Fields that LoRA, rsLoRA and DoRA need, or that name the adapter's origin. Any other field that is not peft's default
+# makes another kind of adapter, or one that changes the base too.
 _KNOWN_FIELDS = {
-    "peft_type",
-    "task_type",
-    "peft_version",
-    "auto_mapping",
-    "revision",
-    "base_model_name_or_path",
-    "inference_mode",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "use_dora",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
+    *("peft_type", "task_type", "peft_version", "auto_mapping", "revision", "base_model_name_or_path"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
 }
 # Initialisations that leave the base as it is; their result is in the file.
 _KNOWN_STARTS = (True, False, "gaussian", "orthogonal")
 
 
 def require_packages(field: str, value: object, *packages: str) -> None:
-    """Raise ConfigError where a package that a setting needs is not installed."""
+    """Raise ConfigError if a package that a setting needs is not installed."""
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ConfigError(f"{field}={value!r}: {missing[0]} is not installed: pip install {' '.join(missing)}")
 
 
 def base_of(name: str) -> str | None:
-    """Return the model that an adapter was trained on, from its folder or hub id; None where `name` is no adapter.
+    """Return the model that an adapter was trained on, from its folder or hub id; None if `name` is no adapter.
 
-    Raises OSError where the hub knows no such name, ConfigError where the adapter does not name its base.
+    Raises OSError if the hub knows no such name, ConfigError if the adapter does not name its base.
     """
     path = find_adapter_config_file(name)
     if path is None:
@@ -97,13 +81,13 @@ def check_adapter(config: PolicyConfig) -> None:
         require_packages("use_peft", True, "peft")
     elif base_of(config.model_name_or_path) is not None:
         raise ConfigError(
-            f"model_name_or_path={config.model_name_or_path!r}: it is an adapter: add use_peft to go on training it, "
+            f"model_name_or_path={config.model_name_or_path!r}: it is an adapter: add use_peft to train it further, "
             "or merge it into its base to train the whole model"
         )
 
 
 def load_adapter(model: PreTrainedModel, name: str) -> None:
-    """Put the adapter from a folder or hub id into its base model. Raises ConfigError where the two do not fit."""
+    """Put the adapter from a folder or hub id into its base model. Raises ConfigError if the two do not fit."""
     put_adapter(model, name)
     from peft import load_peft_weights, set_peft_model_state_dict
 
@@ -145,16 +129,14 @@ def _refused(name: str, reason: str) -> ConfigError:
 def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
     """Give the model an adapter, drawn from the run's seed, or continue with the one it came with; freeze the rest.
 
-    With `freeze_vision_tower` a new one has no layers in the vision tower.
-
-    Return whether it came with one. A new adapter changes no output yet: its second matrix is 0. Raises
-    ConfigError where it fits no layer.
+    Return whether it came with one. With `freeze_vision_tower` a new adapter has no layers in the vision tower. It
+    changes no output yet: its second matrix is 0. Raises ConfigError if it fits no layer.
     """
     if hasattr(model, "peft_config"):
         adapter = model.peft_config[NAME]
         kind = "DoRA" if adapter.use_dora else "rsLoRA" if adapter.use_rslora else "LoRA"
-        name, rank, alpha = config.model_name_or_path, adapter.r, adapter.lora_alpha
-        log.info("going on with %s: %s, r %d, alpha %g", name, kind, rank, alpha)
+        name = config.model_name_or_path
+        log.info("continuing with %s: %s, r %d, alpha %g", name, kind, adapter.r, adapter.lora_alpha)
         return True
     from peft import LoraConfig
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOSEN
@@ -183,7 +165,7 @@ def train_adapter(model: PreTrainedModel, config: PolicyConfig) -> bool:
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
-    """Raise ConfigError where a name is no layer's. peft does so only where all of them are none's."""
+    """Raise ConfigError for a name that is no layer's. peft refuses only if all names are wrong."""
     names = [f".{name}" for name, _ in model.named_modules()]
     for target in targets:
         if not any(name.endswith(f".{target}") for name in names):
@@ -202,7 +184,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: object) -> None:
-    """Add an adapter's layers to the model. Raises ConfigError, naming `field` and `value`, where they do not fit."""
+    """Add an adapter's layers to the model. Raises ConfigError, naming `field` and `value`, if they do not fit."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = _linear_layers(model)
@@ -247,22 +229,20 @@ def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def scalings(model: PreTrainedModel) -> list[float]:
-    """Return the factor of each layer's adapter, which is in no parameter; empty where there is no adapter."""
-    if not hasattr(model, "peft_config"):
-        return []
+    """Return the factor of each layer's adapter, which is in no parameter; empty without an adapter."""
+    return [float(layer.scaling[NAME]) for layer in _lora_layers(model)] if hasattr(model, "peft_config") else []
+
+
+def _lora_layers(model: PreTrainedModel) -> list[LoraLayer]:
     from peft.tuners.lora import LoraLayer
 
-    return [float(layer.scaling[NAME]) for layer in model.modules() if isinstance(layer, LoraLayer)]
+    return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
 
 
 @contextmanager
 def frozen_norms(model: PreTrainedModel) -> Iterator[None]:
     """Compute DoRA's norms once, while no weight changes. peft does so in every call, for every sampled token."""
-    layers = []
-    if hasattr(model, "peft_config") and model.peft_config[NAME].use_dora:
-        from peft.tuners.lora import LoraLayer
-
-        layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    layers = _lora_layers(model) if hasattr(model, "peft_config") and model.peft_config[NAME].use_dora else []
     magnitudes = [layer.lora_magnitude_vector[NAME] for layer in layers]
     with torch.no_grad():
         for layer, magnitude in zip(layers, magnitudes, strict=True):
@@ -367,6 +347,6 @@ def _merged_weight(layer: LoraLayer) -> torch.Tensor:
         layer.merge(safe_merge=True, adapter_names=[NAME])  # into a copy, which takes the weight's place
         return base.weight.data
     finally:
-        # Unmerging would subtract what was added, and leave the rounding of both.
+        # Unmerging would subtract the adapter again, and leave the rounding of both.
         base.weight.data = original
         layer.merged_adapters.clear()

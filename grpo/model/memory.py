@@ -1,16 +1,17 @@
-"""The memory of one process, computed without loading weights: what both programs count, and the server's sum.
+"""Computes the memory of one process without loading weights, and prints it for both programs.
 
 The model is built on device meta, where tensors have sizes and no numbers. A forward pass, and a backward pass for the
-trainer, really run there (`activations`), and the tensors that are alive are counted. Only what such a run cannot show
-is a formula: attention, whose kernel depends on the device, the head's blocks of logits, and quantized weights.
-grpo/trainer/rank_memory.py adds what a rank of the trainer needs, grpo/model/memory.py prints both.
-`python -m benchmarks.memory` compares the sum with measured peaks.
+trainer, run there (`activations`), and the living tensors are counted. Formulas stand for attention, whose kernel
+depends on the device, for the head's blocks of logits, and for quantized weights. grpo/trainer/rank_memory.py adds the
+needs of a rank of the trainer. `python -m benchmarks.memory` compares the sum with measured peaks.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -44,7 +45,7 @@ FORWARD = "forward pass"
 _OF_TOWER = "grpo_counted_as_flash"
 
 Terms = dict[str, int]
-"""bytes by what they are for"""
+"""bytes by purpose"""
 
 
 def total(terms: Terms) -> int:
@@ -60,9 +61,9 @@ class Pictures:
     count: int
 
     def inputs(self, model: PreTrainedModel, tokens: int) -> dict[str, torch.Tensor]:
-        """Return what the model is fed: integers as they are, which lengths are read from, and pixels on device meta.
+        """Return the model's inputs: pixels on device meta, but integers with values, as lengths are read from them.
 
-        Raises PictureError where a picture cannot be opened.
+        Raises PictureError if a picture cannot be opened.
         """
         token_id = self.processor.token_id
         ids = torch.full((1, tokens), int(token_id == 0))
@@ -84,14 +85,14 @@ class Memory:
     """The bytes that one process needs."""
 
     outside: Terms
-    """what torch's allocator does not know: the process on a CPU; on a GPU its context, kernels and NCCL's buffers"""
+    """outside torch's allocator: the process on a CPU; on a GPU its context, kernels and NCCL's buffers"""
     standing: Terms
     """the tensors that always exist"""
     phases: dict[str, Terms]
-    """what each phase adds to the standing tensors at its highest point"""
+    """the tensors that each phase adds at its highest point"""
     device_type: str
     host: Terms = field(default_factory=dict)
-    """what is in the machine's memory, where the optimizer is offloaded from a GPU"""
+    """in the machine's memory, if the optimizer is offloaded from a GPU"""
 
     @property
     def highest(self) -> str:
@@ -114,9 +115,9 @@ class Memory:
 
 
 def server_memory(model: PreTrainedModel, quantization: str, tokens: int, longest: int, device_type: str) -> Memory:
-    """Return what a server needs for a forward pass of `tokens`, the longest sequence of which has `longest`.
+    """Return a server's memory for a forward pass of `tokens`, the longest sequence of which has `longest`.
 
-    The model is on device meta. Raises NotImplementedError where it does not run there.
+    The model is on device meta. Raises NotImplementedError if it does not run there.
     """
     pass_terms = {"activations": activations(model, tokens, longest, device_type, GROUP + 1)}
     return Memory(
@@ -147,7 +148,7 @@ def weights(model: PreTrainedModel, quantization: str) -> int:
 
 
 def beside_products(model: PreTrainedModel, quantization: str, tokens: int) -> Terms:
-    """Return what a product with a quantized weight makes, and drops after it."""
+    """Return the tensors that a product with a quantized weight makes and drops."""
     if quantization == "8bit":
         # The input in 16 and 8 bits, the product in int32 and in 16 bits.
         largest = max(3 * inputs + 6 * outputs for inputs, outputs in map(_sizes, _linear_layers(model)))
@@ -158,21 +159,20 @@ def beside_products(model: PreTrainedModel, quantization: str, tokens: int) -> T
 
 
 def _linear_layers(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
-    """Return what is quantized."""
+    """Return the layers that are quantized."""
     head = model.get_output_embeddings()
     layers = [layer for name, layer in model.named_modules() if ".lora_" not in name]
     return [layer for layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
 
 
 def _sizes(layer: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Return the numbers of an input and an output."""
     return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
 
 
 def attention_widths(model: PreTrainedModel) -> tuple[int, int]:
     """Return the numbers of a token's queries, and of its keys, in a layer; its values are as many as its keys.
 
-    Raises NotImplementedError where there is no attention.
+    Raises NotImplementedError for a model without attention.
     """
     config = model.config.get_text_config()
     if (heads := getattr(config, "num_attention_heads", None)) is None:
@@ -196,16 +196,72 @@ def activations(
     """Return the most bytes of a pass of `tokens` in sequences of at most `longest`, parameters' gradients not in.
 
     `copies`: how often a key of a packed batch is laid out (grpo/model/tree_attention.py), on average. `padded`: the
-    batch is `generate`'s. `backward`: a backward pass follows, with recomputation where the model is set to it.
-    `pictures`: those of its prompts.
+    batch is `generate`'s. `backward`: a backward pass follows, with recomputation if the model is set to it.
+    `pictures`: those of its prompts. The model is on device meta, and must not change between two calls.
 
-    The model, which is on device meta, must not change between two calls: the result of the first is returned again.
-
-    Raises NotImplementedError where it does not run without numbers.
+    Raises NotImplementedError if it does not run without numbers.
     """
-    kept, dropped = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
+    beside = _beside_attention(model, tokens, longest, device_type, copies, padded, backward)
     head = 0 if padded else _at_head(model, tokens, device_type, backward)
-    return _peak_of_pass(model, tokens, kept, dropped, head, backward, pictures)
+    embeddings = model.get_input_embeddings()
+    width, dtype, is_trained = embeddings.weight.shape[1], embeddings.weight.dtype, embeddings.weight.requires_grad
+    fed = pictures.inputs(model, tokens) if pictures is not None else {}
+    trained = [parameter for parameter in model.parameters() if backward and parameter.requires_grad]
+    hooks = [weight.register_post_accumulate_grad_hook(_drop_gradient) for weight in trained]
+    live = LiveTensors(model)
+    with _counted_attention(model, beside, pictures):
+        try:
+            recompute(model, wanted=backward)
+            with live, torch.set_grad_enabled(backward):
+                states = torch.empty(1, tokens, width, dtype=dtype, device="meta")
+                states.requires_grad_(backward and is_trained)
+                # transformers passes a mask in four dimensions unchanged (grpo/model/logprobs.py).
+                mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="meta")
+                if pictures is None:
+                    positions = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+                    inputs = {"inputs_embeds": states, "position_ids": positions}
+                else:
+                    inputs = {name: value.clone() for name, value in fed.items()}
+                    hooks.append(embeddings.register_forward_hook(lambda *_: states))
+                out = body_of(model)(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
+                torch.empty(head, dtype=torch.uint8, device="meta")
+                if backward:
+                    out.backward(torch.empty_like(out))
+        # A model's code may fail in any way on tensors without numbers or on a mask that it does not know.
+        except Exception as error:
+            raise NotImplementedError(f"{type(model).__name__} does not run without numbers: {error}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return live.most
+
+
+@contextmanager
+def _counted_attention(model: PreTrainedModel, beside: tuple[int, int], pictures: Pictures | None) -> Iterator[None]:
+    """Let each attention of the model make the tensors of a kernel, and compute nothing.
+
+    `beside`: the bytes of `_beside_attention`.
+    """
+
+    def attention(module, query, key, value, attention_mask, **options):
+        # The vision tower's, which is not causal, has a fused kernel.
+        out = _Attention.apply(query, key, value, *(beside if getattr(module, "is_causal", True) else (0, 0)))
+        return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
+
+    implementation = model.config._attn_implementation
+    for name in ("grpo_counted", _OF_TOWER):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    model.set_attn_implementation("grpo_counted")
+    if model.config._attn_implementation != "grpo_counted":
+        raise NotImplementedError(f"{type(model).__name__} does not let its attention be counted")
+    for part in (getattr(model.config, name) for name in model.config.sub_configs if pictures is not None):
+        if part is not None and part is not model.config.get_text_config():
+            part._attn_implementation = _OF_TOWER
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(implementation)
 
 
 def _beside_attention(
@@ -219,7 +275,7 @@ def _beside_attention(
 ) -> tuple[int, int]:
     """Return the bytes that a layer's attention makes beside queries, keys, values and their result.
 
-    First what is kept for a backward pass, then what is dropped when the layer's attention is done.
+    First those that are kept for a backward pass, then those that are dropped after the layer's attention.
     """
     config, item, (queries, keys) = model.config.get_text_config(), model.dtype.itemsize, attention_widths(model)
     heads = config.num_attention_heads
@@ -251,13 +307,13 @@ def _at_head(model: PreTrainedModel, tokens: int, device_type: str, backward: bo
     rows, columns = CUDA_BLOCK if cuda else CPU_BLOCK
     rows, columns = min(rows, tokens), min(columns, vocabulary)
     casts = 0 if item == 4 or (cuda and MM_GIVES_FP32) else 4 * (rows + columns) * hidden
-    blocks = 3 if backward else 1  # the logits, their gradient, and what is made of them
+    blocks = 3 if backward else 1  # the logits, their gradient, and its cast
     states = (4 + 2 * item if backward else item) * hidden  # of the tokens that predict, and their gradient in fp32
     return blocks * 4 * rows * columns + casts + (states + 200) * tokens  # ids, places, answers, losses
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of what operations return, until it is freed. Parameters and buffers of the model are not in."""
+    """Counts the bytes that operations return, until they are freed, without the model's parameters and buffers."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -285,79 +341,14 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _on_one_device(arguments):
-    """Return an operation's arguments, all on device meta where some are.
+    """Return an operation's arguments, all on device meta if some are.
 
-    What lengths are read from has numbers, and is on the CPU: a picture's rows and columns, and what follows from them.
+    Tensors that lengths are read from are on the CPU: a picture's rows and columns, and whatever follows from them.
     """
     if len({leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}) < 2:
         return arguments
 
-    def move(leaf):
-        return leaf.to("meta") if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 else leaf
-
-    return tree_map(move, arguments)
-
-
-def _peak_of_pass(
-    model: PreTrainedModel,
-    tokens: int,
-    kept: int,
-    dropped: int,
-    head: int,
-    backward: bool,
-    pictures: Pictures | None,
-) -> int:
-    """Run the model on device meta, and return the most bytes that are alive.
-
-    `kept`, `dropped`: of each layer's attention; `head`: beside the last hidden states.
-    """
-
-    def attention(module, query, key, value, attention_mask, **options):
-        # The vision tower's, which is not causal, goes by a fused kernel.
-        beside = (kept, dropped) if getattr(module, "is_causal", True) else (0, 0)
-        out = _Attention.apply(query, key, value, *beside)
-        return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
-
-    implementation, embeddings = model.config._attn_implementation, model.get_input_embeddings().weight
-    for name in ("grpo_counted", _OF_TOWER):
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
-    model.set_attn_implementation("grpo_counted")
-    if model.config._attn_implementation != "grpo_counted":
-        raise NotImplementedError(f"{type(model).__name__} does not let its attention be counted")
-    for part in (getattr(model.config, name) for name in model.config.sub_configs if pictures is not None):
-        if part is not None and part is not model.config.get_text_config():
-            part._attn_implementation = _OF_TOWER
-    trained = [parameter for parameter in model.parameters() if backward and parameter.requires_grad]
-    hooks = [weight.register_post_accumulate_grad_hook(_drop_gradient) for weight in trained]
-    live = LiveTensors(model)
-    fed = pictures.inputs(model, tokens) if pictures is not None else {}
-    try:
-        recompute(model, wanted=backward)
-        with live, torch.set_grad_enabled(backward):
-            states = torch.empty(1, tokens, embeddings.shape[1], dtype=embeddings.dtype, device="meta")
-            states.requires_grad_(backward and embeddings.requires_grad)
-            # A mask in four dimensions is handed on as it is, see grpo/model/logprobs.py.
-            mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="meta")
-            if pictures is None:
-                positions = torch.empty(1, tokens, dtype=torch.int64, device="meta")
-                inputs = {"inputs_embeds": states, "position_ids": positions}
-            else:
-                inputs = {name: value.clone() for name, value in fed.items()}
-                embedded = model.get_input_embeddings().register_forward_hook(lambda *_: states)
-                hooks.append(embedded)
-            out = body_of(model)(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
-            torch.empty(head, dtype=torch.uint8, device="meta")
-            if backward:
-                out.backward(torch.empty_like(out))
-    # A model's code may fail in any way where it meets tensors without numbers or a mask that it does not know.
-    except Exception as error:
-        raise NotImplementedError(f"{type(model).__name__} does not run without numbers: {error}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.set_attn_implementation(implementation)
-    return live.most
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, arguments)
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:
@@ -365,7 +356,7 @@ def _drop_gradient(parameter: nn.Parameter) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """An attention that keeps what a fused kernel keeps, and makes what is beside that, but computes nothing."""
+    """An attention that makes and keeps the tensors of a fused kernel, but computes nothing."""
 
     @staticmethod
     def forward(ctx, query, key, value, kept, dropped):
@@ -381,18 +372,17 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
-# What `ref_server.py --estimate` and `grpo_ref_split.py --dry_run` print of the memory that is computed.
-
+# The text of `ref_server.py --estimate` and `grpo_ref_split.py --dry_run`.
 
 CARDS = 8, 12, 16, 24, 40, 48, 80
 """GB, as cards are sold"""
-CARD_USABLE = 0.9  # of what a card is sold with: error correction, driver, display
+CARD_USABLE = 0.9  # the share that error correction, driver and display leave
 BATCHES = [2**power for power in range(10, 18)]
 """the values of --max_batch_tokens that are tried for a card"""
 
 
 def server_report(config: ServerConfig) -> str:
-    """Return the text of `--estimate`. Raises ConfigError where there is no such model, or no formula for it."""
+    """Return the text of `--estimate`. Raises ConfigError without such a model, or without a formula for it."""
     device, card = torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.device("cuda")
     dtype, card_dtype = resolve_dtype(config, device), resolve_dtype(config, card)
     model = on_meta(config, dtype)
@@ -430,7 +420,7 @@ def server_report(config: ServerConfig) -> str:
 
 
 def on_meta(config: SharedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model without its weights. Raises ConfigError where there is no such model."""
+    """Build the model without its weights. Raises ConfigError if it does not exist."""
     settings = load_settings(config)
     try:
         with torch.device("meta"):
@@ -444,7 +434,7 @@ def on_meta(config: SharedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def fit(model: PreTrainedModel, quantization: str, longest: int) -> dict[int, int]:
-    """Return for each card the largest of BATCHES, with sequences as long as it or `longest`; 0 where none fits."""
+    """Return for each card the largest of BATCHES, with sequences as long as it or `longest`; 0 if none fits."""
     sizes = {
         tokens: server_memory(model, quantization, tokens, min(tokens, longest), "cuda").total for tokens in BATCHES
     }
@@ -456,7 +446,7 @@ def _fits(size: int, card: int) -> bool:
 
 
 def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
-    """Return what a rank of this run needs on this machine."""
+    """Return the lines on the memory of a rank on this machine."""
     device_type = memory.device_type
     measured = "compared with one run on an H100" if device_type == "cuda" else "compared with measured peaks"
     lines = [
@@ -467,11 +457,8 @@ def trainer_lines(memory: Memory, dtype: torch.dtype, ranks: int) -> list[str]:
     if memory.host:
         size, local_ranks = total(memory.host), int(os.environ.get("LOCAL_SIZE", ranks))
         needed, available = local_ranks * size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        fits = (
-            "it fits"
-            if needed < available
-            else "it does NOT fit: use fewer ranks on a machine, use_peft, or no offload"
-        )
+        too_much = "it does NOT fit: use fewer ranks on a machine, use_peft, or no offload"
+        fits = "it fits" if needed < available else too_much
         sizes = f"times {local_ranks} ranks here: {needed / GIB:.1f} of {available / GIB:.1f} GiB: {fits}"
         lines += ["", "In the machine's memory for each rank (offload_optimizer), MiB:", *_lines(memory.host)]
         lines.append(_line("together", size, sizes))

@@ -1,6 +1,6 @@
 """Lay out sequences of different lengths for one forward pass, and cut many sequences by a token budget.
 
-Packed, where the model allows it: one row without padding, in which every prompt stands once and is followed by its
+Packed, if the model allows it: one row without padding, in which every prompt stands once and is followed by its
 completions; attention (grpo/model/tree_attention.py) lets each completion see its prompt and itself. Otherwise padded:
 one row for each sequence, padded on the right, where no token of a causal model can see the padding.
 
@@ -47,8 +47,8 @@ class Tree:
     groups: list[tuple[int, list[int]]]
     """tokens of a prompt, and tokens of each completion that follows it (none of them 0)"""
     blocks: list[np.ndarray | None] = field(default_factory=list)
-    """of each prompt the picture that a token is a piece of, int64 [tokens], -1 for text, or None where there is no
-    picture: its pieces see each other in both directions. Empty where every token sees only what comes before it"""
+    """of each prompt the picture that a token is a piece of, int64 [tokens], -1 for text, or None without a
+    picture: its pieces see each other in both directions. Empty if every token sees only earlier ones"""
     _ends: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -79,9 +79,6 @@ class Tree:
             self._ends[device] = tuple(tensor.to(device) for tensor in ends)
         return self._ends[device]
 
-    def sees_both_ways(self) -> bool:
-        return any(blocks is not None for blocks in self.blocks)
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -99,10 +96,10 @@ class Batch:
     targets: torch.Tensor
     """int64 [T], these completion tokens: sequence after sequence, in the order given"""
     pictures: dict[str, torch.Tensor] = field(default_factory=dict)
-    """what the model is fed beside the ids, by name; empty where no prompt has a picture"""
+    """the model's inputs beside the ids, by name; empty without pictures"""
     not_pieces: torch.Tensor | None = None
     """int64, places in the flattened input_ids of ids that elsewhere stand for a piece of a picture, and are text here:
-    a sampler may draw them; None where there are none"""
+    a sampler may draw them; None without such ids"""
 
 
 @dataclass(frozen=True)
@@ -113,12 +110,12 @@ class Batcher:
     longest_packed: int
     """tokens of the longest sequence that may be packed: beyond it the model's attention has a window; 0 packs none"""
     vision: Vision | None = None
-    """how the model sees pictures; None where it takes text alone"""
+    """how the model sees pictures; None if it takes text alone"""
 
     def cut(self, sequences: Sequence[tuple[Ids, Ids]], budget: int) -> list[list[int]]:
         """Cut sequences into batches of at most `budget` tokens, and return the indices of each batch.
 
-        Padding counts; a shared prompt counts once. The completions of a prompt stay together where they fit. A
+        Padding counts; a shared prompt counts once. The completions of a prompt stay together if they fit. A
         sequence longer than the budget is a batch by itself.
         """
         lengths = [len(prompt) + len(completion) for prompt, completion in sequences]
@@ -135,7 +132,7 @@ class Batcher:
         """Make one batch of all the sequences. Every prompt has at least one token; a completion may be empty.
 
         `predicted` has for each sequence, bool [len(completion)], which of the completion's tokens are predicted; None,
-        for one or for all of them, is every token. Raises PictureError where a prompt's picture cannot be opened.
+        for one or for all of them, is every token. Raises PictureError if a prompt's picture cannot be opened.
         """
         longest = max(len(prompt) + len(completion) for prompt, completion in sequences)
         predicted = predicted or [None] * len(sequences)

@@ -1,7 +1,7 @@
-"""A vision-language model's processor: from encoded pictures to token ids, and to what the vision tower is fed.
+"""Turns encoded pictures into token ids and inputs of the vision tower, by a vision-language model's own processor.
 
-Which arrays those are, and how many tokens a picture becomes, is the processor's affair: whatever it returns beside the
-ids is handed to the model by its name. Pictures are always resized by Pillow (transformers' PIL backend), so that
+The processor decides which arrays those are, and how many tokens a picture becomes: whatever it returns beside the ids
+is handed to the model by its name. Pictures are always resized by Pillow (transformers' PIL backend), so that
 trainer and server get the same pixels whatever else is installed.
 """
 
@@ -52,9 +52,8 @@ def load_processor(
 ) -> PictureProcessor | None:
     """Load the processor that comes with a model; None for a model without one, which takes text alone.
 
-    A tokenizer without a chat template gets the processor's.
-
-    Raises ConfigError where it cannot be loaded, or knows no `min_pixels` or `max_pixels`.
+    A tokenizer without a chat template gets the processor's. Raises ConfigError if it cannot be loaded, or knows no
+    `min_pixels` or `max_pixels`.
     """
     name = base_of(config.model_name_or_path) or config.model_name_or_path
     limits = {limit: value for limit in ("min_pixels", "max_pixels") if (value := getattr(config, limit)) is not None}
@@ -100,7 +99,7 @@ class PictureProcessor:
         self.token_id = int(marked[0])
         """the id that stands for a piece of a picture"""
         self.types_name = types
-        """the model's input that marks those ids, where it has one"""
+        """the model's input that marks those ids, if it has one"""
         # Idefics3 has the tiles of all pictures in one row, [1, tiles, ...].
         self._pictures_dimension = 1 if len(probe.get("pixel_values", ())) == 1 else 0
         self.kept_bytes = KEPT_BYTES
@@ -112,7 +111,7 @@ class PictureProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """Return what differs where another processor would make other pixels or other ids of a picture."""
+        """Return a hash that differs if another processor would make other pixels or other ids of a picture."""
         images = self._processor.image_processor
         settings = {name: value for name, value in images.to_dict().items() if name not in _VOLATILE}
         of_prompt = {
@@ -125,8 +124,8 @@ class PictureProcessor:
     def encode(self, text: str, pictures: Sequence[bytes], add_special_tokens: bool) -> PicturedPrompt:
         """Tokenize a text that has a placeholder for each of the pictures, in their order.
 
-        Raises PictureError for one that cannot be opened or that the processor refuses, ValueError where placeholders
-        and pictures are not as many.
+        Raises PictureError for one that cannot be opened or that the processor refuses, ValueError if placeholders
+        and pictures differ in number.
         """
         if (places := text.count(self.placeholder)) != len(pictures):
             raise ValueError(f"{places} places for {len(pictures)} pictures")
@@ -139,10 +138,7 @@ class PictureProcessor:
         return sum(self._prepare(picture)[0] for picture in pictures)
 
     def inputs(self, pictures: Sequence[bytes]) -> list[dict[str, torch.Tensor]]:
-        """Return what the vision tower is fed for each picture, by name, on the CPU. Raises as `encode`.
-
-        `join` makes what the tower is fed for all of them.
-        """
+        """Return the vision tower's inputs for each picture, by name, on the CPU. Raises as `encode`."""
         return [self._prepare(picture)[1] for picture in pictures]
 
     def join(self, inputs: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -163,7 +159,7 @@ class PictureProcessor:
         return joined
 
     def _prepare(self, picture: bytes) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return `count` and `inputs` of a picture. Those of the last pictures are kept."""
+        """Return `count` and `inputs` of a picture, and keep those of the last pictures."""
         with self._lock:
             if (kept := self._kept.get(picture)) is not None:
                 self._kept.move_to_end(picture)
@@ -209,7 +205,7 @@ class PictureProcessor:
         try:
             return self._processor(text=[text], images=images, **options)
         except ValueError as error:
-            reason = " ".join(str(error).split())[:200]  # such as Qwen's, where a picture is 200 times as wide as high
+            reason = " ".join(str(error).split())[:200]  # Qwen's refuses 200 times as wide as high
             raise PictureError(f"is refused by the model's processor ({reason})") from error
 
 
@@ -218,13 +214,13 @@ class Seen:
     """A prompt's pictures as a model sees them."""
 
     inputs: list[dict[str, torch.Tensor]]
-    """what the vision tower is fed for each of them"""
+    """the vision tower's inputs for each of them"""
     positions: np.ndarray | None
     """int64 [3, tokens], time, row and column of each token, for a model that has them; else None: 0, 1, 2, ..."""
 
 
 class Vision:
-    """What a model is fed beside the ids of prompts with pictures."""
+    """Makes a model's inputs beside the ids of prompts with pictures."""
 
     def __init__(self, processor: PictureProcessor, model: PreTrainedModel):
         self._processor, self._device = processor, model.device
@@ -238,10 +234,10 @@ class Vision:
         self.types_name = None if self.has_positions else processor.types_name
         is_trained = any(parameter.requires_grad for parameter in vision_parameters(model))
         self.filler = processor.encode(processor.placeholder, [_noise(8, 8, 0)], False) if is_trained else None
-        """a prompt of one small picture, where the vision tower is trained; else None"""
+        """a prompt of one small picture, if the vision tower is trained; else None"""
 
     def of(self, prompt: PicturedPrompt) -> Seen:
-        """Prepare a prompt's pictures. Raises PictureError where one cannot be opened."""
+        """Prepare a prompt's pictures. Raises PictureError if one cannot be opened."""
         positions = self._positions(prompt) if self.has_positions else None
         return Seen(self._processor.inputs(prompt.pictures), positions)
 
@@ -250,7 +246,7 @@ class Vision:
         return int(self._positions(prompt).max()) + 1 if self.has_positions else len(prompt)
 
     def _positions(self, prompt: PicturedPrompt) -> np.ndarray:
-        """Return `positions` of a prompt; those of the last prompts are kept."""
+        """Return `positions` of a prompt, and keep those of the last prompts."""
         if (kept := self._kept.get(prompt.digest)) is not None:
             return kept
         inputs = self._processor.inputs(prompt.pictures)
@@ -264,7 +260,7 @@ class Vision:
         return positions[:, 0].numpy()
 
     def for_generate(self, prompts: Sequence[Sequence[int]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what transformers' generate is given for prompts, each a row [B, L] of ids, beside those ids."""
+        """Return the inputs of transformers' generate beside the ids [B, L] of prompts."""
         pictured = [prompt for prompt in prompts if isinstance(prompt, PicturedPrompt)]
         if not pictured:
             return {}

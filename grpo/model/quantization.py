@@ -46,7 +46,6 @@ def quantization_of(model: PreTrainedModel) -> str:
 
 
 def is_packed(weight: torch.Tensor) -> bool:
-    """Tell whether a weight is in 4 bits."""
     return getattr(weight, "quant_state", None) is not None
 
 

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-import grpo.model.template_limit  # noqa: F401  it limits what a template may make
+import grpo.model.template_limit  # noqa: F401  it limits templates
 from grpo.config.errors import ConfigError
 from grpo.config.sampling_settings import SharedConfig
 from grpo.model.fingerprint import describe
@@ -47,7 +47,7 @@ _CHARACTERS_A_TOKEN = 64
 def load_reward_model(
     config: SharedConfig, field: str, name: str, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a reward model. Raises ConfigError, naming `field`, where there is none, or it does not give one score."""
+    """Load a reward model. Raises ConfigError, naming `field`, if it does not exist or does not give one score."""
     check_model_name(field, name)
     options = {"trust_remote_code": config.trust_remote_code}
     try:
@@ -81,7 +81,6 @@ def load_reward_model(
 
 
 def describe_reward(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ModelInfo:
-    """Return what identifies a reward model."""
     info = describe(model, tokenizer, name)
     # The tokenizer's limit is the right one: RoBERTa has two more positions than it takes tokens.
     return replace(info, max_length=min(info.max_length, tokenizer.model_max_length))
@@ -114,7 +113,7 @@ def read_request(
 ) -> LogprobsRequest:
     """Read a request's texts as tokens for the server's queue: prompts without a completion.
 
-    Raises ProtocolError: 400 for anything malformed, 413 and 422 for what is beyond the limits.
+    Raises ProtocolError: 400 for anything malformed, 413 and 422 beyond the limits.
     """
     request = RewardRequest.from_json(body, max_sequences)
     ids: list[np.ndarray] = []
@@ -157,7 +156,7 @@ def scores_for_queue(
 
 
 def _padding(model: PreTrainedModel, texts: list[np.ndarray]) -> int:
-    """Return the model's padding id, or where it has none, an id that no text ends in.
+    """Return the model's padding id, or without one an id that no text ends in.
 
     A decoder takes its score at a row's last token that is not padding. Without a padding id that is the last token of
     a text alone, and must be the last one in a batch too.
@@ -175,5 +174,4 @@ def _render(tokenizer: PreTrainedTokenizerBase, place: int, messages: list[Messa
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except jinja2.TemplateError as error:
-        refused = f"input {place}: the reward model's chat template refuses these messages ({error})"
-        raise malformed(refused) from error
+        raise malformed(f"input {place}: the reward model's chat template refuses these messages ({error})") from error

@@ -55,7 +55,7 @@ class SharedCache:
         """keys and values of each layer, [rows x kv heads, tokens, d]"""
         self._filling: list[tuple[int, int]] = []
         self.fed: list[Fed] = []
-        """what the next forward pass feeds where it feeds more than a token to each of the first rows"""
+        """the tokens of the next forward pass, unless it feeds one to each of the first rows"""
 
     def fill(self, slots: list[int], lengths: list[int]) -> None:
         """Put the prompts of the next forward pass, which follow each other in its row, into these slots."""
@@ -81,7 +81,9 @@ class SharedCache:
             return False
         self.room = min(max(tokens, 64, int(self.room * GROW)), self._longest_completion)
         for layer, pair in self._own.items():
-            self._own[layer] = tuple(self._wider(states) for states in pair)
+            self._own[layer] = tuple(states.new_zeros(len(states), self.room, states.shape[2]) for states in pair)
+            for wider, states in zip(self._own[layer], pair, strict=True):
+                wider[:, : states.shape[1]] = states
         return True
 
     def step(
@@ -91,7 +93,7 @@ class SharedCache:
 
         `cells` [2, rows]: the slot of each row's prompt, and its number among the rows of the prompt. `prompts` [rows]:
         tokens of its prompt. `places` [rows]: which of the row's tokens it is. `rows_of` [slots, copies]: the row in
-        each cell; where there is none, any row.
+        each cell; any row in an empty cell.
         """
         self.fed = []
         self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
@@ -140,7 +142,7 @@ class SharedCache:
         self.fed = fed
 
     def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Keep a layer's keys and values [1, kv heads, N, d] of what is fed.
+        """Keep a layer's keys and values [1, kv heads, N, d] of the tokens that are fed.
 
         Yields for each row of it all keys and values that its last token sees, [1, kv heads, tokens, d].
         """
@@ -156,19 +158,12 @@ class SharedCache:
 
     def move(self, rows: list[int], to: list[int], tokens: int) -> None:
         """Copy the first tokens of some rows to other rows, at once: two rows may change places."""
-        if not rows:
-            return
         device = next(iter(self._own.values()))[0].device
         rows, to = torch.tensor(rows).to(device), torch.tensor(to).to(device)
         for pair in self._own.values():
             for states in pair:
                 by_row = states.unflatten(0, (self._rows, -1))[:, :, :tokens]
                 by_row.index_copy_(0, to, by_row.index_select(0, rows))
-
-    def _wider(self, states: torch.Tensor) -> torch.Tensor:
-        wider = states.new_zeros(states.shape[0], self.room, states.shape[2])
-        wider[:, : states.shape[1]] = states
-        return wider
 
     def _index(self, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return where each row's and head's cell is among the prompts' rows, the row and head in each cell, and where

@@ -1,4 +1,4 @@
-"""A limit on what a chat template may make: it is a program that comes with the model, and may ask for any memory.
+"""Limits the memory of a chat template: it is a program that comes with the model, and may ask for any memory.
 
 transformers renders templates in jinja2's sandbox, which keeps a template from files and code but not from memory.
 Importing this module puts a sandbox with a limit in its place.
@@ -7,6 +7,7 @@ Importing this module puts a sandbox with a limit in its place.
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
@@ -60,7 +61,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Join what is written one after the other: by the template, a macro or a block."""
+        """Join the outputs of a template, a macro or a block."""
         texts, length = [], 0
         for text in parts:
             length += len(text)
@@ -69,16 +70,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
 
-class _LimitedFilters(dict):
+class _LimitedFilters(UserDict):
     """Filters that take no larger number than MOST, such as the width of `center`."""
 
-    def __init__(self, filters: dict[str, Callable]):
-        super().__init__()
-        for name, function in filters.items():
-            self[name] = function
-
     def __setitem__(self, name: str, function: Callable) -> None:
-        value = 1 + hasattr(function, "jinja_pass_arg")  # after what is filtered, which may be any number
+        value = 1 + hasattr(function, "jinja_pass_arg")  # the filtered value comes before, and may be any number
 
         @wraps(function)
         def limited(*arguments: Any, **named: Any) -> Any:

@@ -1,8 +1,9 @@
 """The forward pass of a decode step, a token a row, written out for Llama, Mistral, Qwen2 and Qwen3.
 
-transformers' own pass does for a token what it does for a text: modules within modules, masks that nobody reads, norms
-in six operations. A small model's step takes longer for that than for its products, and on a GPU each operation is a
-kernel. Here the same numbers are computed in the same order and rounded alike, by three quarters of the kernels.
+transformers' own pass treats a token as a text: modules within modules, masks that nobody reads, norms in six
+operations. A small model's step takes longer for that than for its products, and on a GPU each operation is a
+kernel. Here the same numbers are computed in the same order, with the same rounding, by three quarters of the
+kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def is_known(body: nn.Module) -> bool:
 
 
 class TokenPass:
-    """The pass of a model's body whose keys and values are in a cache. It reads the weights where they are now."""
+    """The pass of a model's body whose keys and values are in a cache. It reads the weights in place."""
 
     def __init__(self, body: nn.Module, cache: SharedCache, positions: int):
         """Every position of a token is less than `positions`."""

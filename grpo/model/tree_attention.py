@@ -74,7 +74,7 @@ def varlen(
 
     if softcap is not None:
         raise NotImplementedError("varlen_attn has no softcap")
-    if tree.sees_both_ways():
+    if any(blocks is not None for blocks in tree.blocks):
         raise NotImplementedError("varlen_attn has no mask for pictures whose pieces see each other")
     options: dict[str, bool] = {}
     if (repeat := query.shape[1] // key.shape[1]) > 1:
@@ -208,7 +208,7 @@ def _attend(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend with one call, causal where there is no mask. Return [1, heads, n, d], as the query."""
+    """Attend with one call, causal without a mask. Return [1, heads, n, d], as the query."""
     repeat = query.shape[1] // key.shape[1]
     # On a CPU the kernel takes grouped heads; elsewhere grouped heads with a mask fall back to a slow kernel.
     grouped = repeat > 1 and query.device.type == "cpu" and softcap is None
@@ -260,7 +260,7 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a causal mask, [rows, seen + rows]: 0 where a row may attend, -inf elsewhere. A bool mask is slower."""
+    """Return a causal mask, [rows, seen + rows]: 0 for a key that is seen, -inf for others. A bool mask is slower."""
     width = 1 << (seen - 1).bit_length() if seen else 0  # powers of two, so that few masks are ever made
     return _whole_mask(ROWS, width, dtype, device)[:rows, width - seen : width + rows]
 

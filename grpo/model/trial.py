@@ -5,7 +5,7 @@ the weights about twelve times. Gradients are computed for vectors alone (norms,
 matrix.
 
 In 16 bit equal computations differ: another kernel or another shape rounds differently, and every layer amplifies the
-difference. By how much depends on the model, so the checks compare it with what a different prompt does to the same
+difference. By how much depends on the model, so the checks compare it with the effect of a different prompt on the same
 completions. Random last bits in every product of a trained model of 30 layers move log-probs 0.11 times as far, those
 of attention alone 0.07 times; completions that see each other, positions that count on through the row, or a mask that
 is off by one, 0.42 times and more.
@@ -21,9 +21,7 @@ from itertools import count, islice
 
 import torch
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from grpo.config.errors import ConfigError
 from grpo.model.devices import is_out_of_memory
@@ -47,7 +45,7 @@ class TrialResult:
 
     logprobs: torch.Tensor
     slopes: list[torch.Tensor | None]
-    """the gradient of each vector of the model, None for one that takes no part; empty where nothing is trained"""
+    """the gradient of each vector of the model, None for one that takes no part; empty without training"""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class Padded:
 def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> Padded:
     """Check padded batches, also with the update's forward pass, and return the answer for one.
 
-    Raises ConfigError where a token's log-prob depends on what follows it, or on whether gradients are computed, and
-    where the model does not compute all of its gradient.
+    Raises ConfigError if a token's log-prob depends on later tokens, or on whether gradients are computed, and if the
+    model does not compute all of its gradient.
     """
     batcher, sequences = Batcher(pad_token_id, longest_packed=0, vision=vision), trial_sequences(model, vision)
     others, group = trial_sequences(model, vision, prompts_at=5), sequences[4:]
@@ -90,7 +88,7 @@ def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | Non
 
 
 def packed_differs(model: PreTrainedModel, padded: Padded, vision: Vision | None = None) -> str | None:
-    """Return None where a packed batch gives what a padded one gave, else the reason as part of a sentence."""
+    """Return None if a packed batch gives the answer of a padded one, else the reason as part of a sentence."""
     try:
         packed = _answer(model, Batcher(0, longest_packed=2**31 - 1, vision=vision))
     # A model whose code takes no tree may fail in any way; then batches are padded, and the log says why.
@@ -112,9 +110,9 @@ def packed_differs(model: PreTrainedModel, padded: Padded, vision: Vision | None
 def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompts_at: int = 0) -> list[tuple[Ids, Ids]]:
     """Make two groups of four sequences of at most 8 tokens: no window is so small. `prompts_at=5`: different prompts.
 
-    Several completions follow others in their row, so that most log-probs show what a mask or a position does. A model
-    that takes pictures gets a third group, with two pictures of different sizes before its prompt, or with one
-    where two do not fit its attention's window.
+    Several completions follow others in their row, so that masks and positions show in most log-probs. A model that
+    takes pictures gets a third group, with two pictures of different sizes before its prompt, or with one if two do not
+    fit its attention's window.
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = ((7919 * place + 13) % vocabulary for place in count())
@@ -133,17 +131,17 @@ def trial_sequences(model: PreTrainedModel, vision: Vision | None = None, prompt
     for pictures in (2, 1):
         prompt = vision.trial_prompt(pictures, sequences[-1][0], seed=prompts_at)
         pictured = [(prompt, completion) for _, completion in sequences[:4]]
-        if max(map(_length, pictured)) <= longest_packed(model)[0]:
+        if _longest(pictured) <= longest_packed(model)[0]:
             break
     return sequences + pictured
 
 
-def _length(sequence: tuple[Ids, Ids]) -> int:
-    return sum(map(len, sequence))
+def _longest(sequences: list[tuple[Ids, Ids]]) -> int:
+    return max(len(prompt) + len(completion) for prompt, completion in sequences)
 
 
 def refused_distance(model: PreTrainedModel, effect: float) -> float:
-    """Return how far apart log-probs may be in a run; at least 0.2, also where prompts move them little."""
+    """Return the largest distance of log-probs in a run; in 16 bit at least 0.2, even if prompts move them little."""
     return 1e-2 if model.dtype == torch.float32 else max(0.2, REFUSED * effect)
 
 
@@ -153,10 +151,10 @@ def distance(logprobs: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _answer(model: PreTrainedModel, batcher: Batcher) -> TrialResult:
-    """Compute the answer for `trial_sequences`, with gradients where the model is to be trained.
+    """Compute the answer for `trial_sequences`, with gradients if the model is to be trained.
 
-    Raises ConfigError where no vector has a gradient: HRM-Text's only one is what its first cycle begins with, which
-    its code runs under torch.no_grad.
+    Raises ConfigError if no vector has a gradient: HRM-Text's only one begins its first cycle, which its code runs
+    under torch.no_grad.
     """
     batch = batcher.make(trial_sequences(model, batcher.vision), model.device)
     if not torch.is_grad_enabled() or not any(weight.requires_grad for weight in model.parameters()):
@@ -201,17 +199,15 @@ def _gradient_distance(slopes: list[torch.Tensor | None], expected: list[torch.T
 
 
 def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PictureProcessor | None = None) -> Batcher:
-    """Choose packed batches with shared prompts where the model allows them, else padded ones, and log the choice.
+    """Choose packed batches with shared prompts if the model allows them, else padded ones, and log the choice.
 
-    With the model's `processor` it takes prompts with pictures too.
-
-    The configuration of a model does not tell enough, so it is tried. Raises ConfigError where even padded batches
-    cannot be trusted.
+    With the model's `processor` it takes prompts with pictures too. A model's configuration does not tell enough, so
+    the model is tried. Raises ConfigError if even padded batches cannot be trusted.
     """
     longest, reason = longest_packed(model)
     vision = Vision(processor, model) if processor is not None else None
     padded, name = check_padded(model, pad_token_id, vision), type(model).__name__
-    if longest and max(map(_length, trial_sequences(model, vision))) > longest:
+    if longest and _longest(trial_sequences(model, vision)) > longest:
         longest, reason = 0, f"has an attention window of {longest} tokens, and a picture more"
     variants = variants_for(model) if longest else []
     for variant in variants:
@@ -232,7 +228,7 @@ def make_batcher(model: PreTrainedModel, pad_token_id: int, processor: PicturePr
 
 
 def longest_packed(model: PreTrainedModel) -> tuple[int, str]:
-    """Return how long a sequence may be to be packed, and where that is 0, why."""
+    """Return the tokens of the longest sequence that may be packed, and for 0 the reason."""
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or [])
     if unknown := layer_types - {"full_attention", "sliding_attention"}:

@@ -141,7 +141,7 @@ class Rows:
         self._numbers = None
         if order.names is not None:
             self._numbers = torch.zeros(self.slots, copies, longest, dtype=torch.float64, device=self._device)
-        # transformers hands a mask in four dimensions on as it is; without one it would build one.
+        # transformers passes a mask in four dimensions unchanged; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
 
     def prefill(self, prompts: Sequence[Ids], slots: Sequence[int]) -> list[torch.Tensor]:

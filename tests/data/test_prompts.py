@@ -450,7 +450,7 @@ def test_whatever_a_template_raises_is_one_sentence(tmp_path, tokenizer, monkeyp
 
 def test_a_template_that_leaves_out_the_question_is_refused(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}assistant:{% endfor %}")
-    with pytest.raises(ConfigError, match="model_name_or_path=.* leaves out what the user says: use"):
+    with pytest.raises(ConfigError, match="model_name_or_path=.* leaves out the user's text: use"):
         render_prompt(tokenizer, "Two and two?", "")
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content.upper() }}")
     assert render_prompt(tokenizer, "Two and two?", "") == "TWO AND TWO?"
