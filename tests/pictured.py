@@ -209,9 +209,7 @@ FAMILIES = {
             vision_use_head=False,
         ),
         ids=dict(
-            image_token_index="<image_soft_token>",
-            boi_token_index="<start_of_image>",
-            eoi_token_index="<end_of_image>",
+            image_token_index="<image_soft_token>", boi_token_index="<start_of_image>", eoi_token_index="<end_of_image>"
         ),
         mm_tokens_per_image=4,
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from grpo.wire.picture_files import PicturedPrompt, pictures_of
 from grpo.wire.rewards import Message
@@ -118,11 +118,11 @@ class StepBatch:
     """What one step of a round trains on: this rank's share."""
 
     groups: list[Group]
-    by_function: torch.Tensor
+    by_function: Tensor
     """float64 [functions, groups, num_generations], NaN if a function does not apply"""
-    rewards: torch.Tensor
+    rewards: Tensor
     """float64 [groups, num_generations], the weighted sum over functions"""
-    signal: torch.Tensor
+    signal: Tensor
     """bool [groups], True if the group's completions teach something"""
     samples: list[Sample]
     """groups x num_generations samples, group after group"""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.config.errors import ConfigError
 from grpo.model.packing import Batch
@@ -28,7 +28,7 @@ MM_GIVES_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >=
 
 def token_logprobs(
     model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Return log p(token | all tokens before it) of every completion token, and on request the entropy there.
 
     Both are float32 [T] in the order of `batch.targets`, of the distribution softmax(logits / temperature), the entropy
@@ -39,13 +39,13 @@ def token_logprobs(
 
 def with_router_logits(
     model: nn.Module, batch: Batch, temperature: float, with_entropy: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of `token_logprobs` and `router_logits` from one forward pass."""
     body = _body(model, batch, output_router_logits=True)
     return *_of_body(body, model, batch, temperature, with_entropy), _of_routers(body, batch)
 
 
-def router_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
+def router_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return a mixture of experts' router logits where completion tokens are predicted: [layers, T, experts]."""
     return _of_routers(_body(model, batch, output_router_logits=True), batch)
 
@@ -82,7 +82,7 @@ def _body(model: nn.Module, batch: Batch, **options):
 
 
 @contextmanager
-def text_at(model: nn.Module, input_ids: torch.Tensor, places: torch.Tensor | None) -> Iterator[torch.Tensor]:
+def text_at(model: nn.Module, input_ids: Tensor, places: Tensor | None) -> Iterator[Tensor]:
     """Let the model take the ids at these places for text, which it would take for pieces of a picture.
 
     It looks at the ids that it is given: those get another id there, and its embedding the right one. Other calls of
@@ -94,7 +94,7 @@ def text_at(model: nn.Module, input_ids: torch.Tensor, places: torch.Tensor | No
     shown = input_ids.clone()
     shown.view(-1)[places] = (input_ids.view(-1)[places[0]] == 0).long()
 
-    def embed_right_ids(embedding: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def embed_right_ids(embedding: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if inputs[0].shape != input_ids.shape:
             return inputs
         ids = inputs[0].clone()
@@ -108,12 +108,12 @@ def text_at(model: nn.Module, input_ids: torch.Tensor, places: torch.Tensor | No
         hook.remove()
 
 
-def _of_routers(body, batch: Batch) -> torch.Tensor:
+def _of_routers(body, batch: Batch) -> Tensor:
     device = batch.predicts.device
     return torch.stack([_predicting(layer, batch).to(device) for layer in body.router_logits])
 
 
-def _predicting(states: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _predicting(states: Tensor, batch: Batch) -> Tensor:
     """Return the rows that predict the completion tokens, [T, size], on the device of `states`."""
     rows = states.flatten(0, -2)
     return rows[batch.predicts.to(rows.device)]
@@ -121,7 +121,7 @@ def _predicting(states: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def _of_body(
     body, model: nn.Module, batch: Batch, temperature: float, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     head = Head.of(model, temperature)
     hidden = _predicting(body.last_hidden_state, batch).to(head.weight)  # Mamba's are float32 in any dtype
     targets = batch.targets.to(head.weight.device)
@@ -155,9 +155,9 @@ class Head:
     (`final_logit_softcapping`). `check` tells whether the model does anything else. The temperature divides last.
     """
 
-    weight: torch.Tensor
+    weight: Tensor
     """[vocabulary, hidden size]"""
-    bias: torch.Tensor | None
+    bias: Tensor | None
     scale: float
     softcap: float | None
     temperature: float
@@ -171,7 +171,7 @@ class Head:
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(linear.weight, getattr(linear, "bias", None), scale, softcap, temperature)
 
-    def logits(self, hidden: torch.Tensor, tokens: slice, buffer: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(self, hidden: Tensor, tokens: slice, buffer: Tensor | None = None) -> Tensor:
         """Compute logits over the temperature: [n, hidden size] -> float32 [n, len(tokens)], perhaps in `buffer`."""
         logits = _linear_fp32(hidden, self.weight[tokens], buffer)
         if self.bias is not None:
@@ -182,7 +182,7 @@ class Head:
             logits *= self.scale / self.temperature
         return logits
 
-    def all_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def all_logits(self, hidden: Tensor) -> Tensor:
         """Compute all logits over the temperature, [n, hidden size] -> float32 [n, vocabulary], without gradients.
 
         For few rows only.
@@ -192,7 +192,7 @@ class Head:
         # The weight is cast to fp32, a block at a time.
         return torch.cat([self.logits(hidden, block) for block in self.blocks(hidden)[1]], dim=1)
 
-    def logits_in_blocks(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_in_blocks(self, hidden: Tensor) -> Tensor:
         """Compute all logits over the temperature in blocks of the vocabulary, -inf beyond its end.
 
         [n, hidden size] -> float32 [blocks, n, size], without gradients. For few rows only.
@@ -209,7 +209,7 @@ class Head:
                 block[:, : len(self.weight) - tokens.start] = self.logits(hidden, tokens)
         return blocks
 
-    def back_through(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def back_through(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """Turn the gradient of `logits` into that of hidden @ weight + bias, in place."""
         if self.softcap is not None:
             gradient *= 1 - (logits * (self.temperature / self.softcap)).square_()
@@ -217,7 +217,7 @@ class Head:
             gradient *= self.scale / self.temperature
         return gradient
 
-    def blocks(self, hidden: torch.Tensor) -> tuple[int, list[slice], torch.Tensor]:
+    def blocks(self, hidden: Tensor) -> tuple[int, list[slice], Tensor]:
         """Return the tokens of a block, the slices of the vocabulary, and a buffer for a block's logits."""
         tokens, vocabulary = CPU_BLOCK if hidden.device.type == "cpu" else CUDA_BLOCK
         tokens = max(1, min(tokens, len(hidden)))
@@ -345,14 +345,14 @@ class _Logprobs(torch.autograd.Function):
         return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None
 
 
-def _places(targets: torch.Tensor, block: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(targets: Tensor, block: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each target's column in the block, int64 [n, 1], and whether the block contains it, bool [n]."""
     place = targets - (block.start or 0)
     width = logits.shape[1]
     return place.clamp(0, width - 1).unsqueeze(1), (place >= 0) & (place < width)
 
 
-def _linear_fp32(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+def _linear_fp32(rows: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Tensor:
     """Compute rows @ weight.T with float32 output, also where both are bfloat16.
 
     Rounding logits to bfloat16 moves log-probs by up to 0.09 and makes a KL of equal models; casting the whole

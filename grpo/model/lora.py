@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import find_adapter_config_file
@@ -208,7 +208,7 @@ def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: objec
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
 
 
-def adapter_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the adapter's weights, not copies, by the names that peft saves them by."""
     weights = {}
     for name, weight in model.named_parameters():
@@ -218,7 +218,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return weights
 
 
-def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights that the adapter is on, by the names of the plain model.
 
     Those in 4 bits are unpacked into the model's dtype, as copies on the CPU; all others are no copies.
@@ -264,7 +264,7 @@ def trained_alone(model: PreTrainedModel) -> Iterator[None]:
     DeepSpeed's `exclude_frozen_parameters` keeps a tied head, and the constants of weights in 4 bits.
     """
 
-    def leave_out(model: PreTrainedModel, weights: dict[str, torch.Tensor], prefix: str, metadata: dict) -> None:
+    def leave_out(model: PreTrainedModel, weights: dict[str, Tensor], prefix: str, metadata: dict) -> None:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name in weights.keys() - trained:
             del weights[name]
@@ -336,7 +336,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def _merged_weight(layer: LoraLayer) -> torch.Tensor:
+def _merged_weight(layer: LoraLayer) -> Tensor:
     """Return the weight of a plain layer that computes the same. The layer itself stays as it is."""
     base = layer.get_base_layer()
     if is_packed(base.weight):  # peft would pack the sum into 4 bits again

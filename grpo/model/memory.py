@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -60,7 +60,7 @@ class Pictures:
     prompt: PicturedPrompt
     count: int
 
-    def inputs(self, model: PreTrainedModel, tokens: int) -> dict[str, torch.Tensor]:
+    def inputs(self, model: PreTrainedModel, tokens: int) -> dict[str, Tensor]:
         """Return the model's inputs: pixels on device meta, but integers with values, as lengths are read from them.
 
         Raises PictureError if a picture cannot be opened.
@@ -265,13 +265,7 @@ def _counted_attention(model: PreTrainedModel, beside: tuple[int, int], pictures
 
 
 def _beside_attention(
-    model: PreTrainedModel,
-    tokens: int,
-    longest: int,
-    device_type: str,
-    copies: float,
-    padded: bool,
-    backward: bool,
+    model: PreTrainedModel, tokens: int, longest: int, device_type: str, copies: float, padded: bool, backward: bool
 ) -> tuple[int, int]:
     """Return the bytes that a layer's attention makes beside queries, keys, values and their result.
 
@@ -324,7 +318,7 @@ class LiveTensors(TorchDispatchMode):
         arguments, options = _on_one_device((arguments, options or {}))
         returned = function(*arguments, **options)
         for leaf in tree_leaves(returned):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
         return returned
 
@@ -345,10 +339,10 @@ def _on_one_device(arguments):
 
     Tensors that lengths are read from are on the CPU: a picture's rows and columns, and whatever follows from them.
     """
-    if len({leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}) < 2:
+    if len({leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}) < 2:
         return arguments
 
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, arguments)
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and leaf.ndim else leaf, arguments)
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:

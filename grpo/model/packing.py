@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo.wire.picture_files import PicturedPrompt, key_of
 
@@ -49,7 +50,7 @@ class Tree:
     blocks: list[np.ndarray | None] = field(default_factory=list)
     """of each prompt the picture that a token is a piece of, int64 [tokens], -1 for text, or None without a
     picture: its pieces see each other in both directions. Empty if every token sees only earlier ones"""
-    _ends: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _ends: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def segments(self) -> list[int]:
@@ -65,7 +66,7 @@ class Tree:
             for keys in (prompt, *(prompt + completion for completion in completions))
         ]
 
-    def ends(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where each segment's queries begin and end, and its keys when they are laid out one after the other.
 
         Both are int32 [segments + 1] and made once for each device: a copy in each layer would make it wait for the
@@ -84,20 +85,20 @@ class Tree:
 class Batch:
     """Sequences with T completion tokens to predict in all, laid out for one forward pass."""
 
-    input_ids: torch.Tensor
+    input_ids: Tensor
     """int64 [1, N] packed, [B, L] padded"""
-    position_ids: torch.Tensor | None
+    position_ids: Tensor | None
     """int64 [1, N]; None for a padded batch, whose rows count from 0 as every model does by itself. With pictures, for
     a model that gives them positions of their own: [3, 1, N] and [3, B, L]"""
     tree: Tree | None
     """the lengths of a packed row; None for a padded batch"""
-    predicts: torch.Tensor
+    predicts: Tensor
     """int64 [T], positions in the flattened input_ids whose hidden states predict the completion tokens"""
-    targets: torch.Tensor
+    targets: Tensor
     """int64 [T], these completion tokens: sequence after sequence, in the order given"""
-    pictures: dict[str, torch.Tensor] = field(default_factory=dict)
+    pictures: dict[str, Tensor] = field(default_factory=dict)
     """the model's inputs beside the ids, by name; empty without pictures"""
-    not_pieces: torch.Tensor | None = None
+    not_pieces: Tensor | None = None
     """int64, places in the flattened input_ids of ids that elsewhere stand for a piece of a picture, and are text here:
     a sampler may draw them; None without such ids"""
 
@@ -272,7 +273,7 @@ class _Pictures:
     def __init__(self, vision: Vision | None):
         self._vision = vision
         self._seen: dict[bytes, Seen] = {}
-        self._inputs: list[dict[str, torch.Tensor]] = []
+        self._inputs: list[dict[str, Tensor]] = []
         self._places: list[tuple[int, int]] = []
         """where in the flattened ids each prompt with pictures begins and ends"""
 
@@ -296,7 +297,7 @@ class _Pictures:
 
     def of_batch(
         self, ids: np.ndarray, shape: tuple[int, int] | None, device: torch.device | str
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return `pictures` and `not_pieces` of a batch with these flattened ids; `shape` is that of a padded batch."""
         if not self._inputs:
             return {}, None
@@ -328,7 +329,7 @@ def _joined(positions: list[np.ndarray]) -> np.ndarray:
 
 def _targets(
     sequences: Sequence[tuple[Ids, Ids]], predicted: Sequence[np.ndarray | None], device: torch.device | str
-) -> torch.Tensor:
+) -> Tensor:
     targets = [
         _select(np.asarray(completion, np.int64), marks)
         for (_, completion), marks in zip(sequences, predicted, strict=True)

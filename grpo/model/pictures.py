@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -104,7 +105,7 @@ class PictureProcessor:
         self._pictures_dimension = 1 if len(probe.get("pixel_values", ())) == 1 else 0
         self.kept_bytes = KEPT_BYTES
         """most bytes of prepared pictures, and of their files, that are kept"""
-        self._kept: OrderedDict[bytes, tuple[int, dict[str, torch.Tensor]]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[int, dict[str, Tensor]]] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
         self._decoded_pixels, self._turn, self._freed = 0, threading.Lock(), threading.Condition()
@@ -137,11 +138,11 @@ class PictureProcessor:
         """Return how many ids stand for the pieces of these pictures. Raises as `encode`."""
         return sum(self._prepare(picture)[0] for picture in pictures)
 
-    def inputs(self, pictures: Sequence[bytes]) -> list[dict[str, torch.Tensor]]:
+    def inputs(self, pictures: Sequence[bytes]) -> list[dict[str, Tensor]]:
         """Return the vision tower's inputs for each picture, by name, on the CPU. Raises as `encode`."""
         return [self._prepare(picture)[1] for picture in pictures]
 
-    def join(self, inputs: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def join(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Join the `inputs` of several pictures, of one prompt or many.
 
         Where pictures have a dimension for their tiles, as LLaVA-OneVision's do, it is padded with zeros to the most
@@ -158,7 +159,7 @@ class PictureProcessor:
                 part[tuple(map(slice, value.shape))] = value
         return joined
 
-    def _prepare(self, picture: bytes) -> tuple[int, dict[str, torch.Tensor]]:
+    def _prepare(self, picture: bytes) -> tuple[int, dict[str, Tensor]]:
         """Return `count` and `inputs` of a picture, and keep those of the last pictures."""
         with self._lock:
             if (kept := self._kept.get(picture)) is not None:
@@ -213,7 +214,7 @@ class PictureProcessor:
 class Seen:
     """A prompt's pictures as a model sees them."""
 
-    inputs: list[dict[str, torch.Tensor]]
+    inputs: list[dict[str, Tensor]]
     """the vision tower's inputs for each of them"""
     positions: np.ndarray | None
     """int64 [3, tokens], time, row and column of each token, for a model that has them; else None: 0, 1, 2, ..."""
@@ -259,7 +260,7 @@ class Vision:
                 self._kept.popitem(last=False)
         return positions[:, 0].numpy()
 
-    def for_generate(self, prompts: Sequence[Sequence[int]], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def for_generate(self, prompts: Sequence[Sequence[int]], input_ids: Tensor) -> dict[str, Tensor]:
         """Return the inputs of transformers' generate beside the ids [B, L] of prompts."""
         pictured = [prompt for prompt in prompts if isinstance(prompt, PicturedPrompt)]
         if not pictured:
@@ -300,5 +301,5 @@ def _noise(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def _bytes(picture: bytes, prepared: tuple[int, dict[str, torch.Tensor]]) -> int:
+def _bytes(picture: bytes, prepared: tuple[int, dict[str, Tensor]]) -> int:
     return len(picture) + sum(value.nbytes for value in prepared[1].values())

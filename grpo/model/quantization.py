@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 # It warns at its import, which peft makes too, that it lacks a kernel for CPUs. `keep_layout` needs none.
@@ -45,11 +46,11 @@ def quantization_of(model: PreTrainedModel) -> str:
     return next((name for name in ("4bit", "8bit") if is_quantized(model, name)), "none")
 
 
-def is_packed(weight: torch.Tensor) -> bool:
+def is_packed(weight: Tensor) -> bool:
     return getattr(weight, "quant_state", None) is not None
 
 
-def unpacked(weight: torch.Tensor) -> torch.Tensor:
+def unpacked(weight: Tensor) -> Tensor:
     """Return the numbers that a layer multiplies with, in the model's dtype; for a weight in 4 bits, a copy."""
     if not is_packed(weight):
         return weight.detach()

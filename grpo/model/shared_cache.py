@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 GROW = 1.5
 
@@ -49,9 +50,9 @@ class SharedCache:
         self._longest_prompt, self._longest_completion = longest_prompt, longest_completion
         self.room = 0
         """tokens of each row that there is room for"""
-        self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
         """keys and values of each layer, [slots x kv heads, tokens, d]"""
-        self._own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
         """keys and values of each layer, [rows x kv heads, tokens, d]"""
         self._filling: list[tuple[int, int]] = []
         self.fed: list[Fed] = []
@@ -61,7 +62,7 @@ class SharedCache:
         """Put the prompts of the next forward pass, which follow each other in its row, into these slots."""
         self._filling = [*zip(slots, lengths, strict=True)]
 
-    def keep(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Keep a layer's keys and values [1, kv heads, N, d] of the prompts."""
         heads = key.shape[1]
         if layer not in self._prompts:
@@ -86,9 +87,7 @@ class SharedCache:
                 wider[:, : states.shape[1]] = states
         return True
 
-    def step(
-        self, shape: Shape, cells: torch.Tensor, prompts: torch.Tensor, places: torch.Tensor, rows_of: torch.Tensor
-    ) -> None:
+    def step(self, shape: Shape, cells: Tensor, prompts: Tensor, places: Tensor, rows_of: Tensor) -> None:
         """Prepare the next forward pass, one token for each of the first rows.
 
         `cells` [2, rows]: the slot of each row's prompt, and its number among the rows of the prompt. `prompts` [rows]:
@@ -97,20 +96,14 @@ class SharedCache:
         """
         self.fed = []
         self._shape, self._cells, self._places, self._rows_of = shape, cells, places, rows_of[: shape.slots]
-        self._indices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         prompt, own = (torch.arange(length, device=places.device) for length in shape[2:])
         seen = torch.cat([prompt < prompts.unsqueeze(1), own <= places.unsqueeze(1)], dim=1)
         self._mask = torch.zeros(seen.shape, device=places.device).masked_fill_(~seen, -torch.inf).unsqueeze(1)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+    ) -> Tensor:
         """Keep and attend: query [rows, heads, 1, d], key and value [rows, kv heads, 1, d] -> [rows, 1, heads, d]."""
         rows, heads = key.shape[:2]
         repeat, slots = query.shape[1] // heads, self._shape.slots * heads
@@ -121,7 +114,7 @@ class SharedCache:
         prompt_keys, prompt_values = (states[:slots, :prompt] for states in self._prompts[layer])
         keys, values = (states[: rows * heads, :own] for states in self._own[layer])
 
-        def with_prompt(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        def with_prompt(left: Tensor, right: Tensor) -> Tensor:
             """Multiply all rows of a prompt at once: [rows x heads, repeat, a], [slots x heads, a, b]."""
             grid = left.index_select(0, rows_of).view(slots, self._copies * repeat, -1)
             return _product(grid, right).view(slots * self._copies, repeat, -1).index_select(0, cells)
@@ -141,7 +134,7 @@ class SharedCache:
         """Prepare the next forward pass: tokens of several rows, which follow each other in its row."""
         self.fed = fed
 
-    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keep a layer's keys and values [1, kv heads, N, d] of the tokens that are fed.
 
         Yields for each row of it all keys and values that its last token sees, [1, kv heads, tokens, d].
@@ -165,7 +158,7 @@ class SharedCache:
                 by_row = states.unflatten(0, (self._rows, -1))[:, :, :tokens]
                 by_row.index_copy_(0, to, by_row.index_select(0, rows))
 
-    def _index(self, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _index(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return where each row's and head's cell is among the prompts' rows, the row and head in each cell, and where
         the token goes among the tokens kept: int64 [rows x heads], [slots x heads x copies], [rows x heads].
 
@@ -181,7 +174,7 @@ class SharedCache:
         return self._indices[heads]
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     """Multiply [n, a, b] by [n, b, c] into float32 [n, a, c].
 
     Rounded to 16 bits, scores would move log-probs by several per cent.

@@ -13,12 +13,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.model.shared_cache import SharedCache
 
 KNOWN = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-Map = Callable[[torch.Tensor], torch.Tensor]
+Map = Callable[[Tensor], Tensor]
 
 
 def is_known(body: nn.Module) -> bool:
@@ -41,7 +41,7 @@ class TokenPass:
             table = self._angles(torch.arange(positions, device=self._embed.weight.device))
             self._angles_at = partial(table.index_select, 0)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Compute last hidden states, int64 [rows], int64 [rows] -> [rows, hidden size].
 
         Keeps keys and values, and attends, as the cache's last `step` says.
@@ -56,7 +56,7 @@ class TokenPass:
             hidden = hidden + layer.down(layer.activation(layer.gate(states)) * layer.up(states))
         return self._norm(hidden)
 
-    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+    def _angles(self, positions: Tensor) -> Tensor:
         """Compute the cosines and sines that turn a head at these positions: int64 [n] -> [n, 2, 1, head size]."""
         cos, sin = self._rotary(self._embed.weight, positions.unsqueeze(1))
         # rotate_half of transformers moves the halves of a head and negates one of them: here the sine has the sign.
@@ -78,7 +78,7 @@ class _Layer:
         if hasattr(attention, "q_norm"):
             self._head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
 
-    def project(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Compute query, key and value: [rows, heads, 1, head size] each, with as many heads as each has."""
         states, heads = self._norm(hidden), (len(hidden), -1, self._size)
         query, key, value = (project(states).view(heads) for project in (self._query, self._key, self._value))
@@ -88,7 +88,7 @@ class _Layer:
         return query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
 
 
-def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (states * cos).add_(states.roll(states.shape[2] // 2, dims=2).mul_(sin))
 
 

@@ -15,7 +15,7 @@ from inspect import signature
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,16 +27,14 @@ ROWS = 256  # queries of one call: few scores are computed for nothing, and its 
 _PREFIX = "grpo_packed_"
 
 
-def segments(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scaling: float, softcap: float | None
-) -> torch.Tensor:
+def segments(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float, softcap: float | None) -> Tensor:
     """Attend with one call for each segment, and one for a whole small group.
 
     Queries [1, heads, N, d], keys and values [1, kv heads, N, d] -> [1, N, heads, d].
     """
     # split, not slices: the backward pass of a slice fills a tensor of the whole row, that of split is one cat.
     sizes = [prompt + sum(completions) for prompt, completions in tree.groups]
-    out: list[torch.Tensor] = []
+    out: list[Tensor] = []
     all_blocks = tree.blocks or [None] * len(tree.groups)
     for group, blocks, queries, keys, values in zip(
         tree.groups, all_blocks, *(states.split(sizes, dim=2) for states in (query, key, value)), strict=True
@@ -63,9 +61,7 @@ def segments(
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
-def varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Tree, scaling: float, softcap: float | None
-) -> torch.Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scaling: float, softcap: float | None) -> Tensor:
     """Attend with one call for the row: flash attention over segments of any length. CUDA, 16 bit.
 
     Shapes as in `segments`.
@@ -83,7 +79,7 @@ def varlen(
         else:  # torch 2.11 takes only as many key heads as query heads
             key, value = (states.repeat_interleave(repeat, dim=1) for states in (key, value))
 
-    def laid_out(states: torch.Tensor) -> torch.Tensor:
+    def laid_out(states: Tensor) -> Tensor:
         parts = iter(states.split(tree.segments, dim=2))
         ordered = []
         for _, completions in tree.groups:
@@ -107,7 +103,7 @@ def varlen(
     return out.unsqueeze(0)
 
 
-VARIANTS: dict[str, Callable[..., torch.Tensor]] = {"varlen": varlen, "segments": segments}
+VARIANTS: dict[str, Callable[..., Tensor]] = {"varlen": varlen, "segments": segments}
 """fastest first"""
 
 
@@ -135,17 +131,17 @@ def switch_off(model: PreTrainedModel) -> None:
 
 
 def _dispatch(
-    packed: Callable[..., torch.Tensor],
+    packed: Callable[..., Tensor],
     original: str,
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     tree: Tree | None = None,
     shared_cache: SharedCache | None = None,
     **options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     # A vision tower is handed what its language model is.
     if (tree is None and shared_cache is None) or not getattr(module, "is_causal", True):
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -163,28 +159,20 @@ def _dispatch(
 
 
 def _after_rows(
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: SharedCache,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
+    layer: int, query: Tensor, key: Tensor, value: Tensor, cache: SharedCache, scaling: float, softcap: float | None
+) -> Tensor:
     """Attend with one call for the tokens that are fed to a row: to its prompt, to its tokens and to themselves.
 
     Shapes as in `segments`.
     """
-    out: list[torch.Tensor] = []
+    out: list[Tensor] = []
     parts = query.split([fed.count for fed in cache.fed], dim=2)
     for queries, (keys, values) in zip(parts, cache.extend(layer, key, value), strict=True):
         out += _causal(queries, keys, values, scaling, softcap)
     return torch.cat([rows.transpose(1, 2) for rows in out], dim=1)
 
 
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, softcap: float | None
-) -> list[torch.Tensor]:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None) -> list[Tensor]:
     """Attend from the last tokens of a sequence, [1, heads, n, d], to all of it, ROWS queries at a time."""
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys and softcap is None:
@@ -201,13 +189,8 @@ def _causal(
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
     """Attend with one call, causal without a mask. Return [1, heads, n, d], as the query."""
     repeat = query.shape[1] // key.shape[1]
     # On a CPU the kernel takes grouped heads; elsewhere grouped heads with a mask fall back to a slow kernel.
@@ -224,7 +207,7 @@ def _attend(
 
 @lru_cache(maxsize=64)  # 256 kB each at most; one mask serves all layers
 @torch.inference_mode(False)  # a mask that was made in inference mode could not be used in a backward pass later
-def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the mask of a whole group, [n, n].
 
     It is 0 for a token's own segment and the prompt, up to the token itself, and -inf for the rest.
@@ -239,7 +222,7 @@ def _group_mask(prompt: int, completions: tuple[int, ...], dtype: torch.dtype, d
 
 @lru_cache(maxsize=64)  # one mask serves all layers
 @torch.inference_mode(False)  # as for _group_mask
-def _picture_mask(blocks: bytes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _picture_mask(blocks: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the mask of a prompt, [n, n]: causal, but that the pieces of a picture see each other.
 
     `blocks` are those of Tree, as bytes.
@@ -250,7 +233,7 @@ def _picture_mask(blocks: bytes, dtype: torch.dtype, device: torch.device) -> to
     return _aligned(torch.zeros(same.shape, dtype=dtype, device=device).masked_fill_(~(same | causal), -torch.inf))
 
 
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
+def _aligned(mask: Tensor) -> Tensor:
     """Copy a mask so that each row begins at a multiple of 16 numbers.
 
     A GPU's kernel refuses others ("attn_bias_ptr is not correctly aligned").
@@ -259,7 +242,7 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     return mask.new_empty(rows, columns + -columns % 16)[:, :columns].copy_(mask)
 
 
-def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a causal mask, [rows, seen + rows]: 0 for a key that is seen, -inf for others. A bool mask is slower."""
     width = 1 << (seen - 1).bit_length() if seen else 0  # powers of two, so that few masks are ever made
     return _whole_mask(ROWS, width, dtype, device)[:rows, width - seen : width + rows]
@@ -267,6 +250,6 @@ def _mask(rows: int, seen: int, dtype: torch.dtype, device: torch.device) -> tor
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)  # as for _group_mask
-def _whole_mask(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _whole_mask(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     above = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu(1)
     return torch.cat([torch.zeros(rows, width, dtype=dtype, device=device), above], dim=1)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo.config.errors import ConfigError
@@ -43,8 +43,8 @@ SAME_GRADIENT = 0.6  # share of the gradient's norm in 16 bit: the noise above m
 class TrialResult:
     """The log-probs and gradients of one batch."""
 
-    logprobs: torch.Tensor
-    slopes: list[torch.Tensor | None]
+    logprobs: Tensor
+    slopes: list[Tensor | None]
     """the gradient of each vector of the model, None for one that takes no part; empty without training"""
 
 
@@ -145,7 +145,7 @@ def refused_distance(model: PreTrainedModel, effect: float) -> float:
     return 1e-2 if model.dtype == torch.float32 else max(0.2, REFUSED * effect)
 
 
-def distance(logprobs: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(logprobs: Tensor, expected: Tensor) -> float:
     """Return the root mean square of the difference."""
     return (logprobs - expected).square().mean().sqrt().item()
 
@@ -188,7 +188,7 @@ def _vectors_trained(model: PreTrainedModel) -> Iterator[list[nn.Parameter]]:
             weight.requires_grad_(was_trained)
 
 
-def _gradient_distance(slopes: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> float:
+def _gradient_distance(slopes: list[Tensor | None], expected: list[Tensor | None]) -> float:
     """Return the norm of the difference over that of `expected`; infinite where other vectors take part."""
     if [slope is None for slope in slopes] != [slope is None for slope in expected]:
         return torch.inf

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
 from grpo.wire.tensors import HeaderError, data_begins, read_header
 
@@ -23,7 +24,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WIDTHS = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
-def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a saved model, not copies: floating-point parameters and saved buffers, tied ones once."""
     saved = model.state_dict().keys()
     tensors = (*model.named_parameters(), *model.named_buffers())
@@ -44,9 +45,9 @@ def sample(count: int) -> slice:
 
 def write_weights(
     path: Path,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
-    change: Callable[[str, slice, torch.Tensor], torch.Tensor] | None = None,
+    change: Callable[[str, slice, Tensor], Tensor] | None = None,
 ) -> str:
     """Write tensors to a file, in `dtype` or each in its own, and return the file's SHA-256 in hex.
 
@@ -87,7 +88,7 @@ class WeightsFile:
         text = self._pread(data_begins(self._pread(8, 0), size, _LONGEST_HEADER) - 8, 8)
         self.entries, _ = read_header(text, size, _WIDTHS)
 
-    def read(self, name: str, part: slice) -> torch.Tensor:
+    def read(self, name: str, part: slice) -> Tensor:
         """Read `tensor.flatten()[part]` of the named tensor, to the CPU."""
         entry = self.entries[name]
         dtype, places = _DTYPES[entry.dtype], range(entry.count)[part]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK
 
@@ -29,14 +30,14 @@ def uniforms(seed: int, group: int, place: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(words)).random(count)
 
 
-def in_blocks(logits: torch.Tensor) -> torch.Tensor:
+def in_blocks(logits: Tensor) -> Tensor:
     """Cut logits into blocks: [rows, vocabulary] -> [blocks, rows, size]."""
     rows, vocabulary = logits.shape
     size = min((CUDA_BLOCK if logits.is_cuda else CPU_BLOCK)[1], vocabulary)
     return F.pad(logits, (0, -vocabulary % size), value=-torch.inf).view(rows, -1, size).transpose(0, 1)
 
 
-def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
     """Draw a token for each row: float32 [blocks, rows, size], float64 [rows] -> int64 [rows], float32 [rows].
 
     Returns tokens and their log-probs. Without numbers each token is the most likely one, the first of equals.
@@ -63,7 +64,7 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tens
     return block[0] * logits.shape[2] + place[:, 0], logprobs[:, 0].float()
 
 
-def _draw_from_block(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_from_block(logits: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
     """Do as `draw` with the whole vocabulary in one block: float32 [rows, size]."""
     shares = logits.softmax(dim=1)
     if numbers is None:
@@ -73,12 +74,12 @@ def _draw_from_block(logits: torch.Tensor, numbers: torch.Tensor | None) -> tupl
     return place[:, 0], shares.gather(1, place)[:, 0].log()
 
 
-def _place(inside: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+def _place(inside: Tensor, share: Tensor) -> Tensor:
     """Find the place of a share, 0 <= share < 1, in a distribution function [rows, size]: int64 [rows, 1]."""
     target = (share * inside[:, -1]).unsqueeze(1)
     return torch.searchsorted(inside, target, right=True).clamp_(max=inside.shape[1] - 1)
 
 
-def _of_block(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+def _of_block(logits: Tensor, block: Tensor) -> Tensor:
     """Take a block of each row: [blocks, rows, size], [1, rows] -> [rows, size]."""
     return logits.gather(0, block.unsqueeze(2).expand(-1, -1, logits.shape[2]))[0]

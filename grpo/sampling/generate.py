@@ -10,7 +10,7 @@ from itertools import compress, count
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -38,12 +38,12 @@ Criterion = Callable[..., bool]
 class Draws(LogitsProcessor):
     """Draws each token itself, from logits divided by the temperature, and leaves generate no other choice."""
 
-    def __init__(self, temperature: float, numbers: torch.Tensor | None):
+    def __init__(self, temperature: float, numbers: Tensor | None):
         """`numbers`: float64 [rows, tokens]; None draws greedily."""
         self._temperature, self._numbers = temperature, numbers
-        self._columns: list[torch.Tensor] = []
+        self._columns: list[Tensor] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self._temperature != 1:
             scores = scores / self._temperature
         numbers = None if self._numbers is None else self._numbers[:, len(self._columns)]
@@ -51,7 +51,7 @@ class Draws(LogitsProcessor):
         self._columns.append(logprobs)
         return torch.zeros_like(scores).scatter_(1, tokens.unsqueeze(1), 1.0)
 
-    def logprobs(self) -> torch.Tensor:
+    def logprobs(self) -> Tensor:
         """Return float32 [rows, tokens drawn so far]."""
         return torch.stack(self._columns, dim=1)
 
@@ -78,7 +78,7 @@ def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
         for module in model.modules():
             for state in (vars(module), module._buffers):
                 for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.is_inference():
+                    if isinstance(value, Tensor) and value.is_inference():
                         state[name] = value.clone()
 
 
@@ -95,7 +95,7 @@ def _exact_head(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
 
-    def exact(hidden: torch.Tensor) -> torch.Tensor:
+    def exact(hidden: Tensor) -> Tensor:
         # Whatever the model does to its logits after the head, it does to these too.
         head = Head(linear.weight, linear.bias, scale=1.0, softcap=None, temperature=1.0)
         return head.all_logits(hidden[:, -1]).unsqueeze(1)
@@ -168,7 +168,7 @@ class LocalSampler(Sampler):
         width = max(len(prompt) for prompt, _ in contexts)
         draws = self._draws(order, order.names and [uniforms(*name, self._max_new_tokens) for name in order.names])
 
-        def finish_groups(finished: Iterable[int], ids: torch.Tensor) -> None:
+        def finish_groups(finished: Iterable[int], ids: Tensor) -> None:
             """Make the rollouts of these examples, unless they are made, and hand them over."""
             if not (new := [index for index in finished if None in groups.all[index]]):
                 return
@@ -177,7 +177,7 @@ class LocalSampler(Sampler):
                 groups.add(row, self._rollout(*self._to_first_end(drawn[row], logprobs[row])))
             groups.hand_over()
 
-        def look(ids: torch.Tensor, _, **options) -> bool:
+        def look(ids: Tensor, _, **options) -> bool:
             """Find the groups whose rows have all ended. The host waits for the device, which idles meanwhile."""
             drawn = ids[:, width:]
             if drawn.shape[1] % LOOK_EVERY == 0:
@@ -247,7 +247,7 @@ class LocalSampler(Sampler):
         draws: Draws,
         tokens: int,
         criterion: Criterion | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Draw up to `tokens` tokens after each context, a prompt and the completion so far.
 
         Returns int64 [contexts, width + tokens drawn]; `width` is the longest context's length. A row that has ended

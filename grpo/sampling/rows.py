@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.model.logprobs import Head, body_of, text_at
@@ -131,7 +132,7 @@ class Rows:
         """each row's tokens and log-probs, up to its PLACE"""
         self.state = np.zeros((7, rows), np.int64)
         """the state of each row; 0 in a free row"""
-        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unseen: list[tuple[Tensor, Tensor]] = []
         """tokens and log-probs of the rows in each step since the host has looked"""
         # A step reads and writes these.
         self._state = torch.zeros(7, rows, dtype=torch.int64, device=self._device)
@@ -144,7 +145,7 @@ class Rows:
         # transformers passes a mask in four dimensions unchanged; without one it would build one.
         self._any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
 
-    def prefill(self, prompts: Sequence[Ids], slots: Sequence[int]) -> list[torch.Tensor]:
+    def prefill(self, prompts: Sequence[Ids], slots: Sequence[int]) -> list[Tensor]:
         """Compute the keys and values of prompts, for these slots; return each one's last hidden state."""
         hidden = []
         for part in _parts([len(prompt) for prompt in prompts]):
@@ -164,7 +165,7 @@ class Rows:
         self,
         rows: list[int],
         cells: list[tuple[int, int, int, int]],
-        hidden: list[torch.Tensor],
+        hidden: list[Tensor],
         numbers: list[np.ndarray] | None,
     ) -> None:
         """Draw the first token of completions in these rows, which were free.
@@ -182,7 +183,7 @@ class Rows:
         """Let an answer follow the tokens of each of these rows, and draw the token after it."""
         lengths = [1 + len(answer) for answer in answers]  # a row's last token has not been fed
         self._make_room((self.state[PLACE, rows] + lengths).max())
-        hidden: list[torch.Tensor] = []
+        hidden: list[Tensor] = []
         for part in _parts(lengths):
             fed: list[Fed] = []
             ids: list[int] = []
@@ -201,7 +202,7 @@ class Rows:
             hidden += [states[end - 1].clone() for end in accumulate(lengths[part])]
         self._draw_next(rows, hidden)
 
-    def _draw_next(self, rows: list[int], hidden: list[torch.Tensor]) -> None:
+    def _draw_next(self, rows: list[int], hidden: list[Tensor]) -> None:
         """Draw the token at the PLACE of each of these rows."""
         numbers = None
         if self._numbers is not None:
@@ -290,13 +291,13 @@ class Rows:
         tokens.copy_(drawn)
         self._last_logprobs[: shape.rows].copy_(logprobs)
 
-    def _draw(self, hidden: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw(self, hidden: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor]:
         return draw(self._head.logits_in_blocks(hidden.to(self._head.weight)), numbers)
 
-    def _modules_pass(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _modules_pass(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, **options) -> Tensor:
         """Return the last hidden states of the model's body."""
         return self._body(
             input_ids=ids,

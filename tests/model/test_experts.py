@@ -7,10 +7,7 @@ import torch
 from experts import CONFIGS, SMALL, balanced, mixture
 from rounding import GRADIENT, assert_rounded
 from step_worker import sequences
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from grpo.algorithm.loss import balance_loss, experts_chosen
 from grpo.algorithm.loss_types import StepSize

@@ -119,7 +119,9 @@ def test_pixels_are_the_image_processors_own(family):
 
 def test_every_family_is_packed_also_where_the_pieces_of_a_picture_see_each_other(family):
     batch = family.batcher.make(family.sequences(), "cpu")
-    assert batch.tree is not None and any(blocks is not None for blocks in batch.tree.blocks) == (family.plain.family == "gemma3")
+    assert batch.tree is not None and any(blocks is not None for blocks in batch.tree.blocks) == (
+        family.plain.family == "gemma3"
+    )
 
 
 def test_no_text_of_the_trial_has_the_id_of_a_pictures_piece(family, monkeypatch):
