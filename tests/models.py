@@ -24,19 +24,12 @@ from transformers import (
 
 from grpo.model.packing import Batcher
 
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+ATTENTION = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
+SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, **ATTENTION, **SPECIAL)
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
 
 
 # Sharp heads (a wide initial spread), so that a skipped softcap, scale or bias shows.
@@ -50,38 +43,11 @@ CONFIGS = {
     "granite, divided": GraniteConfig(**SMALL, logits_scaling=4.0, initializer_range=0.3),
     "hyperclova x, multiplied": HyperCLOVAXConfig(**SMALL, logits_scaling=0.25, initializer_range=0.3),
     "minicpm3, divided before its head": MiniCPM3Config(
-        **SMALL | {"num_key_value_heads": 4},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        dim_model_base=8,
-        initializer_range=0.3,
+        **SMALL | LATENT | {"num_key_value_heads": 4}, dim_model_base=8, initializer_range=0.3
     ),
-    "falcon h1, multiplied": FalconH1Config(
-        **SMALL,
-        lm_head_multiplier=0.25,
-        mamba_d_ssm=64,
-        mamba_n_heads=8,
-        mamba_d_head=8,
-        mamba_d_state=8,
-        mamba_chunk_size=4,
-        initializer_range=0.3,
-    ),
+    "falcon h1, multiplied": FalconH1Config(**SMALL, **MAMBA, lm_head_multiplier=0.25, initializer_range=0.3),
     "phi, bias": PhiConfig(**SMALL, initializer_range=0.3),
-    "gpt2, learned positions": GPT2Config(
-        vocab_size=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    ),
+    "gpt2, learned positions": GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "gpt-neox, partial rotation": GPTNeoXConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     ),

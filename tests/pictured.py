@@ -16,16 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
 
 PATCH = 4  # pixels a side; Qwen and Gemma merge two by two of them into a token
-TEXT = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-6,
-)
-HALF = [0.5, 0.5, 0.5]
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+TEXT = dict(**SIZES, num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-6)
+HALVES = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 CLIP = dict(image_mean=[0.48145466, 0.4578275, 0.40821073], image_std=[0.26862954, 0.26130258, 0.27577711])
 STEPS = dict(do_convert_rgb=True, do_normalize=True, do_rescale=True, do_resize=True, rescale_factor=1 / 255)
 
@@ -53,6 +46,7 @@ QWEN3_TEMPLATE = QWEN_TEMPLATE.replace(
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}",
     "",
 )
+PAN_AND_SCAN = "max_num_crops", "min_crop_size", "min_ratio_to_activate"
 GEMMA_TOKENS = dict(
     pad_token="<pad>",
     bos_token="<bos>",
@@ -122,6 +116,7 @@ def _qwen(processor: str, image_processor: dict, video_processor: str, template:
     )
 
 
+QWEN_VISION = dict(hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32)
 QWEN_PIXELS = dict(patch_size=PATCH, temporal_patch_size=2, merge_size=2)
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 FAMILIES = {
@@ -141,10 +136,7 @@ FAMILIES = {
         dict(rope_parameters=MROPE),
         # windows of 2 x 2 tokens in the first layer, all of a picture in the second
         dict(
-            hidden_size=32,
-            intermediate_size=48,
-            num_heads=4,
-            out_hidden_size=32,
+            **QWEN_VISION,
             window_size=16,
             fullatt_block_indexes=[1],
         ),
@@ -155,17 +147,13 @@ FAMILIES = {
             image_processor_type="Qwen2VLImageProcessorFast",
             size={"shortest_edge": 64, "longest_edge": 4096},
             **QWEN_PIXELS,
-            image_mean=HALF,
-            image_std=HALF,
+            **HALVES,
         ),
         "Qwen3VLVideoProcessor",
         QWEN3_TEMPLATE,
         dict(head_dim=8, rope_parameters={**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}),
         dict(
-            hidden_size=32,
-            intermediate_size=48,
-            num_heads=4,
-            out_hidden_size=32,
+            **QWEN_VISION,
             num_position_embeddings=64,
             deepstack_visual_indexes=[0],
         ),
@@ -178,15 +166,11 @@ FAMILIES = {
                 image_processor_type="Gemma3ImageProcessor",
                 processor_class="Gemma3Processor",
                 size={"height": 16, "width": 16},
-                image_mean=HALF,
-                image_std=HALF,
+                **HALVES,
                 image_seq_length=4,
                 resample=2,
                 **STEPS | {"do_convert_rgb": None},
-                do_pan_and_scan=None,
-                pan_and_scan_max_num_crops=None,
-                pan_and_scan_min_crop_size=None,
-                pan_and_scan_min_ratio_to_activate=None,
+                **dict.fromkeys(["do_pan_and_scan", *(f"pan_and_scan_{name}" for name in PAN_AND_SCAN)]),
             ),
             processor_config=dict(image_seq_length=4, processor_class="Gemma3Processor"),
         ),
@@ -200,10 +184,7 @@ FAMILIES = {
         ),
         vision=dict(
             model_type="siglip_vision_model",
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **SIZES,
             image_size=16,
             patch_size=PATCH,
             vision_use_head=False,
@@ -239,10 +220,7 @@ FAMILIES = {
         # The layer before the last is read, as in the real one: the last takes no part.
         vision=dict(
             model_type="clip_vision_model",
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **SIZES,
             image_size=12,
             patch_size=PATCH,
             projection_dim=32,
@@ -263,8 +241,7 @@ FAMILIES = {
                 size={"height": 12, "width": 12},
                 image_grid_pinpoints=(TILES := [[24, 12], [12, 36]]),
                 do_pad=True,
-                image_mean=HALF,
-                image_std=HALF,
+                **HALVES,
                 resample=3,
                 **STEPS,
             ),
@@ -278,10 +255,7 @@ FAMILIES = {
         text=dict(**TEXT, model_type="qwen2"),
         vision=dict(
             model_type="siglip_vision_model",
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **SIZES,
             image_size=12,
             patch_size=PATCH,
             vision_use_head=False,
@@ -307,8 +281,7 @@ FAMILIES = {
                 max_image_size={"longest_edge": 16},
                 do_image_splitting=True,
                 do_pad=True,
-                image_mean=HALF,
-                image_std=HALF,
+                **HALVES,
                 resample=1,
                 **STEPS,
             ),
@@ -316,10 +289,7 @@ FAMILIES = {
         ),
         text=dict(**TEXT, model_type="llama"),
         vision=dict(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **SIZES,
             image_size=16,
             patch_size=PATCH,
         ),
@@ -355,17 +325,10 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
 def build_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> torch.nn.Module:
     """Make a model with weights so wide that a wrong position, mask or picture shows. Gemma's own would be zeros."""
     family_of = FAMILIES[family]
-    vocabulary = dict(
-        vocab_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    others = {
-        name: value
-        for name, value in family_of.items()
-        if name not in ("tokens", "template", "processor", "text", "vision", "ids")
-    }
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    vocabulary = dict(vocab_size=len(tokenizer), **ids)
+    parts = "tokens", "template", "processor", "text", "vision", "ids"
+    others = {name: value for name, value in family_of.items() if name not in parts}
     config = AutoConfig.for_model(
         family,
         text_config=vocabulary | family_of["text"] | {"dtype": "float32"},

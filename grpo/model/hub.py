@@ -43,7 +43,7 @@ def can_ask_hub(field: str, name: str) -> bool:
     is_file = not slash and name.endswith((".json", ".jsonl", ".parquet", ".csv"))
     # `runs` is where runs go, also before the first one.
     is_path = is_file or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
-    is_reachable = not is_path and _is_hub_reachable()
+    is_reachable = not is_path and is_hub_reachable()
     if is_path or (slash and Path(first).is_dir() and not is_reachable and not _is_cached(name)):
         raise ConfigError(f"{field}={name!r}: there is no such file or folder: correct the path, or give a hub id")
     return is_reachable
@@ -83,7 +83,7 @@ def _is_cached(name: str) -> bool:
 
 
 @cache
-def _is_hub_reachable() -> bool:
+def is_hub_reachable() -> bool:
     """Ask the hub once. Without an answer this process uses the cache alone."""
     if constants.HF_HUB_OFFLINE:
         return False

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 
 import torch
@@ -46,19 +46,12 @@ class TrialResult:
     logprobs: Tensor
     slopes: list[Tensor | None]
     """the gradient of each vector of the model, None for one that takes no part; empty without training"""
+    effect: float = 0.0
+    """of a padded batch: how far different prompts move the log-probs"""
 
 
-@dataclass(frozen=True)
-class Padded:
-    """The answer for a padded batch, which packed batches are compared with."""
-
-    answer: TrialResult
-    effect: float
-    """how far different prompts move the log-probs"""
-
-
-def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> Padded:
-    """Check padded batches, also with the update's forward pass, and return the answer for one.
+def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | None = None) -> TrialResult:
+    """Check padded batches, also with the update's forward pass, and return the result of one.
 
     Raises ConfigError if a token's log-prob depends on later tokens, or on whether gradients are computed, and if the
     model does not compute all of its gradient.
@@ -84,10 +77,10 @@ def check_padded(model: PreTrainedModel, pad_token_id: int, vision: Vision | Non
             f"gradient_checkpointing=True: {name} gives other log-probs while its layers recompute their activations "
             f"(by {difference:.1e} on average): set it to false"
         )
-    return Padded(answer, effect)
+    return replace(answer, effect=effect)
 
 
-def packed_differs(model: PreTrainedModel, padded: Padded, vision: Vision | None = None) -> str | None:
+def packed_differs(model: PreTrainedModel, padded: TrialResult, vision: Vision | None = None) -> str | None:
     """Return None if a packed batch gives the answer of a padded one, else the reason as part of a sentence."""
     try:
         packed = _answer(model, Batcher(0, longest_packed=2**31 - 1, vision=vision))
@@ -96,12 +89,12 @@ def packed_differs(model: PreTrainedModel, padded: Padded, vision: Vision | None
         if is_out_of_memory(error):  # says nothing about the model
             raise
         return f"takes no packed batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    difference = distance(packed.logprobs, padded.answer.logprobs)
+    difference = distance(packed.logprobs, padded.logprobs)
     if not difference <= (1e-4 if model.dtype == torch.float32 else SAME * padded.effect):
         compared = f"by {difference:.1e} on average, different prompts by {padded.effect:.1e}"
         return f"gives other log-probs in packed batches ({compared})"
     # Equal log-probs may hide what only training shows: Doge's masks begin as ones and are trained.
-    difference = _gradient_distance(packed.slopes, padded.answer.slopes)
+    difference = _gradient_distance(packed.slopes, padded.slopes)
     if not difference <= (1e-3 if model.dtype == torch.float32 else SAME_GRADIENT):
         return f"gives other gradients in packed batches (by {difference:.1e} of their size)"
     return None

@@ -51,7 +51,7 @@ class ContinuousSampler(LocalSampler):
         groups = Groups(order)
         with policy_that_draws(self._model):
             graphs = self._graphs(self._model.device) if self._graphs else None
-            rows = Rows(self._model, order, self._rows, self._max_new_tokens, self._eos, graphs, self._vision)
+            rows = Rows(self._model, order, self._rows, self._max_new_tokens, self.eos_token_ids, graphs, self._vision)
             _Loop(rows, order, self._max_new_tokens, self._turns, groups, self._rollout).run(self._look_every)
         return groups.all
 

@@ -124,7 +124,7 @@ class LocalSampler(Sampler):
 
         With `turns`, `sample` and `greedy` draw completions of several segments. `stream` draws one segment.
         """
-        self._model, self._tokenizer, self._eos, self._rows = model, tokenizer, eos_token_ids, rows
+        self._model, self._tokenizer, self.eos_token_ids, self._rows = model, tokenizer, eos_token_ids, rows
         self._vision, self._turns = vision, turns
         self._max_new_tokens, self._policy_version = max_completion_length, 0
 
@@ -186,7 +186,7 @@ class LocalSampler(Sampler):
             return False
 
         if order.on_groups is not None:
-            eos, criterion = torch.tensor(self._eos, device=self._model.device), look
+            eos, criterion = torch.tensor(self.eos_token_ids, device=self._model.device), look
         finish_groups(range(len(order.examples)), self._generate(contexts, draws, self._max_new_tokens, criterion))
         return groups.all
 
@@ -204,7 +204,7 @@ class LocalSampler(Sampler):
             left = [*completions]
             while left:
                 self._draw_on(left, order)
-                ended = [each for each in left if each.ids[-1] in self._eos or self._room(each) == 0]
+                ended = [each for each in left if each.ids[-1] in self.eos_token_ids or self._room(each) == 0]
                 futures = [each.dialogue.answer(each.ids[each.begun :], self._room(each)) for each in ended]
                 for completion, future in zip(ended, futures, strict=True):
                     if future is not None and (answer := future.result()) is not None:
@@ -255,7 +255,7 @@ class LocalSampler(Sampler):
         """
         # Every token is drawn in `Draws`; generate() takes the one with the highest score.
         settings = GenerationConfig(do_sample=False, max_new_tokens=tokens)
-        settings.eos_token_id, settings.pad_token_id = self._eos, self._tokenizer.pad_token_id
+        settings.eos_token_id, settings.pad_token_id = self.eos_token_ids, self._tokenizer.pad_token_id
         model, vision = self._model, self._vision
         width = max(len(prompt) + len(begun) for prompt, begun in contexts)
         input_ids = torch.full((len(contexts), width), settings.pad_token_id, dtype=torch.int64)
@@ -292,7 +292,7 @@ class LocalSampler(Sampler):
 
     def _to_first_end(self, ids: list[int], logprobs: list[float]) -> tuple[list[int], list[float]]:
         """Cut drawn ids, and their log-probs, after the first eos."""
-        end = next((place for place, token in enumerate(ids, start=1) if token in self._eos), len(ids))
+        end = next((place for place, token in enumerate(ids, start=1) if token in self.eos_token_ids), len(ids))
         return ids[:end], logprobs[:end]
 
     def _rollout(
@@ -301,7 +301,7 @@ class LocalSampler(Sampler):
         """Make the record of a completion. Raises FloatingPointError if a drawn token has no log-prob."""
         if math.isnan(sum(logprobs if drawn is None else compress(logprobs, drawn))):
             raise FloatingPointError("the model's logits are NaN: its weights or its dtype are unusable")
-        return make_rollout(self._tokenizer, self._eos, ids, logprobs, self._policy_version, drawn, outcome)
+        return make_rollout(self._tokenizer, self.eos_token_ids, ids, logprobs, self._policy_version, drawn, outcome)
 
 
 @dataclass(eq=False)

@@ -121,7 +121,7 @@ def test_a_path_is_never_looked_up_on_the_hub(monkeypatch, tmp_path, name, reaso
 def test_a_hub_out_of_reach_is_tried_once(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    hub._is_hub_reachable.cache_clear()
+    hub.is_hub_reachable.cache_clear()
     for _ in range(2):
         with pytest.raises(ConfigError, match="model_name_or_path='nobody/model': cannot be loaded"):
             load_tokenizer(SharedConfig(model_name_or_path="nobody/model"))
@@ -131,7 +131,7 @@ def test_a_hub_out_of_reach_is_tried_once(monkeypatch, tmp_path, caplog):
         load_tokenizer(SharedConfig(model_name_or_path="made/nope"))
     (message,) = caplog.messages
     assert re.fullmatch(r"http://127.*Connection refused\): only what its cache holds is used", message)
-    hub._is_hub_reachable.cache_clear()
+    hub.is_hub_reachable.cache_clear()
 
 
 def test_a_model_too_large_for_the_memory_is_named(monkeypatch, model_folder):

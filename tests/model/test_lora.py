@@ -133,14 +133,7 @@ def test_gradients_are_those_of_plain_autograd(model_folder, adapters, kind, che
 def test_the_step_of_two_ranks_is_that_of_plain_autograd(model_folder, adapters, tmp_path):
     """Under ZeRO-2, where one rank has one micro-batch of an empty completion, and the other 35."""
     settings = [
-        "--micro_batch_tokens",
-        "1",
-        "--beta",
-        "0.3",
-        "--max_grad_norm",
-        "0",
-        "--gradient_checkpointing",
-        "true",
+        *("--micro_batch_tokens", "1", "--beta", "0.3", "--max_grad_norm", "0", "--gradient_checkpointing", "true"),
     ]
     case = {"options": settings, "shares": [1, 35], "order": list(range(36)), "old": False, "sampled": False}
     (tmp_path / "cases.json").write_text(json.dumps([case | {"small_steps": []}]))

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from models import CONFIGS, SEQUENCES, SMALL, build, by_hand
+from models import CONFIGS, LATENT, SEQUENCES, SMALL, build, by_hand
 from rounding import GRADIENT, assert_rounded
 from transformers import (
     AutoModelForCausalLM,
@@ -41,44 +41,28 @@ LONGROPE = {
     "original_max_position_embeddings": 32,
     "rope_theta": 1e4,
 }
+INDEX = dict(index_n_heads=2, index_head_dim=8)
 # Longer rows than the trial's show what their layers do.
 BLOCKS = {
     "MiniMaxM3VLForCausalLM has layers of type minimax_m3_sparse": MiniMaxM3VLTextConfig(
         **SMALL,
+        **INDEX,
         layer_types=["minimax_m3_sparse"] * 2,
-        index_n_heads=2,
-        index_head_dim=8,
-        num_local_experts=4,
-        rotary_dim=8,
-        dense_intermediate_size=48,
-        shared_intermediate_size=48,
+        **dict(num_local_experts=4, rotary_dim=8, dense_intermediate_size=48, shared_intermediate_size=48),
     ),
     "DeepseekV4ForCausalLM has layers of type heavily_compressed_attention": DeepseekV4Config(
         **SMALL | {"num_key_value_heads": 1},
+        **INDEX,
         layer_types=["heavily_compressed_attention"] * 2,
-        moe_intermediate_size=24,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        q_lora_rank=16,
-        o_groups=2,
-        o_lora_rank=8,
-        index_n_heads=2,
-        index_head_dim=8,
-        partial_rotary_factor=0.5,
-        num_hash_layers=0,
+        **dict(moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, num_hash_layers=0),
+        **dict(q_lora_rank=16, o_groups=2, o_lora_rank=8, partial_rotary_factor=0.5),
     ),
 }
 # Each has something random in training mode that is no dropout of units.
 NOISY = {
     "layers left out": OPTConfig(
-        vocab_size=64,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        layerdrop=0.3,
-        init_std=0.3,
+        **dict(vocab_size=64, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=4),
+        **dict(num_attention_heads=4, layerdrop=0.3, init_std=0.3),
     ),
     "routers that jitter": MixtralConfig(**SMALL, num_local_experts=4, router_jitter_noise=0.1, initializer_range=0.3),
     "experts by chance": PhimoeConfig(
@@ -279,11 +263,7 @@ def test_an_indexed_attention_is_used_as_far_as_it_sees_everything():
             n_group=1,
             topk_group=1,
             first_k_dense_replace=1,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            v_head_dim=8,
+            **LATENT,
             index_topk=12,
             index_n_heads=2,
             index_head_dim=16,

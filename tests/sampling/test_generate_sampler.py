@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 from grpo.data.records import Example
+from grpo.data.responder import make_rollout
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
@@ -218,10 +219,10 @@ def test_an_eos_at_the_last_place_is_finished(model, tokenizer, examples):
     assert rollout.completion_ids == ids[:4] and rollout.finished
 
 
-def test_the_text_has_no_special_tokens_and_keeps_the_tags(model, tokenizer):
+def test_the_text_has_no_special_tokens_and_keeps_the_tags(tokenizer):
     tags = "<think>1</think><answer>2</answer>"
     ids = tokenizer(tags + tokenizer.eos_token)["input_ids"]
-    assert LocalSampler(model, tokenizer, [tokenizer.eos_token_id], 9)._rollout(ids, [-1.0] * len(ids)).text == tags
+    assert make_rollout(tokenizer, [tokenizer.eos_token_id], ids, [-1.0] * len(ids), 0).text == tags
 
 
 def test_layers_that_recompute_do_not_cost_the_sampler_its_cache(model_folder, tokenizer, examples):
@@ -318,13 +319,7 @@ def test_each_group_is_handed_over_once_soon_after_its_last_completion_ends(mode
     passes, handed = [], []
     hook = model.register_forward_hook(lambda *_: passes.append(1))
     try:
-        watched = draw(
-            examples * 2,
-            4,
-            1.0,
-            seed=5,
-            on_groups=lambda groups: handed.extend((place, group, len(passes)) for place, group in groups.items()),
-        )
+        watched = draw(examples * 2, 4, 1.0, 5, lambda groups: handed.extend((*g, len(passes)) for g in groups.items()))
     finally:
         hook.remove()
     assert watched == plain

@@ -389,7 +389,7 @@ def test_what_does_not_fit_ends_the_completion_unfinished(qwen, tokenizer, make,
         for at_once in (True, False):
             turns = Scripted(ends, always([40, 41]), at_once=at_once)
             sampler = make(qwen, tokenizer, turns, rows=4, length=length)
-            sampler._eos = ends
+            sampler.eos_token_ids = ends
             rollouts = flat(sampler.sample(EXAMPLES, 2, 1.0, 3))
             for rollout, dialogue in zip(rollouts, turns.dialogues, strict=True):
                 assert not rollout.finished and rollout.drawn[-1] and len(rollout.completion_ids) <= length
@@ -411,7 +411,7 @@ def test_text_and_finished_are_those_of_what_was_drawn(qwen, make):
     )
     turns = Scripted([62], lambda drawn, turn: None if turn == 1 else [*range(1, 6)])
     sampler = make(qwen, merging, turns)
-    sampler._eos = [62]
+    sampler.eos_token_ids = [62]
     rollouts = flat(sampler.sample(EXAMPLES, 8, 1.0, 3))
     answered = [rollout for rollout in rollouts if not all(rollout.drawn)]
     assert len(answered) > 2
