@@ -31,7 +31,7 @@ def load_rows(config: AnsweringConfig, split: str):
     )
     datasets.disable_progress_bars()
     logging.getLogger("datasets").handlers.clear()  # with its own handler and ours each line would be there twice
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error says what it would log
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error has the same text
     try:
         if files:
             kind = _FILE_TYPES[files[0].suffix]
@@ -44,7 +44,7 @@ def load_rows(config: AnsweringConfig, split: str):
         raise
     except datasets.exceptions.DatasetGenerationError as error:
         raise _cannot_load(config, split, error.__cause__ or error) from error
-    # StopIteration is what `datasets` makes of an empty file, RecursionError of JSON that is too deep.
+    # `datasets` raises StopIteration for an empty file, RecursionError for JSON that is too deep.
     except (OSError, ValueError, StopIteration, RecursionError, datasets.exceptions.DatasetsError) as error:
         raise _cannot_load(config, split, error) from error
 
@@ -65,18 +65,16 @@ def decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any
 
 
 def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> ConfigError:
-    files = _files(config, split)
-    reason = " ".join(str(error).split())[:300]
+    files, reason = _files(config, split), " ".join(str(error).split())[:300]
     if any(words in reason for words in _WITHOUT_ROWS):
         reason = "there is no row in it"
+    remedy = (
+        "give a local file or folder, or a hub id that this machine can reach, and dataset_config if it has several "
+        "configurations"
+    )
     if files:
         reason = next(filter(None, map(_fault, files)), f"{', '.join(file.name for file in files)}: {reason}")
         remedy = "correct the file, or name another one"
-    else:
-        remedy = (
-            "give a local file or folder, or a hub id that this machine can reach, and dataset_config if it has "
-            "several configurations"
-        )
     return ConfigError(f"dataset_name={config.dataset_name!r}: split {split!r} cannot be loaded ({reason}): {remedy}")
 
 

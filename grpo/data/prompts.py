@@ -49,18 +49,7 @@ def load_examples(
     loaded, lacks a column, has a value of another type, has pictures without a `processor`, or keeps no example;
     RewardError if the environment of `turns` fails.
     """
-    log.info("reading split %s of %s", split, config.dataset_name)
-    rows = load_rows(config, split)
-    has_gold = _check_columns(config, rows.column_names)
-    if not has_gold:
-        log.info("%s: no column with gold answers: it has %s", split, ", ".join(rows.column_names))
-    image_column = find_column(config, rows.column_names)
-    column = None if image_column is None else PictureColumn(image_column, config.dataset_name)
-    others = [PictureColumn(name, config.dataset_name) for name in decoded_columns(rows) if name != image_column]
-    for pictures in [column, *others] if column is not None else others:
-        rows = pictures.without_decoding(rows)
-    if limit:
-        rows = rows.select(range(min(limit, len(rows))))
+    rows, has_gold, column, others = _open_rows(config, split, limit)
 
     def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | PictureError | PictureCountError | None:
         index, row = numbered
@@ -88,15 +77,15 @@ def load_examples(
     for reason, count in dropped.items():
         log.warning("%s: %d of %d rows dropped, %s%s", split, count, len(rows), reason, faults.get(reason, ""))
     if examples:
-        _log_examples(split, examples, image_column)
+        _log_examples(split, examples, column)
         return examples
     if shortest is not None:
         too_long = next(count for reason, count in dropped.items() if reason.startswith(_TOO_LONG))
         raise _all_too_long(config, split, tokenizer, too_long, shortest, column is not None)
     if faults:
-        reason = max(faults, key=dropped.get)
+        reason, name = max(faults, key=dropped.get), column.name if column is not None else None
         raise ConfigError(
-            f"dataset_image_column={image_column!r}: {dropped[reason]} of the {len(rows)} rows ({split}) are dropped, "
+            f"dataset_image_column={name!r}: {dropped[reason]} of the {len(rows)} rows ({split}) are dropped, "
             f"{reason}{faults[reason]}, and none is left: mend the dataset, or name another column"
         )
     prompt = f"a prompt in {config.dataset_prompt_column!r}"
@@ -108,6 +97,21 @@ def load_examples(
 
 
 _TOO_LONG = "longer than max_prompt_length="
+
+
+def _open_rows(config: AnsweringConfig, split: str, limit: int):
+    """Return a split's rows, whether they have gold answers, their prompts' pictures, and their other pictures."""
+    log.info("reading split %s of %s", split, config.dataset_name)
+    rows = load_rows(config, split)
+    has_gold = _check_columns(config, rows.column_names)
+    if not has_gold:
+        log.info("%s: no column with gold answers: it has %s", split, ", ".join(rows.column_names))
+    name = find_column(config, rows.column_names)
+    column = None if name is None else PictureColumn(name, config.dataset_name)
+    others = [PictureColumn(other, config.dataset_name) for other in decoded_columns(rows) if other != name]
+    for pictures in [column, *others] if column is not None else others:
+        rows = pictures.without_decoding(rows)
+    return rows.select(range(min(limit, len(rows)))) if limit else rows, has_gold, column, others
 
 
 def _reason_to_drop(config: AnsweringConfig, example: Example | Exception | None, has_gold: bool) -> str | None:
@@ -124,7 +128,7 @@ def _reason_to_drop(config: AnsweringConfig, example: Example | Exception | None
     return None
 
 
-def _log_examples(split: str, examples: list[Example], image_column: str | None) -> None:
+def _log_examples(split: str, examples: list[Example], column: PictureColumn | None) -> None:
     firsts = [(example.messages[0], example.prompt) for example in examples]
     without_system = sum(first["role"] == "system" and first["content"].strip() not in text for first, text in firsts)
     if without_system:
@@ -133,9 +137,9 @@ def _log_examples(split: str, examples: list[Example], image_column: str | None)
             "into the prompts",
             *(split, without_system, len(examples)),
         )
-    if image_column is not None:
+    if column is not None:
         pictured = sum(bool(pictures_of(example.prompt_ids)) for example in examples)
-        log.info("%s: %d of %d prompts have pictures, by column %r", split, pictured, len(examples), image_column)
+        log.info("%s: %d of %d prompts have pictures, by column %r", split, pictured, len(examples), column.name)
 
 
 def _all_too_long(
@@ -186,7 +190,7 @@ def check_reward_columns(
     answers = ((example.columns["answer"], example.gold) for example in examples) if is_other else ()
     if any((gold_answer(answer) if isinstance(answer, list | dict) else answer) != gold for answer, gold in answers):
         log.warning(
-            "%s: its column 'answer' is what reward functions are given as `answer`, and evaluation compares with %r: "
+            "%s: its column 'answer' goes to reward functions as `answer`, and evaluation compares with %r: "
             "set dataset_answer_column to answer, or rename the column, unless that is meant",
             config.dataset_name,
             config.dataset_answer_column,

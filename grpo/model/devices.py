@@ -51,7 +51,8 @@ def wants_card() -> bool:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         # DeepSpeed's launcher gives numbers to ranks on a CPU too, which would be read as cards.
         os.environ[_VISIBLE] = ""
-    return asks_for_card(os.environ, torch.cuda.is_available() or _cards_of_machine() > 0)
+    # NVIDIA's driver may offer cards that torch cannot use.
+    return asks_for_card(os.environ, torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def asks_for_card(environment: Mapping[str, str], has_cards: bool) -> bool:
@@ -112,11 +113,6 @@ def _reason() -> str:
     except (RuntimeError, AssertionError) as error:
         return " ".join(str(error).split()).partition(". ")[0]
     return "it finds none"
-
-
-def _cards_of_machine() -> int:
-    """Count the cards that NVIDIA's driver offers to this process, whether torch can use them or not."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def prepare_nccl() -> str:

@@ -55,7 +55,7 @@ def describe_without_weights(
 def fingerprint_with(model: PreTrainedModel, inputs: str, weights: WeightsFile, digest: str) -> str:
     """Return the fingerprint that `describe` would give `model` with these weights.
 
-    Its config then has `weights_sha256: digest`, which tells weights apart that differ by less than the samples show.
+    Its config then has `weights_sha256: digest`, which distinguishes weights that differ by less than the samples show.
     `inputs` is its ModelInfo's `inputs_fingerprint`.
     """
     samples = (weights.read(name, sample(values.numel())) for name, values in model.named_parameters())

@@ -44,7 +44,9 @@ def can_ask_hub(field: str, name: str) -> bool:
     # `runs` is where runs go, also before the first one.
     is_path = is_file or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
     is_reachable = not is_path and is_hub_reachable()
-    if is_path or (slash and Path(first).is_dir() and not is_reachable and not _is_cached(name)):
+    cached = [Path(constants.HF_HUB_CACHE, f"{kind}--{name.replace('/', '--')}") for kind in ("models", "datasets")]
+    is_known = is_reachable or any(folder.is_dir() for folder in cached)
+    if is_path or (slash and Path(first).is_dir() and not is_known):
         raise ConfigError(f"{field}={name!r}: there is no such file or folder: correct the path, or give a hub id")
     return is_reachable
 
@@ -75,11 +77,6 @@ def _is_damaged(path: Path) -> bool:
             return False
     except SafetensorError:
         return True
-
-
-def _is_cached(name: str) -> bool:
-    folder = name.replace("/", "--")
-    return any(Path(constants.HF_HUB_CACHE, f"{kind}--{folder}").is_dir() for kind in ("models", "datasets"))
 
 
 @cache

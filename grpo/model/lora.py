@@ -169,25 +169,29 @@ def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
     names = [f".{name}" for name, _ in model.named_modules()]
     for target in targets:
         if not any(name.endswith(f".{target}") for name in names):
-            layers = _linear_layers(model)
+            layers = _kinds_of_layers(model)
             raise ConfigError(
                 f"lora_target_modules={target!r}: the model has no such layer{did_you_mean(target, layers)}: name some "
                 f"of its linear layers ({', '.join(layers)}), or all-linear"
             )
 
 
-def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of the model's linear layers, without its head."""
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
+    """Return the model's linear layers by name, without its head and an adapter's."""
     head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, linear) and layer is not head]
-    return sorted({name.rsplit(".", 1)[-1] for name in layers})
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, linear) and layer is not head}
+    return {name: layer for name, layer in layers.items() if ".lora_" not in name}
+
+
+def _kinds_of_layers(model: PreTrainedModel) -> list[str]:
+    return sorted({name.rsplit(".", 1)[-1] for name in linear_layers(model)})
 
 
 def _put_in(model: PreTrainedModel, config: LoraConfig, field: str, value: object) -> None:
     """Add an adapter's layers to the model. Raises ConfigError, naming `field` and `value`, if they do not fit."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = _linear_layers(model)
+    layers = _kinds_of_layers(model)
     try:
         model.add_adapter(config, NAME)
     except ValueError as error:

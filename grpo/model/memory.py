@@ -29,6 +29,7 @@ from grpo.config.sampling_settings import SharedConfig
 from grpo.config.server import ServerConfig
 from grpo.model.load import auto_class, load_settings, longest_sequence, resolve_dtype
 from grpo.model.logprobs import CPU_BLOCK, CUDA_BLOCK, MM_GIVES_FP32, body_of, recompute
+from grpo.model.lora import linear_layers
 from grpo.model.pictures import PictureProcessor, Vision
 from grpo.model.tree_attention import ROWS
 from grpo.wire.picture_files import PicturedPrompt
@@ -139,7 +140,7 @@ def weights(model: PreTrainedModel, quantization: str) -> int:
     size = sum(parameter.numel() for parameter in model.parameters()) * item
     if quantization == "none":
         return size
-    for layer in _linear_layers(model):
+    for layer in linear_layers(model).values():
         count, outputs = layer.weight.numel(), _sizes(layer)[1]
         blocks = -(-count // 64)
         packed = count + 4 * outputs if quantization == "8bit" else -(-count // 2) + blocks + 4 * -(-blocks // 256)
@@ -151,18 +152,12 @@ def beside_products(model: PreTrainedModel, quantization: str, tokens: int) -> T
     """Return the tensors that a product with a quantized weight makes and drops."""
     if quantization == "8bit":
         # The input in 16 and 8 bits, the product in int32 and in 16 bits.
-        largest = max(3 * inputs + 6 * outputs for inputs, outputs in map(_sizes, _linear_layers(model)))
+        largest = max(3 * inputs + 6 * outputs for inputs, outputs in map(_sizes, linear_layers(model).values()))
         return {"8 bit product": tokens * largest}
     if quantization == "4bit":
-        return {"4 bit weights unpacked": model.dtype.itemsize * max(x.weight.numel() for x in _linear_layers(model))}
+        largest = max(layer.weight.numel() for layer in linear_layers(model).values())
+        return {"4 bit weights unpacked": model.dtype.itemsize * largest}
     return {}
-
-
-def _linear_layers(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
-    """Return the layers that are quantized."""
-    head = model.get_output_embeddings()
-    layers = [layer for name, layer in model.named_modules() if ".lora_" not in name]
-    return [layer for layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
 
 
 def _sizes(layer: nn.Linear | Conv1D) -> tuple[int, int]:
@@ -207,7 +202,9 @@ def activations(
     width, dtype, is_trained = embeddings.weight.shape[1], embeddings.weight.dtype, embeddings.weight.requires_grad
     fed = pictures.inputs(model, tokens) if pictures is not None else {}
     trained = [parameter for parameter in model.parameters() if backward and parameter.requires_grad]
-    hooks = [weight.register_post_accumulate_grad_hook(_drop_gradient) for weight in trained]
+    hooks = [
+        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None)) for weight in trained
+    ]
     live = LiveTensors(model)
     with _counted_attention(model, beside, pictures):
         try:
@@ -343,10 +340,6 @@ def _on_one_device(arguments):
         return arguments
 
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and leaf.ndim else leaf, arguments)
-
-
-def _drop_gradient(parameter: nn.Parameter) -> None:
-    parameter.grad = None
 
 
 class _Attention(torch.autograd.Function):

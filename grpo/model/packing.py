@@ -2,7 +2,7 @@
 
 Packed, if the model allows it: one row without padding, in which every prompt stands once and is followed by its
 completions; attention (grpo/model/tree_attention.py) lets each completion see its prompt and itself. Otherwise padded:
-one row for each sequence, padded on the right, where no token of a causal model can see the padding.
+one row for each sequence, padded on the right: no token of a causal model can see that.
 
     prompt [7, 8] with completions [1, 2, 3] and [4, 5], prompt [9] with completion [6]
 

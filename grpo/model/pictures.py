@@ -77,7 +77,7 @@ def load_processor(
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path!r}: its processor, which prepares pictures, cannot be "
-            f"loaded ({reason}): install what it asks for, or use another model"
+            f"loaded ({reason}): install the package that it names, or use another model"
         ) from error
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     return PictureProcessor(processor, [path for file in _FILES if (path := find_file(name, file))], limits)
@@ -91,7 +91,7 @@ class PictureProcessor:
         self._processor, self._files, self._limits = processor, files, limits or {}
         self.placeholder: str = processor.image_token
         """stands for a picture in a text that `encode` takes"""
-        # The first call also switches off what tokenizer.json says of padding and truncation: a tokenizer that changes
+        # The first call also switches off the padding and truncation of tokenizer.json: a tokenizer that changes
         # while another thread uses it fails ("Already borrowed").
         probe = self._call(processor.image_token * 2, [Image.new("RGB", (64, 64))] * 2)
         types = next((name for name in _PER_TOKEN[2:] if name in probe), None)

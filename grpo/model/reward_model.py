@@ -4,7 +4,7 @@ A chat is rendered by the reward model's own template, which may differ from the
 tokens would be plain words to it. A template writes every special token, so the tokenizer adds none. Without a template
 the messages follow each other as plain text, and the tokenizer adds its special tokens ([CLS] and [SEP], for example).
 
-A text's score does not depend on its batch: it is what transformers computes for the text alone. Rows are padded on the
+A text's score does not depend on its batch: transformers computes the same for the text alone. Rows are padded on the
 right.
 """
 

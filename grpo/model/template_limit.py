@@ -106,7 +106,7 @@ def _widths(text: str) -> list[int]:
 
 
 def _count(context: Context, size: int) -> None:
-    """Add to what this rendering has put together. A list that grows in a loop is counted each time."""
+    """Count the characters and elements of this rendering. A list that grows in a loop is counted each time."""
     context.put_together = getattr(context, "put_together", 0) + max(0, size)
     _check_numbers((context.put_together,))
 

@@ -142,7 +142,7 @@ def _dispatch(
     shared_cache: SharedCache | None = None,
     **options,
 ) -> tuple[Tensor, Tensor | None]:
-    # A vision tower is handed what its language model is.
+    # A vision tower gets the arguments of its language model.
     if (tree is None and shared_cache is None) or not getattr(module, "is_causal", True):
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(

@@ -1,4 +1,4 @@
-"""The rows of a decode loop: what each has drawn, and the forward passes that draw on, on the model's device.
+"""The rows of a decode loop: their tokens, and the forward passes that draw more, on the model's device.
 
 A row is a completion, of any number of segments. The first `drawing` rows draw a token in each step. The others are
 free, or wait for the answer to a segment: they keep their tokens. The host knows the rows as far as it has looked.

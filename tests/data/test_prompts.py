@@ -124,7 +124,7 @@ def test_a_column_called_answer_that_is_not_the_gold_answer_stays_what_it_is(tmp
     assert [example.gold for example in examples] == ["7", "7"]
     check_reward_columns(settings, examples, {})
     assert (
-        "its column 'answer' is what reward functions are given as `answer`, and evaluation compares with 'solution'"
+        "its column 'answer' goes to reward functions as `answer`, and evaluation compares with 'solution'"
         in caplog.text
     )
 
