@@ -22,7 +22,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from grpo.data.records import Example
+from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
+from grpo.model.trial import make_batcher
 
 ATTENTION = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
 SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -70,6 +73,28 @@ SEQUENCES = [
 
 
 PADDED = Batcher(pad_token_id=0, longest_packed=0)
+
+
+def example(ids) -> Example:
+    return Example(0, "", list(ids), {"answer": ""})
+
+
+# Prompts for samplers, and so many ends that lengths differ.
+EXAMPLES = [example(ids) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [8], [20, 21, 22, 23], [5, 6, 8])]
+ENDS = [*range(20, 30)]
+
+
+def packed(model: torch.nn.Module) -> torch.nn.Module:
+    assert make_batcher(model, 0).longest_packed > 0
+    return model
+
+
+def scored(model, groups, temperature, examples=EXAMPLES) -> torch.Tensor:
+    """The loss's own log-probs of all completions' tokens, of padded batches."""
+    pairs = zip(examples, groups, strict=True)
+    sequences = [(item.prompt_ids, rollout.completion_ids) for item, rollouts in pairs for rollout in rollouts]
+    with torch.no_grad():
+        return token_logprobs(model, PADDED.make(sequences, "cpu"), temperature)[0]
 
 
 def build(config, seed: int = 0) -> torch.nn.Module:

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from cards import Cards, OnCard
-from models import CONFIGS, SMALL, build
+from models import CONFIGS, ENDS, EXAMPLES, SMALL, build, example, packed, scored
 from rounding import FEW_BITS, assert_rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from grpo.data.records import Example
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
@@ -25,21 +24,8 @@ LENGTH, COPIES = 20, 3
 NEVER = [10**6]
 
 
-def example(ids) -> Example:
-    return Example(0, "", list(ids), {"answer": ""})
-
-
-EXAMPLES = [example(ids) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [8], [20, 21, 22, 23], [5, 6, 8])]
-ENDS = [*range(20, 30)]  # so many that lengths differ
-
-
 def continuous(model, tokenizer, eos=ENDS, rows=64, longest_packed=2**31) -> ContinuousSampler:
     return ContinuousSampler(model, tokenizer, eos, LENGTH, rows, longest_packed=longest_packed)
-
-
-def packed(model):
-    assert make_batcher(model, 0).longest_packed > 0
-    return model
 
 
 def ids_of(groups) -> list[list[int]]:
@@ -83,17 +69,6 @@ def test_every_architecture_draws_the_tokens_of_generate(name, tokenizer):
     assert ids_of(groups) == ids_of(expected)
     assert_rounded(logprobs_of(groups), logprobs_of(expected))
     assert_rounded(logprobs_of(groups), scored(model, groups, 0.8))
-
-
-def scored(model, groups, temperature) -> list[float]:
-    """The loss's own log-probs, of padded batches."""
-    sequences = [
-        (example.prompt_ids, rollout.completion_ids)
-        for example, rollouts in zip(EXAMPLES, groups, strict=True)
-        for rollout in rollouts
-    ]
-    with torch.no_grad():
-        return token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)[0].tolist()
 
 
 @pytest.mark.parametrize("look_every", [1, 6])
@@ -256,7 +231,7 @@ def test_in_16_bits_logprobs_are_as_near_to_the_exact_ones_as_those_of_generate(
 
     def error(sampler) -> float:
         groups = sampler.sample(EXAMPLES, 8, 0.8, seed=2)
-        difference = torch.tensor(logprobs_of(groups)) - torch.tensor(scored(exact, groups, 0.8))
+        difference = torch.tensor(logprobs_of(groups)) - scored(exact, groups, 0.8)
         return difference.square().mean().sqrt().item()
 
     of_generate = error(LocalSampler(model, tokenizer, NEVER, LENGTH))

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from models import CONFIGS, SMALL, build
+from models import CONFIGS, SMALL, build, example, scored
 from rounding import assert_rounded
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
@@ -17,10 +17,6 @@ from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
 from grpo.model.packing import Batcher
 from grpo.sampling.generate import LOOK_EVERY, LocalSampler
-
-
-def example(ids) -> Example:
-    return Example(0, "", list(ids), {"answer": ""})
 
 
 @pytest.fixture
@@ -70,17 +66,11 @@ def test_a_rollout_brings_the_logprobs_that_it_was_drawn_with(model, tokenizer, 
     drawn_by = sampler(model, tokenizer, eos=list(range(100)), length=20)  # many ends, so that lengths differ
     drawn_by.update_weights(7)
     groups = drawn_by.sample(examples, 4, temperature, seed=2)
-    sequences = [
-        (prompt.prompt_ids, rollout.completion_ids)
-        for prompt, rollouts in zip(examples, groups, strict=True)
-        for rollout in rollouts
-    ]
-    with torch.no_grad():
-        scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)
-    drawn_with = [logprob for rollouts in groups for rollout in rollouts for logprob in rollout.sampling_logprobs]
-    assert_rounded(drawn_with, scored)
-    assert len({len(completion) for _, completion in sequences}) > 2
-    assert {rollout.policy_version for rollouts in groups for rollout in rollouts} == {7}
+    rollouts = [rollout for group in groups for rollout in group]
+    drawn_with = [logprob for rollout in rollouts for logprob in rollout.sampling_logprobs]
+    assert_rounded(drawn_with, scored(model, groups, temperature, examples))
+    assert len({len(rollout.completion_ids) for rollout in rollouts}) > 2
+    assert {rollout.policy_version for rollout in rollouts} == {7}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -89,10 +79,10 @@ def test_a_seed_draws_what_its_random_numbers_say(model, tokenizer, examples, te
     eos, copies, length = list(range(20)), 3, 20
     draw = sampler(model, tokenizer, eos, length=length).sample
     groups = draw(examples, copies, temperature, seed=6, on_groups=lambda groups: None, ids=[40, 7, 123456789])
-    for example, group, rollouts in zip(examples, [40, 7, 123456789], groups, strict=True):
+    for item, group, rollouts in zip(examples, [40, 7, 123456789], groups, strict=True):
         for place, rollout in enumerate(rollouts):
             numbers = np.random.Generator(np.random.Philox(np.random.SeedSequence((6, group, place)))).random(length)
-            ids = list(example.prompt_ids)
+            ids = list(item.prompt_ids)
             for number in numbers:
                 with torch.no_grad():
                     logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double().numpy() / temperature
@@ -100,7 +90,7 @@ def test_a_seed_draws_what_its_random_numbers_say(model, tokenizer, examples, te
                 ids.append(int((ends <= number * ends[-1]).sum()))
                 if ids[-1] in eos:
                     break
-            assert rollout.completion_ids == ids[len(example.prompt_ids) :]
+            assert rollout.completion_ids == ids[len(item.prompt_ids) :]
     assert len({len(rollout.completion_ids) for group in groups for rollout in group}) > 2
 
 
@@ -140,12 +130,10 @@ def test_in_16_bits_too_a_rollout_brings_the_logprobs_that_the_loss_gives_it(nam
     examples, copies = [example([5, 6, 7]), example([9, 10, 11, 12, 13, 14])], 8
     groups = sampler(model, tokenizer, eos=[10**6], length=20).sample(examples, copies, 0.8, seed=2)
     rollouts = [rollout for group in groups for rollout in group]
-    prompts = [item.prompt_ids for item in examples for _ in range(copies)]
-    sequences = [(prompt, rollout.completion_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    drawn_with = torch.tensor([value for item in rollouts for value in item.sampling_logprobs])
+    difference = (drawn_with - scored(model, groups, 0.8, examples)).abs()
     with torch.no_grad():
-        scored, _ = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), 0.8)
-        logits = model(input_ids=torch.tensor([prompts[0]])).logits
-    difference = (torch.tensor([value for item in rollouts for value in item.sampling_logprobs]) - scored).abs()
+        logits = model(input_ids=torch.tensor([examples[0].prompt_ids])).logits
     assert len(difference) == 320 and (difference > 0.01).float().mean() < 0.01
     # And the head is the model's own again.
     assert "forward" not in vars(model.get_output_embeddings())

@@ -4,21 +4,20 @@ import threading
 from concurrent.futures import Future
 from itertools import pairwise
 
+import models
 import numpy as np
 import pytest
 import torch
 from cards import Cards
-from models import CONFIGS, SMALL, build
+from models import CONFIGS, ENDS, EXAMPLES, SMALL, build, packed
 from rounding import assert_rounded
 from scripted_turns import Scripted, naive
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from grpo.data.records import Example, Outcome
+from grpo.data.records import Outcome
 from grpo.model import shared_cache
-from grpo.model.logprobs import token_logprobs
-from grpo.model.packing import Batcher
 from grpo.model.shared_cache import SharedCache
 from grpo.model.tree_attention import switch_on
 from grpo.model.trial import make_batcher
@@ -29,25 +28,13 @@ from grpo.sampling.rows import PROMPT, Rows, StepGraphs
 from grpo.sampling.self_check import make_sampler
 from grpo.wire.tool_outcomes import cut_segments
 
-LENGTH, ENDS = 40, [*range(20, 30)]
-
-
-def example(ids) -> Example:
-    return Example(0, "", list(ids), {"answer": ""})
-
-
-EXAMPLES = [example(ids) for ids in ([5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17], [8], [20, 21, 22, 23], [5, 6, 8])]
+LENGTH = 40
 PLACES = [4, 9, 2, 7, 5]
 
 
 @pytest.fixture(scope="module")
 def qwen():
     return packed(build(CONFIGS["qwen2"]))
-
-
-def packed(model):
-    assert make_batcher(model, 0).longest_packed > 0
-    return model
 
 
 def continuous(model, tokenizer, turns, rows=64, length=LENGTH, **options) -> ContinuousSampler:
@@ -75,16 +62,10 @@ def logprobs_of(groups) -> list[float]:
     return known
 
 
-def scored(model, groups, temperature, examples=EXAMPLES) -> list[float]:
-    """The loss's log-probs of what was drawn, of padded batches."""
-    sequences = [
-        (item.prompt_ids, rollout.completion_ids)
-        for item, rollouts in zip(examples, groups, strict=True)
-        for rollout in rollouts
-    ]
-    with torch.no_grad():
-        logprobs = token_logprobs(model, Batcher(0, 0).make(sequences, "cpu"), temperature)[0]
-    return logprobs[[drawn for rollout in flat(groups) for drawn in rollout.drawn]].tolist()
+def scored(model, groups, temperature) -> torch.Tensor:
+    """The loss's log-probs of the drawn tokens."""
+    is_drawn = [drawn for rollout in flat(groups) for drawn in rollout.drawn]
+    return models.scored(model, groups, temperature)[is_drawn]
 
 
 def drawn_naively(model, copies: int, temperature=1.0, seed=3, length=LENGTH, answer=None):
