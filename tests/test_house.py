@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "report": {"config", "run"},
     "workers": {"client", "config", "data", "model", "pool", "rewards", "sampling", "tools", "usercode", "wire"},
 }
-LONGEST_FUNCTION = 106  # lines
+LONGEST_FUNCTION = 63  # lines
 FILES = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "grpo").rglob("*.py"))
 ENTRIES = {
     "ref_server": {"deepspeed", "datasets", "reward"},

@@ -14,7 +14,7 @@ import torch
 from plain_engine import PlainEngine
 from pools import PROMPTS, Trainer, running_pool
 from rounding import assert_rounded
-from servers import eventually
+from servers import wait_until
 from transformers import GenerationConfig
 
 from grpo.client.server_errors import ServersUnavailable
@@ -136,7 +136,7 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
     tasks = [Task(group, 0, 0, prompt, json.dumps({"secret": group})) for group, prompt in prompts]
     trainer.client.put_tasks(tasks)
     with working(pool, tmp_path / "none", PlainEngine()) as (_, ended):
-        eventually(lambda: ended)
+        wait_until(lambda: ended)
     assert isinstance(ended[0], ConfigError)
     assert str(ended[0]).startswith("environment=None: that of run runs/test is Guess: name its file")
     batcher = make_batcher(trainer.model, trainer.tokenizer.pad_token_id)
@@ -155,7 +155,7 @@ def test_what_its_own_environment_answers_is_answered_as_in_the_trainer(pool, ga
                 answers += rollout.turns - 1
         assert answers > 10
         trainer.client.put_tasks([Task(20, 0, 0, PROMPTS[0], '{"secret": "none"}')])
-        eventually(lambda: ended)
+        wait_until(lambda: ended)
     assert isinstance(ended[0], WorkerFailed) and str(ended[0]).startswith(f"environment='{environment}': reset")
     turns.close()
 
@@ -166,7 +166,7 @@ def test_it_keeps_as_many_groups_in_work_as_the_engine_draws_at_a_time(pool, tra
     trainer.publish(0)
     tasks = trainer.put_tasks(0, range(8))
     with working(pool, tmp_path / "worker", engine):
-        eventually(lambda: engine.most_at_a_time == 3)
+        wait_until(lambda: engine.most_at_a_time == 3)
         assert trainer.client.status()["tasks"] == {"leased": 3, "waiting": 5}
         engine.go.set()
         trainer.wait(tasks)
@@ -210,14 +210,14 @@ def test_leases_live_while_the_engine_is_busy(pool, trainer, tmp_path, monkeypat
     trainer.publish(0)
     trainer.put_tasks(0, range(1))
     with working(pool, tmp_path / "worker", engine):
-        eventually(lambda: engine.most_at_a_time == 1)
+        wait_until(lambda: engine.most_at_a_time == 1)
         looks = []
 
         def is_renewed() -> bool:
             looks.extend(trainer.client.status()["workers"])
             return sum(second["last_seen"] < first["last_seen"] for first, second in itertools.pairwise(looks)) >= 3
 
-        eventually(is_renewed)
+        wait_until(is_renewed)
         assert {look["leases"] for look in looks} == {1}
         engine.go.set()
 
@@ -238,7 +238,7 @@ def test_an_engine_that_always_fails_ends_the_worker(pool, trainer, tmp_path):
     trainer.publish(0)
     trainer.put_tasks(0, range(6))
     with working(pool, tmp_path / "worker", engine) as (_, ended):
-        eventually(lambda: ended)
+        wait_until(lambda: ended)
         assert isinstance(ended[0], WorkerFailed)
         assert str(ended[0]) == "the engine failed 4 times in a row: the card fell off the bus"
     assert engine.calls.count("start") == 4 and trainer.client.status()["tasks"]["leased"] == 0
@@ -259,7 +259,7 @@ def test_nothing_is_drawn_with_weights_that_the_engine_does_not_have(pool, train
         trainer.learn(seed=2)
         trainer.publish(2, delta=True)
         tasks = trainer.put_tasks(2, range(4, 6))
-        eventually(lambda: ended)
+        wait_until(lambda: ended)
         assert "the engine failed 4 times in a row: version 2: the engine's log-probs" in str(ended[0])
         assert trainer.client.take([task.key for task in tasks], 0) == []
 
@@ -300,15 +300,15 @@ def test_new_weights_are_loaded_while_completions_are_drawn_and_nothing_is_sent_
     rolling.publish(0)
     tasks = rolling.put_tasks(0, range(2))  # the engine is full
     with working(pool, tmp_path / "worker", engine):
-        eventually(lambda: engine.most_at_a_time == 2)
+        wait_until(lambda: engine.most_at_a_time == 2)
         for version, is_wrong in ((1, False), (2, True)):
             engine.prove.clear()
             engine.wrong_logprobs = int(is_wrong)
             rolling.learn(seed=version)
             rolling.publish(version, delta=True)
-            eventually(lambda number=version: f"load {number}" in engine.calls)
+            wait_until(lambda number=version: f"load {number}" in engine.calls)
             engine.go.set()
-            eventually(lambda: not engine.drawing)
+            wait_until(lambda: not engine.drawing)
             assert rolling.client.take([task.key for task in tasks], 0.3) == []
             engine.prove.set()
             drawn = rolling.wait(tasks)
@@ -317,7 +317,7 @@ def test_new_weights_are_loaded_while_completions_are_drawn_and_nothing_is_sent_
             if not is_wrong:
                 assert engine.draws == 2 and engine.calls == ["start", "load 1"]
                 tasks = rolling.put_tasks(0, range(2, 4))
-                eventually(lambda: engine.drawing == 2)
+                wait_until(lambda: engine.drawing == 2)
         assert engine.draws == 6 and engine.calls == ["start", "load 1", "load 2", "close", "start"]
         assert "version 2: the engine's log-probs are 1 nats a token from the trainer's" in caplog.text
         engine.go.set()
@@ -329,9 +329,9 @@ def test_a_worker_that_is_full_takes_a_newer_version_of_equal_weights_too(pool, 
     rolling.publish(0)
     tasks = rolling.put_tasks(0, range(1))
     with working(pool, tmp_path / "worker", engine):
-        eventually(lambda: engine.drawing)
+        wait_until(lambda: engine.drawing)
         rolling.publish(1)  # a learning rate of 0: no update changes a weight
-        eventually(lambda: engine.calls == ["start", "load 1"])
+        wait_until(lambda: engine.calls == ["start", "load 1"])
         engine.go.set()
         (drawn,) = rolling.wait(tasks)
     assert {number for row in drawn.versions for number in row} == {1}
@@ -343,7 +343,7 @@ def test_groups_that_the_pool_refuses_end_the_worker_after_three(pool, trainer, 
     trainer.publish(0)
     tasks = trainer.put_tasks(0, range(6))
     with working(pool, tmp_path / "worker", engine) as (_, ended):
-        eventually(lambda: ended)
+        wait_until(lambda: ended)
     assert caplog.text.count("1 completions: the run has num_generations 4") >= 3
     assert "is suspended: 3 uploads in a row were refused" in str(ended[0])
     assert trainer.client.take([task.key for task in tasks], 0) == []
@@ -360,14 +360,14 @@ def test_a_pool_that_goes_and_comes_back_costs_time_only(model_folder, tmp_path,
             trainer.wait(trainer.put_tasks(0, range(2)))
             engine.go.clear()
             tasks = trainer.put_tasks(0, range(2, 6))
-            eventually(lambda: engine.most_at_a_time and engine.drawing)
+            wait_until(lambda: engine.most_at_a_time and engine.drawing)
             pool.end()
             engine.go.set()  # what is drawn waits for the pool too
-            eventually(lambda: "asking again for 900 s" in caplog.text)
+            wait_until(lambda: "asking again for 900 s" in caplog.text)
             time.sleep(0.5)
             with running_pool(tmp_path, port=pool.port):
                 trainer.wait(tasks)
-                eventually(lambda: "answers again" in caplog.text)  # once every thread of the worker has its answer
+                wait_until(lambda: "answers again" in caplog.text)  # once every thread of the worker has its answer
                 assert not ended
                 said = [record.getMessage() for record in caplog.records if record.name == "grpo.pool.client"]
     assert len(said) == 2 and "asking again" in said[0] and said[1] == f"{pool.url} answers again"
@@ -378,7 +378,7 @@ def test_a_pool_that_stays_away_ends_the_worker(pool, trainer, tmp_path):
     with working(pool, tmp_path / "worker", PlainEngine(), pool_deadline=0.5) as (_, ended):
         trainer.wait(trainer.put_tasks(0, range(2)))
         pool.end()
-        eventually(lambda: ended)
+        wait_until(lambda: ended)
     assert isinstance(ended[0], ServersUnavailable)
     assert str(ended[0]).startswith(f"no answer from {pool.url} for 0 s (it cannot be reached")
 
@@ -391,7 +391,7 @@ def test_a_pool_with_another_run_ends_the_worker(trainer, pool, model_folder, tm
         (tmp_path / "other").mkdir()
         with running_pool(tmp_path / "other", port=pool.port):
             Trainer(PoolClient(pool.url), model_folder, tmp_path / "other", run="f" * 16)
-            eventually(lambda: ended)
+            wait_until(lambda: ended)
     assert str(ended[0]) == f"{pool.url} has another run now: start the worker again"
 
 
@@ -405,10 +405,10 @@ def test_without_a_run_or_weights_it_waits_and_says_so(pool, model_folder, tmp_p
     caplog.set_level(logging.INFO)
     (tmp_path / "trainer").mkdir()
     with working(pool, tmp_path / "worker", PlainEngine()):
-        eventually(lambda: f"{pool.url} has no run yet: waiting for a trainer" in caplog.text)
+        wait_until(lambda: f"{pool.url} has no run yet: waiting for a trainer" in caplog.text)
         # The pool has the run before the model's files, and an adapter's base.
         trainer = Trainer(SlowLine(pool.url), model_folder, tmp_path / "trainer")
-        eventually(lambda: f"{pool.url} has no weights yet: waiting for the trainer" in caplog.text)
+        wait_until(lambda: f"{pool.url} has no weights yet: waiting for the trainer" in caplog.text)
         trainer.publish(0)
         trainer.wait(trainer.put_tasks(0, range(2)))
 
@@ -419,7 +419,7 @@ def test_a_worker_that_ends_gives_its_leases_back_at_once(pool, trainer, tmp_pat
     trainer.publish(0)
     trainer.put_tasks(0, range(2))  # room for one more: the worker asks the pool for it as it ends
     with working(pool, tmp_path / "worker", engine) as (worker, _):
-        eventually(lambda: engine.most_at_a_time == 2)
+        wait_until(lambda: engine.most_at_a_time == 2)
         worker.close()
         leased = trainer.client.lease(Lease("another", 2, [], 0.0))
         assert [task.group for task in leased.tasks] == [0, 1]
