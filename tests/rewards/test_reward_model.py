@@ -248,9 +248,9 @@ def test_a_folder_is_a_model_where_it_has_a_slash(folders, monkeypatch):
     "name, reason",
     [
         ("some/mine.py", "'some/mine.py': it is a file: name its function too, as some/mine.py:function"),
-        ("./nowhere", "there is no such folder"),
-        ("/nowhere/at/all", "there is no such folder"),
-        ("a/b/c", "there is no such folder"),
+        ("./nowhere", "no such folder"),
+        ("/nowhere/at/all", "no such folder"),
+        ("a/b/c", "no such folder"),
         (str(REPOSITORY / "docs"), "no config.json in it"),
     ],
 )
