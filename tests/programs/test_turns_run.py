@@ -88,7 +88,7 @@ def test_a_tool_that_always_raises_is_shown_and_warned_of_once(shop, run, tmp_pa
     output = finish(1, run("broken", tools=f"{tmp_path}/broken.py:price", beta=0, eval_steps=0, max_steps=2))
     assert [row["tools/failure_frequency"] for row in timeless(run.of("broken"))] == [1.0, 1.0]
     assert (
-        output.count("tool 'price' raised KeyError: the run goes on") == output.count("in price\n    return {}[") == 1
+        output.count("tool 'price' raised KeyError: the run continues") == output.count("in price\n    return {}[") == 1
     )
     warned = re.findall(r"step (\d): 100 % of the calls of tools failed: .*/broken/completions.jsonl, and", output)
     assert warned == ["1"]

@@ -220,7 +220,7 @@ def test_a_pools_page_shows_workers_and_rounds(tmp_path, browser):
         for _ in range(3):
             wrong = replace(drawn(tasks[1]), logprobs=[[0.5] * 2, [0.5] * 4])
             post("results", encode_drawn([wrong], [(0, sha(data))]), worker=HOSTILE)
-        browser.wait("document.querySelector('#worker-rows').innerText.includes('set apart')")
+        browser.wait("document.querySelector('#worker-rows').innerText.includes('suspended')")
         assert browser.text("#model") == "runs/a" and "version 0" in browser.text("#facts")
         apart, honest = browser.text("#worker-rows").split("box #1a2b3c4d")
         assert HOSTILE in apart and "a log-prob is above 0" in apart
