@@ -94,7 +94,7 @@ def test_a_completion_goes_on_after_an_answer(family, kind, monkeypatch):
 
     turns = Scripted(ends, answer)
     monkeypatch.setattr(sampler, "_turns", turns)
-    monkeypatch.setattr(sampler, "_eos", ends)
+    monkeypatch.setattr(sampler, "eos_token_ids", ends)
     groups = sampler.sample(family.examples, 3, temperature=HOT, seed=SEED)
     assert turns.alive() == 0 and sum(False in rollout.drawn for rollouts in groups for rollout in rollouts) > 5
     for index, (example, rollouts) in enumerate(zip(family.examples, groups, strict=True)):
