@@ -36,7 +36,8 @@ from grpo.model.lora import train_adapter
 from grpo.model.pictures import PictureProcessor, load_processor, takes_pictures
 from grpo.model.trial import make_batcher
 from grpo.model.vision_tower import freeze_vision_tower
-from grpo.run.metrics import PhaseClock, gather_stats
+from grpo.run.collective import gather
+from grpo.run.metrics import PhaseClock, add_stats
 from grpo.trainer.deepspeed_engine import deepspeed, engine_config, join_ranks
 from grpo.trainer.step import update
 from grpo.wire.picture_files import PicturedPrompt
@@ -47,6 +48,14 @@ EMPTY = (0, 17)
 UNFINISHED = (3, 4, 5, 8, 20, 29, 35)
 PICTURES = {1: [(16, 24)], 4: [(40, 8), (20, 20)], 5: [(8, 8)], 10: [(24, 16)]}
 """sizes of the pictures of a prompt"""
+
+
+def gather_stats(stats):
+    """Return every rank's stats, added up."""
+    total = {}
+    for of_rank in gather(dict(stats)):
+        add_stats(total, of_rank)
+    return total
 
 
 def pictured_text(place: int, placeholder: str) -> tuple[str, list[bytes]]:

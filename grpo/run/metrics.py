@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo.run.collective import gather
-
 STATISTICS = ("mean", "std", "sum", "min", "max", "none")
 
 
@@ -80,14 +78,6 @@ def add_stats(stats: dict[str, Stats], values: Mapping[str, Any]) -> None:
             name, statistic = key, "mean"
         numbers = value if isinstance(value, Stats) else Stats.of(value, statistic)
         stats[name] = stats[name] + numbers if name in stats else numbers
-
-
-def gather_stats(stats: Mapping[str, Stats]) -> dict[str, Stats]:
-    """Return every rank's stats, added up. All ranks must call it; all get the result."""
-    total: dict[str, Stats] = {}
-    for of_rank in gather(dict(stats)):
-        add_stats(total, of_rank)
-    return total
 
 
 def step_metrics(stats: Mapping[str, Stats]) -> dict[str, float]:
