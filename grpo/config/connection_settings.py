@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,12 +23,8 @@ class ConnectionSection(Section):
 
     HEADING = "connection (server and trainer)"
 
-    port: int = option(
-        59875, "the reference server's TCP port; 0 lets the system choose one", at_least=0, at_most=65535, common=True
-    )
-    token_file: str | None = option(
-        None, f"file with the token that server and trainer share; unset is the variable {TOKEN_VARIABLE}", common=True
-    )
+    port: int = option(59875, "the server's TCP port; 0: the system's choice", at_least=0, at_most=65535, common=True)
+    token_file: str | None = option(None, f"file with the token; unset is the variable {TOKEN_VARIABLE}", common=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,10 +40,15 @@ def find_token(token_file: str | None) -> str | None:
             token = Path(token_file).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"token_file={token_file!r}: cannot be read: {error}") from error
-        require(token != "", field, place, "the file is empty: write the token into it")
-    fits = token is None or (token.isascii() and token.isprintable() and " " not in token)
-    require(fits, field, place, "the token travels in an HTTP header: use printable ASCII without spaces")
+    fits = token is None or re.fullmatch("[!-~]+", token)
+    require(bool(fits), field, place, "a token is printable ASCII without spaces, and not empty: write one")
     return token
+
+
+def read_url(field: str, url: str) -> str:
+    """Return a URL without a slash at its end. Raises ConfigError if it is none."""
+    require(url.startswith(("http://", "https://")), field, url, "write it as http://HOST:PORT")
+    return url.rstrip("/")
 
 
 @dataclass
@@ -56,7 +58,7 @@ class ServersSection(Section):
     HEADING = "waiting for servers"
 
     ref_ca_file: str | None = option(
-        None, "PEM file of the authority that signed an https server's certificate; unset is the public ones"
+        None, "PEM file of the authority behind an https server's certificate; unset is the public ones"
     )
     ref_startup_timeout: float = option(
         300.0, "seconds to wait at the start for a server without an answer; six hours for one that loads", at_least=0
@@ -71,10 +73,8 @@ class ServersSection(Section):
 
 def check_ca_file(config: Section) -> None:
     """Raise ConfigError if ref_ca_file does not exist."""
-    config.check(
-        config.ref_ca_file is None or Path(config.ref_ca_file).is_file(),
-        ref_ca_file="no such file: name the PEM file of the authority that signed the server's certificate",
-    )
+    is_there = config.ref_ca_file is None or Path(config.ref_ca_file).is_file()
+    config.check(is_there, ref_ca_file="no such file: name the authority's PEM file")
 
 
 @dataclass
@@ -91,7 +91,6 @@ class ReferenceSection(Section):
     ref: Literal["server", "adapter_off"] = option(
         "server", "who computes reference log-probs: a server, or the trainer with its (new) adapter off", common=True
     )
-
     ref_servers: list[str] | None = option(
         None, "URLs of reference servers with the same model; unset is http://127.0.0.1:PORT", common=True
     )
@@ -102,21 +101,14 @@ class ReferenceSection(Section):
         0, "updates between new references, on servers with update_folder; 0 is never", at_least=0
     )
     ref_mixup_alpha: float = option(
-        1.0,
-        "share of the policy in a new reference; 1 replaces it (TRL: 0.6)",
-        needs="ref_update_steps above 0",
-        above=0,
-        at_most=1,
+        1.0, "share of the policy in it; 1 replaces it (TRL: 0.6)", needs="ref_update_steps above 0", above=0, at_most=1
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ref_servers is not None:
-            self.ref_servers = [url.rstrip("/") for url in self.ref_servers]
-            for url in self.ref_servers:
-                require(url.startswith(("http://", "https://")), "ref_servers", url, "write it as http://HOST:PORT")
-            twice = len(set(self.ref_servers)) < len(self.ref_servers)
-            self.check(not twice, ref_servers="name each once")
+            self.ref_servers = [read_url("ref_servers", url) for url in self.ref_servers]
+            self.check(len(set(self.ref_servers)) == len(self.ref_servers), ref_servers="name each once")
 
 
 @dataclass

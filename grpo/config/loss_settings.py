@@ -25,10 +25,10 @@ class LossSection(Section):
 
     loss_type: str = option(
         "grpo",
-        "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, or your function as path/to/file.py:function. "
-        "grpo is a mean over sequences of token means; bnpo and dapo one mean over all tokens; dr_grpo divides by "
-        "max_completion_length; cispo clips the weights; sapo has a soft gate for the clip; luspo is a mean over "
-        "sequences of token sums; vespo weighs a sequence by a soft function of its probability ratio",
+        "grpo (a mean over sequences of token means), bnpo and dapo (one mean over all tokens), dr_grpo (divides by "
+        "max_completion_length), cispo (clips the weights), sapo (a soft gate for the clip), luspo (a mean over "
+        "sequences of token sums), vespo (weighs a sequence by a soft function of its probability ratio), or your "
+        "function as path/to/file.py:function",
         common=True,
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
@@ -36,20 +36,13 @@ class LossSection(Section):
     )
     epsilon: float = option(0.2, "the probability ratio is clipped below at 1 - epsilon", at_least=0, below=1)
     epsilon_high: float | None = option(
-        None,
-        "the ratio is clipped above at 1 + epsilon_high, cispo's at epsilon_high; unset is epsilon, or 5.0",
-        at_least=0,
+        None, "it is clipped above at 1 + epsilon_high, cispo's at epsilon_high; unset is epsilon, or 5.0", at_least=0
     )
-    delta: float | None = option(
-        None, "bound of the ratio where the advantage is negative (dual clip), a number above 1 + epsilon_high"
-    )
+    delta: float | None = option(None, "bound above 1 + epsilon_high where the advantage is negative (dual clip)")
     advantage_estimator: str = option(
         "grpo",
-        "how rewards become advantages: grpo, rloo, reinforce++, reinforce++_baseline, remax, opo, passk, or your "
-        "function as path/to/file.py:function. grpo subtracts the group's mean and divides by scale_rewards; rloo "
-        "subtracts the mean of the others, opo a mean weighed by length, remax the reward of a greedy completion; "
-        "reinforce++ whitens over the round, with _baseline after subtracting the group's mean; passk rewards the lead "
-        "of a group's best",
+        f"how rewards become advantages: {', '.join(ADVANTAGE_ESTIMATORS)}, or your function as "
+        "path/to/file.py:function; docs/recipes.md says what each does",
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group",
@@ -61,33 +54,25 @@ class LossSection(Section):
     reward_tolerance: float = option(
         0.0, "a group whose rewards differ by no more than this has no signal: its advantages are 0", at_least=0
     )
-    beta: float = option(
-        0.04, "weight of the KL to the reference; 0 needs no reference server", at_least=0, common=True
-    )
+    beta: float = option(0.04, "weight of the KL to the reference; 0 needs no server", at_least=0, common=True)
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
         "k3", "how single tokens estimate the KL; k3+ has the value of k3 and the gradient of k2", needs="beta above 0"
     )
     kl_in_reward: bool = option(
         False, "subtract beta times a completion's KL from its reward; the loss has no KL term", needs="beta above 0"
     )
-    kl_target: float | None = option(
-        None, "adapt beta to this KL, in nats a token; unset: beta is constant", needs="beta above 0", above=0
-    )
+    kl_target: float | None = option(None, "adapt beta to this KL, in nats a token", needs="beta above 0", above=0)
     use_bias_correction_kl: bool = option(
         False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)", needs="beta above 0"
     )
     entropy_coef: float = option(
-        0.0, "weight of a bonus for the tokens' mean entropy; with use_adaptive_entropy the first weight", at_least=0
+        0.0, "weight of a bonus for the tokens' mean entropy; with use_adaptive_entropy the first", at_least=0
     )
     use_adaptive_entropy: bool = option(
         False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
     )
-    entropy_coef_min: float = option(
-        0.0, "lower bound of an adaptive entropy_coef", needs="use_adaptive_entropy", at_least=0
-    )
-    entropy_coef_max: float = option(
-        1.0, "upper bound of an adaptive entropy_coef", needs="use_adaptive_entropy", at_least=0
-    )
+    entropy_coef_min: float = option(0.0, "its lower bound", needs="use_adaptive_entropy", at_least=0)
+    entropy_coef_max: float = option(1.0, "its upper bound", needs="use_adaptive_entropy", at_least=0)
     entropy_coef_delta: float = option(
         0.005, "change a step: up at entropy_target or less, else down", needs="use_adaptive_entropy", at_least=0
     )
@@ -100,9 +85,7 @@ class LossSection(Section):
     top_entropy_quantile: float = option(
         1.0, "share of the step's tokens in the policy term, those of highest entropy; 1 is all", above=0, at_most=1
     )
-    mask_truncated_completions: bool = option(
-        False, "leave completions cut at max_completion_length out of the loss, and out of what it is divided by"
-    )
+    mask_truncated_completions: bool = option(False, "leave truncated completions out of the loss and its divisor")
     importance_sampling_mode: (
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = option(
@@ -148,18 +131,12 @@ class LossSection(Section):
         super().__post_init__()
         self._check_loss_type()
         self._check_estimator()
-        self.check(
-            self.delta is None or self.delta > 1 + self.upper_clip,
-            delta=f"it bounds what the clip lets through: use a number above {1 + self.upper_clip:g}, such as 4",
-        )
-        self.check(
-            self.entropy_coef_min <= self.entropy_coef_max,
-            entropy_coef_min=f"it is above entropy_coef_max={self.entropy_coef_max}: lower it",
-        )
+        bound = 1 + self.upper_clip
+        self.check(self.delta is None or self.delta > bound, delta=f"the clip is tighter: use a number above {bound:g}")
+        self.check(self.entropy_coef_min <= self.entropy_coef_max, entropy_coef_min="it is above entropy_coef_max")
         low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
         self.check(
-            low is None or high is None or low <= high,
-            importance_sampling_clip_min=f"it is above importance_sampling_clip_max={high}: lower it",
+            None in (low, high) or low <= high, importance_sampling_clip_min="it is above importance_sampling_clip_max"
         )
         self.check(
             not (self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum"),
@@ -179,14 +156,8 @@ class LossSection(Section):
         for name in UNUSED_BOUNDS.get(loss_type, ()):
             is_default = getattr(self, name) == getattr(LossSection, name)
             self.check(is_default, **{name: f"loss_type {loss_type} has no such clip: leave it out"})
-        self.check(
-            loss_type != "luspo" or level == "sequence",
-            importance_sampling_level="luspo is defined by sequences' ratios: use sequence",
-        )
-        self.check(
-            loss_type != "vespo" or level == "token",
-            importance_sampling_level="vespo has a sequence's ratio of its own: use token",
-        )
+        for name, needed in (("luspo", "sequence"), ("vespo", "token")):
+            self.check(loss_type != name or level == needed, importance_sampling_level=f"{name} needs {needed}")
         self.check(
             loss_type != "vespo" or not mode.startswith("sequence"),
             importance_sampling_mode="vespo multiplies tokens' weights itself: use token_truncate or token_mask",
@@ -200,8 +171,7 @@ class LossSection(Section):
         )
         self.check(
             estimator == "grpo" or self.scale_rewards != "batch",
-            scale_rewards=f"{estimator} does not divide by the std of the batch's rewards: leave this out"
-            + (", or use reinforce++" if "reinforce" not in estimator else ""),
+            scale_rewards=f"{estimator} does not divide by the std of the batch's rewards: leave this out",
         )
         self.check(
             estimator not in ("reinforce++", "reinforce++_baseline") or self.scale_rewards == "group",

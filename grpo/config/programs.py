@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_ca_file, find_token
+from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_ca_file, find_token, read_url
 from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, option
 from grpo.config.reward_settings import RewardedConfig
@@ -24,34 +24,25 @@ class WorkerConfig(TurnsCodeSection):
     HEADING = "worker"
 
     pool: str | None = option(None, "URL of the pool to draw for: a server with --task rollouts", common=True)
-    token_file: str | None = option(
-        None,
-        f"file with the token that pool, trainer and workers share; unset is the variable {TOKEN_VARIABLE}",
-        common=True,
-    )
+    token_file: str | None = option(None, f"file with the token; unset is the variable {TOKEN_VARIABLE}", common=True)
     engine: Literal["transformers", "vllm"] = option(
         "transformers",
-        "what draws: the trainer's sampler, one group at a time, or vLLM's server, which the worker starts",
+        "what draws: the trainer's sampler, a group at a time, or vLLM's server, which the worker starts",
         common=True,
     )
-    vllm_args: str | None = option(
-        None, "more arguments of vLLM's server, as one text", needs="engine vllm", common=True
-    )
+    vllm_args: str | None = option(None, "more arguments of its server, one text", needs="engine vllm", common=True)
     name: str | None = option(None, "name on the pool's page and in its log; unset is this machine's")
-    weights_folder: str | None = option(
-        None, "folder for two models, kept for the next start; unset is a temporary one", common=True
-    )
+    weights_folder: str | None = option(None, "folder for two models, kept; unset is a temporary one", common=True)
     trust_remote_code: bool = option(False, "run Python code that comes with the model")
     ref_ca_file: str | None = option(
-        None, "PEM file of the authority that signed an https pool's certificate; unset is the public ones"
+        None, "PEM file of the authority behind an https pool's certificate; unset is the public ones"
     )
     pool_deadline: float = option(900.0, "seconds without an answer of the pool after which the worker ends", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.pool is not None, pool="name the pool to draw for: --pool http://HOST:PORT")
-        self.pool = self.pool.rstrip("/")
-        self.check(self.pool.startswith(("http://", "https://")), pool="write it as http://HOST:PORT")
+        self.pool = read_url("pool", self.pool)
         try:
             shlex.split(self.vllm_args or "")
         except ValueError as error:
@@ -77,12 +68,8 @@ class EvaluateSection(Section):
         "continuous", f"{LOCAL_SAMPLERS}; pool, from a trainer's file, is continuous"
     )
     eval_samples: int = option(0, "how many problems to ask, the first of the split; 0 is all", at_least=0, common=True)
-    output: str | None = option(
-        None, "folder to make: completions with verdicts, metrics, and the settings", common=True
-    )
-    micro_batch_tokens: int = option(
-        16384, "tokens that a reward model in this process scores at a time: lower it if memory runs out", above=0
-    )
+    output: str | None = option(None, "folder to make: completions, verdicts, metrics, settings", common=True)
+    micro_batch_tokens: int = option(16384, "tokens that a reward model here scores at a time", above=0)
 
 
 @dataclass
@@ -139,20 +126,13 @@ class ReportConfig(Section):
     runs: list[str] = option(
         [], "folders of runs to show over each other; their names may also stand alone, without --runs", common=True
     )
-    output: str | None = option(
-        None, "folder to make; unset is the folder report in the first run's folder", common=True
-    )
+    output: str | None = option(None, "folder to make; unset is report in the first run's folder", common=True)
     smoothing: int = option(
-        0,
-        "steps of the curves' moving average; 1 is none, 0 a twentieth of the longest run, at least 5",
-        at_least=0,
-        common=True,
+        0, "steps of the moving average; 1 is none, 0 a twentieth of the run, at least 5", at_least=0, common=True
     )
     png: bool = option(False, "draw each section of the page as a PNG too, beside it", common=True)
     serve: bool = option(False, "show the page live on this machine, until Ctrl-C; writes no file", common=True)
-    port: int = option(
-        59880, "TCP port; 0 lets the system choose one", needs="serve", at_least=0, at_most=65535, common=True
-    )
+    port: int = option(59880, "TCP port; 0: any", needs="serve", at_least=0, at_most=65535, common=True)
 
     POSITIONAL: ClassVar = "runs"
 

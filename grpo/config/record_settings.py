@@ -12,6 +12,8 @@ from grpo.config.command_line import load_yaml
 from grpo.config.errors import require
 from grpo.config.fields import Section, option
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
+
 
 @dataclass
 class RecordSection(Section):
@@ -22,21 +24,15 @@ class RecordSection(Section):
     eval_steps: int = option(
         50, "updates between evaluations, beside those before and after training; 0 is never", at_least=0, common=True
     )
-    eval_samples: int = option(
-        256, "how many held-out problems to ask, the first of the test split; 0 is all", at_least=0
-    )
+    eval_samples: int = option(256, "problems to ask, the first of the test split; 0 is all", at_least=0)
     metric_for_best_model: str | None = option(
         None,
-        "metric of the evaluation by which the best checkpoint is kept, the higher the better: accuracy, reward, "
-        "rewards/NAME/mean and others; unset is accuracy where a reward function is a verdict, else reward",
+        "metric by which the best checkpoint is kept, the higher the better: accuracy, reward, rewards/NAME/mean and "
+        "others; unset is accuracy where a reward function is a verdict, else reward",
         needs="eval_steps above 0",
     )
-    save_steps: int = option(
-        100, "updates between checkpoints, to use or continue from; 0 is never", at_least=0, common=True
-    )
-    save_total_limit: int = option(
-        2, "how many of the newest checkpoints to keep, beside the best; 0 keeps all", at_least=0
-    )
+    save_steps: int = option(100, "updates between checkpoints; 0 is never", at_least=0, common=True)
+    save_total_limit: int = option(2, "newest checkpoints to keep, beside the best; 0 keeps all", at_least=0)
     save_system_prompt: bool = option(
         False, "save system_prompt in the chat template too, for programs that do not read grpo.yaml, such as vLLM"
     )
@@ -44,22 +40,17 @@ class RecordSection(Section):
         False, "push the final model to the Hugging Face hub, with the token of 'hf auth login' or HF_TOKEN"
     )
     hub_model_id: str | None = option(
-        None, "repository to push to, made if missing; unset is the run folder's name", needs="push_to_hub"
+        None, "repository to push to; unset is the run folder's name", needs="push_to_hub"
     )
     hub_private_repo: bool = option(
-        False, "make that repository private; unset leaves it to the owner's settings on the hub", needs="push_to_hub"
+        False, "make it private; unset leaves it to the owner's settings on the hub", needs="push_to_hub"
     )
     resume_from_checkpoint: str | None = option(
         None, "continue from this folder checkpoint-STEP, or from output_dir's newest (last)", common=True
     )
     output_dir: str | None = option(None, "folder of the run, made if missing; unset is runs/DATE-TIME", common=True)
-    report_to: list[str] = option(
-        ["tensorboard"],
-        "where metrics go beside metrics.jsonl: tensorboard (if installed), wandb, trackio, swanlab, mlflow or none",
-    )
-    dry_run: bool = option(
-        False, "check every setting, print a step's shape and memory, load no weights, and end", common=True
-    )
+    report_to: list[str] = option(["tensorboard"], f"where metrics go too: {', '.join(TRACKERS)}")
+    dry_run: bool = option(False, "check all, print a step's shape and memory, load no weights, and end", common=True)
 
     def recorded_settings(self) -> dict[str, Any]:
         """Return the settings in the config.yaml of the run to continue; none for a new run."""
@@ -73,10 +64,7 @@ class RecordSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(
-            self.resume_from_checkpoint != "last" or self.output_dir is not None,
-            resume_from_checkpoint="of which run? set output_dir to its folder",
-        )
-        known = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
+        has_run = self.resume_from_checkpoint != "last" or self.output_dir is not None
+        self.check(has_run, resume_from_checkpoint="of which run? set output_dir to its folder")
         for name in self.report_to:
-            require(name in known, "report_to", name, "use tensorboard, wandb, trackio, swanlab, mlflow or none")
+            require(name in TRACKERS, "report_to", name, f"use {', '.join(TRACKERS)}")

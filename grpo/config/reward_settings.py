@@ -41,18 +41,13 @@ class RewardSection(Section):
         super().__post_init__()
         for name in self.reward_funcs:
             path, colon, _ = name.rpartition(":")
-            if colon and "://" not in name:  # before torch is loaded
+            if colon and "://" not in name:
                 check_file("reward_funcs", name, path)
         if self.reward_weights is None:
             self.reward_weights = [1.0] * len(self.reward_funcs)
-        self.check(
-            bool(self.reward_funcs) or not self.reward_weights,
-            reward_weights="no reward function is named: write --reward_weights with nothing after it",
-        )
-        self.check(
-            len(self.reward_weights) == len(self.reward_funcs),
-            reward_weights=f"give {len(self.reward_funcs)} weights, one for each of {' '.join(self.reward_funcs)}",
-        )
+        names = " ".join(self.reward_funcs) or "--reward_funcs, which is empty"
+        is_whole = len(self.reward_weights) == len(self.reward_funcs)
+        self.check(is_whole, reward_weights=f"give {len(self.reward_funcs)} weights, one for each of {names}")
 
 
 @dataclass
@@ -61,11 +56,7 @@ class RewardedConfig(RewardSection, AnsweringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(
-            bool(self.reward_funcs) or self.environment is not None,
-            reward_funcs="name a reward function at least, unless an environment gives rewards",
-        )
-        self.check(
-            self.soft_punish_cache <= self.max_completion_length,
-            soft_punish_cache=f"use max_completion_length={self.max_completion_length} or less",
-        )
+        has_reward = bool(self.reward_funcs) or self.environment is not None
+        self.check(has_reward, reward_funcs="name a reward function, or an environment that gives rewards")
+        longest = self.max_completion_length
+        self.check(self.soft_punish_cache <= longest, soft_punish_cache=f"use max_completion_length={longest} or less")

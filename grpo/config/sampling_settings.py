@@ -25,12 +25,8 @@ class SharedConfig(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
     )
-    min_pixels: int | None = option(
-        None, "smaller pictures are enlarged to so many pixels; unset is the model's own setting", above=0
-    )
-    max_pixels: int | None = option(
-        None, "larger pictures are made smaller, to so many pixels; unset is the model's own setting", above=0
-    )
+    min_pixels: int | None = option(None, "smaller pictures are enlarged to it; unset is the model's own", above=0)
+    max_pixels: int | None = option(None, "larger pictures are reduced to it; unset is the model's own", above=0)
     quantization: Literal["none", "8bit", "4bit"] = option(
         "none",
         "keep all linear layers but the head in 8 or 4 bits (bitsandbytes); the trainer takes 4bit, under an adapter",
@@ -48,11 +44,7 @@ class VisionSection(Section):
 
     HEADING = "vision tower"
 
-    freeze_vision_tower: bool = option(
-        False,
-        "train the language model alone, not the vision tower and its projector",
-        off="train the vision tower too",
-    )
+    freeze_vision_tower: bool = option(False, "train the language model alone, not vision tower and projector")
 
 
 @dataclass
@@ -65,21 +57,13 @@ class AdapterSection(Section):
         False, "train a LoRA adapter: a new one, or the one that model_name_or_path names", common=True
     )
     lora_r: int = option(16, "rank of a new adapter; a loaded one keeps its settings", needs="use_peft", above=0)
-    lora_alpha: int = option(
-        32, "the product of the adapter's two matrices is scaled by lora_alpha / lora_r", needs="use_peft", above=0
-    )
+    lora_alpha: int = option(32, "the adapter is scaled by lora_alpha / lora_r", needs="use_peft", above=0)
     lora_target_modules: list[str] | None = option(
         None, "layers with an adapter, or all-linear; unset is peft's choice, or all-linear", needs="use_peft"
     )
-    use_rslora: bool = option(
-        False, "scale that product by lora_alpha / sqrt(lora_r) instead (rsLoRA)", needs="use_peft"
-    )
-    use_dora: bool = option(
-        False, "DoRA: train a magnitude for each output of a layer beside LoRA's direction", needs="use_peft"
-    )
-    merge_on_save: bool = option(
-        False, "save whole models, the adapter merged into the base, instead of adapters", needs="use_peft"
-    )
+    use_rslora: bool = option(False, "scale it by lora_alpha / sqrt(lora_r) instead (rsLoRA)", needs="use_peft")
+    use_dora: bool = option(False, "DoRA: train a magnitude beside LoRA's direction", needs="use_peft")
+    merge_on_save: bool = option(False, "save the adapter merged into the base, as a whole model", needs="use_peft")
 
 
 ANSWERED = "tools or environment"
@@ -90,9 +74,7 @@ class TurnsCodeSection(Section):
     """The user's code that answers the model. A pool's worker has its own values."""
 
     tools: list[str] = option(
-        [],
-        "functions that the model may call, with type hints and a docstring: path/to/file.py:function",
-        may_be_empty=True,
+        [], "functions that the model may call, with hints and docstring: path/to/file.py:function", may_be_empty=True
     )
     environment: str | None = option(
         None, "class that answers the model, with reset and step or methods to call as tools: path/to/file.py:Class"
@@ -122,9 +104,7 @@ class TurnsSection(TurnsCodeSection):
     max_tool_calling_iterations: int | None = option(
         None, "most turns of a completion whose calls are answered; unset: no limit", needs=ANSWERED, above=0
     )
-    max_turns: int | None = option(
-        None, "most turns of the model in a completion; unset: no limit", needs=ANSWERED, above=0
-    )
+    max_turns: int | None = option(None, "most turns in a completion; unset: no limit", needs=ANSWERED, above=0)
     max_tool_response_length: int = option(
         2048, "characters after which an answer of a tool or an environment is cut", needs=ANSWERED, above=0
     )
@@ -133,40 +113,24 @@ class TurnsSection(TurnsCodeSection):
     )
 
 
-# Arguments of apply_chat_template itself, beside `tools` and `documents`, which it hands to the template.
-_NOT_THE_TEMPLATES = (
-    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    "tokenizer_kwargs",
-)
-
-
 @dataclass
 class DataSection(Section):
     """The settings of the dataset and its prompts."""
 
     HEADING = "data"
 
-    dataset_name: str = option(
-        "openai/gsm8k", "a hub id, a local .json, .jsonl, .csv or .parquet file, or a folder of such files", common=True
-    )
+    dataset_name: str = option("openai/gsm8k", "hub id, .json, .jsonl, .csv or .parquet file, or folder", common=True)
     dataset_config: str | None = option(None, "name of the hub dataset's configuration; unset is main for openai/gsm8k")
     dataset_train_split: str = option("train", "split to train on")
     dataset_test_split: str = option("test", "split to evaluate on", common=True)
-    dataset_prompt_column: str = option(
-        "question", "column of the prompt: a text, or a list of chat messages", common=True
-    )
+    dataset_prompt_column: str = option("question", "column of the prompt: text, or chat messages", common=True)
     dataset_answer_column: str = option(
-        "answer",
-        "column of the gold answer, the part after '####' if there is one; an empty text is no gold",
-        common=True,
+        "answer", "column of the gold answer, the part after '####' if there is one; an empty text is none", common=True
     )
     dataset_image_column: str | None = option(
         None, "column of a prompt's pictures (one or a list); unset is image or images, an empty text is none"
     )
-    max_prompt_length: int = option(
-        512, "longer prompts, in tokens, are dropped when the data is loaded, and counted", above=0
-    )
+    max_prompt_length: int = option(512, "prompts of more tokens are dropped at the start, and counted", above=0)
 
 
 @dataclass
@@ -198,14 +162,8 @@ class AnswerSection(Section):
             try:
                 self.chat_template_kwargs = json.loads(text)
             except json.JSONDecodeError as error:
-                raise ConfigError(
-                    f"chat_template_kwargs={text!r}: not JSON ({error}): write it as '{{\"enable_thinking\": false}}'"
-                ) from error
-        kwargs = self.chat_template_kwargs
-        self.check(kwargs is None or isinstance(kwargs, dict), chat_template_kwargs="write a JSON object")
-        for name in _NOT_THE_TEMPLATES:
-            is_unused = name not in (kwargs or {})
-            self.check(is_unused, chat_template_kwargs=f"the template never sees {name}: leave it out")
+                raise ConfigError(f"chat_template_kwargs={text!r}: {error}: write a JSON object") from error
+        self.check(isinstance(self.chat_template_kwargs, dict | None), chat_template_kwargs="write a JSON object")
 
 
 LOCAL_SAMPLERS = (
@@ -229,8 +187,7 @@ class GenerationSection(Section):
     def ks(self) -> list[int]:
         """Return every k of pass@k, ascending: 1, 2, 4, ... and num_generations_eval."""
         samples = self.num_generations_eval
-        powers = [1 << power for power in range(samples.bit_length())]
-        return sorted({*powers, samples} - {0})
+        return sorted({*(1 << power for power in range(samples.bit_length())), samples} - {0})
 
 
 @dataclass
@@ -239,9 +196,7 @@ class RolloutSection(Section):
 
     HEADING = "rollouts"
 
-    num_generations: int = option(
-        8, "completions per prompt, the group whose rewards are compared", at_least=1, common=True
-    )
+    num_generations: int = option(8, "completions per prompt, whose rewards are compared", at_least=1, common=True)
     max_resample: int = option(
         0, "most times a step replaces prompts whose completions all have the same reward (DAPO)", at_least=0
     )
@@ -263,14 +218,9 @@ class PolicyConfig(AdapterSection, VisionSection, AnswerSection, SharedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(
-            self.quantization != "8bit",
-            quantization="8-bit activations make a log-prob depend on the rest of its batch: use 4bit",
-        )
-        self.check(
-            self.quantization == "none" or self.use_peft,
-            quantization="4-bit weights cannot be trained: add use_peft, which trains an adapter on them, or use none",
-        )
+        self.check(self.quantization != "8bit", quantization="a log-prob would depend on its batch: use 4bit")
+        is_trainable = self.quantization == "none" or self.use_peft
+        self.check(is_trainable, quantization="only an adapter on 4-bit weights can be trained: add use_peft")
 
 
 @dataclass
@@ -279,9 +229,7 @@ class ChatSection(Section):
 
     HEADING = "conversation"
 
-    keep_history: bool = option(
-        True, "each answer depends on those before it", off="answer each question by itself", common=True
-    )
+    keep_history: bool = option(True, "answers depend on those before", off="answer each by itself", common=True)
 
 
 @dataclass

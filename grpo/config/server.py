@@ -22,22 +22,18 @@ class ServingSection(Section):
         "output), or a pool of rollouts for trainer and workers (needs pool_file, no model)",
         common=True,
     )
-    pool_file: str | None = option(
-        None, "file of a pool of one run, made if missing", needs="task rollouts", common=True
-    )
+    pool_file: str | None = option(None, "file of one run's pool, made if missing", needs="task rollouts", common=True)
     host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
     max_length: int | None = option(
-        None, "longest prompt plus completion, in tokens; unset is the model's maximum", above=0, common=True
+        None, "most tokens of prompt and completion; unset is the model's maximum", above=0, common=True
     )
     max_batch_tokens: int | None = option(
         None, "tokens in a forward pass; unset is 16384 on a GPU, 4096 on a CPU", above=0, common=True
     )
-    device_map: str | None = option(
-        None, "auto spreads the model over all visible GPUs (needs accelerate)", needs="task logprobs", common=True
+    device_map: Literal["auto"] | None = option(
+        None, "spread the model over all visible GPUs (needs accelerate)", needs="task logprobs", common=True
     )
-    deterministic: bool = option(
-        False, "compute each prompt's completions alone: the same bits whatever else waits", common=True
-    )
+    deterministic: bool = option(False, "compute prompts alone: the same bits whatever else waits", common=True)
     update_folder: str | None = option(
         None, "folder for weights that trainers send; unset refuses them", needs="task logprobs", common=True
     )
@@ -52,13 +48,7 @@ class ServingSection(Section):
     log_level: Literal["debug", "info", "warning"] = option(
         "info", "debug logs each request, info a summary each minute, warning only trouble"
     )
-    estimate: bool = option(
-        False, "print the memory that the settings need, and end", needs="task logprobs", common=True
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.device_map in (None, "auto"), device_map="use auto, or leave it out")
+    estimate: bool = option(False, "print the memory that it needs, and end", needs="task logprobs", common=True)
 
     @property
     def max_request_tokens(self) -> int:
@@ -78,21 +68,11 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(
-            self.task != "reward" or self.quantization == "none", quantization="not for task reward: leave it out"
-        )
-        self.check(
-            self.task != "rollouts" or self.pool_file is not None,
-            pool_file="a pool keeps its run in a file: name one, such as run.sqlite",
-        )
-        self.check(
-            self.update_folder is None or self.quantization == "none",
-            update_folder=f"weights in {self.quantization} cannot be replaced: leave update_folder or quantization out",
-        )
+        is_whole = self.quantization == "none"
+        self.check(self.task != "reward" or is_whole, quantization="not for task reward: leave it out")
+        self.check(self.task != "rollouts" or self.pool_file is not None, pool_file="name one, such as run.sqlite")
+        self.check(self.update_folder is None or is_whole, update_folder="quantized weights cannot be replaced")
         self.check(
             self.token is not None or self.host in ("127.0.0.1", "localhost", "::1"),
-            host=(
-                "others could reach it there: give --token_file, or set the environment variable "
-                f"{TOKEN_VARIABLE} (here and for the trainer), or listen on 127.0.0.1"
-            ),
+            host=f"others could reach it there: give --token_file, or set {TOKEN_VARIABLE}, or listen on 127.0.0.1",
         )

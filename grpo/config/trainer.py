@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from grpo.config.connection_settings import ReferenceConfig
+from grpo.config.connection_settings import ReferenceConfig, read_url
 from grpo.config.errors import rank_count
 from grpo.config.fields import Section, option
 from grpo.config.loss_settings import LossSection
@@ -26,9 +26,7 @@ class PoolSection(Section):
         "continuous",
         f"{LOCAL_SAMPLERS}. With pool, workers anywhere draw (generate.py), and continuous draws held-out answers",
     )
-    pool: str | None = option(
-        None, "URL of the pool that brings tasks to workers: a server with --task rollouts", needs="sampler pool"
-    )
+    pool: str | None = option(None, "URL of the pool: a server with --task rollouts", needs="sampler pool")
     max_policy_lag: int = option(
         0, "rounds that workers draw ahead of the trainer; 0: it waits", needs="sampler pool", at_least=0
     )
@@ -38,25 +36,16 @@ class PoolSection(Section):
     pool_deadline: float = option(
         900.0, "seconds without a group or an answer of the pool that end the run", needs="sampler pool", above=0
     )
-    replay: str | None = option(
-        None, "file of an earlier run's pool, to train on its completions", needs="sampler pool"
-    )
+    replay: str | None = option(None, "pool_file of an earlier run, to train on its completions", needs="sampler pool")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampler != "pool":
             return
-        self.check(
-            (self.pool is None) != (self.replay is None),
-            sampler="name the source of completions: a pool's URL as pool, or its file as replay; one of the two",
-        )
+        self.check((self.pool is None) != (self.replay is None), sampler="set pool to a URL, or replay to a file")
         if self.pool is not None:
-            self.pool = self.pool.rstrip("/")
-            self.check(self.pool.startswith(("http://", "https://")), pool="write it as http://HOST:PORT")
-        self.check(
-            self.replay is None or Path(self.replay).is_file(),
-            replay="there is no such file: name the pool_file of an earlier run",
-        )
+            self.pool = read_url("pool", self.pool)
+        self.check(self.replay is None or Path(self.replay).is_file(), replay="there is no such file")
 
 
 _RATE = 1e-6  # TRL's
@@ -78,9 +67,7 @@ class TrainingSection(Section):
         common=True,
         above=0,
     )
-    steps_per_generation: int = option(
-        1, "updates that one round of generation feeds, each with its own prompts", above=0
-    )
+    steps_per_generation: int = option(1, "updates that one round of generation feeds, each with new prompts", above=0)
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
     micro_batch_tokens: int = option(
         16384, "tokens in a pass, a shared prompt once: fewer need less memory", above=0, common=True
@@ -93,23 +80,18 @@ class TrainingSection(Section):
     )
     warmup_steps: int = option(10, "updates over which the learning rate rises linearly from 0", at_least=0)
     optim: Literal["adamw_torch", "adamw_8bit"] = option(
-        "adamw_torch",
-        "optimizer; adamw_8bit keeps AdamW's moments in 8 bits (bitsandbytes), in a quarter of the memory",
+        "adamw_torch", "optimizer; adamw_8bit keeps moments in 8 bits (bitsandbytes), in a quarter of the memory"
     )
     adam_beta1: float = option(0.9, "decay of AdamW's mean of the gradients", at_least=0, below=1)
     adam_beta2: float = option(0.99, "decay of AdamW's mean of the squared gradients", at_least=0, below=1)
     weight_decay: float = option(0.0, "AdamW's weight decay, of all weights but biases and those of norms", at_least=0)
-    max_grad_norm: float = option(
-        1.0, "larger gradients are scaled down to this norm; 0 switches clipping off", at_least=0
-    )
+    max_grad_norm: float = option(1.0, "larger gradients are scaled down to this norm; 0: no clipping", at_least=0)
     gradient_checkpointing: bool = option(
         True,
         "recompute activations in the backward pass: less memory, more time",
         off="keep activations for the backward pass: more memory, less time",
     )
-    deepspeed: str = option(
-        "ds_config.json", "JSON file with DeepSpeed's own settings; the trainer fills in what says auto there"
-    )
+    deepspeed: str = option("ds_config.json", "JSON file of DeepSpeed's own settings; the trainer fills in auto")
 
     def fill_in_unset(self, recorded: Mapping[str, Any], world_size: int, is_lora: bool) -> None:
         """Give unset settings the value of the run to continue, or their default."""
@@ -138,60 +120,35 @@ class TrainingSection(Section):
         self.check(rest == 0, prompts_per_step=f"{world_size} ranks cannot share it equally: {remedy}")
 
 
-_RENAMED = {
-    "advantage_estimator": "adv_estimator",
-    "beta": "kl_coef init_kl_coef kl_loss_coef use_kl_loss disable_kl",
-    "dataset_answer_column": "answer_key label_key",
-    "dataset_image_column": "image_key",
-    "dataset_name": "train_files data_path prompt_data",
-    "dataset_prompt_column": "prompt_key input_key",
-    "deepspeed": "zero_stage",
-    "delta": "clip_ratio_c clip_ratio_dual",
-    "dtype": "bf16 fp16 torch_dtype",
-    "epsilon": "clip_ratio clip_ratio_low clip_param eps_clip",
-    "epsilon_high": "clip_ratio_high",
-    "eval_steps": "val_freq test_freq val_before_train eval_strategy eval_on_start",
-    "gradient_checkpointing": "enable_gradient_checkpointing",
-    "kl_estimator": "kl_penalty kl_loss_type",
-    "kl_in_reward": "use_kl_in_reward",
-    "learning_rate": "lr actor_learning_rate",
-    "lora_r": "lora_rank",
-    "lora_target_modules": "target_modules",
-    "loss_type": "loss_agg_mode",
-    "lr_scheduler_type": "lr_scheduler",
-    "max_completion_length": "max_new_tokens max_response_length generate_max_len",
-    "max_grad_norm": "max_norm grad_clip",
-    "max_prompt_length": "prompt_max_len",
-    "max_resample": "online_filtering dynamic_filtering filter_groups",
-    "max_steps": "num_train_epochs all_steps total_training_steps total_epochs max_epochs num_episodes",
-    "model_name_or_path": "model_path pretrain",
-    "num_generations": "n num_pre_Q n_samples_per_prompt",
-    "num_iterations": "ppo_epochs",
-    "output_dir": "save_path save_checkpoint_path default_local_dir",
-    "prompts_per_step": "Q_batch_size",
-    "quantization": "load_in_4bit load_in_8bit",
-    "ref_mixup_alpha": "ref_model_mixup_alpha",
-    "ref_servers": "ref_server",
-    "ref_update_steps": "sync_ref_model ref_model_sync_steps",
-    "report_to": "logger use_wandb use_tensorboard",
-    "resume_from_checkpoint": "load_checkpoint load_checkpoint_path find_last_checkpoint resume_mode",
-    "reward_funcs": "reward_function reward_pretrain remote_rm_url",
-    "save_steps": "save_freq save_strategy",
-    "save_total_limit": "save_limit max_ckpt_num max_actor_ckpt_to_keep",
-    "sequences_per_generate": "per_device_eval_batch_size micro_rollout_batch_size",
-    "steps_per_generation": "gen_update_steps",
-    "warmup_steps": "lr_warmup_steps lr_warmup_ratio warmup_ratio",
-    "weight_decay": "l2",
+_INSTEAD = {
+    "use beta": "kl_coef init_kl_coef kl_loss_coef",
+    "use dtype": "bf16 fp16 torch_dtype",
+    "use epsilon": "clip_ratio eps_clip",
+    "use eval_steps": "eval_strategy eval_on_start test_freq",
+    "use learning_rate": "lr actor_learning_rate",
+    "use max_completion_length": "max_new_tokens max_response_length generate_max_len",
+    "use max_steps": "num_train_epochs total_epochs max_epochs num_episodes all_steps",
+    "use model_name_or_path": "model_path pretrain",
+    "use num_generations": "n n_samples_per_prompt num_pre_Q",
+    "use num_iterations": "ppo_epochs",
+    "use prompts_per_step": "Q_batch_size",
+    "use prompts_per_step and micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
+    "use prompts_per_step and steps_per_generation": "generation_batch_size rollout_batch_size",
+    "use quantization": "load_in_4bit load_in_8bit",
+    "use ref_update_steps": "sync_ref_model ref_model_sync_steps",
+    "use save_steps": "save_strategy save_freq",
+    "use sequences_per_generate": "per_device_eval_batch_size micro_rollout_batch_size",
+    "use warmup_steps": "warmup_ratio",
+    "use output_dir, whose last part names the run": "run_name experiment_name",
+    "use dry_run, or python ref_server.py --estimate": "estimate",
+    "use sampler pool, and draw with python generate.py --engine vllm": "use_vllm vllm_mode",
+    "set the environment variable HF_TOKEN": "hub_token",
+    "leave it out: the loss scores the full distribution, so that is drawn": "top_p top_k min_p repetition_penalty",
+    "leave it out: the trainer chooses the attention itself": "attn_implementation",
+    "leave it out: log-probs would be those of another distribution than was sampled from": "lora_dropout",
+    "leave it out: every step is recorded": "logging_steps log_completions",
 }
-"""our settings, with their names in TRL, verl and EasyR1, OpenRLHF and simple_GRPO"""
-_BATCH = (
-    "per_device_train_batch_size gradient_accumulation_steps train_batch_size micro_train_batch_size global_batch_size "
-    "ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu micro_batch_size_per_device_for_update"
-)
-_ROUND = "generation_batch_size rollout_batch_size"
-_DRAWN = "top_p top_k min_p repetition_penalty generation_kwargs"
-_VLLM = "use_vllm vllm_mode vllm_num_engines gpu_memory_utilization vllm_gpu_memory_utilization"
-_ATTENTION = "attn_implementation flash_attn"
+"""what to do about settings of other trainers, first of all TRL's, and of the reference server"""
 
 
 @dataclass
@@ -210,23 +167,7 @@ class TrainerConfig(
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name"}
     UNCOMMON: ClassVar = {"dataset_test_split", "num_generations_eval", "temperature", "port", "token_file"}
     """common settings of other programs that the short `--help` of this one leaves out"""
-    INSTEAD: ClassVar = {
-        **{theirs: f"use {ours}" for ours, names in _RENAMED.items() for theirs in names.split()},
-        **dict.fromkeys(_BATCH.split(), "use prompts_per_step and micro_batch_tokens"),
-        **dict.fromkeys(_ROUND.split(), "use prompts_per_step and steps_per_generation"),
-        **dict.fromkeys(_DRAWN.split(), "leave it out: the loss scores the full distribution, so that is drawn from"),
-        **dict.fromkeys(_VLLM.split(), "use sampler pool, and draw with python generate.py --engine vllm"),
-        **dict.fromkeys(_ATTENTION.split(), "leave it out: the trainer chooses the attention itself"),
-        "compute_gen_logps": "leave it out: the trainer computes them before each update",
-        "lora_dropout": "leave it out: log-probs would be those of another distribution than was sampled from",
-        "run_name": "use output_dir, whose last part names the run",
-        "experiment_name": "use output_dir, whose last part names the run",
-        "logging_steps": "leave it out: every step is recorded",
-        "log_completions": "leave it out: completions.jsonl has some of every step",
-        "hub_token": "set the environment variable HF_TOKEN",
-        "estimate": "use dry_run, or python ref_server.py --estimate",
-    }
-    """remedies for settings of other trainers and of the reference server"""
+    INSTEAD: ClassVar = {name: remedy for remedy, names in _INSTEAD.items() for name in names.split()}
 
     def __post_init__(self) -> None:
         recorded = self.recorded_settings()
@@ -237,19 +178,13 @@ class TrainerConfig(
         self.fill_in_unset(recorded, rank_count(), self.use_peft)
         self.check_ranks(rank_count())
         self.check(self.temperature > 0, temperature="training needs sampling: use a number above 0, such as 1.0")
-        self.check(
-            self.system_prompt != "" or not self.save_system_prompt,
-            save_system_prompt="system_prompt is empty: leave this out",
-        )
-        self.check(
-            self.ref == "server" or self.use_peft, ref="there is no adapter without use_peft: add it, or leave this out"
-        )
+        self.check(bool(self.system_prompt) or not self.save_system_prompt, save_system_prompt="system_prompt is empty")
+        self.check(self.ref == "server" or self.use_peft, ref="it needs an adapter: add use_peft, or leave this out")
         self._check_estimator_rounds()
-        self._check_reference_updates()
-        self.check(
-            self.port != 0 or self.beta == 0 or self.ref == "adapter_off",
-            port="the trainer cannot know which port the server was given: name it",
-        )
+        needs_server = self.beta > 0 and self.ref == "server"
+        if self.ref_update_steps > 0:
+            self._check_reference_updates(needs_server)
+        self.check(self.port != 0 or not needs_server, port="the trainer cannot know the server's port: name it")
 
     def version_of_round(self, number: int) -> int:
         """Return the number of updates of the policy that draws round `number`, from 0."""
@@ -271,17 +206,14 @@ class TrainerConfig(
             advantage_estimator="a pool draws no greedy completion: use sampler continuous or generate, or rloo",
         )
 
-    def _check_reference_updates(self) -> None:
-        self.check(
-            self.ref_update_steps == 0 or (self.beta > 0 and self.ref == "server"),
-            ref_update_steps="there is no reference server to update: use 0, or a beta above 0 and ref server",
-        )
+    def _check_reference_updates(self, has_server: bool) -> None:
         updates = self.updates_per_round
+        self.check(has_server, ref_update_steps="there is no reference server: use 0, or a beta above 0 and ref server")
         self.check(
             self.ref_update_steps % updates == 0,
             ref_update_steps=f"all {updates} updates of a round have the same reference: use a multiple of {updates}",
         )
         self.check(
-            self.ref_update_steps == 0 or self.quantization == "none",
+            self.quantization == "none",
             ref_update_steps="4-bit weights cannot be replaced on a server: use 0, or quantization none",
         )

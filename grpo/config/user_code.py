@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo.config.errors import ConfigError
+from grpo.config.errors import ConfigError, did_you_mean
 
 Key = tuple[int | str, ...]
 """the seed of a call's random numbers"""
@@ -128,10 +128,7 @@ def _keep_modes() -> Callable[[], None]:
 def check_file(field: str, name: str, path: str) -> None:
     """Raise ConfigError unless `path`, the file of `name` in the setting `field`, is a Python file."""
     if not Path(path).is_file() or not path.endswith(".py"):
-        raise ConfigError(
-            f"{field}={name!r}: {path or name} is not a Python file: write path/to/file.py:function, with a path "
-            "that exists from the current directory"
-        )
+        raise ConfigError(f"{field}={name!r}: {path or name} is not a Python file: write path/to/file.py:function")
 
 
 def load_file(field: str, name: str, path: str) -> ModuleType:
@@ -158,10 +155,14 @@ def imported(field: str, name: str, path: str) -> Iterator[None]:
         with user_code("import"):
             yield
     except Exception as error:  # the user's file may raise anything
+        if isinstance(error, SyntaxError) and error.filename:
+            place = f"{error.filename}:{error.lineno}"
+        else:
+            stack = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in stack if Path(frame.filename).name == Path(path).name]
+            place = f"{path}:{lines[-1]}" if lines else path
         reason = " ".join(traceback.format_exception_only(error)[-1].split())
-        raise ConfigError(
-            f"{field}={name!r}: {_find_line(error, path)} cannot be imported ({reason}): correct it"
-        ) from error
+        raise ConfigError(f"{field}={name!r}: {place} cannot be imported ({reason}): correct it") from error
 
 
 def module_name(path: str) -> str:
@@ -175,16 +176,14 @@ def load_function(field: str, name: str, kind: str = "function") -> Callable:
     Raises ConfigError if there is no such file or function, or the import fails.
     """
     path, _, function_name = name.rpartition(":")
-    function = getattr(load_file(field, name, path), function_name, None)
+    return find_function(field, name, load_file(field, name, path), function_name, kind)
+
+
+def find_function(field: str, name: str, module: ModuleType, function_name: str, kind: str) -> Callable:
+    """Return a module's function. Raises ConfigError if it has none of that name."""
+    function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{field}={name!r}: {path} has no such {kind}: define it there")
+        defined = [other for other, value in vars(module).items() if callable(value)]
+        hint = did_you_mean(function_name, defined)
+        raise ConfigError(f"{field}={name!r}: {Path(module.__file__).name} has no such {kind}{hint}: define it there")
     return function
-
-
-def _find_line(error: Exception, path: str) -> str:
-    """Return FILE:LINE of an import's error: a syntax error's, else the last line of `path` in the stack."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(path).name]
-    return f"{path}:{lines[-1]}" if lines else path

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from grpo.config.errors import ConfigError, RewardError, did_you_mean
-from grpo.config.user_code import Key, imported, load_file
+from grpo.config import user_code
+from grpo.config.errors import RewardError
+from grpo.config.user_code import Key
 
 if TYPE_CHECKING:
     from grpo.wire.rewards import Message
@@ -108,21 +108,12 @@ def load_function(name: str) -> Callable:
 
     Raises ConfigError if there is no such file or function, or the import fails.
     """
-    path, _, function_name = name.rpartition(":")
-    if path:
-        module = load_file("reward_funcs", name, path)
-    else:
-        with imported("reward_funcs", name, "reward.py"):
-            module = importlib.import_module("reward")
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        defined = _list_reward_functions(module)
-        raise ConfigError(
-            f"reward_funcs={name!r}: {path or 'reward.py'} has no such function"
-            f"{did_you_mean(function_name, defined)}: name one of its functions ({', '.join(defined) or 'none yet'}), "
-            "another as path/to/file.py:function, or a reward model as ./folder or org/model"
-        )
-    return function
+    if ":" in name:
+        return user_code.load_function("reward_funcs", name)
+    with user_code.imported("reward_funcs", name, "reward.py"):
+        module = importlib.import_module("reward")
+    kind = "function (a reward model is written ./folder or org/model)"
+    return user_code.find_function("reward_funcs", name, module, name, kind)
 
 
 def call_function(function: Callable, batch: RewardBatch, logged: Logged) -> list | BaseException:
@@ -234,9 +225,3 @@ def text_of(completion: str | list[Message]) -> str:
 def _encodable(name: object) -> str:
     """Return a name as text, with a question mark for each character that UTF-8 does not have."""
     return str(name).encode("utf-8", "replace").decode()
-
-
-def _list_reward_functions(module: ModuleType) -> list[str]:
-    """Return the names of the module's functions that take `completions`, as a reward function must."""
-    functions = inspect.getmembers(module, inspect.isfunction)
-    return [name for name, function in functions if "completions" in inspect.signature(function).parameters]

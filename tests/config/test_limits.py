@@ -116,14 +116,11 @@ def test_limits_hold_and_say_their_bounds(limits, inside, outside, words):
     ("section", "settings", "begin"),
     [
         (LossSection, {"loss_type": "luspo"}, "importance_sampling_level='token': "),
-        (LossSection, {"kl_target": 0.1, "beta": 0}, "kl_target=0.1: "),
         (RewardSection, {"reward_weights": [1.0]}, "reward_weights=[1.0]: "),
-        (AdapterSection, {"use_dora": True}, "use_dora=True: "),
         (PolicyConfig, {"quantization": "4bit"}, "quantization='4bit': "),
         (ReferenceSection, {"ref_servers": ["host:1"]}, "ref_servers='host:1': "),
         (RecordSection, {"report_to": ["paper"]}, "report_to='paper': "),
         (AnswerSection, {"chat_template_kwargs": "[1]"}, "chat_template_kwargs=[1]: "),
-        (ServingSection, {"device_map": "cuda"}, "device_map='cuda': "),
     ],
 )
 def test_a_section_alone_refuses_settings_that_contradict_each_other(section, settings, begin):

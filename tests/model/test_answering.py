@@ -175,5 +175,5 @@ def test_a_saved_system_prompt_is_put_in_once_by_every_program(model, tokenizer,
 
 
 def test_there_must_be_a_system_prompt_to_save():
-    with pytest.raises(ConfigError, match="save_system_prompt=True: system_prompt is empty: leave this out"):
+    with pytest.raises(ConfigError, match="save_system_prompt=True: system_prompt is empty"):
         TrainerConfig(system_prompt="", save_system_prompt=True)

@@ -432,7 +432,7 @@ def test_it_says_how_it_is(begun):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--task", "rollouts"], "pool_file=None: a pool keeps its run in a file: name one"),
+        (["--task", "rollouts"], "pool_file=None: name one"),
         (["--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
         (["--task", "reward", "--pool_file", "x"], "pool_file='x': it does nothing without task rollouts"),
         (

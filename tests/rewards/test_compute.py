@@ -54,24 +54,20 @@ def test_functions_of_another_file_are_keyed_by_function_name(user_file):
 
 
 @pytest.mark.parametrize("name", ["no_such_reward", "TAGS", "", "mine.py"])
-def test_an_unknown_function_of_reward_py_is_refused_with_those_it_has(name):
-    with pytest.raises(ConfigError) as caught:
+def test_an_unknown_function_of_reward_py_is_refused(name):
+    with pytest.raises(ConfigError, match=f"^reward_funcs='{name}': reward.py has no such function"):
         load_reward_funcs([name])
-    message = str(caught.value)
-    assert message.startswith(f"reward_funcs={name!r}: reward.py has no such function")
-    assert "(correctness_reward, format_reward)" in message
-    assert message.count(". ") == 0
 
 
 @pytest.mark.parametrize("function", ["missing", "CONSTANT", ""])
-def test_an_unknown_function_of_another_file_is_refused_with_those_it_has(user_file, function):
-    with pytest.raises(ConfigError, match=r"^reward_funcs=.* has no such .*\(format_reward, length, other\)"):
+def test_an_unknown_function_of_another_file_is_refused(user_file, function):
+    with pytest.raises(ConfigError, match="^reward_funcs=.*: mine.py has no such function: define it there"):
         load_reward_funcs([f"{user_file}:{function}"])
 
 
 def test_a_misspelt_function_is_answered_with_the_one_that_was_meant(user_file):
     for name, meant in (("corectness_reward", "correctness_reward"), (f"{user_file}:lenght", "length")):
-        with pytest.raises(ConfigError, match=f"^reward_funcs=.* no such function; did you mean {meant}\\?: "):
+        with pytest.raises(ConfigError, match=f"^reward_funcs=.* no such function.*; did you mean {meant}\\?: "):
             load_reward_funcs([name])
 
 
