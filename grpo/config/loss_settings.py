@@ -65,20 +65,16 @@ class LossSection(Section):
     use_bias_correction_kl: bool = option(
         False, "multiply the KL term by the probability ratio (DeepSeek-V3.2)", needs="beta above 0"
     )
-    entropy_coef: float = option(
-        0.0, "weight of a bonus for the tokens' mean entropy; with use_adaptive_entropy the first", at_least=0
-    )
+    entropy_coef: float = option(0.0, "weight of a bonus for entropy; the first if adaptive", at_least=0)
     use_adaptive_entropy: bool = option(
         False, "adapt entropy_coef from step to step, and use it only after a step with entropy_target or less"
     )
-    entropy_coef_min: float = option(0.0, "its lower bound", needs="use_adaptive_entropy", at_least=0)
-    entropy_coef_max: float = option(1.0, "its upper bound", needs="use_adaptive_entropy", at_least=0)
+    entropy_coef_min: float = option(0.0, "lower bound of entropy_coef", needs="use_adaptive_entropy", at_least=0)
+    entropy_coef_max: float = option(1.0, "upper bound of entropy_coef", needs="use_adaptive_entropy", at_least=0)
     entropy_coef_delta: float = option(
         0.005, "change a step: up at entropy_target or less, else down", needs="use_adaptive_entropy", at_least=0
     )
-    entropy_target: float = option(
-        0.2, "mean entropy, in nats, of the tokens that the bonus acts on", needs="use_adaptive_entropy", at_least=0
-    )
+    entropy_target: float = option(0.2, "mean entropy to reach, in nats", needs="use_adaptive_entropy", at_least=0)
     router_aux_loss_coef: float = option(
         0.0, "weight of the loss that balances a mixture's experts (TRL's default is the model's own)", at_least=0
     )

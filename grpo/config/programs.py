@@ -67,7 +67,7 @@ class EvaluateSection(Section):
     sampler: Literal["continuous", "generate", "pool"] = option(
         "continuous", f"{LOCAL_SAMPLERS}; pool, from a trainer's file, is continuous"
     )
-    eval_samples: int = option(0, "how many problems to ask, the first of the split; 0 is all", at_least=0, common=True)
+    eval_samples: int = option(0, "problems to ask, the split's first; 0 is all", at_least=0, common=True)
     output: str | None = option(None, "folder to make: completions, verdicts, metrics, settings", common=True)
     micro_batch_tokens: int = option(16384, "tokens that a reward model here scores at a time", above=0)
 
@@ -123,13 +123,9 @@ class ReportConfig(Section):
 
     HEADING = "report"
 
-    runs: list[str] = option(
-        [], "folders of runs to show over each other; their names may also stand alone, without --runs", common=True
-    )
+    runs: list[str] = option([], "folders of runs to show over each other, also without --runs", common=True)
     output: str | None = option(None, "folder to make; unset is report in the first run's folder", common=True)
-    smoothing: int = option(
-        0, "steps of the moving average; 1 is none, 0 a twentieth of the run, at least 5", at_least=0, common=True
-    )
+    smoothing: int = option(0, "steps of the moving average; 0 is a twentieth, at least 5", at_least=0, common=True)
     png: bool = option(False, "draw each section of the page as a PNG too, beside it", common=True)
     serve: bool = option(False, "show the page live on this machine, until Ctrl-C; writes no file", common=True)
     port: int = option(59880, "TCP port; 0: any", needs="serve", at_least=0, at_most=65535, common=True)

@@ -36,15 +36,9 @@ class RecordSection(Section):
     save_system_prompt: bool = option(
         False, "save system_prompt in the chat template too, for programs that do not read grpo.yaml, such as vLLM"
     )
-    push_to_hub: bool = option(
-        False, "push the final model to the Hugging Face hub, with the token of 'hf auth login' or HF_TOKEN"
-    )
-    hub_model_id: str | None = option(
-        None, "repository to push to; unset is the run folder's name", needs="push_to_hub"
-    )
-    hub_private_repo: bool = option(
-        False, "make it private; unset leaves it to the owner's settings on the hub", needs="push_to_hub"
-    )
+    push_to_hub: bool = option(False, "push the final model to the hub, with the token of 'hf auth login' or HF_TOKEN")
+    hub_model_id: str | None = option(None, "repository to push to; unset: the run's name", needs="push_to_hub")
+    hub_private_repo: bool = option(False, "make it private; unset: the owner's settings", needs="push_to_hub")
     resume_from_checkpoint: str | None = option(
         None, "continue from this folder checkpoint-STEP, or from output_dir's newest (last)", common=True
     )

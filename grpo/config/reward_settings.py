@@ -27,12 +27,8 @@ class RewardSection(Section):
         common=True,
         may_be_empty=True,
     )
-    reward_weights: list[float] | None = option(
-        None, "weight of each reward function, in their order; unset is 1 for each", common=True, may_be_empty=True
-    )
-    soft_punish_cache: int = option(
-        0, "last tokens of max_completion_length over which a punishment falls from 0 to -1 (DAPO)", at_least=0
-    )
+    reward_weights: list[float] | None = option(None, "a weight of each; unset is 1", common=True, may_be_empty=True)
+    soft_punish_cache: int = option(0, "last tokens of a completion, punished from 0 to -1 (DAPO)", at_least=0)
     reward_timeout: float | None = option(
         None, "seconds for a completion's reward: functions then run in processes, killed if they hang", above=0
     )

@@ -53,9 +53,7 @@ class AdapterSection(Section):
 
     HEADING = "LoRA (needs peft)"
 
-    use_peft: bool = option(
-        False, "train a LoRA adapter: a new one, or the one that model_name_or_path names", common=True
-    )
+    use_peft: bool = option(False, "train a LoRA adapter, a new one or a loaded one", common=True)
     lora_r: int = option(16, "rank of a new adapter; a loaded one keeps its settings", needs="use_peft", above=0)
     lora_alpha: int = option(32, "the adapter is scaled by lora_alpha / lora_r", needs="use_peft", above=0)
     lora_target_modules: list[str] | None = option(
@@ -104,10 +102,8 @@ class TurnsSection(TurnsCodeSection):
     max_tool_calling_iterations: int | None = option(
         None, "most turns of a completion whose calls are answered; unset: no limit", needs=ANSWERED, above=0
     )
-    max_turns: int | None = option(None, "most turns in a completion; unset: no limit", needs=ANSWERED, above=0)
-    max_tool_response_length: int = option(
-        2048, "characters after which an answer of a tool or an environment is cut", needs=ANSWERED, above=0
-    )
+    max_turns: int | None = option(None, "most turns in a completion", needs=ANSWERED, above=0)
+    max_tool_response_length: int = option(2048, "characters after which an answer is cut", needs=ANSWERED, above=0)
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = option(
         "auto", "form of calls where the tokenizer has no response template; auto: the chat template's", needs=ANSWERED
     )
@@ -149,12 +145,8 @@ class AnswerSection(Section):
         None, "arguments of the chat template, as a JSON object: '{\"enable_thinking\": false}'"
     )
     max_completion_length: int = option(512, "most tokens that a completion may have", above=0, common=True)
-    temperature: float = option(
-        1.0, "divides the logits, in sampling and in every log-prob; 0 is greedy, in the chat", at_least=0, common=True
-    )
-    seed: int = option(
-        42, "number that decides the order of the prompts and all samples", at_least=0, below=2**31, common=True
-    )
+    temperature: float = option(1.0, "divides the logits; 0 is greedy, in the chat", at_least=0, common=True)
+    seed: int = option(42, "decides the order of prompts and all samples", at_least=0, below=2**31, common=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,9 +171,7 @@ class GenerationSection(Section):
     HEADING = "generation and evaluation"
 
     sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0, common=True)
-    num_generations_eval: int = option(
-        0, "samples of each held-out problem, for avg@k and pass@k; 0: greedy answers alone", common=True, at_least=0
-    )
+    num_generations_eval: int = option(0, "samples for avg@k and pass@k; 0: greedy alone", common=True, at_least=0)
 
     @property
     def ks(self) -> list[int]:
@@ -197,9 +187,7 @@ class RolloutSection(Section):
     HEADING = "rollouts"
 
     num_generations: int = option(8, "completions per prompt, whose rewards are compared", at_least=1, common=True)
-    max_resample: int = option(
-        0, "most times a step replaces prompts whose completions all have the same reward (DAPO)", at_least=0
-    )
+    max_resample: int = option(0, "most times a step replaces prompts of equal rewards (DAPO)", at_least=0)
 
 
 @dataclass

@@ -24,9 +24,7 @@ class ServingSection(Section):
     )
     pool_file: str | None = option(None, "file of one run's pool, made if missing", needs="task rollouts", common=True)
     host: str = option("127.0.0.1", "address to listen on; any but this machine's own needs a token", common=True)
-    max_length: int | None = option(
-        None, "most tokens of prompt and completion; unset is the model's maximum", above=0, common=True
-    )
+    max_length: int | None = option(None, "most tokens of a sequence; unset: the model's", above=0, common=True)
     max_batch_tokens: int | None = option(
         None, "tokens in a forward pass; unset is 16384 on a GPU, 4096 on a CPU", above=0, common=True
     )

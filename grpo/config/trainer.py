@@ -27,15 +27,11 @@ class PoolSection(Section):
         f"{LOCAL_SAMPLERS}. With pool, workers anywhere draw (generate.py), and continuous draws held-out answers",
     )
     pool: str | None = option(None, "URL of the pool: a server with --task rollouts", needs="sampler pool")
-    max_policy_lag: int = option(
-        0, "rounds that workers draw ahead of the trainer; 0: it waits", needs="sampler pool", at_least=0
-    )
+    max_policy_lag: int = option(0, "rounds that workers draw ahead of the trainer", needs="sampler pool", at_least=0)
     in_flight_weight_updates: bool = option(
         False, "workers take a new policy in the middle of completions", needs="max_policy_lag above 0"
     )
-    pool_deadline: float = option(
-        900.0, "seconds without a group or an answer of the pool that end the run", needs="sampler pool", above=0
-    )
+    pool_deadline: float = option(900.0, "seconds without a group that end the run", needs="sampler pool", above=0)
     replay: str | None = option(None, "pool_file of an earlier run, to train on its completions", needs="sampler pool")
 
     def __post_init__(self) -> None:
@@ -69,9 +65,7 @@ class TrainingSection(Section):
     )
     steps_per_generation: int = option(1, "updates that one round of generation feeds, each with new prompts", above=0)
     num_iterations: int = option(1, "times that each round's completions are trained on", above=0)
-    micro_batch_tokens: int = option(
-        16384, "tokens in a pass, a shared prompt once: fewer need less memory", above=0, common=True
-    )
+    micro_batch_tokens: int = option(16384, "tokens in a pass: fewer need less memory", above=0, common=True)
     learning_rate: float | None = option(
         None, "AdamW's peak rate; unset is 1e-6, 1e-5 with use_peft, or the run's to continue", common=True, above=0
     )

@@ -240,7 +240,7 @@ def test_what_a_name_means(name, label):
 def test_a_folder_is_a_model_where_it_has_a_slash(folders, monkeypatch):
     monkeypatch.chdir(folders["bert"].parent)
     assert load_reward_funcs(["./bert", f"{folders['gpt2']}/"]) == {"bert": "bert", "gpt2": str(folders["gpt2"])}
-    with pytest.raises(ConfigError, match=r"reward_funcs='bert': reward.py .* reward model as ./folder"):
+    with pytest.raises(ConfigError, match=r"reward_funcs='bert': reward.py .* reward model is written ./folder"):
         load_reward_funcs(["bert"])
 
 
