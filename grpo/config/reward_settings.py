@@ -27,7 +27,7 @@ class RewardSection(Section):
         common=True,
         may_be_empty=True,
     )
-    reward_weights: list[float] | None = option(None, "a weight of each; unset is 1", common=True, may_be_empty=True)
+    reward_weights: list[float] | None = option(None, "weight of each; unset is 1", common=True, may_be_empty=True)
     soft_punish_cache: int = option(0, "last tokens of a completion, punished from 0 to -1 (DAPO)", at_least=0)
     reward_timeout: float | None = option(
         None, "seconds for a completion's reward: functions then run in processes, killed if they hang", above=0

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,7 @@ Key = tuple[int | str, ...]
 
 _lock = threading.Lock()
 _running = 0
-_restore: Callable[[], None]
+_kept = ExitStack()
 """restores the states before the first of the running calls"""
 
 
@@ -43,20 +43,24 @@ def async_user_code(*key: int | str) -> AbstractContextManager[None]:
 @contextmanager
 def modes_kept() -> Iterator[None]:
     """Restore torch's modes after code of the user's, not the random states: a loss draws from the trainer's."""
-    restore = _keep_modes()
+    before = [(get, set_mode, get()) for get, set_mode in _modes()]
     try:
         yield
     finally:
-        restore()
+        for get, set_mode, value in before:
+            if get() != value:  # setting the number of threads, even to the present one, changes MKL's results
+                set_mode(value)
 
 
 @contextmanager
 def _seeded(key: Key, always: bool) -> Iterator[None]:
     """Seed the random states if no other call runs, or `always`. The last of simultaneous calls restores them."""
-    global _running, _restore
+    global _running
     with _lock:
         if _running == 0:
-            _restore = _keep_states()
+            for get, set_state, _ in _generators():
+                _kept.callback(set_state, get())
+            _kept.enter_context(modes_kept())
         if _running == 0 or always:
             seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "little")
             for _, _, seed_all in _generators():
@@ -68,19 +72,7 @@ def _seeded(key: Key, always: bool) -> Iterator[None]:
         with _lock:
             _running -= 1
             if _running == 0:
-                _restore()
-
-
-def _keep_states() -> Callable[[], None]:
-    """Return a function that restores the present random states and torch's modes."""
-    restore_modes, states = _keep_modes(), [(set_state, get()) for get, set_state, _ in _generators()]
-
-    def restore() -> None:
-        restore_modes()
-        for set_state, state in states:
-            set_state(state)
-
-    return restore
+                _kept.close()
 
 
 def _generators() -> list[tuple[Callable, Callable, Callable]]:
@@ -97,32 +89,23 @@ def _generators() -> list[tuple[Callable, Callable, Callable]]:
     return found
 
 
-def _keep_modes() -> Callable[[], None]:
-    """Return a function that restores torch's present modes, only changed ones: setting the number of threads, even to
-    the present one, changes MKL's results."""
+def _modes() -> list[tuple[Callable, Callable]]:
+    """Return (get, set) of torch's modes, if it is loaded."""
     if (torch := sys.modules.get("torch")) is None:
-        return lambda: None
+        return []
 
     def set_device(device: Any) -> None:
         torch.set_default_device(None if device.type == "cpu" else device)
 
-    modes: list[tuple[Callable, Callable]] = [
+    return [
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_default_device, set_device),
         (torch.get_num_threads, torch.set_num_threads),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+        (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
     ]
-    for device in ("cpu", "cuda"):
-        modes.append((partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)))
-    before = [(get, set_mode, get()) for get, set_mode in modes]
-
-    def restore() -> None:
-        for get, set_mode, value in before:
-            if get() != value:
-                set_mode(value)
-
-    return restore
 
 
 def check_file(field: str, name: str, path: str) -> None:

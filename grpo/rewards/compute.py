@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,19 +36,12 @@ from grpo.rewards.functions import (
     is_reward,
     load_function,
     make_error,
-    repr_of,
     text_of,
 )
 from grpo.usercode.prints import PRINTS
 from grpo.usercode.process import count_processes, run_in_loop
 from grpo.wire.refusals import ProtocolError
 from grpo.wire.rewards import Message
-
-if TYPE_CHECKING:
-    import torch
-
-
-log = logging.getLogger(__name__)
 
 _FALLBACK = 0.0  # the reward of a completion on which a function hangs or ends its process
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -74,10 +66,7 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
     for name in names:
         label, reward = _find_reward(name)
         if label in rewards:
-            raise ConfigError(
-                f"reward_funcs={name!r}: there is a {label!r} already: remove or rename one, because each reward is "
-                "logged under this name"
-            )
+            raise ConfigError(f"reward_funcs={name!r}: there is a {label!r} already: remove or rename one")
         rewards[label] = reward
     return rewards
 
@@ -85,8 +74,7 @@ def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
 def start_rewards(
     rewards: dict[str, Callable | str], config: TrainerConfig | EvaluateConfig, device: torch.device, run: str = ""
 ) -> tuple[dict[str, Callable | RewardScorer], RewardPool | None]:
-    """Load models, wait for servers, start processes; return the rewards of `load_reward_funcs` ready for use, and the
-    pool of processes that some need.
+    """Load models, wait for servers, start processes; return the rewards ready for use, and the processes' pool.
 
     `run` is shown on the servers' pages. Raises what RewardModel and RewardClient raise.
     """
@@ -134,8 +122,7 @@ def compute_rewards(
     logged: Logged | None = None,
     key: Key = (),
 ) -> np.ndarray:
-    """Call each function once on the whole batch, with `columns`, lists with a value for each completion, as keyword
-    arguments.
+    """Call each function once on the whole batch; `columns` are more lists with a value for each completion.
 
     Reward models score `conversations`, each prompt's chat with the completion. Async functions, reward models on
     servers and functions in worker processes run at the same time, the others one after the other. `logged` receives
@@ -148,7 +135,7 @@ def compute_rewards(
     batch = RewardBatch(prompts, completions, columns, state or TrainerState(), key)
     logs = {name: Logged() for name in functions}
     awaitable = {name: function for name, function in functions.items() if not _is_blocking(function)}
-    pending = run_in_loop(_await_all(awaitable, batch, conversations, logs)) if awaitable else None
+    pending = run_in_loop(_await_all(awaitable, batch, conversations, logs))
     try:
         returned = {
             name: check_returned(function.score(conversations), batch, logs[name])
@@ -157,11 +144,9 @@ def compute_rewards(
             for name, function in functions.items()
             if name not in awaitable
         }
-        if pending is not None:
-            returned |= zip(awaitable, pending.result(), strict=True)
+        returned |= zip(awaitable, pending.result(), strict=True)
     finally:
-        if pending is not None:
-            pending.cancel()
+        pending.cancel()
     rewards = np.full((len(functions), len(completions)), np.nan)
     for values, (name, function) in zip(rewards, functions.items(), strict=True):
         if isinstance(error := returned[name], BaseException):
@@ -170,7 +155,7 @@ def compute_rewards(
             raise make_error(name, error) from error
         for i, reward in enumerate(returned[name]):
             if not is_reward(reward):
-                raise invalid_reward(name, repr_of(reward), text_of(completions[i]))
+                raise invalid_reward(name, reward, text_of(completions[i]))
             values[i] = np.nan if reward is None else reward
     for of_function in logs.values() if logged is not None else ():
         logged.add(of_function)
@@ -184,14 +169,10 @@ def _find_reward(name: str) -> tuple[str, Callable | str]:
         return url.partition("://")[2], url
     if ":" in name or "/" not in name:
         return name.rpartition(":")[2], load_function(name)
-    if name.endswith(".py"):
-        raise ConfigError(f"reward_funcs={name!r}: it is a file: name its function too, as {name}:function")
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"reward_funcs={name!r}: no config.json in it: name a folder that save_pretrained wrote")
         return folder.resolve().name, str(folder)
-    if not _HUB_ID.fullmatch(name):
+    if name.endswith(".py") or not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f"reward_funcs={name!r}: no such folder: name a folder with a reward model, a hub id as org/model, or a "
             "function as path/to/file.py:function"
@@ -199,10 +180,8 @@ def _find_reward(name: str) -> tuple[str, Callable | str]:
     return name.partition("/")[2], name
 
 
-def _is_blocking(reward: Callable | RewardScorer | str) -> bool:
-    """Return True for a plain function or method, False for an async one or a model's name."""
-    if isinstance(reward, str):
-        return False
+def _is_blocking(reward: Callable | RewardScorer) -> bool:
+    """Return True for a plain function or method, False for an async one."""
     call = reward.score if isinstance(reward, RewardScorer) else reward
     # An object may have an async __call__.
     return not any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
@@ -214,7 +193,7 @@ async def _await_all(
     conversations: Sequence[list[Message]],
     logs: dict[str, Logged],
 ) -> list[list | BaseException]:
-    """Run all functions at the same time; return each one's rewards or error."""
+    """Await all functions at the same time; return each one's rewards or error."""
 
     async def compute(name: str, function: Callable | RewardScorer) -> list:
         if isinstance(function, RewardScorer):

@@ -9,28 +9,23 @@ from typing import Any
 from grpo.config.user_code import user_code
 from grpo.rewards.functions import (
     Logged,
-    Misuse,
     RewardBatch,
     RewardError,
     begin_call,
     call_function,
     check_returned,
-    describe_failure,
-    format_user_stack,
     invalid_reward,
     is_reward,
     load_function,
     log_lost_call,
     make_error,
-    repr_of,
     text_of,
 )
 from grpo.usercode.process import CallLost, ProcessPool
 
 
 def call_each_alone(compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]) -> Callable:
-    """Return an async function for `begin_call` that calls this one on all completions at the same time, as batches of
-    one.
+    """Return an async function for `begin_call` that calls this one on all completions at once, as batches of one.
 
     The calls' logs are logged for the whole batch: a column is null for calls without it.
     """
@@ -60,20 +55,20 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
     A call is cancelled after `seconds`, and its completion gets the reward `fallback`.
     """
 
+    async def call(batch: RewardBatch, logged: Logged) -> float | None:
+        return check_returned(await begin_call(function, batch, logged), batch, logged)[0]
+
     async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
         (completion,) = map(text_of, batch.completions)
-        try:
-            call = asyncio.ensure_future(begin_call(function, batch, logged))
-        except Misuse as error:
-            raise make_error(label, error) from error
+        begun = asyncio.ensure_future(call(batch, logged))
         # Not wait_for: a TimeoutError that the function raises is an error like any other.
-        done, _ = await asyncio.wait([call], timeout=seconds)
+        done, _ = await asyncio.wait([begun], timeout=seconds)
         if not done:
-            call.cancel()
+            begun.cancel()
             log_lost_call(label, f"gave no answer within {seconds:g} s", completion, fallback)
             return fallback
         try:
-            return check_returned(call.result(), batch, logged)[0]
+            return begun.result()
         except BaseException as error:  # the user's code may raise anything
             raise make_error(label, error, completion) from error
 
@@ -85,24 +80,23 @@ class RewardService:
 
     def __init__(self, names: list[str]):
         """`names` are as in `reward_funcs`."""
-        self._functions = [load_function(name) for name in names]
+        self._functions = [(name.rpartition(":")[2], load_function(name)) for name in names]
 
     def answer(self, index: int, batch: RewardBatch) -> dict[str, Any]:
         """Call a function on a batch of one completion. Raises sys.exit and other ends of a process."""
-        logged = Logged()
+        (label, function), logged, completion = self._functions[index], Logged(), text_of(batch.completions[0])
         with user_code(*batch.key, index):
-            returned = call_function(self._functions[index], batch, logged)
-        if isinstance(returned, BaseException):
-            if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
-                return {
-                    "failed": describe_failure(returned, text_of(batch.completions[0])),
-                    "traceback": format_user_stack(returned),
-                }
+            returned = call_function(function, batch, logged)
+        if isinstance(returned, Exception) and not isinstance(returned, MemoryError):
+            error = make_error(label, returned, completion)
+        elif isinstance(returned, BaseException):
             raise returned  # the process ends
-        (reward,) = returned
-        if not is_reward(reward):
-            return {"returned": repr_of(reward)}
-        return {"reward": None if reward is None else float(reward), "extra": logged.extra, "metrics": logged.metrics}
+        elif not is_reward(returned[0]):
+            error = invalid_reward(label, returned[0], completion)
+        else:
+            reward = None if returned[0] is None else float(returned[0])
+            return {"reward": reward, "extra": logged.extra, "metrics": logged.metrics}
+        return {"error": str(error), "traceback": error.traceback}
 
 
 class RewardPool:
@@ -135,9 +129,7 @@ class RewardPool:
         except CallLost as lost:
             log_lost_call(label, str(lost), completion, self._fallback)
             return self._fallback
-        if "failed" in reply:
-            raise RewardError(f"Reward function {label!r} {reply['failed']}", reply["traceback"])
-        if "returned" in reply:
-            raise invalid_reward(label, reply["returned"], completion)
+        if "error" in reply:
+            raise RewardError(reply["error"], reply["traceback"])
         logged.extra, logged.metrics = reply["extra"], reply["metrics"]
         return reply["reward"]

@@ -62,11 +62,11 @@ class Logged:
             [*values], ensure_ascii=False, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)
         )
         plain = json.loads(text.encode("utf-8", "replace"), parse_constant=lambda _: None)
-        self.extra.setdefault(_encodable(column), []).extend(plain)
+        self.extra.setdefault(column, []).extend(plain)
 
     def log_metric(self, name: str, value: float) -> None:
         """Add a value to a metric: the mean of all values that all ranks log is recorded."""
-        self.metrics.setdefault(_encodable(name), []).append(float(value))
+        self.metrics.setdefault(name, []).append(float(value))
 
     def add(self, other: Logged) -> None:
         """Add another function's logs; a column of both is the other's."""
@@ -133,15 +133,9 @@ def begin_call(function: Callable, batch: RewardBatch, logged: Logged) -> Any:
         return function(batch, logged)
     arguments = batch.make_arguments(logged)
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have none
-        return function(**arguments)
-    try:
-        signature.bind(**arguments)
+        inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise Misuse(
-            f"cannot be called: {error}: it is given {', '.join(arguments)}: name some, and end with **kwargs"
-        ) from None
+        raise Misuse(f"cannot be called: {error}: it is given {', '.join(arguments)}: end with **kwargs") from None
     return function(**arguments)
 
 
@@ -163,19 +157,15 @@ def check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
 
 
 def make_error(name: str, error: BaseException, completion: str | None = None) -> RewardError:
-    """Make the error that ends the run after a function raised."""
-    return RewardError(f"Reward function {name!r} {describe_failure(error, completion)}", format_user_stack(error))
-
-
-def describe_failure(error: BaseException, completion: str | None = None) -> str:
-    """Describe an error, to follow the function's name in a sentence; `completion` is the cause if known."""
-    if isinstance(error, Misuse):
-        return str(error)
-    return f"failed{'' if completion is None else f' on {quote_completion(completion)}'}: {repr_of(error)}"
+    """Make the error that ends the run after a function raised, on this completion if it is known."""
+    how = str(error)
+    if not isinstance(error, Misuse):
+        how = f"failed{'' if completion is None else f' on {quote_completion(completion)}'}: {repr_of(error)}"
+    return RewardError(f"Reward function {name!r} {how}", format_user_stack(error))
 
 
 def repr_of(value: object) -> str:
-    """Return the repr of an object of the user's, or its type's name if that raises."""
+    """Return an object's repr, or its type's name if that raises."""
     try:
         return repr(value)
     except Exception:
@@ -197,10 +187,10 @@ def is_reward(reward: Any) -> bool:
         return False
 
 
-def invalid_reward(name: str, shown: str, completion: str) -> RewardError:
-    """Make the error for a result that is no reward; `shown` is its repr."""
+def invalid_reward(name: str, reward: object, completion: str) -> RewardError:
+    """Make the error for a result that is no reward."""
     return RewardError(
-        f"Reward function {name!r} returned {shown} for {quote_completion(completion)}: "
+        f"Reward function {name!r} returned {repr_of(reward)} for {quote_completion(completion)}: "
         "a reward is a finite number of at most 1e100, or None where the function does not apply"
     )
 
@@ -220,8 +210,3 @@ def text_of(completion: str | list[Message]) -> str:
     if isinstance(completion, str):
         return completion
     return "\n".join(message["content"] for message in completion if message["role"] == "assistant")
-
-
-def _encodable(name: object) -> str:
-    """Return a name as text, with a question mark for each character that UTF-8 does not have."""
-    return str(name).encode("utf-8", "replace").decode()

@@ -86,9 +86,8 @@ class UserProcess:
         self._start()
         raise lost
 
-    def replace_if_lost(self) -> None:
-        """Replace a process that cannot answer another call."""
-        if self._is_lost():
+    def replace_if_ended(self) -> None:
+        if self._process.poll() is not None:
             self.stop()
             self._start()
 
@@ -129,43 +128,23 @@ class UserProcess:
             )
         self._printer = threading.Thread(target=PRINTS.read_all, args=[self._process.stdout], daemon=True)
         self._printer.start()
-        self._ready, self._received = False, b""
+        self._ready = False
         self._socket.settimeout(_START_SECONDS)
         self._socket.sendall(self._service)
-
-    def _is_lost(self) -> bool:
-        """Tell whether it has ended since its last call, or has written without a call."""
-        if self._process.poll() is not None:
-            return True
-        if not self._ready:  # the start's reply may be there
-            return False
-        self._socket.settimeout(0)
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return bool(self._received)
-        except OSError:
-            pass
-        return True
 
     def _wait_ready(self) -> None:
         try:
             reply = json.loads(self._read_line(time.monotonic() + _START_SECONDS))
         except (OSError, EOFError, ValueError):
-            raise RewardError(
-                f"a worker process for {' '.join(self._names)} {self._stop_and_explain()} before it could begin: "
-                "see what it printed; your files are imported there"
-            ) from None
+            how = self._stop_and_explain()
+            raise RewardError(f"a worker process for {' '.join(self._names)} {how} as it imported your files") from None
         if "raised" in reply:
-            raise RewardError(
-                f"a worker process could not load {' '.join(self._names)}: {reply['raised']}: their files are imported "
-                "there too, not only in the trainer"
-            )
+            raise RewardError(f"a worker process could not load {' '.join(self._names)}: {reply['raised']}")
         self._ready = True
 
     def _read_line(self, deadline: float) -> bytes:
         """Read a line. Raises TimeoutError at the deadline, EOFError at the end."""
-        chunks = [self._received]
+        chunks = [b""]
         while b"\n" not in chunks[-1]:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
             if not (chunk := self._socket.recv(65536)):
@@ -173,8 +152,7 @@ class UserProcess:
             chunks.append(chunk)
             if time.monotonic() > deadline:
                 raise TimeoutError
-        line, _, self._received = b"".join(chunks).partition(b"\n")
-        return line
+        return b"".join(chunks).partition(b"\n")[0]
 
     def _stop_and_explain(self) -> str:
         """Stop a process that closed its socket; describe its end."""
@@ -253,7 +231,7 @@ class ProcessPool:
                 raise CancelledError
             if self._idle:
                 process = self._idle.popleft()
-                process.replace_if_lost()  # the system may have killed it: memory
+                process.replace_if_ended()  # the system may have killed it: memory
                 return process
             process = UserProcess(*self._arguments)
             self._all.append(process)

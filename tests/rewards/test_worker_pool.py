@@ -117,10 +117,6 @@ def logs(prompts, completions, log_extra, **columns):
     log_extra("long", ["x" * int(completion) for completion in completions])
     return [1.0 for _ in completions]
 
-def later(prompts, completions, **columns):
-    threading.Timer(0.3, run, ["noise"]).start()
-    return [1.0 for _ in completions]
-
 def chance(prompts, completions, **columns):
     return [random.random() for _ in completions]
 
@@ -254,14 +250,6 @@ def test_a_process_that_dies_between_two_calls_costs_no_reward(functions, pooled
     # If a process is not ready yet, only its guard's end shows.
     assert all(wait_until_dead(pid, 10) for pid in [*guards, *(worker.pid for worker in workers)][began * 2 :])
     assert rewards(length, ["a"] * 8) == [[1] * 8]
-    assert not caplog.records
-
-
-def test_what_is_written_between_two_calls_costs_no_reward(pooled, caplog):
-    both = pooled("later", "length")
-    assert rewards({"later": both["later"]}, ["a"] * 2) == [[1, 1]]
-    time.sleep(1.5)
-    assert rewards({"length": both["length"]}, ["a"] * 4) == [[1] * 4]
     assert not caplog.records
 
 
