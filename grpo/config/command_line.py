@@ -229,10 +229,8 @@ def _add_option(
     if kind is bool:
         options |= {"type": _read_truth, "nargs": "?", "const": True}
     elif get_origin(kind) is Literal:
-        choices = get_args(kind)
-        listed = f"{', '.join(choices[:-1])} or {choices[-1]}".removeprefix(" or ")
-        options |= {"type": partial(_read_choice, choices, listed), "metavar": "WORD"}
-        details.append(listed)
+        options |= {"type": partial(_read_choice, get_args(kind)), "metavar": "WORD"}
+        details.append(" or ".join(get_args(kind)))
     elif get_origin(kind) is list:
         (kind,) = get_args(kind)
         options |= {"type": partial(_read, kind), "metavar": f"{_KINDS[kind]} [{_KINDS[kind]} ...]"}
@@ -261,9 +259,9 @@ def _read(kind: type, word: str) -> Any:
         raise argparse.ArgumentTypeError(f"{word!r}: use {remedy}") from None
 
 
-def _read_choice(choices: tuple[str, ...], listed: str, word: str) -> str:
+def _read_choice(choices: tuple[str, ...], word: str) -> str:
     if word not in choices:
-        raise argparse.ArgumentTypeError(f"{word!r}: use {listed}")
+        raise argparse.ArgumentTypeError(f"{word!r}: use {' or '.join(choices)}")
     return word
 
 

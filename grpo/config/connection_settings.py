@@ -53,8 +53,6 @@ def read_url(field: str, url: str) -> str:
 
 @dataclass
 class ServersSection(Section):
-    """The settings of a client of reference or reward servers."""
-
     HEADING = "waiting for servers"
 
     ref_ca_file: str | None = option(
@@ -84,8 +82,6 @@ class ClientConfig(ServersSection, ConnectionSection):
 
 @dataclass
 class ReferenceSection(Section):
-    """The settings of the reference: who computes its log-probs, and its updates."""
-
     HEADING = "reference"
 
     ref: Literal["server", "adapter_off"] = option(

@@ -9,9 +9,9 @@ import dataclasses
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from grpo.config.errors import require
+from grpo.config.errors import ConfigError, require
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,10 @@ def _is_met(config: Any, name: str, wanted: str = "above 0") -> bool:
 
 
 class Section:
-    """The base of all settings. A new object checks the limits of all its fields, then their needs."""
+    """The base of all settings. A new object checks the limits of all its fields, then their needs.
+
+    A subclass with a HEADING is a group of `--help`, which its words name as a topic.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -83,4 +86,8 @@ class Section:
         """Raise ConfigError unless `ok`. `remedy` is one setting, with what to do about its value."""
         if not ok:
             ((field, text),) = remedy.items()
-            require(False, field, getattr(self, field), text)
+            self.refuse(field, text)
+
+    def refuse(self, field: str, remedy: str) -> NoReturn:
+        """Raise ConfigError: say what is wrong with a setting, and what to do."""
+        raise ConfigError(f"{field}={getattr(self, field)!r}: {remedy}")

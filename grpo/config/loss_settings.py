@@ -1,4 +1,4 @@
-"""The settings of the objective."""
+"""The settings of the objective: rewards, and the loss. grpo/algorithm has the formulas and their papers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo.config.fields import Section, option
+from grpo.config.sampling_settings import AnsweringConfig
+from grpo.config.user_code import check_file
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 UNUSED_BOUNDS = {
@@ -19,8 +21,6 @@ ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "
 
 @dataclass
 class LossSection(Section):
-    """The settings of the objective; grpo/algorithm has the formulas and their papers."""
-
     HEADING = "loss"
 
     loss_type: str = option(
@@ -131,53 +131,82 @@ class LossSection(Section):
         self.check(self.delta is None or self.delta > bound, delta=f"the clip is tighter: use a number above {bound:g}")
         self.check(self.entropy_coef_min <= self.entropy_coef_max, entropy_coef_min="it is above entropy_coef_max")
         low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
-        self.check(
-            None in (low, high) or low <= high, importance_sampling_clip_min="it is above importance_sampling_clip_max"
-        )
-        self.check(
-            not (self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum"),
-            kl_in_reward="the KL is taken off the sum of rewards: use multi_objective_aggregation sum_then_normalize",
-        )
-        self.check(
-            not (self.kl_in_reward and self.use_bias_correction_kl),
-            use_bias_correction_kl="it corrects the loss's KL term, which kl_in_reward removes: use one of the two",
-        )
+        if None not in (low, high) and low > high:
+            self.refuse("importance_sampling_clip_min", "it is above importance_sampling_clip_max")
+        if self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum":
+            self.refuse("kl_in_reward", "it needs multi_objective_aggregation sum_then_normalize")
+        if self.kl_in_reward and self.use_bias_correction_kl:
+            self.refuse("use_bias_correction_kl", "it is for the loss's KL term, which kl_in_reward removes: use one")
 
     def _check_loss_type(self) -> None:
-        loss_type, level, mode = self.loss_type, self.importance_sampling_level, self.importance_sampling_mode or "none"
-        self.check(
-            loss_type in LOSS_TYPES or ":" in loss_type,
-            loss_type=f"use {', '.join(LOSS_TYPES)}, or your function as path/to/file.py:function",
-        )
+        loss_type, mode = self.loss_type, self.importance_sampling_mode or "none"
+        if loss_type not in LOSS_TYPES and ":" not in loss_type:
+            self.refuse("loss_type", f"use {', '.join(LOSS_TYPES)}, or your function as path/to/file.py:function")
         for name in UNUSED_BOUNDS.get(loss_type, ()):
             is_default = getattr(self, name) == getattr(LossSection, name)
             self.check(is_default, **{name: f"loss_type {loss_type} has no such clip: leave it out"})
-        for name, needed in (("luspo", "sequence"), ("vespo", "token")):
-            self.check(loss_type != name or level == needed, importance_sampling_level=f"{name} needs {needed}")
-        self.check(
-            loss_type != "vespo" or not mode.startswith("sequence"),
-            importance_sampling_mode="vespo multiplies tokens' weights itself: use token_truncate or token_mask",
-        )
+        level = {"luspo": "sequence", "vespo": "token"}.get(loss_type, self.importance_sampling_level)
+        self.check(self.importance_sampling_level == level, importance_sampling_level=f"{loss_type} needs {level}")
+        if loss_type == "vespo" and mode.startswith("sequence"):
+            self.refuse("importance_sampling_mode", "vespo weighs sequences itself: use token_truncate or token_mask")
 
     def _check_estimator(self) -> None:
         estimator = self.advantage_estimator
-        self.check(
-            estimator in ADVANTAGE_ESTIMATORS or ":" in estimator,
-            advantage_estimator=f"use {', '.join(ADVANTAGE_ESTIMATORS)}, or your function as path/to/file.py:function",
-        )
-        self.check(
-            estimator == "grpo" or self.scale_rewards != "batch",
-            scale_rewards=f"{estimator} does not divide by the std of the batch's rewards: leave this out",
-        )
-        self.check(
-            estimator not in ("reinforce++", "reinforce++_baseline") or self.scale_rewards == "group",
-            scale_rewards=f"{estimator} always divides by the std over the round: leave this out",
-        )
-        self.check(
-            estimator == "grpo" or self.multi_objective_aggregation == "sum_then_normalize",
-            multi_objective_aggregation=f"{estimator} compares sums of rewards: use sum_then_normalize, or grpo",
-        )
-        self.check(
-            self.groups_have_signal or self.reward_tolerance == 0,
-            reward_tolerance=f"{estimator} may learn from a group of equal rewards: use 0",
-        )
+        if estimator not in ADVANTAGE_ESTIMATORS and ":" not in estimator:
+            names = ", ".join(ADVANTAGE_ESTIMATORS)
+            self.refuse("advantage_estimator", f"use {names}, or your function as path/to/file.py:function")
+        if estimator != "grpo" and self.scale_rewards == "batch":
+            self.refuse("scale_rewards", f"{estimator} does not divide by the batch's std: leave this out")
+        if estimator.startswith("reinforce++") and self.scale_rewards != "group":
+            self.refuse("scale_rewards", f"{estimator} always divides by the std over the round: leave this out")
+        if estimator != "grpo" and self.multi_objective_aggregation != "sum_then_normalize":
+            self.refuse("multi_objective_aggregation", f"{estimator} compares sums of rewards: use sum_then_normalize")
+        if not self.groups_have_signal and self.reward_tolerance > 0:
+            self.refuse("reward_tolerance", f"{estimator} may learn from a group of equal rewards: use 0")
+
+
+def is_users_own(name: str) -> bool:
+    """Tell whether a reward is the user's code, model or server, not a function of reward.py."""
+    return ":" in name or "/" in name
+
+
+@dataclass
+class RewardSection(Section):
+    HEADING = "rewards"
+
+    reward_funcs: list[str] = option(
+        ["correctness_reward", "format_reward"],
+        "functions of reward.py, path/to/file.py:function, reward models (org/model on the hub, ./folder), or URLs of "
+        "servers with --task reward; may be empty where an environment gives rewards",
+        common=True,
+        may_be_empty=True,
+    )
+    reward_weights: list[float] | None = option(None, "weight of each; unset is 1", common=True, may_be_empty=True)
+    soft_punish_cache: int = option(0, "last tokens of a completion, punished from 0 to -1 (DAPO)", at_least=0)
+    reward_timeout: float | None = option(
+        None, "seconds for a completion's reward: functions then run in processes, killed if they hang", above=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.reward_funcs:
+            path, colon, _ = name.rpartition(":")
+            if colon and "://" not in name:
+                check_file("reward_funcs", name, path)
+        if self.reward_weights is None:
+            self.reward_weights = [1.0] * len(self.reward_funcs)
+        names = " ".join(self.reward_funcs) or "--reward_funcs, which is empty"
+        is_whole = len(self.reward_weights) == len(self.reward_funcs)
+        self.check(is_whole, reward_weights=f"give {len(self.reward_funcs)} weights, one for each of {names}")
+
+
+@dataclass
+class RewardedConfig(RewardSection, AnsweringConfig):
+    """The settings of answers and their rewards, in training and after it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        has_reward = bool(self.reward_funcs) or self.environment is not None
+        self.check(has_reward, reward_funcs="name a reward function, or an environment that gives rewards")
+        longest = self.max_completion_length
+        self.check(self.soft_punish_cache <= longest, soft_punish_cache=f"use max_completion_length={longest} or less")

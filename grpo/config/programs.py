@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_ca_file, find_token, read_url
 from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, option
-from grpo.config.reward_settings import RewardedConfig
+from grpo.config.loss_settings import RewardedConfig
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, AnswerSection, TurnsCodeSection, TurnsSection
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
@@ -60,8 +60,6 @@ class WorkerTurnsConfig(TurnsSection, AnswerSection):
 
 @dataclass
 class EvaluateSection(Section):
-    """The settings of grpo.evaluate alone."""
-
     HEADING = "extent and output"
 
     sampler: Literal["continuous", "generate", "pool"] = option(
@@ -85,8 +83,6 @@ class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
 
 @dataclass
 class LaunchSection(Section):
-    """The settings of the launcher alone."""
-
     HEADING = "processes"
 
     nproc_per_node: int | None = option(

@@ -17,8 +17,6 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow", "none")
 
 @dataclass
 class RecordSection(Section):
-    """The settings of what a run evaluates, saves and logs."""
-
     HEADING = "evaluation and records"
 
     eval_steps: int = option(

@@ -14,8 +14,6 @@ from grpo.config.user_code import check_file
 
 @dataclass
 class SharedConfig(Section):
-    """The settings of the model, for every program."""
-
     HEADING = "model"
 
     model_name_or_path: str = option(
@@ -40,8 +38,6 @@ class SharedConfig(Section):
 
 @dataclass
 class VisionSection(Section):
-    """The settings of a vision-language model's training."""
-
     HEADING = "vision tower"
 
     freeze_vision_tower: bool = option(False, "train the language model alone, not vision tower and projector")
@@ -49,8 +45,6 @@ class VisionSection(Section):
 
 @dataclass
 class AdapterSection(Section):
-    """The settings of a LoRA adapter."""
-
     HEADING = "LoRA (needs peft)"
 
     use_peft: bool = option(False, "train a LoRA adapter, a new one or a loaded one", common=True)
@@ -95,8 +89,6 @@ class TurnsCodeSection(Section):
 
 @dataclass
 class TurnsSection(TurnsCodeSection):
-    """The settings of tools and environments."""
-
     HEADING = "tools and environments"
 
     max_tool_calling_iterations: int | None = option(
@@ -111,8 +103,6 @@ class TurnsSection(TurnsCodeSection):
 
 @dataclass
 class DataSection(Section):
-    """The settings of the dataset and its prompts."""
-
     HEADING = "data"
 
     dataset_name: str = option("openai/gsm8k", "hub id, .json, .jsonl, .csv or .parquet file, or folder", common=True)
@@ -131,8 +121,6 @@ class DataSection(Section):
 
 @dataclass
 class AnswerSection(Section):
-    """The settings of a model's answer to a prompt."""
-
     HEADING = "answers"
 
     system_prompt: str = option(
@@ -166,8 +154,6 @@ LOCAL_SAMPLERS = (
 
 @dataclass
 class GenerationSection(Section):
-    """The settings of generation in batches, and of held-out samples."""
-
     HEADING = "generation and evaluation"
 
     sequences_per_generate: int = option(64, "completions that one rank generates at a time", above=0, common=True)
@@ -182,8 +168,6 @@ class GenerationSection(Section):
 
 @dataclass
 class RolloutSection(Section):
-    """The settings of a step's samples."""
-
     HEADING = "rollouts"
 
     num_generations: int = option(8, "completions per prompt, whose rewards are compared", at_least=1, common=True)
@@ -213,8 +197,6 @@ class PolicyConfig(AdapterSection, VisionSection, AnswerSection, SharedConfig):
 
 @dataclass
 class ChatSection(Section):
-    """The settings of grpo.chat alone."""
-
     HEADING = "conversation"
 
     keep_history: bool = option(True, "answers depend on those before", off="answer each by itself", common=True)

@@ -12,8 +12,6 @@ from grpo.config.sampling_settings import SharedConfig
 
 @dataclass
 class ServingSection(Section):
-    """The settings of the server alone."""
-
     HEADING = "server"
 
     task: Literal["logprobs", "reward", "rollouts"] = option(
@@ -70,7 +68,5 @@ class ServerConfig(ServingSection, ConnectionSection, SharedConfig):
         self.check(self.task != "reward" or is_whole, quantization="not for task reward: leave it out")
         self.check(self.task != "rollouts" or self.pool_file is not None, pool_file="name one, such as run.sqlite")
         self.check(self.update_folder is None or is_whole, update_folder="quantized weights cannot be replaced")
-        self.check(
-            self.token is not None or self.host in ("127.0.0.1", "localhost", "::1"),
-            host=f"others could reach it there: give --token_file, or set {TOKEN_VARIABLE}, or listen on 127.0.0.1",
-        )
+        if self.token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
+            self.refuse("host", f"others could reach it there: give --token_file or {TOKEN_VARIABLE}, or use 127.0.0.1")

@@ -10,16 +10,13 @@ from typing import Any, ClassVar, Literal
 from grpo.config.connection_settings import ReferenceConfig, read_url
 from grpo.config.errors import rank_count
 from grpo.config.fields import Section, option
-from grpo.config.loss_settings import LossSection
+from grpo.config.loss_settings import LossSection, RewardedConfig
 from grpo.config.record_settings import RecordSection
-from grpo.config.reward_settings import RewardedConfig
 from grpo.config.sampling_settings import LOCAL_SAMPLERS, PolicyConfig, RolloutSection
 
 
 @dataclass
 class PoolSection(Section):
-    """The settings of the trainer's sampler."""
-
     HEADING = "sampler and pool"
 
     sampler: Literal["continuous", "generate", "pool"] = option(
@@ -51,8 +48,6 @@ _PROMPTS = 48  # 1, 2, 3, 4, 6 and 8 ranks share them equally
 
 @dataclass
 class TrainingSection(Section):
-    """The settings of the policy's updates."""
-
     HEADING = "training"
 
     max_steps: int = option(500, "number of optimizer updates", above=0, common=True)
@@ -186,28 +181,16 @@ class TrainerConfig(
 
     def _check_estimator_rounds(self) -> None:
         estimator = self.advantage_estimator
-        needs_group = estimator not in ("reinforce++", "remax") and ":" not in estimator
-        self.check(
-            self.num_generations > 1 or not needs_group,
-            num_generations=f"{estimator} compares a prompt's completions: use 2 or more, or reinforce++ or remax",
-        )
-        self.check(
-            self.groups_have_signal or self.max_resample == 0,
-            max_resample=f"{estimator} may learn from a group of equal rewards, so none is replaced: use 0",
-        )
-        self.check(
-            estimator != "remax" or self.sampler != "pool",
-            advantage_estimator="a pool draws no greedy completion: use sampler continuous or generate, or rloo",
-        )
+        if self.num_generations == 1 and estimator not in ("reinforce++", "remax") and ":" not in estimator:
+            self.refuse("num_generations", f"{estimator} compares a prompt's completions: use 2 or more")
+        if self.max_resample > 0 and not self.groups_have_signal:
+            self.refuse("max_resample", f"{estimator} may learn from a group of equal rewards: use 0")
+        if estimator == "remax" and self.sampler == "pool":
+            self.refuse("advantage_estimator", "a pool draws no greedy completion: use sampler continuous, or rloo")
 
     def _check_reference_updates(self, has_server: bool) -> None:
         updates = self.updates_per_round
         self.check(has_server, ref_update_steps="there is no reference server: use 0, or a beta above 0 and ref server")
-        self.check(
-            self.ref_update_steps % updates == 0,
-            ref_update_steps=f"all {updates} updates of a round have the same reference: use a multiple of {updates}",
-        )
-        self.check(
-            self.quantization == "none",
-            ref_update_steps="4-bit weights cannot be replaced on a server: use 0, or quantization none",
-        )
+        if self.ref_update_steps % updates > 0:
+            self.refuse("ref_update_steps", f"a round has one reference: use a multiple of its {updates} updates")
+        self.check(self.quantization == "none", ref_update_steps="4-bit weights cannot be replaced on a server: use 0")

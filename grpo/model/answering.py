@@ -14,7 +14,7 @@ import yaml
 
 from grpo.config.command_line import load_yaml, to_yaml
 from grpo.config.errors import ConfigError, is_first_rank, program_name
-from grpo.config.reward_settings import RewardSection, is_users_own
+from grpo.config.loss_settings import RewardSection, is_users_own
 from grpo.config.sampling_settings import AnswerSection, DataSection, TurnsSection
 
 ANSWERING = "grpo.yaml"

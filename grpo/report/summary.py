@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from grpo.config.reward_settings import is_users_own
+from grpo.config.loss_settings import is_users_own
 from grpo.report.read import RecordedRun, read_run
 
 _HELD_OUT = {

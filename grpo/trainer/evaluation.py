@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from grpo.algorithm.advantages import total_rewards
 from grpo.config.errors import ConfigError
-from grpo.config.reward_settings import RewardedConfig
+from grpo.config.loss_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example, Rollout
 from grpo.rewards.functions import TrainerState

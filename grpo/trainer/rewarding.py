@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.algorithm.advantages import soft_overlong_punishment
 from grpo.client.server_errors import ServerError, ServersLost
 from grpo.config.errors import ConfigError, RewardError
-from grpo.config.reward_settings import RewardedConfig
+from grpo.config.loss_settings import RewardedConfig
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import Key, user_code
 from grpo.data.records import Example, Rollout

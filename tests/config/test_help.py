@@ -64,7 +64,7 @@ def test_an_entry_says_kind_limits_default_and_what_no_does(help_of):
         "--num_generations INT completions per prompt, whose rewards are compared (1 or more; default: 8)",
         "--reward_weights FLOAT [FLOAT ...] weight of each",
         "--dtype WORD type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else "
-        "float32 (auto, bfloat16 or float32; default: auto)",
+        "float32 (auto or bfloat16 or float32; default: auto)",
         "--model, --model_name_or_path TEXT hub id",
         "--no_gradient_checkpointing keep activations for the backward pass: more memory, less time",
     ):

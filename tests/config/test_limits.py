@@ -9,10 +9,9 @@ import pytest
 from grpo.config.connection_settings import ConnectionSection, ReferenceConfig, ReferenceSection, ServersSection
 from grpo.config.errors import ConfigError
 from grpo.config.fields import Limits, default_of
-from grpo.config.loss_settings import LossSection
+from grpo.config.loss_settings import LossSection, RewardSection
 from grpo.config.programs import EvaluateSection, ReportConfig, WorkerConfig
 from grpo.config.record_settings import RecordSection
-from grpo.config.reward_settings import RewardSection
 from grpo.config.sampling_settings import (
     AdapterSection,
     AnswerSection,
