@@ -134,6 +134,7 @@ def test_what_is_named_for_a_setting_of_trls_is_a_setting_here():
         (ChatConfig, "--dataset x", "--dataset: no such option"),
         (ServerConfig, "--host 0.0.0.0", "host='0.0.0.0': others could reach it there: give --token_file or"),
         (ServerConfig, "--body_timeout nan", "body_timeout=nan: use a finite number"),
+        (ServerConfig, "--task reward --quantization 8bit", "quantization='8bit': not for task reward"),
         (ServerConfig, "--device_map cuda", "device_map='cuda': use auto"),
         (ServerConfig, "--update_folder x --quantization 4bit", "update_folder='x': quantized weights cannot be"),
         (ServerConfig, "--num_generations 4", "--num_generations (did you mean max_connections?): no such option"),

@@ -44,19 +44,16 @@ def test_the_gold_itself_earns_2(text, gold):
 @pytest.mark.parametrize(
     "text, gold",
     [
-        *[("1080", "1,080"), ("1,080", "1080"), ("$1,080.00", "1080"), ("1080.", "1080"), ("1,234,567", "1234567")],
-        *[("007", "7"), ("-10.0", "-10"), ("\N{MINUS SIGN}10", "-10"), ("\N{EN DASH}10", "-10"), ("- 10", "-10")],
-        *[("-$10", "-10"), ("$-10", "-10"), ("-€ 10", "-10"), ("+5", "5"), (".5", "0.5"), ("0.5", "1/2")],
-        *[("0.75", "3/4"), ("3 / 4", "0.75"), ("-3/4", "-0.75"), ("6/8", "3/4"), ("1,000/4", "250"), ("2 1/2", "2.5")],
-        *[("-2 1/2", "-2.5"), ("2 1/2 cups", "2.5"), ("1e3", "1000"), ("2.5E-1", "0.25"), ("50%", "50")],
-        *[("50 %", "50"), ("50", "50%"), ("50% of the class", "50"), ("18 apples", "18"), ("18 apples.", "18")],
-        *[("5 km", "5"), ("5km", "5"), ("60 km/h", "60"), ("$12/hour", "12"), ("10 g", "10")],
-        *[("12 dollars per hour", "12"), ("20 cm\N{SUPERSCRIPT TWO}", "20"), ("25 °C", "25"), ("18 €", "18")],
-        *[("18th", "18"), ("18 square feet", "18"), ("18 feet squared", "18"), ("20 cm^2", "20")],
-        *[("18 cups of tea", "18"), ("18 dollars an hour", "18"), ("18 apples left over", "18"), ("18 seconds", "18")],
-        *[("18 months", "18"), ("18 stallions", "18"), ("18 percent", "18"), ("**17**", "17"), ("`17`", "17")],
-        *[("**$17$**", "17"), ("18 = 18", "18"), ("$18 = 18.00 dollars", "18"), ("$18$", "18"), (r"\$18", "18")],
-        *[(r"50\%", "50"), ("1\N{NO-BREAK SPACE}1/2", "1.5")],
+        *[("1080", "1,080"), ("$1,080.00", "1080"), ("1080.", "1080"), ("1,234,567", "1234567"), ("007", "7")],
+        *[("-10.0", "-10"), ("\N{MINUS SIGN}10", "-10"), ("\N{EN DASH}10", "-10"), ("- 10", "-10"), ("-$10", "-10")],
+        *[("$-10", "-10"), ("-€ 10", "-10"), ("+5", "5"), (".5", "0.5"), ("0.5", "1/2"), ("3 / 4", "0.75")],
+        *[("6/8", "3/4"), ("1,000/4", "250"), ("-2 1/2", "-2.5"), ("2 1/2 cups", "2.5"), ("1e3", "1000")],
+        *[("2.5E-1", "0.25"), ("50%", "50"), ("50 %", "50"), ("50", "50%"), ("50% of the class", "50")],
+        *[("18 apples.", "18"), ("5km", "5"), ("60 km/h", "60"), ("$12/hour", "12"), ("12 dollars per hour", "12")],
+        *[("20 cm\N{SUPERSCRIPT TWO}", "20"), ("20 cm^2", "20"), ("25 °C", "25"), ("18 €", "18"), ("18th", "18")],
+        *[("18 feet squared", "18"), ("18 cups of tea", "18"), ("18 apples left over", "18"), ("18 stallions", "18")],
+        *[("**17**", "17"), ("`17`", "17"), ("**$17$**", "17"), ("$18 = 18.00 dollars", "18"), ("$18$", "18")],
+        *[(r"\$18", "18"), (r"50\%", "50"), ("1\N{NO-BREAK SPACE}1/2", "1.5")],
     ],
 )
 def test_the_same_number_earns_1_5(text, gold):
@@ -67,22 +64,16 @@ def test_the_same_number_earns_1_5(text, gold):
     "text, gold",
     [
         *[("10", "-10"), ("-10", "10"), ("--10", "10"), ("+-10", "-10"), ("-$-10", "10"), ("18 or 20", "18")],
-        *[("20 or 18", "18"), ("18 or twenty", "18"), ("18 and twenty", "18"), ("18 18", "36"), ("2 1", "3")],
-        *[("18 = 20", "18"), ("18 =", "18"), ("7+3=11", "10"), ("7+3=11", "11"), ("10-4", "10"), ("3-4", "3")],
-        *[("3\N{EN DASH}4", "3"), ("4-4", "4"), ("3*3", "3"), ("2^2", "2"), ("5!", "5"), ("5\N{SUPERSCRIPT TWO}", "5")],
-        *[("2x", "2"), ("2 x", "2"), ("2x\N{SUPERSCRIPT TWO}", "2"), ("1\N{VULGAR FRACTION ONE HALF} cups", "1")],
-        *[("1\N{VULGAR FRACTION ONE HALF}\N{VULGAR FRACTION ONE HALF}", "1"), ("2i", "2")],
-        *[("2\N{GREEK SMALL LETTER PI}", "2"), ("2 pi", "2"), ("2 million", "2"), ("3 Quadrillion", "3")],
-        *[("2 Dozen", "2"), ("18 and a half", "18"), ("2 thirds", "2"), ("5k", "5"), ("$5M", "5"), ("$5m", "5")],
-        *[("$5 m", "5"), ("**2** **3**", "23"), ("2**3", "23"), ("1,2,3", "123"), ("1,2,3", "1"), ("1,08", "108")],
-        *[("10,80", "1080"), ("1,0800", "10800"), ("0,500", "500"), ("1.080", "1080"), ("1.080,50", "1080.50")],
-        *[("1 080", "1080"), ("1_080", "1080"), ("12:30", "12"), ("12:30", "30"), ("2 1/2", "10.5"), ("2 1/2", "1")],
-        *[("2 1/2", "2"), ("3/4/5", "3/4"), ("3/x", "3"), ("3/0", "3"), ("3/0", "0"), ("0/0", "1"), ("3/4", "3")],
-        *[("0.333", "1/3"), ("0x10", "10"), ("0x10", "16"), ("inf", "1e999"), ("nan", "nan?")],
-        *[("\N{ARABIC-INDIC DIGIT ONE}\N{ARABIC-INDIC DIGIT EIGHT}", "18"), ("not 18", "18"), ("less than 18", "18")],
-        *[("18 apples and 3 pears", "18"), ("", "18"), ("apples", "18")],
-        ("100000000000000000000000000000000000001", "100000000000000000000000000000000000000"),
-        ("0.1000000000000000000000000000000000001", "0.1"),
+        *[("18 or twenty", "18"), ("18 18", "36"), ("2 1", "3"), ("18 = 20", "18"), ("18 =", "18"), ("7+3=11", "10")],
+        *[("7+3=11", "11"), ("3\N{EN DASH}4", "3"), ("3*3", "3"), ("2^2", "2"), ("5\N{SUPERSCRIPT TWO}", "5")],
+        *[("2 x", "2"), ("2x\N{SUPERSCRIPT TWO}", "2"), ("1\N{VULGAR FRACTION ONE HALF} cups", "1"), ("2i", "2")],
+        *[("2\N{GREEK SMALL LETTER PI}", "2"), ("3 Quadrillion", "3"), ("5k", "5"), ("$5M", "5"), ("$5 m", "5")],
+        *[("**2** **3**", "23"), ("2**3", "23"), ("1,2,3", "123"), ("1,08", "108"), ("1,0800", "10800")],
+        *[("0,500", "500"), ("1.080,50", "1080.50"), ("1 080", "1080"), ("1_080", "1080"), ("12:30", "12")],
+        *[("2 1/2", "10.5"), ("2 1/2", "1"), ("3/4/5", "3/4"), ("3/x", "3"), ("3/0", "3"), ("3/0", "0"), ("0/0", "1")],
+        *[("0.333", "1/3"), ("0x10", "16"), ("inf", "1e999"), ("not 18", "18"), ("less than 18", "18")],
+        *[("\N{ARABIC-INDIC DIGIT ONE}\N{ARABIC-INDIC DIGIT EIGHT}", "18"), ("18 apples and 3 pears", "18")],
+        *[("", "18"), ("100000000000000000000000000000000000001", "100000000000000000000000000000000000000")],
     ],
 )
 def test_anything_else_earns_nothing(text, gold):
@@ -119,15 +110,12 @@ def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expecte
         *[(r"First \boxed{17}, no: \boxed{ 18 }", "18", 2.0), (r"\boxed{18}, no: \boxed{17}", "18", 0.0)],
         *[(r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 2.0), (r"\boxed{\boxed{18}}", "18", 2.0)],
         *[(r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right.", 2.0), (r"so\\\boxed{18}", "18", 2.0)],
-        *[("f = {x: \\boxed{18}", "18", 2.0), (r"} \boxed{18} {", "18", 2.0)],
-        *[(r"\boxed{18} then \boxed{17", "18", 2.0), (r"\boxed{17} and \fbox{18}", "18", 0.0)],
-        *[(r"\boxed{18", "18", 0.0), (r"\boxed{18\}", "18", 0.0), (r"\boxed{}", "18", 0.0), (r"boxed{18}", "18", 0.0)],
-        *[(r"\boxed{18} <answer>17</answer>", "18", 0.0), (r"<answer>18</answer> \boxed{17}", "18", 2.0)],
-        (r"\boxed{18} <answer>18", "18", 0.0),
-        ("<answer>18</answer>", r"It is \boxed{17}, or rather \boxed{18}.", 2.0),
-        *[("<answer>18.0</answer>", "So it is 18. " * 200 + r"\boxed{18}", 1.5), (r"\boxed{18}", r"\boxed{18}", 2.0)],
-        (r"<answer>\boxed{18}</answer>", r"\boxed{18}", 2.0),
-        *[("<answer>17</answer>", r"\boxed{17} is wrong: \boxed{18}", 0.0), ("<answer></answer>", r"\boxed{}", 0.0)],
+        *[(r"} \boxed{18} {", "18", 2.0), (r"\boxed{18} then \boxed{17", "18", 2.0), (r"\boxed{18\}", "18", 0.0)],
+        *[(r"\boxed{}", "18", 0.0), (r"\boxed{18} <answer>17</answer>", "18", 0.0)],
+        *[(r"\boxed{18} <answer>18", "18", 0.0)],
+        *[(r"<answer>18</answer> \boxed{17}", "18", 2.0), (r"\boxed{18}", r"\boxed{18}", 2.0)],
+        *[("<answer>18</answer>", r"\boxed{17}, or \boxed{18}.", 2.0), ("<answer></answer>", r"\boxed{}", 0.0)],
+        *[("<answer>18.0</answer>", "So it is 18. " * 200 + r"\boxed{18}", 1.5)],
     ],
 )
 def test_a_box_is_an_answer_where_there_is_no_tag_and_in_a_gold(completion, gold, expected):
@@ -209,13 +197,11 @@ def test_no_text_crashes_the_rewards_or_leaves_their_values(text, gold):
 @pytest.mark.parametrize(
     "text",
     [
-        *["9" * 5000, "9" * 1_000_000, "1e999999999", "1e1000", "1e-999999999/1e999999999", "1," * 100_000],
-        *["1,111" * 199, "1=" * 499 + "1", "=" * 1000, "- " * 100_000, " " * 1_000_000 + "x", "1 " + "a " * 490 + "9"],
-        *["1 " + "illi" * 240 + "9", "1/" * 499, "<answer>" * 100_000, "</answer>" * 100_000],
-        *["</answer>" + "<|im_end|> " * 50_000 + "x", "a" * 499 + "1 = 5", "\\" * 490 + "1 = 5"],
-        *["(" * 499 + "=" + ")" * 499, "1,000" * 190 + "\\", "\\text{" * 160, "<think>" * 100_000, "\\boxed{" * 140],
-        *["\\boxed{" * 120 + "}" * 120, "$" * 999, "\\(" * 499, "\\[" + "\\[x" * 300, "x and " * 160 + "\\"],
-        "_{" * 400 + "=\\",
+        *["9" * 5000, "9" * 1_000_000, "1e999999999", "1e-999999999/1e999999999", "1," * 100_000, "1,111" * 199],
+        *["1=" * 499 + "1", "- " * 100_000, " " * 1_000_000 + "x", "1 " + "a " * 490 + "9", "1 " + "illi" * 240 + "9"],
+        *["<answer>" * 100_000, "</answer>" + "<|im_end|> " * 50_000 + "x", "a" * 499 + "1 = 5", "\\" * 490 + "1 = 5"],
+        *["(" * 499 + "=" + ")" * 499, "1,000" * 190 + "\\", "\\text{" * 160, "<think>" * 100_000],
+        *["\\boxed{" * 120 + "}" * 120, "$" * 999, "\\(" * 499, "\\[" + "\\[x" * 300, "_{" * 400 + "=\\"],
     ],
 )
 def test_long_or_huge_text_neither_crashes_nor_hangs(text):
@@ -223,11 +209,6 @@ def test_long_or_huge_text_neither_crashes_nor_hangs(text):
     assert correctness(text, "18") == 0.0
     assert formatting(text) < 0.8
     assert time.monotonic() - start < 2
-
-
-def test_even_a_huge_gold_matches_itself():
-    assert correctness("9" * 5000, "9" * 5000) == 2.0
-    assert correctness("9" * 900, "9" * 900 + ".0") == 1.5
 
 
 @needs_gsm8k
@@ -246,15 +227,13 @@ def test_every_gold_of_gsm8k_earns_full_marks(split, size):
 
 CHANGING_WORDS = re.split(
     "[|]",
-    "squared|cubed|square|factorial|tenths|thirds|halves|half|quarter|quarters|fifths|hundredth|thousandths|millionths"
-    "|dozen|dozens of eggs|hundred|thousand miles|million people|billion|zillion|grand|lakh|gross|score|pair|mil|thou"
-    "|mega|basis points|ppm|ten|ones|fourteen|twenty|onehundred|twomillion|twenty-two|double|doubled|triple|quadrupled"
-    "|twice|once|fold|tenfold|over two|over|times two|times|plus two|plus|minus|minus two|apples minus two|by two"
-    "|to two|divided by two|multiplied|mod five|base eight|hex|into two|choose two|to the fourth|power|root|square root"
-    "|log|sin x|pi|tau|xy|xyz|x|i|repeating|remainder two|inverse|negative|below zero|less|fewer|loss|short|off|or more"
-    "|or less|or twenty|and a half|and|at least|minimum|odd|ish|approximately|not|but twenty|instead|apples and pears"
-    "|cups squared|out of twenty|per dozen|percent of ninety|third graders|K|M|bn|mn"
-    "|万|百万|миллионов",
+    "squared|cubed|square|factorial|tenths|halves|half|quarters|hundredth|millionths|dozens of eggs|thousand miles"
+    "|million people|billion|zillion|grand|lakh|gross|score|pair|mil|thou|mega|basis points|ppm|ten|fourteen|twenty"
+    "|twomillion|twenty-two|doubled|triple|quadrupled|twice|tenfold|over two|times two|times|plus two|minus|minus two"
+    "|by two|to two|divided by two|multiplied|mod five|base eight|hex|choose two|to the fourth|power|square root|log"
+    "|sin x|pi|tau|xyz|x|i|repeating|remainder two|inverse|negative|below zero|less|loss|short|off|or more|or twenty"
+    "|and a half|and|at least|minimum|odd|ish|approximately|not|but twenty|instead|apples and pears|cups squared"
+    "|out of twenty|per dozen|percent of ninety|third graders|K|M|bn|mn|万|миллионов",
 )
 
 
@@ -272,18 +251,14 @@ def test_a_word_that_may_change_the_value_is_no_unit(form):
 @pytest.mark.parametrize(
     "completion, expected",
     [
-        *[("<think>2+2</think> <answer>4</answer>", 0.8), ("<think>2+2</think>\n<answer>4</answer>\n \n", 0.8)],
-        *[("Well. <think></think> so <answer></answer>", 0.8), ("<think>2+2</think> <answer>4</answer> Done!", 0.6)],
-        *[("<think>2+2 <answer>4</answer>", 0.6), ("2+2</think> <answer>4</answer>", 0.6)],
-        *[("<think>2+2</think> <answer>4", 0.6), ("<think><think>2+2</think> <answer>4</answer>", 0.6)],
-        ("<think>2+2</think></think> <answer>4</answer>", 0.6),
-        ("<think>2+2</think> <answer>5 <answer>4</answer>", 0.6),
-        *[("<think>2+2</think> <answer>4</answer></answer>", 0.6), ("<think>2+2</think>", 0.4)],
-        *[("<answer>4</answer>", 0.4), ("<answer>4</answer> <think>2+2</think>", 0.4)],
-        ("</think>2+2<think> </answer>4<answer>", 0.4),
-        ("<think>2+2</think> <answer>4</answer> <think>2+2</think> <answer>4</answer>", 0.0),
-        *[("</answer><answer></think><think>", 0.2), ("<think>", 0.2), ("4", 0.0), ("", 0.0)],
-        ("<THINK>2+2</THINK> <ANSWER>4</ANSWER>", 0.0),
+        *[("<think>2+2</think>\n<answer>4</answer>\n \n", 0.8), ("Well. <think></think> so <answer></answer>", 0.8)],
+        *[("<think>2+2</think> <answer>4</answer> Done!", 0.6), ("<think>2+2 <answer>4</answer>", 0.6)],
+        *[("2+2</think> <answer>4</answer>", 0.6), ("<think>2+2</think> <answer>4", 0.6)],
+        *[("<think><think>2+2</think> <answer>4</answer>", 0.6), ("<think>2</think></think> <answer>4</answer>", 0.6)],
+        *[("<think>2+2</think> <answer>5 <answer>4</answer>", 0.6), ("<answer>4</answer> <think>2+2</think>", 0.4)],
+        *[("<think>2+2</think>", 0.4), ("<answer>4</answer>", 0.4), ("</think>2+2<think> </answer>4<answer>", 0.4)],
+        *[("<think>2</think> <answer>4</answer>" * 2, 0.0), ("</answer><answer></think><think>", 0.2), ("4", 0.0)],
+        *[("<think>", 0.2), ("<THINK>2+2</THINK> <ANSWER>4</ANSWER>", 0.0)],
     ],
 )
 def test_format(completion, expected):
@@ -375,13 +350,6 @@ def test_the_full_format_is_the_four_tags_once_in_order_with_nothing_behind(piec
     assert (formatting("".join(pieces)) == format_reward.full_reward) is (tags == reward.TAGS and "4" not in behind)
 
 
-@unhurried
-@given(PIECES)
-def test_a_tag_repeated_or_absent_earns_nothing(pieces):
-    once = sum(pieces.count(tag) == 1 for tag in reward.TAGS)
-    assert formatting("".join(pieces)) <= round(0.2 * once, 1)
-
-
 # --- mathematics beyond numbers
 
 
@@ -465,15 +433,9 @@ def test_a_question_that_ends_the_process_is_answered_no(death):
     process = fake_process(f"reply = text == 'easy' or {death}", deadline=10)
     assert process.equal("hard", "x") is False
     assert process.equal("easy", "x") is True
-    process.stop()
-
-
-def test_a_process_killed_from_outside_is_started_again():
-    process = fake_process("reply = True", deadline=10)
-    assert process.equal("x", "x")
-    process.process.kill()
+    process.process.kill()  # from outside
     process.process.wait()
-    assert process.equal("x", "x")
+    assert process.equal("easy", "x") is True
     process.stop()
 
 
@@ -616,133 +578,54 @@ def test_a_word_that_may_change_the_value_is_no_unit_in_latex(math_verify, form)
 @pytest.mark.parametrize(
     "text, gold",
     [
-        *[("1+2", "3"), ("7+3=10", "10"), ("(1 + 2) * 3", "9"), ("1.1+2.2", "3.3"), ("36/2/3", "6")],
-        *[("10^6", "1,000,000"), (r"6.02 \times 10^{23}", "6.02e23"), ("6.02*10^{23}", "6.02e23")],
-        *[(r"1.6 \cdot 10^{-19}", "1.6e-19"), (r"0.\overline{3}", "1/3"), (r"0.1\overline{6}", r"\frac{1}{6}")],
-        *[(r"x = \boxed{\frac12}", r"\frac12"), (r"18 \text{ cm}^2", "18"), (r"\frac{1}{2}\text{ cup}", r"\frac12")],
-        *[(r"9\pi cm", r"9\pi"), ("10 cm", r"10\text{ cm}"), (r"18^{\circ}", "18"), ("1080", r"1,\!080")],
-        *[("0.75", r"\frac{3}{4}"), ("3/4", r"\frac{3}{4}"), (r"\frac{3}{4}", "0.75"), (r"\dfrac{6}{8}", "3/4")],
-        *[(r"\boxed{18}", "18"), (r"\(18\)", "18"), (r"\[18\]", "18"), (r"$\frac{36}{2}$", "18"), ("1+x^2", "x^2+1")],
-        *[("$x^2 + 1$", "x^2+1"), (r"\sqrt{18}", r"3\sqrt{2}"), ("2yx", "2xy"), ("(1, 2)", "(1,2)")],
-        *[(r"\{2, 1\}", r"\{1,2\}"), ("[0, 1)", "[0,1)"), ("2^{10}", "1024"), ("2^3", "8"), ("-2^{2}", "-4")],
-        *[("10!", "3628800"), (r"x = \frac12", r"\frac12"), (r"P(A) = \frac12", r"\frac12")],
-        *[(r"a_{1} = \frac12", r"\frac12"), (r"\angle ABC = \frac12", r"\frac12"), (r"f(x) = x^2+1", "x^2+1")],
-        *[(r"(x-1)^2 = x^2-2x+1", "x^2-2x+1"), (r"\frac24 = \frac12", r"\frac12"), (r"\frac12 = 0.5", r"\frac12")],
-        *[(r"\sqrt{4} = 2", "2"), ("y = 2x+1", "y=2x+1"), ("5", "x = 5"), ("2,1", "1,2"), (r"1 \text{ and } 2", "1,2")],
-        *[("1,2", r"1 \text{ and } 2"), (r"\{1,2\}", "1,2"), (r"x \in \{1,2\}", r"\{1,2\}"), ("x=1, y=2", "(1,2)")],
-        *[(r"\left(1,2\right)", "(1,2)"), ("(3,4),(1,2)", "(1,2),(3,4)"), (r"\{5\}", "5")],
-        ("(x+1)(x+2)", "(x+2)(x+1)"),
+        *[("1+2", "3"), ("7+3=10", "10"), ("(1 + 2) * 3", "9"), ("1.1+2.2", "3.3"), ("10^6", "1,000,000")],
+        *[(r"6.02 \times 10^{23}", "6.02e23"), (r"1.6 \cdot 10^{-19}", "1.6e-19")],
+        *[(r"0.1\overline{6}", r"\frac{1}{6}")],
+        *[(r"18 \text{ cm}^2", "18"), (r"\frac{1}{2}\text{ cup}", r"\frac12"), (r"9\pi cm", r"9\pi")],
+        *[("10 cm", r"10\text{ cm}"), (r"18^{\circ}", "18"), ("1080", r"1,\!080"), ("0.75", r"\frac{3}{4}")],
+        *[(r"\frac{3}{4}", "0.75"), (r"\dfrac{6}{8}", "3/4"), (r"\boxed{18}", "18"), (r"\(18\)", "18")],
+        *[(r"$\frac{36}{2}$", "18"), ("$x^2 + 1$", "x^2+1"), (r"\sqrt{18}", r"3\sqrt{2}"), ("2yx", "2xy")],
+        *[("(1, 2)", "(1,2)"), (r"\{2, 1\}", r"\{1,2\}"), ("[0, 1)", "[0,1)"), ("2^{10}", "1024"), ("-2^{2}", "-4")],
+        *[("10!", "3628800"), (r"x = \frac12", r"\frac12"), (r"P(A) = \frac12", r"\frac12"), (r"\sqrt{4} = 2", "2")],
+        *[(r"\angle ABC = \frac12", r"\frac12"), (r"f(x) = x^2+1", "x^2+1"), (r"(x-1)^2 = x^2-2x+1", "x^2-2x+1")],
+        *[(r"\frac24 = \frac12", r"\frac12"), ("y = 2x+1", "y=2x+1"), ("5", "x = 5"), ("2,1", "1,2")],
+        *[(r"1 \text{ and } 2", "1,2"), (r"x \in \{1,2\}", r"\{1,2\}"), ("x=1, y=2", "(1,2)"), (r"\{5\}", "5")],
+        *[(r"\left(1,2\right)", "(1,2)"), ("(3,4),(1,2)", "(1,2),(3,4)"), ("(x+1)(x+2)", "(x+2)(x+1)")],
     ],
 )
 def test_math_verify_finds_expressions_equal(math_verify, text, gold):
     assert correctness(text, gold) == 1.5
 
 
+DIFFERENT = {  # texts, with two spaces between, by gold
+    r"\frac12": r"1/3 = 1/2  \frac12 = x  \frac13 = \frac12  \frac12 = \frac13  x = \frac13 = \frac12  "
+    r"\frac13, \frac12  \boxed{\frac12} = \frac13  \frac13; \frac12  \frac13 \quad \frac12  \frac13 \\ \frac12  "
+    r"\frac13 \neq \frac12  \frac13 \Rightarrow \frac12  \frac13 \approx \frac12  \frac13 \text{ or } \frac12",
+    "18": r"20 \boxed{18}  2\cdot\boxed{18}  18 \text{ or more}  18 \text{ or } 20  \{18, 20\}  \$20 = \$18  "
+    r"\$18 = \$20  20 \text{ km} = 18 \text{ km}  \boxed{18 \text{ or } 20}  x=18 \text{ or } x=20  "
+    r"\boxed{18} \boxed{20}  \boxed{20} \boxed{18}  \begin{cases} 18 \\ 20 \end{cases}",
+    r"\frac{3}{4}": "0.74  \\frac{3}{  }{}{}{}{}{  \n  \ud800",
+    r"\pm 2": r"-2, 2, 2  2, -2, \pm 2  -2, 3  x = -2, 3",
+    "(1,2)": r"(2,1)  x = (1,3) = (1,2)  (x,y) = (2,1)  \{1,2\}  \left\{1,2\right\}  [1,2]  (1,3) = (1,2)",
+    "5": r"\boxed{x+3=5}  \frac{x}{2} = 5",
+    "3": r"\pi = 3  \pm 3",
+    "2x+3": "2x+3t  2x+3_2",
+    "x^2+1": "x^2-1  x^2-1 = x^2+1",
+    "1,2": "1{,}2  1,1,2  1,2,1",
+    **{r"\frac13": "0.333333", r"\sqrt2": "1.414214", "38": r"20\ 18", "81": r"1\,080", "2h": "2", "x^1": "x'"},
+    **{"-2,2": r"x=-2 \text{ or } x=3", r"\sqrt5": "|z| = 5", "2": r"\pm 2", "-3": r"\pm 3", "1,1,2": "1,2"},
+    **{r"\{1,2\}": r"(1,2)  \{1,1,2\}", "[0,1]": "[0,1)", "9": "2^3", "10": "10!", "4": "-2^{2}", "east": "seat"},
+    **{"1018": r"\$1,020 = \$1,018", r"\frac12, 2": r"\frac13 = \frac12, 2"},
+}
+
+
 @pytest.mark.parametrize(
     "text, gold",
-    [
-        ("0.74", r"\frac{3}{4}"),
-        ("0.333333", r"\frac13"),
-        ("1.414214", r"\sqrt2"),
-        (r"20 \boxed{18}", "18"),
-        (r"2\cdot\boxed{18}", "18"),
-        (r"20\ 18", "38"),
-        (r"1\,080", "81"),
-        (r"18 \text{ or more}", "18"),
-        ("2x+3t", "2x+3"),
-        ("2", "2h"),
-        ("x'", "x^1"),
-        ("2x+3_2", "2x+3"),
-        ("\\frac12\n\\frac13", r"\frac12"),
-        ("x^2-1", "x^2+1"),
-        ("(2,1)", "(1,2)"),
-        (r"18 \text{ or } 20", "18"),
-        (r"\{18, 20\}", "18"),
-        (r"\frac{3}{", r"\frac{3}{4}"),
-        ("}{" * 100, r"\frac{3}{4}"),
-        ("\n", r"\frac{3}{4}"),
-        ("\ud800", r"\frac{3}{4}"),
-        ("seat", "east"),
-        # more than one answer, and answers that contradict each other
-        *[(text, r"\frac12") for text in HEDGES],
-        (r"\pi = 3", "3"),
-        (r"20 \text{ km} = 18 \text{ km}", "18"),
-        (r"\frac13 = \frac12, 2", r"\frac12, 2"),
-        (r"x = (1,3) = (1,2)", "(1,2)"),
-        (r"\boxed{x+3=5}", "5"),
-        (r"\boxed{18 \text{ or } 20}", "18"),
-        ("1{,}2", "1,2"),
-        ("-2, 2, 2", r"\pm 2"),
-        (r"2, -2, \pm 2", r"\pm 2"),
-        ("-2, 3", r"\pm 2"),
-        (r"\pm 2", "2"),
-        (r"x = -2, 3", r"\pm 2"),
-        (r"x=-2 \text{ or } x=3", "-2,2"),
-        ("|z| = 5", r"\sqrt5"),
-        (r"(x,y) = (2,1)", "(1,2)"),
-        (r"\frac12 = x", r"\frac12"),
-        (r"\frac13 = \frac12", r"\frac12"),
-        (r"\frac12 = \frac13", r"\frac12"),
-        ("1/3 = 1/2", r"\frac12"),
-        (r"x = \frac13 = \frac12", r"\frac12"),
-        (r"\frac{x}{2} = 5", "5"),
-        ("x^2-1 = x^2+1", "x^2+1"),
-        (r"\boxed{\frac12} = \frac13", r"\frac12"),
-        (r"\$20 = \$18", "18"),
-        (r"\$18 = \$20", "18"),
-        (r"\$1,020 = \$1,018", "1018"),
-        (r"\frac13, \frac12", r"\frac12"),
-        (r"\frac13; \frac12", r"\frac12"),
-        (r"\frac13 \quad \frac12", r"\frac12"),
-        (r"\frac13 \\ \frac12", r"\frac12"),
-        (r"\frac13 \Rightarrow \frac12", r"\frac12"),
-        (r"\frac13 \approx \frac12", r"\frac12"),
-        (r"\frac13 \neq \frac12", r"\frac12"),
-        (r"\frac13 \text{ or } \frac12", r"\frac12"),
-        (r"x=18 \text{ or } x=20", "18"),
-        (r"\boxed{18} \boxed{20}", "18"),
-        (r"\boxed{20} \boxed{18}", "18"),
-        (r"\pm 3", "3"),
-        (r"\pm 3", "-3"),
-        (r"\begin{cases} 18 \\ 20 \end{cases}", "18"),
-        # lists of another kind or length
-        (r"\{1,2\}", "(1,2)"),
-        ("(1,2)", r"\{1,2\}"),
-        (r"\left\{1,2\right\}", "(1,2)"),
-        ("[1,2]", "(1,2)"),
-        ("[0,1)", "[0,1]"),
-        ("1,1,2", "1,2"),
-        ("1,2,1", "1,2"),
-        ("1,2", "1,1,2"),
-        (r"\{1,1,2\}", r"\{1,2\}"),
-        ("(1,3) = (1,2)", "(1,2)"),
-        ("2^3", "9"),
-        ("10!", "10"),
-        ("-2^{2}", "4"),
-    ],
+    [(text, gold) for gold, texts in DIFFERENT.items() for text in texts.split("  ")]
+    + [(text, r"\frac12") for text in (*HEDGES, "\\frac12\n\\frac13")],
 )
 def test_math_verify_finds_expressions_different(math_verify, text, gold):
     assert correctness(text, gold) == 0.0
-
-
-@pytest.mark.parametrize(
-    "text, gold",
-    [
-        *[("-2<x<3", "(-2,3)"), (r"x \le 5", r"(-\infty,5]"), (r"-5 \le x \le 5", "[-5,5]")],
-        *[(r"\emptyset", r"\varnothing"), (r"e^{i\pi}", "-1"), (r"\sin 2\theta = \frac12", r"\frac12")],
-        ("3 pairs of shoes", "3"),
-    ],
-)
-def test_what_is_right_and_not_known_to_be(math_verify, text, gold):
-    assert correctness(text, gold) == 0.0
-
-
-def test_math_verify_works_from_a_thread(math_verify):
-    rewards = []
-    thread = threading.Thread(target=lambda: rewards.append(correctness("1+x^2", "x^2+1")))
-    thread.start()
-    thread.join()
-    assert rewards == [1.5]
 
 
 @pytest.mark.slow
@@ -785,8 +668,3 @@ def test_math_verify_ends_with_its_parent_even_in_a_computation_and_never_runs_i
 def test_math_verify_survives_any_text(text, gold):
     pytest.importorskip("math_verify")
     assert correctness(text, gold) in {0.0, 1.5, 2.0}
-
-
-def test_reward_py_and_the_rewards_folder_import_no_torch():
-    script = "import sys, reward, grpo.rewards; sys.exit(bool({'torch', 'sympy', 'math_verify'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", script], cwd=Path(reward.__file__).parent, check=True)
