@@ -144,16 +144,9 @@ def test_other_programs_refuse_in_one_sentence(refused, config_class, options, s
     assert sentence in refused(config_class, *options.split())
 
 
-@pytest.mark.parametrize(
-    "options, ks",
-    [
-        ([], []),
-        (["--num_generations_eval", "1"], [1]),
-        (["--num_generations_eval", "8"], [1, 2, 4, 8]),
-        (["--num_generations_eval", "12"], [1, 2, 4, 8, 12]),
-    ],
-)
-def test_the_k_of_pass_at_k(options, ks):
+@pytest.mark.parametrize("samples, ks", [("0", []), ("1", [1]), ("8", [1, 2, 4, 8]), ("12", [1, 2, 4, 8, 12])])
+def test_the_k_of_pass_at_k(samples, ks):
+    options = ["--num_generations_eval", samples]
     assert trainer(*options).ks == ks == parse_arguments(EvaluateConfig, "", options).ks
 
 
@@ -192,15 +185,13 @@ def test_a_token_is_not_repeated_where_it_does_not_belong(refused, file):
 @pytest.mark.parametrize(
     "options, on",
     [
-        *[([], True), (["--gradient_checkpointing", "false"], False), (["--gradient-checkpointing=No"], False)],
-        *[(["--no_gradient_checkpointing"], False), (["--no-gradient-checkpointing"], False)],
-        (["--no_gradient_checkpointing", "--gradient_checkpointing"], True),
-        (["--gradient_checkpointing", "1", "--use-peft"], True),
+        *[("", True), ("--gradient_checkpointing false", False), ("--gradient-checkpointing=No", False)],
+        *[("--no_gradient_checkpointing", False), ("--no-gradient-checkpointing", False)],
+        *[("--no_gradient_checkpointing --gradient_checkpointing", True), ("--gradient_checkpointing 1", True)],
     ],
 )
 def test_the_ways_to_write_a_switch(options, on):
-    config = trainer(*options)
-    assert (config.gradient_checkpointing, config.use_peft) == (on, "--use-peft" in options)
+    assert trainer(*options.split()).gradient_checkpointing is on
 
 
 def test_without_a_server_its_port_does_not_matter():

@@ -23,6 +23,14 @@ from reward import MathProcess, correctness_reward, format_reward, to_number
 unhurried = settings(deadline=None)
 
 
+def pairs(*cases):
+    return pytest.mark.parametrize("text, gold", cases)
+
+
+def graded(*cases):
+    return pytest.mark.parametrize("completion, expected", cases)
+
+
 def correctness(text: str, gold: str) -> float:
     return correctness_reward(["?"], [f"<answer>{text}</answer>"], answer=[gold])[0]
 
@@ -34,55 +42,45 @@ def formatting(completion: str, prompt: str = "?") -> float:
 # --- correctness: strings and numbers
 
 
-@pytest.mark.parametrize(
-    "text, gold", [("18", "18"), (" 18\n", "18"), ("18", "\t18 "), ("Paris", "Paris"), ("x^2", "x^2"), ("3/0", "3/0")]
-)
+@pairs(("18", "18"), (" 18\n", "18"), ("18", "\t18 "), ("Paris", "Paris"), ("x^2", "x^2"), ("3/0", "3/0"))
 def test_the_gold_itself_earns_2(text, gold):
     assert correctness(text, gold) == 2.0
 
 
-@pytest.mark.parametrize(
-    "text, gold",
-    [
-        *[("1080", "1,080"), ("$1,080.00", "1080"), ("1080.", "1080"), ("1,234,567", "1234567"), ("007", "7")],
-        *[("-10.0", "-10"), ("\N{MINUS SIGN}10", "-10"), ("\N{EN DASH}10", "-10"), ("- 10", "-10"), ("-$10", "-10")],
-        *[("$-10", "-10"), ("-€ 10", "-10"), ("+5", "5"), (".5", "0.5"), ("0.5", "1/2"), ("3 / 4", "0.75")],
-        *[("6/8", "3/4"), ("1,000/4", "250"), ("-2 1/2", "-2.5"), ("2 1/2 cups", "2.5"), ("1e3", "1000")],
-        *[("2.5E-1", "0.25"), ("50%", "50"), ("50 %", "50"), ("50", "50%"), ("50% of the class", "50")],
-        *[("18 apples.", "18"), ("5km", "5"), ("60 km/h", "60"), ("$12/hour", "12"), ("12 dollars per hour", "12")],
-        *[("20 cm\N{SUPERSCRIPT TWO}", "20"), ("20 cm^2", "20"), ("25 °C", "25"), ("18 €", "18"), ("18th", "18")],
-        *[("18 feet squared", "18"), ("18 cups of tea", "18"), ("18 apples left over", "18"), ("18 stallions", "18")],
-        *[("**17**", "17"), ("`17`", "17"), ("**$17$**", "17"), ("$18 = 18.00 dollars", "18"), ("$18$", "18")],
-        *[(r"\$18", "18"), (r"50\%", "50"), ("1\N{NO-BREAK SPACE}1/2", "1.5")],
-    ],
+@pairs(
+    *[("1080", "1,080"), ("$1,080.00", "1080"), ("1080.", "1080"), ("1,234,567", "1234567"), ("007", "7")],
+    *[("-10.0", "-10"), ("\N{MINUS SIGN}10", "-10"), ("\N{EN DASH}10", "-10"), ("- 10", "-10"), ("-$10", "-10")],
+    *[("$-10", "-10"), ("-€ 10", "-10"), ("+5", "5"), (".5", "0.5"), ("0.5", "1/2"), ("3 / 4", "0.75")],
+    *[("6/8", "3/4"), ("1,000/4", "250"), ("-2 1/2", "-2.5"), ("2 1/2 cups", "2.5"), ("1e3", "1000")],
+    *[("2.5E-1", "0.25"), ("50%", "50"), ("50 %", "50"), ("50", "50%"), ("50% of the class", "50")],
+    *[("18 apples.", "18"), ("5km", "5"), ("60 km/h", "60"), ("$12/hour", "12"), ("12 dollars per hour", "12")],
+    *[("20 cm\N{SUPERSCRIPT TWO}", "20"), ("20 cm^2", "20"), ("25 °C", "25"), ("18 €", "18"), ("18th", "18")],
+    *[("18 feet squared", "18"), ("18 cups of tea", "18"), ("18 apples left over", "18"), ("18 stallions", "18")],
+    *[("**17**", "17"), ("`17`", "17"), ("**$17$**", "17"), ("$18 = 18.00 dollars", "18"), ("$18$", "18")],
+    *[(r"\$18", "18"), (r"50\%", "50"), ("1\N{NO-BREAK SPACE}1/2", "1.5")],
 )
 def test_the_same_number_earns_1_5(text, gold):
     assert correctness(text, gold) == 1.5
 
 
-@pytest.mark.parametrize(
-    "text, gold",
-    [
-        *[("10", "-10"), ("-10", "10"), ("--10", "10"), ("+-10", "-10"), ("-$-10", "10"), ("18 or 20", "18")],
-        *[("18 or twenty", "18"), ("18 18", "36"), ("2 1", "3"), ("18 = 20", "18"), ("18 =", "18"), ("7+3=11", "10")],
-        *[("7+3=11", "11"), ("3\N{EN DASH}4", "3"), ("3*3", "3"), ("2^2", "2"), ("5\N{SUPERSCRIPT TWO}", "5")],
-        *[("2 x", "2"), ("2x\N{SUPERSCRIPT TWO}", "2"), ("1\N{VULGAR FRACTION ONE HALF} cups", "1"), ("2i", "2")],
-        *[("2\N{GREEK SMALL LETTER PI}", "2"), ("3 Quadrillion", "3"), ("5k", "5"), ("$5M", "5"), ("$5 m", "5")],
-        *[("**2** **3**", "23"), ("2**3", "23"), ("1,2,3", "123"), ("1,08", "108"), ("1,0800", "10800")],
-        *[("0,500", "500"), ("1.080,50", "1080.50"), ("1 080", "1080"), ("1_080", "1080"), ("12:30", "12")],
-        *[("2 1/2", "10.5"), ("2 1/2", "1"), ("3/4/5", "3/4"), ("3/x", "3"), ("3/0", "3"), ("3/0", "0"), ("0/0", "1")],
-        *[("0.333", "1/3"), ("0x10", "16"), ("inf", "1e999"), ("not 18", "18"), ("less than 18", "18")],
-        *[("\N{ARABIC-INDIC DIGIT ONE}\N{ARABIC-INDIC DIGIT EIGHT}", "18"), ("18 apples and 3 pears", "18")],
-        *[("", "18"), ("100000000000000000000000000000000000001", "100000000000000000000000000000000000000")],
-    ],
+@pairs(
+    *[("10", "-10"), ("-10", "10"), ("--10", "10"), ("+-10", "-10"), ("-$-10", "10"), ("18 or 20", "18")],
+    *[("18 or twenty", "18"), ("18 18", "36"), ("2 1", "3"), ("18 = 20", "18"), ("18 =", "18"), ("7+3=11", "10")],
+    *[("7+3=11", "11"), ("3\N{EN DASH}4", "3"), ("3*3", "3"), ("2^2", "2"), ("5\N{SUPERSCRIPT TWO}", "5")],
+    *[("2 x", "2"), ("2x\N{SUPERSCRIPT TWO}", "2"), ("1\N{VULGAR FRACTION ONE HALF} cups", "1"), ("2i", "2")],
+    *[("2\N{GREEK SMALL LETTER PI}", "2"), ("3 Quadrillion", "3"), ("5k", "5"), ("$5M", "5"), ("$5 m", "5")],
+    *[("**2** **3**", "23"), ("2**3", "23"), ("1,2,3", "123"), ("1,08", "108"), ("1,0800", "10800")],
+    *[("0,500", "500"), ("1.080,50", "1080.50"), ("1 080", "1080"), ("1_080", "1080"), ("12:30", "12")],
+    *[("2 1/2", "10.5"), ("2 1/2", "1"), ("3/4/5", "3/4"), ("3/x", "3"), ("3/0", "3"), ("3/0", "0"), ("0/0", "1")],
+    *[("0.333", "1/3"), ("0x10", "16"), ("inf", "1e999"), ("not 18", "18"), ("less than 18", "18")],
+    *[("\N{ARABIC-INDIC DIGIT ONE}\N{ARABIC-INDIC DIGIT EIGHT}", "18"), ("18 apples and 3 pears", "18")],
+    *[("", "18"), ("100000000000000000000000000000000000001", "100000000000000000000000000000000000000")],
 )
 def test_anything_else_earns_nothing(text, gold):
     assert correctness(text, gold) == 0.0
 
 
-@pytest.mark.parametrize(
-    "text, gold", [("2", "2xy"), ("seat", "east"), ("paris", "Paris"), ("5", ""), ("", ""), ("", " "), ("0", "3/0")]
-)
+@pairs(("2", "2xy"), ("seat", "east"), ("paris", "Paris"), ("5", ""), ("", ""), ("", " "), ("0", "3/0"))
 def test_a_gold_that_is_no_number_wants_the_same_string(text, gold):
     assert correctness(text, gold) == 0.0
 
@@ -111,8 +109,11 @@ def test_the_last_closed_answer_is_the_one_that_counts(completion, gold, expecte
         *[(r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 2.0), (r"\boxed{\boxed{18}}", "18", 2.0)],
         *[(r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right.", 2.0), (r"so\\\boxed{18}", "18", 2.0)],
         *[(r"} \boxed{18} {", "18", 2.0), (r"\boxed{18} then \boxed{17", "18", 2.0), (r"\boxed{18\}", "18", 0.0)],
-        *[(r"\boxed{}", "18", 0.0), (r"\boxed{18} <answer>17</answer>", "18", 0.0)],
-        *[(r"\boxed{18} <answer>18", "18", 0.0)],
+        *[
+            (r"\boxed{}", "18", 0.0),
+            (r"\boxed{18} <answer>17</answer>", "18", 0.0),
+            (r"\boxed{18}<answer>18", "18", 0.0),
+        ],
         *[(r"<answer>18</answer> \boxed{17}", "18", 2.0), (r"\boxed{18}", r"\boxed{18}", 2.0)],
         *[("<answer>18</answer>", r"\boxed{17}, or \boxed{18}.", 2.0), ("<answer></answer>", r"\boxed{}", 0.0)],
         *[("<answer>18.0</answer>", "So it is 18. " * 200 + r"\boxed{18}", 1.5)],
@@ -248,45 +249,36 @@ def test_a_word_that_may_change_the_value_is_no_unit(form):
 # --- format
 
 
-@pytest.mark.parametrize(
-    "completion, expected",
-    [
-        *[("<think>2+2</think>\n<answer>4</answer>\n \n", 0.8), ("Well. <think></think> so <answer></answer>", 0.8)],
-        *[("<think>2+2</think> <answer>4</answer> Done!", 0.6), ("<think>2+2 <answer>4</answer>", 0.6)],
-        *[("2+2</think> <answer>4</answer>", 0.6), ("<think>2+2</think> <answer>4", 0.6)],
-        *[("<think><think>2+2</think> <answer>4</answer>", 0.6), ("<think>2</think></think> <answer>4</answer>", 0.6)],
-        *[("<think>2+2</think> <answer>5 <answer>4</answer>", 0.6), ("<answer>4</answer> <think>2+2</think>", 0.4)],
-        *[("<think>2+2</think>", 0.4), ("<answer>4</answer>", 0.4), ("</think>2+2<think> </answer>4<answer>", 0.4)],
-        *[("<think>2</think> <answer>4</answer>" * 2, 0.0), ("</answer><answer></think><think>", 0.2), ("4", 0.0)],
-        *[("<think>", 0.2), ("<THINK>2+2</THINK> <ANSWER>4</ANSWER>", 0.0)],
-    ],
+@graded(
+    *[("<think>2+2</think>\n<answer>4</answer>\n \n", 0.8), ("Well. <think></think> so <answer></answer>", 0.8)],
+    *[("<think>2+2</think> <answer>4</answer> Done!", 0.6), ("<think>2+2 <answer>4</answer>", 0.6)],
+    *[("2+2</think> <answer>4</answer>", 0.6), ("<think>2+2</think> <answer>4", 0.6)],
+    *[("<think><think>2+2</think> <answer>4</answer>", 0.6), ("<think>2</think></think> <answer>4</answer>", 0.6)],
+    *[("<think>2+2</think> <answer>5 <answer>4</answer>", 0.6), ("<answer>4</answer> <think>2+2</think>", 0.4)],
+    *[("<think>2+2</think>", 0.4), ("<answer>4</answer>", 0.4), ("</think>2+2<think> </answer>4<answer>", 0.4)],
+    *[("<think>2</think> <answer>4</answer>" * 2, 0.0), ("</answer><answer></think><think>", 0.2), ("4", 0.0)],
+    *[("<think>", 0.2), ("<THINK>2+2</THINK> <ANSWER>4</ANSWER>", 0.0)],
 )
 def test_format(completion, expected):
     assert formatting(completion) == expected
 
 
 @pytest.mark.parametrize("prompt", ["assistant\n<think>", "assistant\n<think>\n", "Write <think> first. <think>\n\n"])
-@pytest.mark.parametrize(
-    "completion, expected",
-    [
-        *[("2+2</think> <answer>4</answer>", 0.8), ("\n2+2\n</think>\n\n<answer>4</answer><|im_end|>", 0.8)],
-        *[("<think>2+2</think> <answer>4</answer>", 0.6), ("2+2</think> <answer>4</answer> Done!", 0.6)],
-        *[("2+2 <answer>4</answer>", 0.6), ("<answer>4</answer> 2+2</think>", 0.4), ("", 0.2)],
-    ],
+@graded(
+    *[("2+2</think> <answer>4</answer>", 0.8), ("\n2+2\n</think>\n\n<answer>4</answer><|im_end|>", 0.8)],
+    *[("<think>2+2</think> <answer>4</answer>", 0.6), ("2+2</think> <answer>4</answer> Done!", 0.6)],
+    *[("2+2 <answer>4</answer>", 0.6), ("<answer>4</answer> 2+2</think>", 0.4), ("", 0.2)],
 )
 def test_a_tag_that_the_prompt_opens_is_there(prompt, completion, expected):
     assert formatting(completion, prompt) == expected
 
 
 @pytest.mark.parametrize("begin", ["assistant\n", "<|Assistant|>", "[/INST]", "Write <think> first.\nassistant\n"])
-@pytest.mark.parametrize(
-    "completion, expected",
-    [
-        ("x</think><answer>4</answer>", 0.8),
-        ("<think>x</think><answer>4</answer>", 0.6),
-        ("<answer>4</answer>", 0.6),
-        ("<answer>4</answer>x</think>", 0.4),
-    ],
+@graded(
+    ("x</think><answer>4</answer>", 0.8),
+    ("<think>x</think><answer>4</answer>", 0.6),
+    ("<answer>4</answer>", 0.6),
+    ("<answer>4</answer>x</think>", 0.4),
 )
 def test_a_thought_that_the_prompt_begins_is_open(begin, completion, expected):
     for thought in ("<think>\nLet me", "<think>\nIf a < b\nthen "):
@@ -294,13 +286,10 @@ def test_a_thought_that_the_prompt_begins_is_open(begin, completion, expected):
 
 
 @pytest.mark.parametrize("begin", ["", "<|im_start|>assistant\n", "Use <think> tags.\nassistant\n"])
-@pytest.mark.parametrize(
-    "completion, expected",
-    [
-        *[("<answer>4</answer>", 0.8), ("2+2 <answer>4</answer><|im_end|>", 0.8)],
-        *[("<think>2+2</think> <answer>4</answer>", 0.8), ("2+2</think> <answer>4</answer>", 0.6)],
-        *[("<think>2+2 <answer>4</answer>", 0.6), ("<answer>4</answer> Done!", 0.6), ("4", 0.4)],
-    ],
+@graded(
+    *[("<answer>4</answer>", 0.8), ("2+2 <answer>4</answer><|im_end|>", 0.8)],
+    *[("<think>2+2</think> <answer>4</answer>", 0.8), ("2+2</think> <answer>4</answer>", 0.6)],
+    *[("<think>2+2 <answer>4</answer>", 0.6), ("<answer>4</answer> Done!", 0.6), ("4", 0.4)],
 )
 def test_a_thought_that_the_prompt_opens_and_closes_is_there(begin, completion, expected):
     prompt = begin + "<think>\n\n</think>\n\n"
@@ -374,28 +363,22 @@ def test_without_math_verify_expressions_are_compared_as_strings():
     assert reward.math_process.process is None
 
 
-@pytest.mark.parametrize(
-    "text, gold",
-    [
-        *[("14{,}400", "14400"), ("1{,}234{,}567.5", "1234567.5"), ("x = 5", "5"), ("n=18 apples", "18")],
-        *[("x = 5 = 5.0", "5"), (r"\text{(B)}", "B"), (r"\textbf{(B)}", "B"), ("(B)", "B"), ("B", r"\text{(B)}")],
-        *[(r"\text{east}", "east"), ("east", r"\text{east}"), (r"\text{Monday}", "Monday")],
-        *[(r"\mathrm{ Monday }", "Monday"), (r"\text{18}", "18")],
-    ],
+@pairs(
+    *[("14{,}400", "14400"), ("1{,}234{,}567.5", "1234567.5"), ("x = 5", "5"), ("n=18 apples", "18")],
+    *[("x = 5 = 5.0", "5"), (r"\text{(B)}", "B"), (r"\textbf{(B)}", "B"), ("(B)", "B"), ("B", r"\text{(B)}")],
+    *[(r"\text{east}", "east"), ("east", r"\text{east}"), (r"\text{Monday}", "Monday")],
+    *[(r"\mathrm{ Monday }", "Monday"), (r"\text{18}", "18")],
 )
 def test_words_choices_and_variables_need_no_math_verify(monkeypatch, text, gold):
     monkeypatch.setattr(reward, "find_spec", lambda name: None)
     assert correctness(text, gold) == 1.5
 
 
-@pytest.mark.parametrize(
-    "text, gold",
-    [
-        *[("14{,}40", "1440"), ("{,}", "0"), ("x = 5 = 6", "5"), ("x = 5 or 6", "5"), ("5 = x", "5"), ("x == 5", "5")],
-        *[("x + 3 = 5", "5"), ("y = 5", "x = 5"), ("2^{10}", "10"), ("5!", "5"), (r"\text{(A)}", "B")],
-        *[(r"\text{(B) or (C)}", "B"), ("(B)(C)", "B"), ("(b)", "B"), (r"\text{seat}", "east")],
-        *[("seat", r"\text{east}"), (r"\text{east or west}", "east"), (r"\text{18 or 20}", "18"), (r"\text{}", "east")],
-    ],
+@pairs(
+    *[("14{,}40", "1440"), ("{,}", "0"), ("x = 5 = 6", "5"), ("x = 5 or 6", "5"), ("5 = x", "5"), ("x == 5", "5")],
+    *[("x + 3 = 5", "5"), ("y = 5", "x = 5"), ("2^{10}", "10"), ("5!", "5"), (r"\text{(A)}", "B")],
+    *[(r"\text{(B) or (C)}", "B"), ("(B)(C)", "B"), ("(b)", "B"), (r"\text{seat}", "east")],
+    *[("seat", r"\text{east}"), (r"\text{east or west}", "east"), (r"\text{18 or 20}", "18"), (r"\text{}", "east")],
 )
 @pytest.mark.parametrize("installed", [False, True])
 def test_other_words_choices_and_variables_earn_nothing(monkeypatch, text, gold, installed):
@@ -527,14 +510,11 @@ HEDGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "text, gold",
-    [
-        *[(r"$x = \frac{1}{2}$", r"\frac{1}{2}"), (r"\(x = 2\sqrt{3}\)", r"2\sqrt{3}"), (r"\(x=5\)", "5")],
-        *[(r"\[x=2\]", "2"), (r"$$x=2$$", "2"), (r"\boxed{x=5}", "5"), (r"$\boxed{x=5}$", "5")],
-        *[(r"\boxed{x=\frac12}", r"\frac12"), (r"x = \boxed{\frac12}", r"\frac12"), (r"\boxed{7+3=10}", "10")],
-        *[(r"\(9+9\)", "18"), (r"9\cdot 120 = 1,080", "1080"), (r"$\frac24$ = $\frac12$", r"\frac12")],
-    ],
+@pairs(
+    *[(r"$x = \frac{1}{2}$", r"\frac{1}{2}"), (r"\(x = 2\sqrt{3}\)", r"2\sqrt{3}"), (r"\(x=5\)", "5")],
+    *[(r"\[x=2\]", "2"), (r"$$x=2$$", "2"), (r"\boxed{x=5}", "5"), (r"$\boxed{x=5}$", "5")],
+    *[(r"\boxed{x=\frac12}", r"\frac12"), (r"x = \boxed{\frac12}", r"\frac12"), (r"\boxed{7+3=10}", "10")],
+    *[(r"\(9+9\)", "18"), (r"9\cdot 120 = 1,080", "1080"), (r"$\frac24$ = $\frac12$", r"\frac12")],
 )
 def test_delimiters_around_an_equation_change_nothing(math_verify, text, gold):
     assert correctness(text, gold) == 1.5
@@ -555,13 +535,10 @@ def test_the_left_side_of_an_equation_may_name_what_is_asked_for(math_verify, na
     assert correctness(f"{name} = {value}", value) == 1.5
 
 
-@pytest.mark.parametrize(
-    "text, gold",
-    [
-        *[("-2, 2", r"\pm 2"), (r"\sqrt2, -\sqrt2", r"\pm\sqrt2"), ("x = -2, 2", r"\pm 2"), (r"x = \pm 2", "-2,2")],
-        *[(r"\{-2, 2\}", r"\pm 2"), (r"x=-2 \text{ or } x=2", "-2,2"), ("x=-2 or x=2", "-2,2")],
-        *[("$x=1$, $y=2$", "1,2"), ("(1,2) and (3,4)", "(1,2), (3,4)")],
-    ],
+@pairs(
+    *[("-2, 2", r"\pm 2"), (r"\sqrt2, -\sqrt2", r"\pm\sqrt2"), ("x = -2, 2", r"\pm 2"), (r"x = \pm 2", "-2,2")],
+    *[(r"\{-2, 2\}", r"\pm 2"), (r"x=-2 \text{ or } x=2", "-2,2"), ("x=-2 or x=2", "-2,2")],
+    *[("$x=1$, $y=2$", "1,2"), ("(1,2) and (3,4)", "(1,2), (3,4)")],
 )
 def test_a_list_may_be_written_in_other_ways(math_verify, text, gold):
     assert correctness(text, gold) == 1.5
@@ -575,23 +552,20 @@ def test_a_word_that_may_change_the_value_is_no_unit_in_latex(math_verify, form)
     assert [word for word in CHANGING_WORDS if correctness(form.replace("{}", word), "18")] == []
 
 
-@pytest.mark.parametrize(
-    "text, gold",
-    [
-        *[("1+2", "3"), ("7+3=10", "10"), ("(1 + 2) * 3", "9"), ("1.1+2.2", "3.3"), ("10^6", "1,000,000")],
-        *[(r"6.02 \times 10^{23}", "6.02e23"), (r"1.6 \cdot 10^{-19}", "1.6e-19")],
-        *[(r"0.1\overline{6}", r"\frac{1}{6}")],
-        *[(r"18 \text{ cm}^2", "18"), (r"\frac{1}{2}\text{ cup}", r"\frac12"), (r"9\pi cm", r"9\pi")],
-        *[("10 cm", r"10\text{ cm}"), (r"18^{\circ}", "18"), ("1080", r"1,\!080"), ("0.75", r"\frac{3}{4}")],
-        *[(r"\frac{3}{4}", "0.75"), (r"\dfrac{6}{8}", "3/4"), (r"\boxed{18}", "18"), (r"\(18\)", "18")],
-        *[(r"$\frac{36}{2}$", "18"), ("$x^2 + 1$", "x^2+1"), (r"\sqrt{18}", r"3\sqrt{2}"), ("2yx", "2xy")],
-        *[("(1, 2)", "(1,2)"), (r"\{2, 1\}", r"\{1,2\}"), ("[0, 1)", "[0,1)"), ("2^{10}", "1024"), ("-2^{2}", "-4")],
-        *[("10!", "3628800"), (r"x = \frac12", r"\frac12"), (r"P(A) = \frac12", r"\frac12"), (r"\sqrt{4} = 2", "2")],
-        *[(r"\angle ABC = \frac12", r"\frac12"), (r"f(x) = x^2+1", "x^2+1"), (r"(x-1)^2 = x^2-2x+1", "x^2-2x+1")],
-        *[(r"\frac24 = \frac12", r"\frac12"), ("y = 2x+1", "y=2x+1"), ("5", "x = 5"), ("2,1", "1,2")],
-        *[(r"1 \text{ and } 2", "1,2"), (r"x \in \{1,2\}", r"\{1,2\}"), ("x=1, y=2", "(1,2)"), (r"\{5\}", "5")],
-        *[(r"\left(1,2\right)", "(1,2)"), ("(3,4),(1,2)", "(1,2),(3,4)"), ("(x+1)(x+2)", "(x+2)(x+1)")],
-    ],
+@pairs(
+    *[("1+2", "3"), ("7+3=10", "10"), ("(1 + 2) * 3", "9"), ("1.1+2.2", "3.3"), ("10^6", "1,000,000")],
+    *[(r"6.02 \times 10^{23}", "6.02e23"), (r"1.6 \cdot 10^{-19}", "1.6e-19")],
+    *[(r"0.1\overline{6}", r"\frac{1}{6}")],
+    *[(r"18 \text{ cm}^2", "18"), (r"\frac{1}{2}\text{ cup}", r"\frac12"), (r"9\pi cm", r"9\pi")],
+    *[("10 cm", r"10\text{ cm}"), (r"18^{\circ}", "18"), ("1080", r"1,\!080"), ("0.75", r"\frac{3}{4}")],
+    *[(r"\frac{3}{4}", "0.75"), (r"\dfrac{6}{8}", "3/4"), (r"\boxed{18}", "18"), (r"\(18\)", "18")],
+    *[(r"$\frac{36}{2}$", "18"), ("$x^2 + 1$", "x^2+1"), (r"\sqrt{18}", r"3\sqrt{2}"), ("2yx", "2xy")],
+    *[("(1, 2)", "(1,2)"), (r"\{2, 1\}", r"\{1,2\}"), ("[0, 1)", "[0,1)"), ("2^{10}", "1024"), ("-2^{2}", "-4")],
+    *[("10!", "3628800"), (r"x = \frac12", r"\frac12"), (r"P(A) = \frac12", r"\frac12"), (r"\sqrt{4} = 2", "2")],
+    *[(r"\angle ABC = \frac12", r"\frac12"), (r"f(x) = x^2+1", "x^2+1"), (r"(x-1)^2 = x^2-2x+1", "x^2-2x+1")],
+    *[(r"\frac24 = \frac12", r"\frac12"), ("y = 2x+1", "y=2x+1"), ("5", "x = 5"), ("2,1", "1,2")],
+    *[(r"1 \text{ and } 2", "1,2"), (r"x \in \{1,2\}", r"\{1,2\}"), ("x=1, y=2", "(1,2)"), (r"\{5\}", "5")],
+    *[(r"\left(1,2\right)", "(1,2)"), ("(3,4),(1,2)", "(1,2),(3,4)"), ("(x+1)(x+2)", "(x+2)(x+1)")],
 )
 def test_math_verify_finds_expressions_equal(math_verify, text, gold):
     assert correctness(text, gold) == 1.5
