@@ -5,8 +5,8 @@ A reward function turns texts into numbers. Its signature is TRL's. Add yours he
     def brevity_reward(completions, **kwargs) -> list[float | None]:
         return [1.0 if len(completion) < 400 else 0.0 for completion in completions]
 
-It returns a number for each completion, in a list, an array or a tensor; None adds nothing. Take the arguments that you
-need by name, and `**kwargs` for the rest. These are lists with a value for each completion:
+It returns a number for each completion, in a list, an array or a tensor; None adds nothing. Take what you need by name,
+and `**kwargs` for the rest. These are lists with a value for each completion:
 
     prompts          the prompt as the model reads it: text with the chat template applied
     completions      text

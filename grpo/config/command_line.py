@@ -76,17 +76,6 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_PROGRAMS = (
-    "grpo.config.server:ServerConfig",
-    "grpo.config.trainer:TrainerConfig",
-    "grpo.config.programs:LaunchConfig",
-    "grpo.config.programs:EvaluateConfig",
-    "grpo.config.sampling_settings:ChatConfig",
-    "grpo.config.programs:ReportConfig",
-    "grpo.config.programs:WorkerConfig",
-)
-"""the programs whose settings a file may hold; imported only if a name is not the program's own"""
-
 _TRUTH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
 
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT"}
@@ -284,7 +273,7 @@ def _yaml_arguments(path: Path, program_fields: dict[str, dataclasses.Field]) ->
     if settings.get("lora_dropout") == 0:  # in files for TRL
         del settings["lora_dropout"]
     if settings.keys() - program_fields.keys():
-        classes = [*map(pkgutil.resolve_name, _PROGRAMS)]
+        classes = pkgutil.resolve_name("grpo.config.programs:PROGRAMS")  # not at the top: they import this module
         known = {field.name: field for config in classes for field in fields(config)} | program_fields
         if unknown := [str(name) for name in settings if name not in known]:
             instead = {name: text for config in classes for name, text in getattr(config, "INSTEAD", {}).items()}

@@ -20,8 +20,6 @@ LAUNCHER_VARIABLES = (
     "a launcher sets RANK and LOCAL_RANK, both below WORLD_SIZE, and MASTER_ADDR and MASTER_PORT: start under one, "
     "or unset RANK, LOCAL_RANK and WORLD_SIZE"
 )
-OPEN_FILES = 256
-"""the files and connections that a trainer or worker may need, most of them for processes of the user's code"""
 
 
 class ConfigError(ValueError):
@@ -53,10 +51,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def say_once(message: str, details: str = "") -> None:
-    """Print an error once on each machine, below `details`.
+    """Print an error once on each machine, below `details`: its first rank ends, which ends the others.
 
-    The machine's first rank prints at once and ends, which ends the other ranks. A rank that still runs after five
-    seconds is alone with its error, and prints it too.
+    A rank that still runs after five seconds is alone with its error, and prints it too.
     """
     line = f"{program_name()}: error: "
     if not first_here():
@@ -93,8 +90,8 @@ def launcher_number(name: str, default: int, least: int = 0, most: float = math.
     return int(value)
 
 
-def allow_open_files(needed: int = OPEN_FILES, other_remedy: str = "") -> None:
-    """Let this process open so many files. Raises ConfigError if the system allows fewer."""
+def allow_open_files(needed: int = 256, other_remedy: str = "") -> None:
+    """Let this process open so many files, most for processes of the user's code. Raises ConfigError if it may not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(

@@ -190,9 +190,8 @@ class RewardSection(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.reward_funcs:
-            path, colon, _ = name.rpartition(":")
-            if colon and "://" not in name:
-                check_file("reward_funcs", name, path)
+            if ":" in name and "://" not in name:
+                check_file("reward_funcs", name)
         if self.reward_weights is None:
             self.reward_weights = [1.0] * len(self.reward_funcs)
         names = " ".join(self.reward_funcs) or "--reward_funcs, which is empty"
@@ -206,6 +205,7 @@ class RewardedConfig(RewardSection, AnsweringConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check(self.temperature > 0, temperature="training and evaluation draw samples: use a number above 0")
         has_reward = bool(self.reward_funcs) or self.environment is not None
         self.check(has_reward, reward_funcs="name a reward function, or an environment that gives rewards")
         longest = self.max_completion_length

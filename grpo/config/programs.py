@@ -12,7 +12,7 @@ from grpo.config.connection_settings import TOKEN_VARIABLE, ClientConfig, check_
 from grpo.config.errors import ConfigError
 from grpo.config.fields import Section, option
 from grpo.config.loss_settings import RewardedConfig
-from grpo.config.sampling_settings import LOCAL_SAMPLERS, AnswerSection, TurnsCodeSection, TurnsSection
+from grpo.config.sampling_settings import LOCAL_SAMPLERS, AnswerSection, ChatConfig, TurnsCodeSection, TurnsSection
 from grpo.config.server import ServerConfig
 from grpo.config.trainer import TrainerConfig
 
@@ -76,10 +76,6 @@ class EvaluateConfig(EvaluateSection, ClientConfig, RewardedConfig):
 
     SHORT: ClassVar = {"model": "model_name_or_path", "dataset": "dataset_name", "split": "dataset_test_split"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.temperature > 0, temperature="use a number above 0")
-
 
 @dataclass
 class LaunchSection(Section):
@@ -134,3 +130,7 @@ class ReportConfig(Section):
         self.check(len(self.runs) <= MOST_RUNS, runs=f"only {MOST_RUNS} can be told apart: name fewer")
         written = self.output is not None or self.png
         self.check(not (self.serve and written), serve="it writes no file: leave output and png out")
+
+
+PROGRAMS = (LaunchConfig, EvaluateConfig, ChatConfig, ReportConfig, WorkerConfig)
+"""all settings: a launcher's are those of server and trainer"""

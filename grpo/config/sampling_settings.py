@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from grpo.config.errors import ConfigError
@@ -32,8 +32,7 @@ class SharedConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model_name_or_path.startswith("~"):
-            self.model_name_or_path = str(Path(self.model_name_or_path).expanduser())
+        self.model_name_or_path = os.path.expanduser(self.model_name_or_path)
 
 
 @dataclass
@@ -78,9 +77,9 @@ class TurnsCodeSection(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.tools:
-            check_file("tools", name, name.rpartition(":")[0])
+            check_file("tools", name)
         if self.environment is not None:
-            check_file("environment", self.environment, self.environment.rpartition(":")[0])
+            check_file("environment", self.environment)
 
     @property
     def has_turns(self) -> bool:

@@ -117,17 +117,13 @@ _INSTEAD = {
     "use learning_rate": "lr actor_learning_rate",
     "use max_completion_length": "max_new_tokens max_response_length generate_max_len",
     "use max_steps": "num_train_epochs total_epochs max_epochs num_episodes all_steps",
-    "use model_name_or_path": "model_path pretrain",
     "use num_generations": "n n_samples_per_prompt num_pre_Q",
-    "use num_iterations": "ppo_epochs",
     "use prompts_per_step": "Q_batch_size",
     "use prompts_per_step and micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
     "use prompts_per_step and steps_per_generation": "generation_batch_size rollout_batch_size",
     "use quantization": "load_in_4bit load_in_8bit",
     "use ref_update_steps": "sync_ref_model ref_model_sync_steps",
-    "use save_steps": "save_strategy save_freq",
     "use sequences_per_generate": "per_device_eval_batch_size micro_rollout_batch_size",
-    "use warmup_steps": "warmup_ratio",
     "use output_dir, whose last part names the run": "run_name experiment_name",
     "use dry_run, or python ref_server.py --estimate": "estimate",
     "use sampler pool, and draw with python generate.py --engine vllm": "use_vllm vllm_mode",
@@ -166,20 +162,8 @@ class TrainerConfig(
         super().__post_init__()
         self.fill_in_unset(recorded, rank_count(), self.use_peft)
         self.check_ranks(rank_count())
-        self.check(self.temperature > 0, temperature="training needs sampling: use a number above 0, such as 1.0")
         self.check(bool(self.system_prompt) or not self.save_system_prompt, save_system_prompt="system_prompt is empty")
         self.check(self.ref == "server" or self.use_peft, ref="it needs an adapter: add use_peft, or leave this out")
-        self._check_estimator_rounds()
-        needs_server = self.beta > 0 and self.ref == "server"
-        if self.ref_update_steps > 0:
-            self._check_reference_updates(needs_server)
-        self.check(self.port != 0 or not needs_server, port="the trainer cannot know the server's port: name it")
-
-    def version_of_round(self, number: int) -> int:
-        """Return the number of updates of the policy that draws round `number`, from 0."""
-        return max(0, number - self.max_policy_lag) * self.updates_per_round
-
-    def _check_estimator_rounds(self) -> None:
         estimator = self.advantage_estimator
         if self.num_generations == 1 and estimator not in ("reinforce++", "remax") and ":" not in estimator:
             self.refuse("num_generations", f"{estimator} compares a prompt's completions: use 2 or more")
@@ -187,10 +171,15 @@ class TrainerConfig(
             self.refuse("max_resample", f"{estimator} may learn from a group of equal rewards: use 0")
         if estimator == "remax" and self.sampler == "pool":
             self.refuse("advantage_estimator", "a pool draws no greedy completion: use sampler continuous, or rloo")
+        needs_server = self.beta > 0 and self.ref == "server"
+        self.check(self.port != 0 or not needs_server, port="the trainer cannot know the server's port: name it")
+        if self.ref_update_steps > 0 and not needs_server:
+            self.refuse("ref_update_steps", "there is no reference server: use 0, or a beta above 0 and ref server")
+        if self.ref_update_steps % self.updates_per_round > 0:
+            self.refuse("ref_update_steps", f"a round has one reference: use a multiple of {self.updates_per_round}")
+        if self.ref_update_steps > 0 and self.quantization != "none":
+            self.refuse("ref_update_steps", "4-bit weights cannot be replaced on a server: use 0")
 
-    def _check_reference_updates(self, has_server: bool) -> None:
-        updates = self.updates_per_round
-        self.check(has_server, ref_update_steps="there is no reference server: use 0, or a beta above 0 and ref server")
-        if self.ref_update_steps % updates > 0:
-            self.refuse("ref_update_steps", f"a round has one reference: use a multiple of its {updates} updates")
-        self.check(self.quantization == "none", ref_update_steps="4-bit weights cannot be replaced on a server: use 0")
+    def version_of_round(self, number: int) -> int:
+        """Return the number of updates of the policy that draws round `number`, from 0."""
+        return max(0, number - self.max_policy_lag) * self.updates_per_round

@@ -108,15 +108,20 @@ def _modes() -> list[tuple[Callable, Callable]]:
     ]
 
 
-def check_file(field: str, name: str, path: str) -> None:
-    """Raise ConfigError unless `path`, the file of `name` in the setting `field`, is a Python file."""
+def check_file(field: str, name: str) -> str:
+    """Return the file of `name` in the setting `field`. Raises ConfigError unless it is a Python file."""
+    path = name.rpartition(":")[0]
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ConfigError(f"{field}={name!r}: {path or name} is not a Python file: write path/to/file.py:function")
+    return path
 
 
-def load_file(field: str, name: str, path: str) -> ModuleType:
-    """Import the file of `name` in the setting `field`, once. Raises ConfigError."""
-    check_file(field, name, path)
+def load_function(field: str, name: str, kind: str = "function") -> Callable:
+    """Return the function of `name`, path/to/file.py:function in the setting `field`; messages call it `kind`.
+
+    The file is imported once. Raises ConfigError if there is no such file or function, or the import fails.
+    """
+    path = check_file(field, name)
     name_of_module = module_name(path)
     if name_of_module not in sys.modules:
         spec = importlib.util.spec_from_file_location(name_of_module, path)
@@ -128,7 +133,7 @@ def load_file(field: str, name: str, path: str) -> ModuleType:
             except BaseException:
                 del sys.modules[name_of_module]
                 raise
-    return sys.modules[name_of_module]
+    return find_function(field, name, sys.modules[name_of_module], kind)
 
 
 @contextmanager
@@ -153,17 +158,9 @@ def module_name(path: str) -> str:
     return str(Path(path).resolve()).replace(".", "//")
 
 
-def load_function(field: str, name: str, kind: str = "function") -> Callable:
-    """Return the function of `name`, path/to/file.py:function in the setting `field`; messages call it `kind`.
-
-    Raises ConfigError if there is no such file or function, or the import fails.
-    """
-    path, _, function_name = name.rpartition(":")
-    return find_function(field, name, load_file(field, name, path), function_name, kind)
-
-
-def find_function(field: str, name: str, module: ModuleType, function_name: str, kind: str) -> Callable:
+def find_function(field: str, name: str, module: ModuleType, kind: str) -> Callable:
     """Return a module's function. Raises ConfigError if it has none of that name."""
+    function_name = name.rpartition(":")[2]
     function = getattr(module, function_name, None)
     if not callable(function):
         defined = [other for other, value in vars(module).items() if callable(value)]

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,10 +26,10 @@ from grpo.rewards.deadline import RewardPool, add_deadline
 from grpo.rewards.functions import (
     Logged,
     RewardBatch,
+    RewardScorer,
     TrainerState,
-    begin_call,
+    await_call,
     call_function,
-    check_returned,
     invalid_reward,
     is_reward,
     load_function,
@@ -45,14 +43,6 @@ from grpo.wire.rewards import Message
 
 _FALLBACK = 0.0  # the reward of a completion on which a function hangs or ends its process
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
-
-@runtime_checkable
-class RewardScorer(Protocol):
-    """A reward model, here or on a server. It scores conversations, without a dataset's columns."""
-
-    def score(self, conversations: list[list[Message]]) -> list[float]:
-        """Return one score per conversation. May be async."""
 
 
 def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
@@ -132,15 +122,14 @@ def compute_rewards(
     with the function's name and the user's part of the stack, if a function raises, or returns something else than a
     finite number or None for each completion.
     """
-    batch = RewardBatch(prompts, completions, columns, state or TrainerState(), key)
+    batch = RewardBatch(prompts, completions, columns, state or TrainerState(), key, conversations)
     logs = {name: Logged() for name in functions}
     awaitable = {name: function for name, function in functions.items() if not _is_blocking(function)}
-    pending = run_in_loop(_await_all(awaitable, batch, conversations, logs))
+    calls = [await_call(function, batch, logs[name]) for name, function in awaitable.items()]
+    pending = run_in_loop(_await_all(calls))
     try:
         returned = {
-            name: check_returned(function.score(conversations), batch, logs[name])
-            if isinstance(function, RewardScorer)
-            else call_function(function, batch, logs[name])
+            name: call_function(function, batch, logs[name])
             for name, function in functions.items()
             if name not in awaitable
         }
@@ -187,22 +176,8 @@ def _is_blocking(reward: Callable | RewardScorer) -> bool:
     return not any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
 
 
-async def _await_all(
-    functions: dict[str, Callable | RewardScorer],
-    batch: RewardBatch,
-    conversations: Sequence[list[Message]],
-    logs: dict[str, Logged],
-) -> list[list | BaseException]:
-    """Await all functions at the same time; return each one's rewards or error."""
-
-    async def compute(name: str, function: Callable | RewardScorer) -> list:
-        if isinstance(function, RewardScorer):
-            returned = await function.score(conversations)
-        else:
-            returned = await begin_call(function, batch, logs[name])
-        return check_returned(returned, batch, logs[name])
-
-    return await asyncio.gather(*itertools.starmap(compute, functions.items()), return_exceptions=True)
+async def _await_all(calls: Sequence[Coroutine]) -> list[list | BaseException]:
+    return await asyncio.gather(*calls, return_exceptions=True)
 
 
 class RewardModel:

@@ -11,9 +11,8 @@ from grpo.rewards.functions import (
     Logged,
     RewardBatch,
     RewardError,
-    begin_call,
+    await_call,
     call_function,
-    check_returned,
     invalid_reward,
     is_reward,
     load_function,
@@ -25,7 +24,7 @@ from grpo.usercode.process import CallLost, ProcessPool
 
 
 def call_each_alone(compute_reward: Callable[[RewardBatch, Logged], Awaitable[float | None]]) -> Callable:
-    """Return an async function for `begin_call` that calls this one on all completions at once, as batches of one.
+    """Return an async function for `await_call` that calls this one on all completions at once, as batches of one.
 
     The calls' logs are logged for the whole batch: a column is null for calls without it.
     """
@@ -55,12 +54,9 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
     A call is cancelled after `seconds`, and its completion gets the reward `fallback`.
     """
 
-    async def call(batch: RewardBatch, logged: Logged) -> float | None:
-        return check_returned(await begin_call(function, batch, logged), batch, logged)[0]
-
     async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
         (completion,) = map(text_of, batch.completions)
-        begun = asyncio.ensure_future(call(batch, logged))
+        begun = asyncio.ensure_future(await_call(function, batch, logged))
         # Not wait_for: a TimeoutError that the function raises is an error like any other.
         done, _ = await asyncio.wait([begun], timeout=seconds)
         if not done:
@@ -68,7 +64,7 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
             log_lost_call(label, f"gave no answer within {seconds:g} s", completion, fallback)
             return fallback
         try:
-            return begun.result()
+            return begun.result()[0]
         except BaseException as error:  # the user's code may raise anything
             raise make_error(label, error, completion) from error
 
@@ -99,13 +95,13 @@ class RewardService:
         return {"error": str(error), "traceback": error.traceback}
 
 
-class RewardPool:
+class RewardPool(ProcessPool):
     """Worker processes that call reward functions, on one completion at a time."""
 
     def __init__(self, names: list[str], timeout: float, fallback: float, workers: int):
         """`names` are as in `reward_funcs`. A call may take `timeout` seconds; a lost one earns `fallback`."""
+        super().__init__((RewardService, (names,), names), timeout, threads=workers, started=workers)
         self._names, self._fallback = names, fallback
-        self._processes = ProcessPool((RewardService, (names,), names), timeout, threads=workers, started=workers)
 
     def make_function(self, name: str) -> Callable:
         """Return an async function that calls the function of this name in the workers, on each completion alone.
@@ -115,17 +111,14 @@ class RewardPool:
         index, label = self._names.index(name), name.rpartition(":")[2]
 
         async def compute_reward(batch: RewardBatch, logged: Logged) -> float | None:
-            return await self._processes.run(self._call_function, index, label, batch, logged)
+            return await self.run(self._call_function, index, label, batch, logged)
 
         return call_each_alone(compute_reward)
-
-    def close(self) -> None:
-        self._processes.close()
 
     def _call_function(self, index: int, label: str, batch: RewardBatch, logged: Logged) -> float | None:
         (completion,) = map(text_of, batch.completions)
         try:
-            reply = self._processes.call(index, batch)
+            reply = self.call(index, batch)
         except CallLost as lost:
             log_lost_call(label, str(lost), completion, self._fallback)
             return self._fallback

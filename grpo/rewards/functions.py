@@ -9,11 +9,11 @@ import json
 import logging
 import signal
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from grpo.config import user_code
 from grpo.config.errors import RewardError
@@ -29,6 +29,14 @@ LARGEST_REWARD = 1e100  # float64 holds its square, which std needs
 _OURS = Path(__file__).parents[1]
 RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
 """the fields of completions.jsonl, which log_extra must not use"""
+
+
+@runtime_checkable
+class RewardScorer(Protocol):
+    """A reward model, here or on a server. It scores conversations, without a dataset's columns."""
+
+    def score(self, conversations: Sequence[list[Message]]) -> list[float]:
+        """Return one score per conversation. May be async."""
 
 
 class Misuse(Exception):
@@ -86,6 +94,8 @@ class RewardBatch:
     state: TrainerState
     key: Key = ()
     """the seed of the functions' random numbers"""
+    conversations: Sequence[list[Message]] = ()
+    """each prompt's chat with the completion, for reward models"""
 
     def select(self, i: int) -> RewardBatch:
         """Return completion `i` as a batch of one."""
@@ -113,13 +123,13 @@ def load_function(name: str) -> Callable:
     with user_code.imported("reward_funcs", name, "reward.py"):
         module = importlib.import_module("reward")
     kind = "function (a reward model is written ./folder or org/model)"
-    return user_code.find_function("reward_funcs", name, module, name, kind)
+    return user_code.find_function("reward_funcs", name, module, kind)
 
 
-def call_function(function: Callable, batch: RewardBatch, logged: Logged) -> list | BaseException:
+def call_function(function: Callable | RewardScorer, batch: RewardBatch, logged: Logged) -> list | BaseException:
     """Return one reward per completion, or the exception raised, even sys.exit's."""
     try:
-        return check_returned(begin_call(function, batch, logged), batch, logged)
+        return _check_returned(_begin_call(function, batch, logged), batch, logged)
     except BaseException as error:  # the user's code may raise anything
         # With a signal handler of our own, Ctrl-C raises nothing: then the function raised it.
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -127,8 +137,15 @@ def call_function(function: Callable, batch: RewardBatch, logged: Logged) -> lis
         return error
 
 
-def begin_call(function: Callable, batch: RewardBatch, logged: Logged) -> Any:
+async def await_call(function: Callable | RewardScorer, batch: RewardBatch, logged: Logged) -> list:
+    """Return one reward per completion, of an async function."""
+    return _check_returned(await _begin_call(function, batch, logged), batch, logged)
+
+
+def _begin_call(function: Callable | RewardScorer, batch: RewardBatch, logged: Logged) -> Any:
     """Call the function; an async one returns an awaitable. Raises Misuse if it does not take the arguments."""
+    if isinstance(function, RewardScorer):
+        return function.score(batch.conversations)
     if getattr(function, "takes_batch", False):
         return function(batch, logged)
     arguments = batch.make_arguments(logged)
@@ -139,7 +156,7 @@ def begin_call(function: Callable, batch: RewardBatch, logged: Logged) -> Any:
     return function(**arguments)
 
 
-def check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
+def _check_returned(returned: Any, batch: RewardBatch, logged: Logged) -> list:
     """Return the rewards as a list. Raises Misuse unless it and each logged column have a value per completion."""
     count = len(batch.completions)
     if returned is None:

@@ -72,19 +72,18 @@ class UserProcess:
             if not isinstance(reply, dict) or reply.get("number") != self._calls:
                 raise ValueError(reply)
         except TimeoutError:
-            self.stop()
-            lost = CallLost(f"gave no answer within {seconds:g} s")
+            how = f"gave no answer within {seconds:g} s"
         except ValueError:
-            self.stop()
-            lost = CallLost("wrote where its process replies")
+            how = "wrote where its process replies"
         except (OSError, EOFError):
-            lost = CallLost(self._stop_and_explain())
+            how = self._explain_end()
         else:
             return reply
+        self.stop()
         if self._is_ended:
             raise CancelledError
         self._start()
-        raise lost
+        raise CallLost(how)
 
     def replace_if_ended(self) -> None:
         if self._process.poll() is not None:
@@ -136,7 +135,8 @@ class UserProcess:
         try:
             reply = json.loads(self._read_line(time.monotonic() + _START_SECONDS))
         except (OSError, EOFError, ValueError):
-            how = self._stop_and_explain()
+            how = self._explain_end()
+            self.stop()
             raise RewardError(f"a worker process for {' '.join(self._names)} {how} as it imported your files") from None
         if "raised" in reply:
             raise RewardError(f"a worker process could not load {' '.join(self._names)}: {reply['raised']}")
@@ -154,15 +154,14 @@ class UserProcess:
                 raise TimeoutError
         return b"".join(chunks).partition(b"\n")[0]
 
-    def _stop_and_explain(self) -> str:
-        """Stop a process that closed its socket; describe its end."""
+    def _explain_end(self) -> str:
+        """Describe the end of a process that closed its socket."""
         try:
             code = self._process.wait(1.0)  # its sockets close a moment before it is gone
-            number = -code if code < 0 else code - 128
-            reason = signal.Signals(number).name if number in [*signal.Signals] else f"exit code {code}"
         except subprocess.TimeoutExpired:
-            reason = "it closed its connection"
-        self.stop()
+            return "lost its process (it closed its connection)"
+        number = -code if code < 0 else code - 128
+        reason = signal.Signals(number).name if number in [*signal.Signals] else f"exit code {code}"
         return f"lost its process ({reason})"
 
 

@@ -47,7 +47,7 @@ def test_the_defaults_are_the_documented_ones():
 
 
 IMPOSSIBLE = {
-    "--temperature 0": "temperature=0.0: training needs sampling",
+    "--temperature 0": "temperature=0.0: training and evaluation draw samples",
     "--temperature nan": "temperature=nan: use a finite number",
     "--learning_rate inf": "learning_rate=inf: use a finite number",
     "--max_steps 0": "max_steps=0: use a number above 0",

@@ -10,11 +10,10 @@ from grpo.config.connection_settings import ReferenceConfig, ReferenceSection
 from grpo.config.errors import ConfigError
 from grpo.config.fields import Limits, default_of
 from grpo.config.loss_settings import LossSection, RewardSection
-from grpo.config.programs import EvaluateConfig, LaunchConfig, ReportConfig, WorkerConfig
+from grpo.config.programs import PROGRAMS, ReportConfig, WorkerConfig
 from grpo.config.record_settings import RecordSection
-from grpo.config.sampling_settings import AnswerSection, ChatConfig, PolicyConfig
+from grpo.config.sampling_settings import AnswerSection, PolicyConfig
 
-PROGRAMS = (LaunchConfig, EvaluateConfig, ChatConfig, ReportConfig, WorkerConfig)
 SECTIONS = list(dict.fromkeys(base for program in PROGRAMS for base in program.__mro__ if "HEADING" in vars(base)))
 NUMBERS = [
     (section, field)
