@@ -79,6 +79,9 @@ def format_reward(prompts, completions, prompt_texts=None, **kwargs) -> list[flo
 format_reward.full_reward = 0.8  # evaluation: the share of answers that earn it is eval_format
 
 
+# From here on: how an answer is compared with the gold. Your own functions need nothing of it.
+
+
 def text_of(text_or_messages: str | list[dict[str, str]]) -> str:
     """Return a text unchanged, and the last content of a list of messages."""
     return text_or_messages if isinstance(text_or_messages, str) else text_or_messages[-1]["content"]
@@ -108,8 +111,8 @@ def find_opened_tags(completion: str, prompt: str) -> str:
 
     A prompt may end in `<think>` (templates of R1, QwQ and Qwen3-Thinking), in an empty `<think> </think>` (Qwen3 with
     enable_thinking=false) or, prefilled, in `<think>`, a line break and the start of a thought. The last two count only
-    if the tag begins a line or follows a template's token, and no other tag or token follows, as one does after a
-    question or a system prompt. An empty pair does not count if the completion has a `<think>`.
+    if the tag begins a line or follows a template's token, no other tag or token follows, and, for an empty pair, the
+    completion has no `<think>`.
     """
     before, tag, after = prompt.rpartition("<think>")
     if tag and not after.strip():
@@ -126,8 +129,8 @@ def find_last_answer(completion: str) -> str:
     r"""Return the stripped text of the last closed `<answer>`; without `<answer>`, of the last `\boxed{...}`."""
     if "<answer>" not in completion:
         return find_last_boxed(completion)
-    parts = [part for part in completion.split("<answer>")[1:] if "</answer>" in part]
-    return parts[-1].partition("</answer>")[0].strip() if parts else ""
+    closed = [part for part in completion.split("<answer>")[1:] if "</answer>" in part]
+    return closed[-1].partition("</answer>")[0].strip() if closed else ""
 
 
 BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -157,7 +160,6 @@ DELIMITERS = re.compile(
 )
 EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|\\equiv(?![A-Za-z])")
 IGNORED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\{,\}|\\!|\^\s*(?:\\circ|\{\s*\\circ\s*\})$")
-COMMA = re.compile(",")
 AND_OR = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 BRACKETS = re.compile(r"(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
@@ -221,7 +223,7 @@ def same_expression(text: str, gold: str) -> bool:
     """
     chains = []
     if EQUALS.search(text) and not EQUALS.search(gold):
-        chains = [split(element, EQUALS) for element in split(text, COMMA)]
+        chains = [split(element, EQUALS.pattern) for element in split(text, ",")]
         chains = [[*sides, strip_delimiters(value.strip())] for *sides, value in chains]
         text = ", ".join(chain[-1] for chain in chains)
         if EQUALS.search(text):
@@ -232,10 +234,10 @@ def same_expression(text: str, gold: str) -> bool:
     return same_shape(text, gold) and all(math_process.equal(*pair) for pair in [(text, gold), *values])
 
 
-def split(text: str, separator: re.Pattern) -> list[str]:
+def split(text: str, separator: str) -> list[str]:
     """Split the text at each separator that is in no bracket."""
     parts, depth, begin = [], 0, 0
-    for match in re.finditer(rf"[(\[{{]|[)\]}}]|{separator.pattern}", text):
+    for match in re.finditer(rf"[(\[{{]|[)\]}}]|{separator}", text):
         if match[0] in "([{)]}":
             depth += 1 if match[0] in "([{" else -1
         elif depth == 0:
@@ -367,8 +369,8 @@ def write_fraction(match: re.Match) -> str:
 class MathProcess:
     """A process that runs `math-verify`, which finds nothing equal in a thread, and computes 9^{9^9} for ever.
 
-    A question starts the process if there is none. Without an answer in `deadline` seconds the process is killed, and
-    the answer is no. The process ends with its parent, when its stdin closes.
+    A question starts it if there is none. Without an answer in `deadline` seconds it is killed, which means no. It ends
+    with its parent, when its stdin closes.
     """
 
     def __init__(self, command: list[str], deadline: float):
@@ -384,8 +386,8 @@ class MathProcess:
                 if self.process is None or self.process.poll() is not None:
                     self.start()
                 print(json.dumps([text, gold]), file=self.process.stdin, flush=True)
-                in_time, _, _ = select.select([self.process.stdout], [], [], self.deadline)
-                reply = self.process.stdout.readline() if in_time else ""
+                if select.select([self.process.stdout], [], [], self.deadline)[0]:
+                    reply = self.process.stdout.readline()
             finally:
                 if not reply:  # too late, ended or interrupted: the next question must not read this reply
                     self.stop()

@@ -33,9 +33,6 @@ COMMON, ALL = "common", "all"
 class _HelpFormatter(argparse.HelpFormatter):
     """Shows `--name KIND` and the help, wrapped at the terminal's width."""
 
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30)
-
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
         return ", ".join(reversed(names)) + (f" {action.metavar}" if action.metavar else "")

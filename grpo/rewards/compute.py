@@ -48,9 +48,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 def load_reward_funcs(names: Sequence[str]) -> dict[str, Callable | str]:
     """Return the rewards of `reward_funcs`, in its order, by the name that each is logged under.
 
-    A function is imported. A reward model is its folder, hub id or URL, and its name the last part of that.
-
-    Raises ConfigError if a file, function or folder is missing, or a name stands twice.
+    A function is imported. A reward model is its folder, hub id or URL, and its name the last part of that. Raises
+    ConfigError if a file, function or folder is missing, or a name stands twice.
     """
     rewards: dict[str, Callable | str] = {}
     for name in names:
@@ -124,16 +123,12 @@ def compute_rewards(
     """
     batch = RewardBatch(prompts, completions, columns, state or TrainerState(), key, conversations)
     logs = {name: Logged() for name in functions}
-    awaitable = {name: function for name, function in functions.items() if not _is_blocking(function)}
-    calls = [await_call(function, batch, logs[name]) for name, function in awaitable.items()]
-    pending = run_in_loop(_await_all(calls))
+    blocking = [name for name, function in functions.items() if _is_blocking(function)]
+    awaited = [name for name in functions if name not in blocking]
+    pending = run_in_loop(_await_all([await_call(functions[name], batch, logs[name]) for name in awaited]))
     try:
-        returned = {
-            name: call_function(function, batch, logs[name])
-            for name, function in functions.items()
-            if name not in awaitable
-        }
-        returned |= zip(awaitable, pending.result(), strict=True)
+        returned = {name: call_function(functions[name], batch, logs[name]) for name in blocking}
+        returned |= zip(awaited, pending.result(), strict=True)
     finally:
         pending.cancel()
     rewards = np.full((len(functions), len(completions)), np.nan)

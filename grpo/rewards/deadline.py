@@ -13,10 +13,10 @@ from grpo.rewards.functions import (
     RewardError,
     await_call,
     call_function,
+    earn_fallback,
     invalid_reward,
     is_reward,
     load_function,
-    log_lost_call,
     make_error,
     text_of,
 )
@@ -61,8 +61,7 @@ def add_deadline(label: str, function: Callable, seconds: float, fallback: float
         done, _ = await asyncio.wait([begun], timeout=seconds)
         if not done:
             begun.cancel()
-            log_lost_call(label, f"gave no answer within {seconds:g} s", completion, fallback)
-            return fallback
+            return earn_fallback(label, f"gave no answer within {seconds:g} s", completion, fallback)
         try:
             return begun.result()[0]
         except BaseException as error:  # the user's code may raise anything
@@ -120,8 +119,7 @@ class RewardPool(ProcessPool):
         try:
             reply = self.call(index, batch)
         except CallLost as lost:
-            log_lost_call(label, str(lost), completion, self._fallback)
-            return self._fallback
+            return earn_fallback(label, str(lost), completion, self._fallback)
         if "error" in reply:
             raise RewardError(reply["error"], reply["traceback"])
         logged.extra, logged.metrics = reply["extra"], reply["metrics"]

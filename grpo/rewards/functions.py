@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHOWN_CHARACTERS = 500
 LARGEST_REWARD = 1e100  # float64 holds its square, which std needs
 _OURS = Path(__file__).parents[1]
 RECORDED = {"step", "phase", "prompt", "pictures", "completion", "messages", "answer", "reward", "advantage"}
@@ -212,14 +211,15 @@ def invalid_reward(name: str, reward: object, completion: str) -> RewardError:
     )
 
 
-def quote_completion(completion: str, characters: int = SHOWN_CHARACTERS) -> str:
+def quote_completion(completion: str, characters: int = 500) -> str:
     return f"the completion {completion[:characters]!r}" + ("..." if len(completion) > characters else "")
 
 
-def log_lost_call(label: str, how: str, completion: str, fallback: float) -> None:
-    """Log the reward of a call without an answer. An error: ranks other than the first show no warnings."""
+def earn_fallback(label: str, how: str, completion: str, fallback: float) -> float:
+    """Return the reward of a call without an answer, and log it: as an error, as only the first rank shows warnings."""
     shown = quote_completion(completion, 80)
     log.error("reward function %r %s on %s: that earns %g", label, how, shown, fallback)
+    return fallback
 
 
 def text_of(completion: str | list[Message]) -> str:

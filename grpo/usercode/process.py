@@ -165,14 +165,13 @@ class UserProcess:
         return f"lost its process ({reason})"
 
 
-_first = threading.Lock()  # two threads at a time would each make a loop
+_first = threading.Lock()
 
 
 def run_in_loop(coroutine: Coroutine) -> Future:
     """Run the coroutine in the one loop of all async code of the user's, which may keep connections between calls."""
-    with _first:
-        loop = _get_event_loop()
-    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+    with _first:  # two threads at a time would each make a loop
+        return asyncio.run_coroutine_threadsafe(coroutine, _get_event_loop())
 
 
 @functools.cache

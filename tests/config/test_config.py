@@ -44,6 +44,7 @@ def test_the_defaults_are_the_documented_ones():
     assert (config.beta, config.epsilon, config.upper_clip) == (0.04, 0.2, 0.2)
     assert trainer("--epsilon", "0.1").upper_clip == 0.1 and trainer("--epsilon_high", "0.28").upper_clip == 0.28
     assert trainer("--loss_type", "cispo").upper_clip == 5.0
+    assert trainer("--use_peft", "--ref", "adapter_off", "--port", "0").port == 0  # no server, no port
 
 
 IMPOSSIBLE = {
@@ -192,10 +193,6 @@ def test_a_token_is_not_repeated_where_it_does_not_belong(refused, file):
 )
 def test_the_ways_to_write_a_switch(options, on):
     assert trainer(*options.split()).gradient_checkpointing is on
-
-
-def test_without_a_server_its_port_does_not_matter():
-    assert trainer("--use_peft", "--ref", "adapter_off", "--port", "0").port == 0
 
 
 @pytest.mark.parametrize("ranks, prompts", [(1, 48), (3, 48), (5, 50), (7, 49), (8, 48), (100, 100)])

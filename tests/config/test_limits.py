@@ -6,13 +6,10 @@ import re
 
 import pytest
 
-from grpo.config.connection_settings import ReferenceConfig, ReferenceSection
+from grpo.config.connection_settings import ReferenceConfig
 from grpo.config.errors import ConfigError
 from grpo.config.fields import Limits, default_of
-from grpo.config.loss_settings import LossSection, RewardSection
 from grpo.config.programs import PROGRAMS, ReportConfig, WorkerConfig
-from grpo.config.record_settings import RecordSection
-from grpo.config.sampling_settings import AnswerSection, PolicyConfig
 
 SECTIONS = list(dict.fromkeys(base for program in PROGRAMS for base in program.__mro__ if "HEADING" in vars(base)))
 NUMBERS = [
@@ -86,23 +83,6 @@ def test_a_section_refuses_a_setting_without_what_it_needs_unless_it_is_the_defa
 def test_limits_hold_and_say_their_bounds(limits, inside, outside, words):
     assert all(number in limits for number in inside) and not any(number in limits for number in outside)
     assert str(limits) == words
-
-
-@pytest.mark.parametrize(
-    ("section", "settings", "begin"),
-    [
-        (LossSection, {"loss_type": "luspo"}, "importance_sampling_level='token': "),
-        (RewardSection, {"reward_weights": [1.0]}, "reward_weights=[1.0]: "),
-        (PolicyConfig, {"quantization": "4bit"}, "quantization='4bit': "),
-        (ReferenceSection, {"ref_servers": ["host:1"]}, "ref_servers='host:1': "),
-        (RecordSection, {"report_to": ["paper"]}, "report_to='paper': "),
-        (AnswerSection, {"chat_template_kwargs": "[1]"}, "chat_template_kwargs=[1]: "),
-    ],
-)
-def test_a_section_alone_refuses_settings_that_contradict_each_other(section, settings, begin):
-    with pytest.raises(ConfigError) as refused:
-        section(**settings)
-    assert str(refused.value).startswith(begin)
 
 
 def test_a_client_needs_no_more_than_its_own_settings():

@@ -43,7 +43,7 @@ from grpo.config.trainer import TrainerConfig
 from grpo.data.chat_template import render_prompt
 from grpo.data.examples import make_example
 from grpo.data.records import Rollout
-from grpo.model.reward_model import sequence_scores
+from grpo.model.reward_model import load_reward_model, sequence_scores
 from grpo.rewards.compute import RewardModel, compute_rewards, load_reward_funcs, start_rewards
 from grpo.rewards.functions import TrainerState
 from grpo.server.model_service import ModelService
@@ -204,9 +204,8 @@ def test_a_text_beyond_the_model_is_an_error(folders):
 
 
 def test_it_is_frozen_and_keeps_its_settings(folders):
-    reward_model = in_trainer(folders["qwen2 without padding"])
-    reward_model.score(CHATS)
-    model = reward_model._model
+    model, _ = load_reward_model(TrainerConfig(), "reward_funcs", str(folders["qwen2 without padding"]), CPU)
+    sequence_scores(model, [np.array([5, 6, 0]), np.array([2])])
     assert model.config.pad_token_id is None and not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
 

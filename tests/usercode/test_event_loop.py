@@ -7,24 +7,19 @@ from conftest import ENVIRONMENT, REPOSITORY
 
 RACE = """
 import asyncio, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from grpo.usercode.process import run_in_loop
 
 async def find_loop():
     return asyncio.get_running_loop()
 
-def ask(loops=set(), begin=threading.Barrier(32)):
-    begin.wait()
-    loops.add(run_in_loop(find_loop()).result())
-    return loops
+def ask(barrier):
+    barrier.wait()
+    return run_in_loop(find_loop()).result()
 
 sys.setswitchinterval(1e-6)
-threads = [threading.Thread(target=ask) for _ in range(31)]
-for thread in threads:
-    thread.start()
-loops = ask()
-for thread in threads:
-    thread.join()
-print(len(loops))
+with ThreadPoolExecutor(32) as threads:
+    print(len(set(threads.map(ask, [threading.Barrier(32)] * 32))))
 """
 
 
