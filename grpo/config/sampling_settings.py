@@ -23,8 +23,8 @@ class SharedConfig(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "type of the weights and of the forward pass; auto is bfloat16 on a GPU from Ampere on, else float32"
     )
-    min_pixels: int | None = option(None, "smaller pictures are enlarged to it; unset is the model's own", above=0)
-    max_pixels: int | None = option(None, "larger pictures are reduced to it; unset is the model's own", above=0)
+    min_pixels: int | None = option(None, "pictures of fewer pixels are enlarged; unset is the model's own", above=0)
+    max_pixels: int | None = option(None, "pictures of more pixels are reduced; unset is the model's own", above=0)
     quantization: Literal["none", "8bit", "4bit"] = option(
         "none",
         "keep all linear layers but the head in 8 or 4 bits (bitsandbytes); the trainer takes 4bit, under an adapter",
