@@ -28,7 +28,7 @@ def main(options: list[str]) -> int:
             log = Path(folder, "rounding")
             log.touch()
             changes = {"ATEN_CPU_CAPABILITY": instructions, "TEST_THREADS": threads, "ROUNDING_LOG": str(log)}
-            changes["OMP_WAIT_POLICY"] = "passive"  # threads that wait spin otherwise: twelve times as slow on few cores
+            changes["OMP_WAIT_POLICY"] = "passive"  # spinning threads are twelve times as slow on few cores
             environment = {**os.environ, **changes, **({"MKL_CBWR": mkl} if mkl else {})}
             command = [sys.executable, "-m", "pytest", "-n", "2", "-q", "--no-header", "--tb=short", *options]
             if subprocess.run(command, env=environment).returncode:
