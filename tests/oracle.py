@@ -315,12 +315,3 @@ def decoupled_advantages(
         return [[0.0] * len(row) for row in sums]
     middle, std = statistics.fmean(every), spread(every)
     return [[0.0 if math.isnan(value) else (value - middle) / (std + 1e-4) for value in row] for row in sums]
-
-
-def overlong_punishment(length: int, max_completion_length: int, cache: int) -> float:
-    """Return the punishment of DAPO eq. 13."""
-    if length <= max_completion_length - cache:
-        return 0.0
-    if length <= max_completion_length:
-        return (max_completion_length - cache - length) / cache
-    return -1.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,9 +267,9 @@ def find_loss(loss_type: str) -> LossFunction:
             terms = function(inputs, settings)
         if not _are_terms(terms, len(inputs.logprobs)):
             raise ConfigError(
-                f"loss_type={loss_type!r}: for {len(inputs.logprobs)} tokens it returned {_describe(terms)}: return "
-                "(policy, weights, metrics), two tensors with a value for each token and a dict of one-dimensional "
-                "tensors by name"
+                f"loss_type={loss_type!r}: for {len(inputs.logprobs)} tokens it returned "
+                f"{' '.join(repr(terms).split()):.300}: return (policy, weights, metrics), two tensors with a value "
+                "for each token and a dict of one-dimensional tensors by name"
             )
         if inputs.logprobs.requires_grad and not terms[0].requires_grad:
             raise ConfigError(
@@ -281,23 +281,9 @@ def find_loss(loss_type: str) -> LossFunction:
 
 
 def _are_terms(terms: Any, count: int) -> bool:
-    if not isinstance(terms, tuple) or len(terms) != 3 or not isinstance(terms[2], Mapping):
-        return False
-    policy, weights, metrics = terms
-    tensors = [policy, weights, *metrics.values()]
-    return (
-        all(isinstance(tensor, torch.Tensor) and tensor.dim() == 1 for tensor in tensors)
-        and len(policy) == len(weights) == count
-        and all(isinstance(name, str) for name in metrics)
-    )
-
-
-def _describe(value: Any) -> str:
-    """Describe a result by its shapes."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_describe, value))})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name!r}: {_describe(inner)}' for name, inner in value.items())}}}"
-    return repr(value)
+    match terms:
+        case policy, weights, {**metrics}:
+            tensors = [policy, weights, *metrics.values()]
+            are_flat = all(isinstance(tensor, torch.Tensor) and tensor.dim() == 1 for tensor in tensors)
+            return are_flat and len(policy) == len(weights) == count
+    return False

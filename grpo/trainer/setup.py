@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.algorithm.estimators import try_estimator
+from grpo.algorithm.advantages import try_estimator
 from grpo.algorithm.loss import try_loss
 from grpo.client.reference import ReferenceClient, check_reference
 from grpo.config.trainer import TrainerConfig

@@ -237,20 +237,6 @@ def test_both_report_the_same_metrics(trl):
                 assert names == metrics.keys() - {"entropy_coef"}  # a coefficient is none of the loss's numbers
 
 
-def test_the_oracles_top_entropies_are_trls(trl):
-    for seed, quantile in enumerate((0.1, 0.2, 0.5, 0.9)):
-        batch = completions(seed)
-        drawn = places(batch, answers=False)
-        mask = torch.tensor([[place in of_row for place in range(WIDTH)] for of_row in drawn])
-        entropies = padded([completion.entropy for completion in batch], drawn)
-        trainer = SimpleNamespace(accelerator=trl.accelerator)
-        marks = trl.trainer.get_high_entropy_mask(trainer, entropies, mask.long(), 1 - quantile)
-        expected = [
-            mark for completion in oracle.mark_high_entropy(batch, quantile) for mark in completion.high_entropy
-        ]
-        assert marks[mask].tolist() == expected and not marks[~mask].any()
-
-
 def test_the_rewards_deviation_is_trls(trl):
     """Of all rewards of a step, gathered from ranks with unequally many, without those that no function gave."""
     ranks = [[0.5, 2.0, math.nan, 2.0], [math.nan, math.nan], [0.1, 0.1, -3.0]]
@@ -261,5 +247,6 @@ def test_the_rewards_deviation_is_trls(trl):
 
 def test_overlong_punishment_is_trls(trl):
     lengths = range(0, 30)
-    expected = trl.soft_overlong_punishment(20, 5)([[0] * length for length in lengths])
-    assert soft_overlong_punishment(torch.tensor(lengths), 20, 5).tolist() == pytest.approx(expected, rel=1e-6)
+    for cache in (1, 5, 20):
+        expected = trl.soft_overlong_punishment(20, cache)([[0] * length for length in lengths])
+        assert soft_overlong_punishment(torch.tensor(lengths), 20, cache).tolist() == pytest.approx(expected, rel=1e-6)
