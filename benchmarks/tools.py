@@ -48,7 +48,7 @@ from grpo.sampling import continuous
 from grpo.sampling import generate as local
 from grpo.sampling.continuous import ContinuousSampler
 from grpo.sampling.generate import LocalSampler
-from grpo.tools.start import UserResponder, start_turns
+from grpo.tools.dialogue import UserResponder, start_turns
 
 PROMPTS, COPIES, LENGTH = 8, 8, 768
 WORDS = (8, 60)  # tokens of a turn before its call

@@ -49,7 +49,7 @@ def talk(config: ChatConfig, interactive: bool) -> None:
     from grpo.model.load import NO_LIMIT, length_limits, load_end_ids, load_model, load_settings, load_tokenizer
     from grpo.model.pictures import Vision, load_processor
     from grpo.run.collective import own_place
-    from grpo.tools.start import start_turns
+    from grpo.tools.dialogue import start_turns
 
     _, _, device = own_place()
     tokenizer = load_tokenizer(config)

@@ -44,7 +44,7 @@ def run(config: EvaluateConfig, closing: ExitStack) -> None:
     from grpo.rewards.functions import TrainerState
     from grpo.run.collective import gather, own_place
     from grpo.run.run_folder import check_unused, check_writable
-    from grpo.tools.start import start_turns
+    from grpo.tools.dialogue import start_turns
     from grpo.trainer.evaluation import check_verdicts, evaluate, with_pictures
     from grpo.trainer.rewarding import Rewarder, join_rewards
 

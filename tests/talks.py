@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from demo.model import build_tokenizer
 from grpo.config.trainer import TrainerConfig
 from grpo.data.records import Example
-from grpo.tools.start import UserResponder, start_turns
+from grpo.tools.dialogue import UserResponder, start_turns
 
 _TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
 _TOOLS = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"

@@ -31,8 +31,8 @@ from grpo.wire.picture_files import PicturedPrompt
 
 LOOK_EVERY = 16  # tokens
 HALF = (torch.bfloat16, torch.float16)
-Criterion = Callable[..., bool]
-"""called after each token with all ids, int64 [rows, tokens]; True stops every row"""
+OnTokens = Callable[[Tensor], bool]
+"""called after each token with those drawn so far, int64 [rows, tokens]; True stops every row"""
 
 
 class Draws(LogitsProcessor):
@@ -58,21 +58,14 @@ class Draws(LogitsProcessor):
 
 @contextmanager
 def policy_that_draws(model: PreTrainedModel) -> Iterator[None]:
-    """Set a model that is trained to draw completions within."""
-    model.eval()  # layers that recompute their activations would switch the KV cache off
-    with _without_gradients(model), frozen_norms(model):
-        yield
+    """Set a model that is trained to draw completions within.
 
-
-@contextmanager
-def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
-    """Switch torch.inference_mode on, less work for the host than no_grad, for a model that learns afterwards.
-
-    Autograd takes no tensor that was made within. A model may keep such tensors (positions by a dynamic RoPE): at the
-    end they become ordinary ones.
+    torch.inference_mode is less work for the host than no_grad, but autograd takes no tensor that was made within. A
+    model may keep such tensors (positions by a dynamic RoPE): at the end they become ordinary ones.
     """
+    model.eval()  # layers that recompute their activations would switch the KV cache off
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), frozen_norms(model):
             yield
     finally:
         for module in model.modules():
@@ -146,8 +139,7 @@ class LocalSampler(Sampler):
 
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
         order = Order([example], 1, temperature or 1.0, [(seed, 0, 0)] if temperature else None)
-        width = len(example.prompt_ids)
-        return self._draw_at_once(order, lambda ids, _, **options: on_token(ids[0, width:].tolist()))[0][0]
+        return self._draw_at_once(order, lambda drawn: on_token(drawn[0].tolist()))[0][0]
 
     def update_weights(self, version: int) -> None:
         """Note the version. The model is the very one that the updates change."""
@@ -161,33 +153,31 @@ class LocalSampler(Sampler):
             groups += draw(order.part(start, start + at_once))
         return groups
 
-    def _draw_at_once(self, order: Order, criterion: Criterion | None = None) -> list[list[Rollout]]:
+    def _draw_at_once(self, order: Order, on_tokens: OnTokens | None = None) -> list[list[Rollout]]:
         """Draw all completions in one call, one segment each."""
         copies, groups = order.copies, Groups(order)
         contexts = [(example.prompt_ids, []) for example in order.examples for _ in range(copies)]
-        width = max(len(prompt) for prompt, _ in contexts)
         draws = self._draws(order, order.names and [uniforms(*name, self._max_new_tokens) for name in order.names])
+        eos = torch.tensor(self.eos_token_ids, device=self._model.device)
 
-        def finish_groups(finished: Iterable[int], ids: Tensor) -> None:
-            """Make the rollouts of these examples, unless they are made, and hand them over."""
-            if not (new := [index for index in finished if None in groups.all[index]]):
+        def finish_groups(ended: Iterable[bool], drawn: Tensor) -> None:
+            """Make the rollouts of the examples that have ended, unless they are made, and hand them over."""
+            if not (new := [index for index in compress(count(), ended) if None in groups.all[index]]):
                 return
-            drawn, logprobs = ids[:, width:].tolist(), draws.logprobs().tolist()
+            ids, logprobs = drawn.tolist(), draws.logprobs().tolist()
             for row in (index * copies + copy for index in new for copy in range(copies)):
-                groups.add(row, self._rollout(*self._to_first_end(drawn[row], logprobs[row])))
+                groups.add(row, self._rollout(*self._to_first_end(ids[row], logprobs[row])))
             groups.hand_over()
 
-        def look(ids: Tensor, _, **options) -> bool:
+        def look(drawn: Tensor) -> bool:
             """Find the groups whose rows have all ended. The host waits for the device, which idles meanwhile."""
-            drawn = ids[:, width:]
             if drawn.shape[1] % LOOK_EVERY == 0:
-                ended = torch.isin(drawn, eos).any(dim=1).view(-1, copies).all(dim=1).tolist()
-                finish_groups(compress(count(), ended), ids)
+                finish_groups(torch.isin(drawn, eos).any(dim=1).view(-1, copies).all(dim=1).tolist(), drawn)
             return False
 
-        if order.on_groups is not None:
-            eos, criterion = torch.tensor(self.eos_token_ids, device=self._model.device), look
-        finish_groups(range(len(order.examples)), self._generate(contexts, draws, self._max_new_tokens, criterion))
+        on_tokens = look if order.on_groups is not None else on_tokens
+        drawn = self._generate(contexts, draws, self._max_new_tokens, on_tokens)
+        finish_groups([True] * len(order.examples), drawn)
         return groups.all
 
     def _draw_segments(self, order: Order) -> list[list[Rollout]]:
@@ -226,11 +216,10 @@ class LocalSampler(Sampler):
         and some models cannot compute more than a sequence's largest length."""
         tokens = min(self._room(completion) for completion in completions)
         contexts = [(completion.prompt, completion.ids) for completion in completions]
-        width = max(len(prompt) + len(ids) for prompt, ids in contexts)
         draws = self._draws(
             order, order.names and [each.numbers[len(each.ids) : len(each.ids) + tokens] for each in completions]
         )
-        drawn = self._generate(contexts, draws, tokens)[:, width:].tolist()
+        drawn = self._generate(contexts, draws, tokens).tolist()
         for completion, *pair in zip(completions, drawn, draws.logprobs().tolist(), strict=True):
             completion.add(*self._to_first_end(*pair), drawn=True)
 
@@ -246,13 +235,10 @@ class LocalSampler(Sampler):
         contexts: Sequence[tuple[Sequence[int], list[int]]],
         draws: Draws,
         tokens: int,
-        criterion: Criterion | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Tensor:
-        """Draw up to `tokens` tokens after each context, a prompt and the completion so far.
-
-        Returns int64 [contexts, width + tokens drawn]; `width` is the longest context's length. A row that has ended
-        gets padding.
-        """
+        """Draw up to `tokens` tokens after each context, a prompt and the completion so far: int64 [contexts, tokens
+        drawn]. A row that has ended gets padding."""
         # Every token is drawn in `Draws`; generate() takes the one with the highest score.
         settings = GenerationConfig(do_sample=False, max_new_tokens=tokens)
         settings.eos_token_id, settings.pad_token_id = self.eos_token_ids, self._tokenizer.pad_token_id
@@ -265,6 +251,7 @@ class LocalSampler(Sampler):
             input_ids[row, start:] = torch.tensor([*prompt, *begun])
             attention_mask[row, start:] = 1
             is_begun[row, width - len(begun) :] = True
+        criteria = [] if on_tokens is None else [lambda ids, _, **options: on_tokens(ids[:, width:])]
         # A completion may have ids that stand for a piece of a picture: they are text.
         places = None
         if vision is not None and (text := is_begun & (input_ids == vision.token_id)).any():
@@ -279,14 +266,15 @@ class LocalSampler(Sampler):
                 text_at(model, input_ids.to(model.device), places) as shown,
             ):
                 pictures = vision.for_generate([prompt for prompt, _ in contexts], shown) if vision is not None else {}
-                return model.generate(
+                ids = model.generate(
                     input_ids=shown,
                     attention_mask=attention_mask.to(model.device),
                     generation_config=settings,
                     logits_processor=LogitsProcessorList([draws]),
-                    stopping_criteria=StoppingCriteriaList([criterion] if criterion else []),
+                    stopping_criteria=StoppingCriteriaList(criteria),
                     **pictures,
                 )
+                return ids[:, width:]
         finally:
             model.generation_config = models_config
 

@@ -137,7 +137,10 @@ def _read_hermes(text: str, in_thought: bool) -> tuple[str, list[Call]]:
 
     def take_out(match: re.Match) -> str:
         body, end = match.groups()
-        calls.append(_load_call(body) if end else _failed("the call has no </tool_call>"))
+        try:
+            calls.append(_make_call(json.loads(body)) if end else _failed("the call has no </tool_call>"))
+        except _NOT_JSON as error:
+            calls.append(_failed(f"the call is not JSON: {error}"))
         return match.group() if calls[-1].error else ""
 
     return (reasoning + mark + _HERMES.sub(take_out, rest)).strip(), calls
@@ -182,13 +185,12 @@ _FORMATS = {"hermes": _read_hermes, "llama3_json": _read_llama3, "mistral": _rea
 def _choose_format(
     parser: str, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], schemas: list[dict]
 ) -> str:
-    """Return the format of `tool_call_parser`. Raises ConfigError if "auto" finds none."""
-    written = _find_format(tokenizer.get_chat_template(tools=schemas))
-    if written is not None:
-        call = Call(schemas[0]["function"]["name"], {"argument": "ValueOfTheArgument"})
-        texts = render_call(tokenizer, eos_token_ids, schemas, call.name, call.arguments)
-        if texts and not any(_FORMATS[written](text, False)[1] == [call] for text in texts):
-            written = None  # as [TOOL_CALLS]name[ARGS]{...} of newer Mistral models
+    """Return the format of `tool_call_parser`; "auto" is the one that reads the chat template's own call. Raises
+    ConfigError if none does."""
+    call = Call(schemas[0]["function"]["name"], {"argument": "ValueOfTheArgument"})
+    texts = render_call(tokenizer, eos_token_ids, schemas, call.name, call.arguments)
+    readable = (name for name, read in _FORMATS.items() if any(read(text, False)[1] == [call] for text in texts))
+    written = next(readable, None)
     if parser == "auto" and written is None:
         raise ConfigError(
             f"tool_call_parser='auto': the chat template of {tokenizer.name_or_path} writes calls in no known format: "
@@ -198,24 +200,6 @@ def _choose_format(
         message = "tool_call_parser=%r: the chat template writes calls as %s does, and such calls are not read"
         log.warning(message, parser, written)
     return written if parser == "auto" else parser
-
-
-def _find_format(template: str) -> str | None:
-    """Return the format of the chat template's calls, or None."""
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return "hermes"
-    if '"parameters"' in template and "<tool_call>" not in template:
-        return "llama3_json"
-    return None
-
-
-def _load_call(body: str) -> Call:
-    try:
-        return _make_call(json.loads(body))
-    except _NOT_JSON as error:
-        return _failed(f"the call is not JSON: {error}")
 
 
 def _make_call(value: Any) -> Call:

@@ -1,7 +1,6 @@
-"""Runs the user's code in this process, one call at a time, or in processes with deadlines.
+"""Runs tools, and environments' instances, in this process, one call at a time, or in processes with deadlines.
 
-Async tools always run on this process's event loop. A place does one task after another, and holds the environment of
-a completion.
+Async tools always run on this process's event loop.
 """
 
 from __future__ import annotations
@@ -11,12 +10,16 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from grpo.config.errors import RewardError
 from grpo.config.user_code import Key, async_user_code, user_code
+from grpo.data.records import Example
+from grpo.tools.environment import EnvironmentClass
 from grpo.tools.schema import Tool
 from grpo.tools.session import Reply, Session
 from grpo.usercode.process import CallLost, ProcessPool, UserProcess
@@ -25,6 +28,23 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 """seconds between two log lines, and of a call that is logged"""
+_FALLBACK = 0.0  # the reward of a completion whose environment hangs or ends its process
+
+
+class Failures:
+    """Failures of the user's code that do not end the run: logs the first of each kind, then counts."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def note(self, kind: str, traceback: str = "") -> None:
+        """Count a failure of this kind; `traceback` is the user's part of the stack, with line ends."""
+        self._counts[kind] += 1
+        # Errors: ranks other than the first show no warnings.
+        if (count := self._counts[kind]) == 1:
+            log.error("%s%s: the run continues, and counts more of these", traceback, kind)
+        elif str(count).rstrip("0") == "1":
+            log.error("%s, %d times by now", kind, count)
 
 
 class SlowCalls:
@@ -63,25 +83,15 @@ class SlowCalls:
                 log.error("these have not answered yet: %s%s; %s", ", ".join(slow[:3]), more, self._remedy)
 
 
-class Place(Protocol):
-    """Runs the code of one completion."""
-
-    async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
-        """Do a task of grpo/tools/session.py; `key` seeds its random numbers. Raises CallLost."""
-        ...
-
-    def release(self) -> None:
-        """Free the place for another completion."""
-        ...
-
-
 class LocalPlace:
-    """This process: sync code in a thread, async code on the event loop, without deadlines."""
+    """Runs tasks of grpo/tools/session.py in this process: sync code in a thread, async code on the event loop, without
+    deadlines."""
 
     def __init__(self, session: Session, thread: UserThread, slow_calls: SlowCalls):
         self._session, self._thread, self._slow_calls = session, thread, slow_calls
 
     async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
+        """Do a task; `key` seeds its random numbers."""
         started = await asyncio.wrap_future(self._thread.submit(self._start, key, task, *arguments))
         if isinstance(started, dict):
             return started
@@ -97,7 +107,7 @@ class LocalPlace:
 
 
 class ProcessPlace:
-    """A process for this completion alone, from the first task until its release, with deadlines."""
+    """Runs them in a process for this completion alone, from the first task until its release, with deadlines."""
 
     def __init__(self, processes: ProcessPool):
         self._processes = processes
@@ -105,6 +115,7 @@ class ProcessPlace:
         self._order = threading.Lock()  # a waiter may be cancelled while its call runs
 
     async def perform(self, key: Key, task: str, *arguments: Any) -> Reply:
+        """Do a task; `key` seeds its random numbers. Raises CallLost."""
         return await self._processes.run(self._call, key, task, *arguments)
 
     def release(self) -> None:
@@ -117,6 +128,94 @@ class ProcessPlace:
             if self._process is None:
                 self._process = self._processes.take()
             return self._process.call(task, self._processes.timeout)
+
+
+Place = LocalPlace | ProcessPlace
+"""runs the code of one completion's instance"""
+
+
+class Instance:
+    """The environment of one completion. Its calls log and raise CallLost if it hangs or ends its process, and raise
+    RewardError if it fails. `is_lost`: it has gone with its process."""
+
+    def __init__(self, environment: EnvironmentClass, place: Place, key: Key, failures: Failures):
+        """`key` and a call's number seed the call's random numbers."""
+        self._environment, self._key, self._calls = environment, key, 0
+        self._prefix = f"environment={environment.name!r}: "
+        self._failures = failures
+        self._place: Place | None = place
+        self._steps_reward = 0.0
+        self.is_lost = False
+
+    async def reset(self, columns: dict[str, Any]) -> str:
+        """Make the instance; return its observation."""
+        return (await self._perform("reset", columns))["text"]
+
+    def check_observation(self, observation: str, example: Example) -> None:
+        """Raise RewardError unless the prompt ends with the observation of the completion's `reset`.
+
+        A worker's example has no messages, only their text in a chat template, and is not checked.
+        """
+        contents = [message["content"].rstrip() for message in example.messages]
+        if contents and not any(content.endswith(observation.rstrip()) for content in contents):
+            raise RewardError(
+                f"{self._prefix}reset said {observation[:200]!r} to a completion, and something else as the data was "
+                "read: it must depend on the row alone: draw random numbers from a seed in the row"
+            )
+
+    async def step(self, text: str) -> tuple[str, bool]:
+        """Return its answer to a turn, and whether the completion is over."""
+        reply = await self._perform("step", text)
+        self._steps_reward += reply["reward"]
+        return reply["text"], reply["done"]
+
+    async def call_method(self, name: str, arguments: dict[str, Any]) -> Reply:
+        return await self._perform("method", name, arguments)
+
+    async def compute_reward(self) -> dict[str, float]:
+        """Return the completion's reward by name: that of get_reward, or the sum of the steps' rewards."""
+        if not self._environment.gives_reward:
+            return {}
+        reward: float | None = self._steps_reward
+        try:
+            if self._environment.has_get_reward and not self.is_lost:
+                reward = (await self._perform("get_reward"))["reward"]
+        except CallLost:
+            pass
+        if self.is_lost:
+            reward = _FALLBACK
+        return {} if reward is None else {self._environment.label: reward}
+
+    async def close(self) -> None:
+        """Close it once. Errors of its `close` are logged."""
+        place, self._place = self._place, None
+        if place is None:
+            return
+        try:
+            if not self.is_lost:
+                reply = await place.perform((*self._key, "close"), "close")
+                if "error" in reply:
+                    self._failures.note(f"{self._prefix}close raised {reply['error']}", reply["traceback"])
+        except CallLost as lost:
+            self._failures.note(f"{self._prefix}close {lost}")
+        finally:
+            place.release()
+
+    async def _perform(self, task: str, *arguments: Any) -> Reply:
+        self._calls += 1
+        try:
+            reply = await self._place.perform((*self._key, self._calls), task, *arguments)
+        except CallLost as lost:
+            self.is_lost = True
+            # An error: ranks other than the first show no warnings.
+            log.error("%s%s %s: the completion ends with the reward %g", self._prefix, task, lost, _FALLBACK)
+            raise
+        except RewardError:  # no process starts
+            self.is_lost = True
+            raise
+        if "raised" in reply:
+            raise RewardError(f"{self._prefix}{reply['raised']}", reply["traceback"])
+        return reply
 
 
 async def _perform_async(session: Session, seconds: float | None, task: str, *arguments: Any) -> Reply:

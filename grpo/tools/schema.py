@@ -26,6 +26,7 @@ class Tool:
     """A function, or a method of the environment, that the policy may call."""
 
     name: str
+    function: Callable
     schema: dict[str, Any]
     """as a chat template takes it: {"type": "function", "function": {"name", "description", "parameters"}}"""
     signature: inspect.Signature
@@ -73,18 +74,17 @@ def make_tool(field: str, value: str, function: Callable, is_method: bool = Fals
                 f"{field}={value!r}: a call gives each argument by its name, which {name} cannot take as {parameter}: "
                 "write its arguments without *, ** and /"
             )
-    return Tool(name, schema, signature, inspect.iscoroutinefunction(function), is_method)
+    return Tool(name, function, schema, signature, inspect.iscoroutinefunction(function), is_method)
 
 
-def load_tools(names: Sequence[str]) -> dict[str, tuple[Tool, Callable]]:
+def load_tools(names: Sequence[str]) -> dict[str, Tool]:
     """Return the functions of `tools` by name. Raises ConfigError if one is missing, unfit, or named twice."""
-    loaded: dict[str, tuple[Tool, Callable]] = {}
+    loaded: dict[str, Tool] = {}
     for name in names:
-        function = load_function("tools", name)
-        tool = make_tool("tools", name, function)
+        tool = make_tool("tools", name, load_function("tools", name))
         if tool.name in loaded:
             raise ConfigError(f"tools={name!r}: there is a tool {tool.name!r} already: remove or rename one")
-        loaded[tool.name] = tool, function
+        loaded[tool.name] = tool
     return loaded
 
 

@@ -19,6 +19,8 @@ from grpo.data.chat_template import place_pictures
 
 _MARK, _ANSWER = "MarkOfTheTurn", "MarkOfTheAnswer"
 _CALL_ID = "call00000"  # some templates ask for nine letters and digits
+_FORMS = [*itertools.product((False, True), repeat=2)]
+"""whether messages are in parts, and whether a call's arguments are JSON as text"""
 
 Messages = list[dict[str, Any]]
 
@@ -41,7 +43,7 @@ class AnswerTemplate:
         self._tokenizer, self._schemas = tokenizer, schemas
         self._kwargs = {**(template_kwargs or {}), **({"tools": schemas} if schemas else {})}
         self._ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
-        self._in_parts = self._text_arguments = False
+        self._in_parts, self._text_arguments = _FORMS[0]
         if tokenizer.chat_template is None:
             if schemas:
                 raise ConfigError(
@@ -49,10 +51,8 @@ class AnswerTemplate:
                     "that was trained to call them, or an environment with step alone"
                 )
             return
-        if schemas:
-            self._check_schemas()
         tool = [{"role": "tool", "name": schema["function"]["name"], "content": _ANSWER} for schema in schemas[:1]]
-        self._check_answers([*tool, *([{"role": "user", "content": _ANSWER}] if answers_as_user else [])])
+        self._find_form([*tool, *([{"role": "user", "content": _ANSWER}] if answers_as_user else [])])
 
     def render(self, answers: Messages) -> str:
         """Return the text of the answers to a turn: of tools, or a message of the user."""
@@ -74,11 +74,7 @@ class AnswerTemplate:
         if answers[0]["role"] == "tool":
             turn = _make_call_turn(answers[0]["name"], {_MARK: _MARK}, self._text_arguments)
             answers = [answer | {"tool_call_id": _CALL_ID} for answer in answers]
-        messages: Messages = [{"role": "user", "content": "?"}, turn, *answers]
-        if self._in_parts:
-            messages = place_pictures(messages, None)
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs)
-        _, mark, rest = text.partition(_MARK)
+        _, mark, rest = self._render([{"role": "user", "content": "?"}, turn, *answers]).partition(_MARK)
         if not mark:
             raise _Unfit("leaves out the turns that answers follow")
         places = {rest.find(end): end for end in self._ends if end in rest}
@@ -87,41 +83,29 @@ class AnswerTemplate:
         end = places[min(places)]
         return end, rest[min(places) + len(end) :]
 
-    def _check_schemas(self) -> None:
-        question = [{"role": "user", "content": "?"}]
+    def _find_form(self, answers: Messages) -> None:
+        """Find the form in which the template takes tools and answers. Raises ConfigError if it takes them in none."""
         reasons = []
-        for in_parts in (False, True):
-            self._in_parts = in_parts
+        for self._in_parts, self._text_arguments in _FORMS:
             try:
-                text = self._tokenizer.apply_chat_template(
-                    place_pictures(question, None) if in_parts else question, tokenize=False, **self._kwargs
-                )
-            except Exception as error:  # a template is a program that comes with the model: it may raise anything
-                reasons.append(f"refuses the tools ({error})")
-                continue
-            if all(schema["function"]["name"] in text for schema in self._schemas):
+                shown = self._render([{"role": "user", "content": "?"}])
+                if not all(schema["function"]["name"] in shown for schema in self._schemas):
+                    raise _Unfit("leaves out the tools")
+                if not all(_ANSWER in self.render([answer]) for answer in answers):
+                    raise _Unfit("leaves out the answers")
                 return
-            reasons.append("leaves out the tools")
+            except Exception as error:  # a template is a program that comes with the model: it may raise anything
+                reasons.append(str(error) if isinstance(error, _Unfit) else f"refuses them ({error})")
+        roles = " and ".join(answer["role"] for answer in answers)
         raise ConfigError(
-            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template {_in_a_line(reasons[0])}: use a "
-            "model that was trained to call them"
+            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write tools and answers of "
+            f"{roles}: it {' '.join(reasons[0].split())[:300]}: use a model that was trained with them"
         )
 
-    def _check_answers(self, answers: Messages) -> None:
-        """Find the form in which the template takes these answers. Raises ConfigError if it takes none."""
-        reasons = []
-        for self._in_parts, self._text_arguments in itertools.product((False, True), repeat=2):
-            try:
-                if all(_ANSWER in self.render([answer]) for answer in answers):
-                    return
-                reasons.append("leaves out the answers")
-            except Exception as error:  # the same
-                reasons.append(str(error) if isinstance(error, _Unfit) else f"refuses them ({error})")
-        raise ConfigError(
-            f"model_name_or_path={self._tokenizer.name_or_path!r}: its chat template cannot write answers of "
-            f"{' and '.join(answer['role'] for answer in answers)}: it {_in_a_line(reasons[0])}: use a model that was "
-            "trained with them"
-        )
+    def _render(self, messages: Messages) -> str:
+        if self._in_parts:
+            messages = place_pictures(messages, None)
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs)
 
 
 def render_call(
@@ -137,7 +121,7 @@ def render_call(
     """
     ends = [tokenizer.decode([token], skip_special_tokens=False) for token in eos_token_ids]
     texts = []
-    for in_parts, text_arguments in itertools.product((False, True), repeat=2):
+    for in_parts, text_arguments in _FORMS:
         messages = [{"role": "user", "content": _MARK}, _make_call_turn(name, arguments, text_arguments)]
         if in_parts:
             messages = place_pictures(messages, None)
@@ -161,10 +145,6 @@ def _make_call_turn(name: str, arguments: dict[str, str], text_arguments: bool) 
         "content": "",
         "tool_calls": [{"type": "function", "id": _CALL_ID, "function": function}],
     }
-
-
-def _in_a_line(reason: str) -> str:
-    return " ".join(reason.split())[:300]
 
 
 class _Unfit(Exception):

@@ -37,7 +37,7 @@ from grpo.run.collective import own_place
 from grpo.run.description import RunDescription
 from grpo.run.folder import check_login
 from grpo.run.run_folder import find_run_folder
-from grpo.tools.start import UserResponder
+from grpo.tools.dialogue import UserResponder
 from grpo.trainer.deepspeed_engine import engine_config
 from grpo.trainer.pool_sampler import describe_workers
 from grpo.trainer.rank_memory import RankWork, rank_memory

@@ -43,7 +43,7 @@ from grpo.pool.delta import make_delta, sha256_of
 from grpo.pool.protocol import ADAPTER, MOST_TASKS, Probe, RunInfo, Version
 from grpo.run.checkpoints import Checkpoints
 from grpo.run.folder import SaveError
-from grpo.tools.start import UserResponder
+from grpo.tools.dialogue import UserResponder
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
 
 log = logging.getLogger(__name__)

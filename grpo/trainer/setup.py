@@ -49,7 +49,7 @@ from grpo.run.signals import Launcher, StopSignals
 from grpo.run.trackers import check_report_to
 from grpo.sampling.sampler import Sampler
 from grpo.sampling.self_check import make_sampler
-from grpo.tools.start import UserResponder, start_turns
+from grpo.tools.dialogue import UserResponder, start_turns
 from grpo.trainer.deepspeed_engine import Ranks, engine_config, start_engine
 from grpo.trainer.evaluation import best_metric, check_verdicts
 from grpo.trainer.pool_sampler import PoolSampler, Replay, check_rows, connect

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from grpo.data.records import Example
     from grpo.data.responder import Dialogue
-    from grpo.tools.start import UserResponder
+    from grpo.tools.dialogue import UserResponder
 
 
 class WorkerTools:
@@ -64,7 +64,7 @@ def open_turns(config: WorkerConfig, run: RunInfo, folder: Path) -> WorkerTools 
     if run.turns is None:
         return None
     from grpo.model.load import load_tokenizer
-    from grpo.tools.start import start_turns
+    from grpo.tools.dialogue import start_turns
 
     settings = {name: getattr(run.turns, name) for name in SETTINGS}
     ours = {name: getattr(config, name) for name in ("tools", "environment", "tool_timeout")}

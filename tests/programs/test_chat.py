@@ -34,7 +34,7 @@ from grpo.data.records import Example
 from grpo.model.load import load_settings, load_tokenizer
 from grpo.model.pictures import Vision, load_processor
 from grpo.sampling.generate import LocalSampler
-from grpo.tools.start import start_turns
+from grpo.tools.dialogue import start_turns
 from grpo.wire.picture_files import PicturedPrompt
 
 SYSTEM = "Answer in one word."

@@ -13,7 +13,7 @@ from talks import Talks, call, ids_of
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import module_name
 from grpo.data.responder import close_all
-from grpo.tools.start import PRINTS_TOGETHER, start_turns
+from grpo.tools.dialogue import PRINTS_TOGETHER, start_turns
 
 CODE = r'''
 import asyncio, sys, threading, time
@@ -303,7 +303,7 @@ def test_a_tool_that_always_raises_is_shown_once_and_then_counted(tmp_path, capl
     talk = talks.begin(length=10**6)
     calls = [call("odd", kind=kind) for kind in [*["raise"] * 105, "none", "empty"]]
     talk.say("\n".join([*calls, call("odd"), call("nothing"), call("wait", seconds=-1.0)]))
-    shown = [record.getMessage() for record in caplog.records if record.name == "grpo.tools.dialogue"]
+    shown = [record.getMessage() for record in caplog.records if record.name == "grpo.tools.runner"]
     assert "in odd\n" in shown[0] and "\nKeyError: 'a mistake'\ntool 'odd'" in shown[0] and "grpo/" not in shown[0]
     assert [message.splitlines()[-1] for message in shown] == [
         "tool 'odd' raised KeyError: the run continues, and counts more of these",

@@ -194,13 +194,11 @@ NO_JSON = TEMPLATES["qwen2"].replace("c.function.arguments | tojson", "c.functio
 
 
 def test_a_format_that_would_not_read_the_templates_own_calls_is_not_found():
-    for template in (NEWER_MISTRAL, NO_JSON):
+    refusing = TEMPLATES["mistral"].replace("c.id | length != 9", "true")
+    for template in (NEWER_MISTRAL, NO_JSON, refusing):
         with pytest.raises(ConfigError, match="tool_call_parser='auto': .* writes calls in no known format"):
             read("x", template)
     assert read(f"[TOOL_CALLS] [{ADD_JSON}]", NEWER_MISTRAL, "mistral").calls == [ADD]
-    # A template that refuses calls shows none: the format that its text names is taken.
-    refusing = TEMPLATES["mistral"].replace("c.id | length != 9", "true")
-    assert read(f"[TOOL_CALLS] [{ADD_JSON}]", refusing).calls == [ADD]
     # Templates that take arguments as text, and messages in parts.
     for written in ("'' + c.function.arguments", "c.function.arguments", "c.function.arguments | string"):
         template = TEMPLATES["qwen2"].replace("c.function.arguments | tojson", written)
@@ -300,7 +298,7 @@ doer = Doer()
 def tools(tmp_path_factory):
     file = tmp_path_factory.mktemp("tools") / "tools.py"
     file.write_text(CODE)
-    return {name: tool for name, (tool, _) in load_tools([f"{file}:{n}" for n in ("add", "choose", "now")]).items()}
+    return load_tools([f"{file}:{n}" for n in ("add", "choose", "now")])
 
 
 @pytest.mark.parametrize(

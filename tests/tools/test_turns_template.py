@@ -142,8 +142,8 @@ def test_without_a_template_an_environment_says_its_text_alone():
     [
         ("demo", "leaves out the tools"),
         ("gemma", "leaves out the tools"),
-        (TEMPLATES["qwen2"] + "{% if %}", "refuses the tools (Expected an expression"),
-        ("{% if tools %}{{ raise_exception('none\n here') }}{% endif %}", "refuses the tools (none here)"),
+        (TEMPLATES["qwen2"] + "{% if %}", "refuses them (Expected an expression"),
+        ("{% if tools %}{{ raise_exception('none\n here') }}{% endif %}", "refuses them (none here)"),
         (
             TEMPLATES["qwen2"].replace("'<|im_end|>\n'", "'\n'"),
             "ends a turn with none of <|im_end|>, as the model does",
@@ -161,7 +161,7 @@ def test_a_template_that_cannot_say_answers_is_refused(template, reason):
 
 def test_a_template_without_a_second_question_is_refused_for_an_environment():
     only_one = TEMPLATES["gemma"] + "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}"
-    with pytest.raises(ConfigError, match="cannot write answers of user: it refuses them .one question"):
+    with pytest.raises(ConfigError, match="cannot write tools and answers of user: it refuses them .one question"):
         make_template(talker(only_one), (), as_user=True)
 
 

@@ -25,7 +25,7 @@ from grpo.model.trial import make_batcher
 from grpo.pool.client import PoolClient
 from grpo.pool.protocol import Lease, Task
 from grpo.sampling.self_check import make_sampler
-from grpo.tools.start import start_turns
+from grpo.tools.dialogue import start_turns
 from grpo.wire.tool_outcomes import SETTINGS, RunTools
 from grpo.workers import loop
 from grpo.workers.loop import GenerationWorker, WorkerFailed
