@@ -94,28 +94,20 @@ def render_prompt(
 
     options = dict(tokenize=False, add_generation_prompt=not continued, continue_final_message=continued)
     render = partial(tokenizer.apply_chat_template, **options, **template_kwargs)
-    errors: list[Exception] = []
+    reasons = []
     for form in forms:
         try:
             rendered = render(form)
             if not _leaves_out_question(render, form, rendered):
                 return rendered
+            reasons.append("leaves out the user's text")
         except Exception as error:  # a template is a program that comes with the model: it may raise anything
-            errors.append(error)
-    model = f"model_name_or_path={tokenizer.name_or_path!r}"
-    if not errors:
-        raise ConfigError(
-            f"{model}: its chat template leaves out the user's text: use a model whose template takes a message's "
-            "content"
-        )
-    reason = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:300]
-    message = f"{model}: its chat template refuses {place} ({reason}): change the messages, or use another model"
-    if system_prompt and messages[0]["content"] == system_prompt:
-        message = (
-            f"system_prompt={system_prompt[:40]!r}: the model's chat template refuses {place} ({reason}): if it "
-            "knows no system message, set system_prompt to '' and put the instructions into the prompts"
-        )
-    raise ConfigError(message) from errors[0]
+            reasons.append(f"refuses {place} ({type(error).__name__}: {error})")
+    reason = " ".join(reasons[0].split())[:300]
+    raise ConfigError(
+        f"model_name_or_path={tokenizer.name_or_path!r}: its chat template {reason}: change the messages, set "
+        "system_prompt to '' if it knows no system message, or use another model"
+    )
 
 
 def add_observation(prompt: str | list[PartMessage], observation: str) -> str | list[PartMessage]:

@@ -32,16 +32,14 @@ def load_rows(config: AnsweringConfig, split: str):
     datasets.disable_progress_bars()
     logging.getLogger("datasets").handlers.clear()  # with its own handler and ours each line would be there twice
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error has the same text
+    if not files and not can_ask_hub("dataset_name", name):
+        datasets.config.HF_HUB_OFFLINE = True
     try:
         if files:
             kind = _FILE_TYPES[files[0].suffix]
             paths, options = [glob.escape(str(file)) for file in files], _csv_options(config) if kind == "csv" else {}
             return datasets.load_dataset(kind, data_files=paths, split="train", **options)
-        if not can_ask_hub("dataset_name", name):
-            datasets.config.HF_HUB_OFFLINE = True
         return datasets.load_dataset(name, config.dataset_config or _DEFAULT_HUB_CONFIG.get(name), split=split)
-    except ConfigError:
-        raise
     except datasets.exceptions.DatasetGenerationError as error:
         raise _cannot_load(config, split, error.__cause__ or error) from error
     # `datasets` raises StopIteration for an empty file, RecursionError for JSON that is too deep.
@@ -66,7 +64,7 @@ def decoded(config: AnsweringConfig, split: str, rows: Iterable[Mapping[str, Any
 
 def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> ConfigError:
     files, reason = _files(config, split), " ".join(str(error).split())[:300]
-    if any(words in reason for words in _WITHOUT_ROWS):
+    if not reason or any(words in reason for words in _WITHOUT_ROWS):
         reason = "there is no row in it"
     remedy = (
         "give a local file or folder, or a hub id that this machine can reach, and dataset_config if it has several "
@@ -79,28 +77,16 @@ def _cannot_load(config: AnsweringConfig, split: str, error: BaseException) -> C
 
 
 def _fault(file: Path) -> str:
-    """Return the fault of a JSON file or of the first wrong line of JSON Lines; empty without a fault."""
-    if file.stat().st_size == 0:
-        return f"{file.name} is empty"
-    if file.suffix == ".json":
+    """Return the first wrong line of a file of JSON, an array or JSON Lines; empty without one."""
+    content = file.read_bytes() if _FILE_TYPES[file.suffix] == "json" else b""
+    parts = [content] if content.lstrip().startswith(b"[") else content.split(b"\n")
+    for number, part in enumerate(parts, 1):
         try:
-            json.loads(file.read_bytes())
-            return ""
-        except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # of JSON Lines, after their first line
-                return f"{file.name}, line {error.lineno}: {error.msg}"
+            # Half of a surrogate pair is no text.
+            json.dumps(json.loads(part) if part.strip() else {}, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            return f"{file.name}: {error}"
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines if _FILE_TYPES[file.suffix] == "json" else (), 1):
-            try:
-                row = json.loads(line) if line.strip() else {}
-                json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-                reason = "" if isinstance(row, dict) else "not a JSON object"
-            except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", str(error))
-            if reason:
-                return f"{file.name}, line {number}: {reason}"
+            line = number + getattr(error, "lineno", 1) - 1
+            return f"{file.name}, line {line}: {getattr(error, 'msg', error)}"
     return ""
 
 
@@ -124,20 +110,11 @@ def _files(config: AnsweringConfig, split: str) -> list[Path]:
         named = sorted(file for pattern in (f"{split}.*", f"{split}-*.*") for file in path.rglob(pattern))
         # A folder of pictures beside the rows may have train-1.png.
         files = [file for file in named if file.suffix in _FILE_TYPES] or named
-    types = ", ".join(_FILE_TYPES)
-    if not files:
-        others = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-        found = ", ".join([*others[:_SHOWN], *(["..."] if len(others) > _SHOWN else [])])
-        is_train = split == config.dataset_train_split
+    if len({file.suffix for file in files}) != 1 or files[0].suffix not in _FILE_TYPES:
+        found = sorted(str(file.relative_to(path.parent)) for file in [path, *path.rglob("*")] if file.is_file())
         raise ConfigError(
-            f"dataset_name='{path}': split {split!r} needs files of one type, {types}, called {split}.* or {split}-*.*"
-            f"; found none{', but ' if others else ''}{found}: rename them, or set "
-            f"dataset_{'train' if is_train else 'test'}_split to what their names begin with"
-            + ("" if is_train else ", or train with eval_steps 0")
-        )
-    if len({file.suffix for file in files}) > 1 or files[0].suffix not in _FILE_TYPES:
-        raise ConfigError(
-            f"dataset_name='{path}': split {split!r} needs files of one type, {types}; found "
-            f"{', '.join(file.name for file in files)}: convert or remove those of another type"
+            f"dataset_name='{path}': split {split!r} needs files of one type, {', '.join(_FILE_TYPES)}, called "
+            f"{split}.* or {split}-*.*; found {', '.join(found[:_SHOWN]) or 'none'}: rename or convert them, or set "
+            "dataset_train_split and dataset_test_split to what their names begin with, or eval_steps to 0"
         )
     return files

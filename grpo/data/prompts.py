@@ -51,52 +51,48 @@ def load_examples(
     """
     rows, has_gold, column, others = _open_rows(config, split, limit)
 
-    def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | PictureError | PictureCountError | None:
+    def make(numbered: tuple[int, Mapping[str, Any]]) -> Example | tuple[str, str]:
+        """Return a row's example, or why it is dropped, and the fault in it."""
         index, row = numbered
-        if row[config.dataset_prompt_column] is None or row[config.dataset_prompt_column] == []:
-            return None
+        example = None
         try:
-            row = {**row, **{other.name: other.read(row[other.name], index) for other in others}}
-            return make_example(config, tokenizer, index, row, column, processor, turns)
-        except (PictureError, PictureCountError) as error:
-            return error
+            if row[config.dataset_prompt_column] not in (None, []):
+                row = {**row, **{other.name: other.read(row[other.name], index) for other in others}}
+                example = make_example(config, tokenizer, index, row, column, processor, turns)
+        except PictureError as error:
+            return "with a picture that cannot be used", f": {error}"
+        except PictureCountError as error:
+            return "with more or fewer places for pictures than pictures", f": {error}"
+        if example is None:
+            return f"without a prompt in {config.dataset_prompt_column!r}", ""
+        if has_gold and not example.gold:
+            return f"without a gold answer in {config.dataset_answer_column!r}", ""
+        if (length := len(example.prompt_ids)) > config.max_prompt_length:
+            return f"longer than max_prompt_length={config.max_prompt_length} tokens", f": {length} tokens"
+        return example
 
     bar = tqdm(rows, desc=f"{split} prompts", unit="", disable=None if progress else True, leave=False)
     numbered = enumerate(decoded(config, split, bar))
     waits = column is not None or config.tool_timeout is not None  # for Pillow, or an environment in another process
-    examples, dropped, faults, shortest = [], Counter(), {}, None
-    for index, example in enumerate(_map_in_threads(make, numbered) if waits else map(make, numbered)):
-        if (reason := _reason_to_drop(config, example, has_gold)) is None:
-            examples.append(example)
-            continue
-        dropped[reason] += 1
-        if isinstance(example, Exception):
-            faults.setdefault(reason, f" (the first is row {index} from 0: {example})")
-        elif reason.startswith(_TOO_LONG):
-            shortest = min(shortest or example, example, key=lambda example: len(example.prompt_ids))
-    for reason, count in dropped.items():
-        log.warning("%s: %d of %d rows dropped, %s%s", split, count, len(rows), reason, faults.get(reason, ""))
-    if examples:
-        _log_examples(split, examples, column)
-        return examples
-    if shortest is not None:
-        too_long = next(count for reason, count in dropped.items() if reason.startswith(_TOO_LONG))
-        raise _all_too_long(config, split, tokenizer, too_long, shortest, column is not None)
-    if faults:
-        reason, name = max(faults, key=dropped.get), column.name if column is not None else None
+    examples, counts, firsts = [], Counter(), {}
+    for index, made in enumerate(_map_in_threads(make, numbered) if waits else map(make, numbered)):
+        if isinstance(made, Example):
+            examples.append(made)
+        else:
+            reason, fault = made
+            counts[reason] += 1
+            firsts.setdefault(reason, f"the first is row {index} from 0{fault}")
+    dropped = [f"{count} of {len(rows)} rows dropped, {reason} ({firsts[reason]})" for reason, count in counts.items()]
+    if not examples:
         raise ConfigError(
-            f"dataset_image_column={name!r}: {dropped[reason]} of the {len(rows)} rows ({split}) are dropped, "
-            f"{reason}{faults[reason]}, and none is left: mend the dataset, or name another column"
+            f"dataset_name={config.dataset_name!r}: no row of split {split!r} is left: {'; '.join(dropped)}: mend the "
+            "rows, raise max_prompt_length, or name other columns (dataset_prompt_column, dataset_answer_column, "
+            "dataset_image_column)"
         )
-    prompt = f"a prompt in {config.dataset_prompt_column!r}"
-    wanted = f"both {prompt} and a gold answer in {config.dataset_answer_column!r}" if has_gold else prompt
-    raise ConfigError(
-        f"dataset_name={config.dataset_name!r}: none of its {len(rows)} rows ({split}) has {wanted}: name the columns "
-        "that hold them"
-    )
-
-
-_TOO_LONG = "longer than max_prompt_length="
+    for reason in dropped:
+        log.warning("%s: %s", split, reason)
+    _log_examples(split, examples, column)
+    return examples
 
 
 def _open_rows(config: AnsweringConfig, split: str, limit: int):
@@ -114,20 +110,6 @@ def _open_rows(config: AnsweringConfig, split: str, limit: int):
     return rows.select(range(min(limit, len(rows)))) if limit else rows, has_gold, column, others
 
 
-def _reason_to_drop(config: AnsweringConfig, example: Example | Exception | None, has_gold: bool) -> str | None:
-    if example is None:
-        return f"without a prompt in {config.dataset_prompt_column!r}"
-    if isinstance(example, PictureError):
-        return "with a picture that cannot be used"
-    if isinstance(example, Exception):
-        return "with more or fewer places for pictures than pictures"
-    if has_gold and not example.gold:
-        return f"without a gold answer in {config.dataset_answer_column!r}"
-    if len(example.prompt_ids) > config.max_prompt_length:
-        return f"{_TOO_LONG}{config.max_prompt_length} tokens"
-    return None
-
-
 def _log_examples(split: str, examples: list[Example], column: PictureColumn | None) -> None:
     firsts = [(example.messages[0], example.prompt) for example in examples]
     without_system = sum(first["role"] == "system" and first["content"].strip() not in text for first, text in firsts)
@@ -140,27 +122,6 @@ def _log_examples(split: str, examples: list[Example], column: PictureColumn | N
     if column is not None:
         pictured = sum(bool(pictures_of(example.prompt_ids)) for example in examples)
         log.info("%s: %d of %d prompts have pictures, by column %r", split, pictured, len(examples), column.name)
-
-
-def _all_too_long(
-    config: AnsweringConfig,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    shortest: Example,
-    has_pictures: bool,
-) -> ConfigError:
-    tokens, remedy = f"{len(shortest.prompt_ids)} tokens", "raise it"
-    if config.system_prompt and shortest.messages[0]["content"] == config.system_prompt:
-        of_system = len(tokenizer.encode(config.system_prompt, add_special_tokens=False))
-        tokens += f", {of_system} of them the system prompt's"
-        remedy += ", or leave that out (--system_prompt '')"
-    if has_pictures:
-        remedy += ", or lower max_pixels"
-    return ConfigError(
-        f"max_prompt_length={config.max_prompt_length}: none of the {count} prompts of {config.dataset_name} ({split}) "
-        f"is that short, the shortest has {tokens}: {remedy}"
-    )
 
 
 def check_reward_columns(

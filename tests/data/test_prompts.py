@@ -49,14 +49,6 @@ def test_a_local_file_is_a_dataset(tmp_path, tokenizer, name):
     assert tokenizer.decode(first.prompt_ids) == first.prompt
 
 
-def test_a_local_folder_has_splits(tmp_path, tokenizer):
-    write(tmp_path / "train.jsonl")
-    write(tmp_path / "test.jsonl", ROWS[1:])
-    assert len(load_examples(config(tmp_path), "train", tokenizer, progress=False)) == 2
-    (only,) = load_examples(config(tmp_path), "test", tokenizer, progress=False)
-    assert only.gold == "4"
-
-
 def test_other_datasets_name_their_columns(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", [{"problem": "x?", "solution": 7, "hint": "seven"}])
     options = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
@@ -103,14 +95,9 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
     kept = load_examples(config(path, "--max_prompt_length", "60"), "train", tokenizer, progress=False)
     assert [example.index for example in kept] == [0, 1]
     assert "1 of 3 rows dropped, longer than max_prompt_length=60" in caplog.text
-    shortest = min(len(example.prompt_ids) for example in kept)
-    with pytest.raises(ConfigError, match=f"max_prompt_length=3: none of the 3 .* has {shortest} tokens: raise it$"):
+    dropped = rf"3 of 3 rows dropped, longer than max_prompt_length=3 .* row 0 from 0: {len(kept[0].prompt_ids)} tokens"
+    with pytest.raises(ConfigError, match=f"no row of split 'train' is left: {dropped}.*raise max_prompt_length"):
         load_examples(config(path, "--max_prompt_length", "3"), "train", tokenizer, progress=False)
-    of_system = (
-        f"tokens, {len(tokenizer.tokenize('Be brief.'))} of them the system prompt's: raise it, or leave that out"
-    )
-    with pytest.raises(ConfigError, match=of_system):
-        load_examples(config(path, "--max_prompt_length", "3", "--system_prompt", "Be brief."), "train", tokenizer)
 
 
 SOLUTION = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
@@ -167,34 +154,24 @@ def test_rows_without_a_gold_answer_or_a_prompt_are_dropped_and_counted(tmp_path
 @pytest.mark.parametrize("blank", NOTHING[1:3])
 def test_a_prompt_of_white_space_is_none_unless_the_environment_says_something(tmp_path, tokenizer, caplog, blank):
     rules, chat = {"role": "system", "content": "Count."}, [{"role": "user", "content": blank}]
-    chats = [chat, [rules, *chat], [rules], [{"role": "user", "content": [{"type": "text", "text": blank}]}]]
+    chats = [chat, [rules, *chat], [rules], []]
+    chats += [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in (blank, "?")]
     texts = [{"question": text, "answer": "1", "level": level} for text in (blank, "?") for level in (1, 2)]
     for rows, turns, kept in [
         (texts, None, [2, 3]),
         (texts, Bank(), [1, 2, 3]),  # whose environment says something where the level is above 1
-        ([{"question": messages, "answer": "1"} for messages in chats], None, [2]),
+        ([{"question": messages, "answer": "1"} for messages in chats], None, [2, 5]),
     ]:
-        path = write(tmp_path / f"{len(kept)}.jsonl", rows)
+        path = write(tmp_path / f"{len(rows)}-{len(kept)}.jsonl", rows)
         examples = load_examples(config(path), "train", tokenizer, progress=False, turns=turns)
         assert [example.index for example in examples] == kept
-        assert f"{len(rows) - len(kept)} of 4 rows dropped, without a prompt in 'question'" in caplog.text
-
-
-def test_numbers_are_gold_answers_and_nan_is_none(tmp_path, tokenizer):
-    rows = [{"question": "?", "answer": answer} for answer in (2.5, float("nan"), 0.0, None)]
-    kept = load_examples(config(write(tmp_path / "rows.jsonl", rows)), "train", tokenizer, progress=False)
-    assert [example.gold for example in kept] == ["2.5", "0.0"]
-
-
-def test_a_list_of_no_messages_is_no_prompt(tmp_path, tokenizer, caplog):
-    rows = [{"question": [{"role": "user", "content": "Hi"}], "answer": "1"}, {"question": [], "answer": "2"}]
-    kept = load_examples(config(write(tmp_path / "rows.jsonl", rows)), "train", tokenizer, progress=False)
-    assert [example.index for example in kept] == [0] and "1 of 2 rows dropped, without a prompt" in caplog.text
+        assert f"{len(rows) - len(kept)} of {len(rows)} rows dropped, without a prompt in 'question'" in caplog.text
 
 
 def test_a_dataset_of_which_no_row_is_left_is_refused(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl", [{"question": "Two and two?", "answer": None}, {"answer": "4"}])
-    with pytest.raises(ConfigError, match=r"dataset_name='.*rows.jsonl': none of its 2 rows \(train\) has both"):
+    reasons = "1 of 2 rows dropped, without a gold answer .*; 1 of 2 rows dropped, without a prompt in 'question'"
+    with pytest.raises(ConfigError, match=f"dataset_name='.*rows.jsonl': no row of split 'train' is left: {reasons}"):
         load_examples(config(path), "train", tokenizer, progress=False)
 
 
@@ -240,27 +217,19 @@ def test_a_limit_takes_the_first(tmp_path, tokenizer):
         load_examples(config(path, "--dataset_config", "main"), "train", tokenizer)
 
 
-def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
-    (tmp_path / "data").mkdir()
-    write(tmp_path / "data" / "train-00000-of-00002.parquet")
-    write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[:1])
-    answers = [e.gold for e in load_examples(config(tmp_path), "train", tokenizer, progress=False)]
-    assert answers == ["2", "4", "2"]
-
-
 @pytest.mark.parametrize(
     "name, reason",
     [
         ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
-        ("rows.tsv", "needs files of one type, .json, .jsonl, .parquet, .csv; found rows.tsv"),
+        ("rows.tsv", "needs files of one type, .json, .jsonl, .parquet, .csv, .*; found rows.tsv"),
         ("header.csv", r"cannot be loaded \(header.csv: there is no row in it\)"),
-        ("empty.csv", r"cannot be loaded \(empty.csv is empty\)"),
+        ("empty.csv", r"cannot be loaded \(empty.csv: No columns to parse from file\)"),
         ("uneven.csv", r"cannot be loaded \(uneven.csv: .* line 3, saw 3\)"),
         ("nothing.jsonl", "dataset_name='nothing.jsonl': there is no such file or folder"),
         ("./nothing", "dataset_name='./nothing': there is no such file or folder: correct the path"),
         ("empty-folder/rows.jsonl", "there is no such file or folder"),
         ("nobody/made/this", "there is no such file or folder"),
-        ("empty.jsonl", r"split 'train' cannot be loaded \(empty.jsonl is empty\): correct the file"),
+        ("empty.jsonl", r"split 'train' cannot be loaded \(empty.jsonl: there is no row in it\): correct the file"),
         ("blank.jsonl", r"cannot be loaded \(blank.jsonl: there is no row in it\)"),
         ("empty.json", r"cannot be loaded \(empty.json: there is no row in it\)"),
         ("empty.parquet", r"cannot be loaded \(empty.parquet: there is no row in it\)"),
@@ -269,10 +238,10 @@ def test_a_split_may_be_in_several_files_of_a_subfolder(tmp_path, tokenizer):
         ("lines.json", r"cannot be loaded \(lines.json, line 2: Expecting value"),
         ("half.jsonl", r"cannot be loaded \(half.jsonl, line 2: .* surrogates not allowed"),
         ("latin.jsonl", r"cannot be loaded \(latin.jsonl, line 1: .* can't decode byte"),
-        ("lists.jsonl", r"cannot be loaded \(lists.jsonl, line 1: not a JSON object"),
+        ("lists.jsonl", r"cannot be loaded \(lists.jsonl, line 2: Extra data"),
         ("deep.jsonl", "cannot be loaded"),
-        ("empty-folder", "split 'train' needs files .* found none: rename them, or set dataset_train_split to what"),
-        ("mixed-folder", "found train-0.jsonl, train-1.parquet: convert or remove"),
+        ("empty-folder", "split 'train' needs files .* found none: rename or convert them, or set dataset_train_split"),
+        ("mixed-folder", "found mixed-folder/train-0.jsonl, mixed-folder/train-1.parquet: rename or convert"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, reason):
@@ -304,14 +273,16 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog
     assert "Failed to" not in caplog.text, "that one sentence says it"
 
 
-def test_a_folder_without_the_splits_files_says_what_they_are_called_and_what_it_has(tmp_path, tokenizer):
-    for name in ("all", "held_out"):
-        write(tmp_path / f"{name}.jsonl")
-    for split, end in (("train", "begin with"), ("test", "begin with, or train with eval_steps 0")):
-        called = rf"called {split}\.\* or {split}-\*\.\*; found none, but all.jsonl, held_out.jsonl: "
-        with pytest.raises(ConfigError, match=rf"{called}rename them, or set dataset_{split}_split to .* {end}$"):
-            load_examples(config(tmp_path), split, tokenizer, progress=False)
-    assert load_examples(config(tmp_path, "--dataset_test_split", "held_out"), "held_out", tokenizer, progress=False)
+def test_a_folder_has_splits_each_in_one_or_several_files(tmp_path, tokenizer):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data/train-00000-of-00002.parquet")
+    write(tmp_path / "data/train-00001-of-00002.parquet", ROWS[:1])
+    write(tmp_path / "held_out.jsonl", ROWS[1:])
+    for split, gold in (("train", ["2", "4", "2"]), ("held_out", ["4"])):
+        examples = load_examples(config(tmp_path, "--dataset_test_split", "held_out"), split, tokenizer, progress=False)
+        assert [example.gold for example in examples] == gold
+    with pytest.raises(ConfigError, match=r"called test\.\* or test-\*\.\*; found .*: rename"):
+        load_examples(config(tmp_path), "test", tokenizer, progress=False)
 
 
 def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
@@ -329,6 +300,7 @@ def test_a_single_file_has_no_test_split(tmp_path, tokenizer):
         ("a #### b #### c ", "c"),
         ("None", "None"),
         (None, ""),
+        (0.0, "0.0"),
         (float("nan"), ""),
         ("\t", ""),
         ("18 ####", ""),
@@ -349,12 +321,14 @@ def test_a_tokenizer_without_a_chat_template_gets_plain_text(tokenizer, monkeypa
     monkeypatch.setattr(tokenizer, "chat_template", None)
     assert render_prompt(tokenizer, "Two and two?", "Be brief.") == "Be brief.\n\nTwo and two?\n\n"
     assert render_prompt(tokenizer, "Two and two?", "") == "Two and two?\n\n"
+    messages = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "It is"}]
+    assert render_prompt(tokenizer, messages, "Be brief.") == "Be brief.\n\nTwo and two?\n\nIt is"
 
 
 def test_a_template_without_system_messages_is_explained(tokenizer, monkeypatch):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ConfigError, match=r"system_prompt='Be brief.*no system role.*set system_prompt to ''"):
+    with pytest.raises(ConfigError, match=r"refuses the conversation .*no system role.*set system_prompt to ''"):
         render_prompt(tokenizer, "Hi", "Be brief.")
 
 
@@ -380,16 +354,11 @@ def test_a_prompt_has_the_tools_and_what_the_environment_says_of_its_row(tokeniz
     assert second.prompt == "[balance]user:Two and two? You have 2 coins.|assistant:"
     assert second.messages == [{"role": "user", "content": "Two and two? You have 2 coins."}]
     assert second.prompt_ids == tokenizer(second.prompt)["input_ids"]
-
-
-def test_an_environment_ends_the_last_message_of_a_chat(tokenizer, monkeypatch, tmp_path):
-    monkeypatch.setattr(tokenizer, "chat_template", WITH_TOOLS)
     chat = [{"role": "system", "content": "Pay."}, {"role": "user", "content": "How much?"}]
-    rows = write(tmp_path / "rows.jsonl", [{"question": chat, "answer": "2", "level": 2}])
+    rows = write(tmp_path / "chats.jsonl", [{"question": chat, "answer": "2", "level": 2}])
     (example,) = load_examples(config(rows), "train", tokenizer, turns=Bank())
     assert example.prompt == "[balance]system:Pay.|user:How much? You have 2 coins.|assistant:"
     assert example.conversation[-1]["content"] == "How much? You have 2 coins."
-    assert chat[-1]["content"] == "How much?"
 
 
 PARTS = (
@@ -450,7 +419,7 @@ def test_whatever_a_template_raises_is_one_sentence(tmp_path, tokenizer, monkeyp
 
 def test_a_template_that_leaves_out_the_question_is_refused(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}assistant:{% endfor %}")
-    with pytest.raises(ConfigError, match="model_name_or_path=.* leaves out the user's text: use"):
+    with pytest.raises(ConfigError, match="model_name_or_path=.* leaves out the user's text: .*use"):
         render_prompt(tokenizer, "Two and two?", "")
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content.upper() }}")
     assert render_prompt(tokenizer, "Two and two?", "") == "TWO AND TWO?"
@@ -475,12 +444,6 @@ def test_a_last_message_of_the_assistant_is_continued(tokenizer, beginning):
     assert rendered == f"<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n{beginning}"
     data_utils = pytest.importorskip("trl.data_utils")
     assert rendered == data_utils.apply_chat_template({"prompt": messages}, tokenizer)["prompt"]
-
-
-def test_without_a_chat_template_the_assistants_last_message_is_continued_too(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    messages = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "It is"}]
-    assert render_prompt(tokenizer, messages, "Be brief.") == "Be brief.\n\nTwo and two?\n\nIt is"
 
 
 def test_the_template_reads_chat_template_kwargs(tmp_path, tokenizer, monkeypatch):
