@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,9 +105,12 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, ends: bool = True) -> 
 
 def call(name: str, **arguments) -> str:
     """Return a call in Qwen's format, as its template writes it."""
-    import json
-
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def answers_in(text: str) -> list[str]:
+    """Return what stands in an answer's blocks, as the Qwen-like template writes them."""
+    return [block.partition("\n</tool_response>")[0] for block in text.split("<tool_response>\n")[1:]]
 
 
 class Talk:
@@ -116,16 +120,16 @@ class Talk:
         self, turns: UserResponder, tokenizer: PreTrainedTokenizerBase, example: Example, length: int, name=None
     ):
         self.dialogue = turns.begin(example, name)
-        self._tokenizer, self._room = tokenizer, length
+        self._tokenizer, self.room = tokenizer, length
         self.answers: list[str | None] = []
 
     def say(self, text: str, ends: bool = True) -> str | None:
         """Return the text of the answer; None where the completion is over."""
         drawn = ids_of(self._tokenizer, text, ends)
-        self._room -= len(drawn)
-        future = self.dialogue.answer(drawn, self._room)
+        self.room -= len(drawn)
+        future = self.dialogue.answer(drawn, self.room)
         answer = None if future is None else future.result(60)
-        self._room -= len(answer or [])
+        self.room -= len(answer or [])
         self.answers.append(None if answer is None else self._tokenizer.decode(answer))
         return self.answers[-1]
 
@@ -147,8 +151,19 @@ class Talks:
         self.tokenizer = talker(template)
         self.ends = [self.tokenizer.eos_token_id, *ends]
         self.turns = start_turns(TrainerConfig(**settings), self.tokenizer, self.ends)
+        self._begun: list[Talk] = []
 
     def begin(self, length: int = 10_000, messages: list | None = None, name=None, **columns) -> Talk:
         """Begin a completion of at most `length` tokens, with this name, for a row of these columns."""
         prompt = ids_of(self.tokenizer, "a question", ends=False)
-        return Talk(self.turns, self.tokenizer, Example(0, "", prompt, columns, messages or []), length, name)
+        example = Example(0, "", prompt, columns, messages or [])
+        self._begun.append(Talk(self.turns, self.tokenizer, example, length, name))
+        return self._begun[-1]
+
+    def close_talks(self) -> None:
+        for talk in self._begun:
+            talk.dialogue.close()
+
+    def close(self) -> None:
+        self.close_talks()
+        self.turns.close()

@@ -157,8 +157,6 @@ def _read_llama3(text: str, _: bool) -> tuple[str, list[Call]]:
         try:
             value, place = json.JSONDecoder().raw_decode(body, place)
         except _NOT_JSON as error:
-            if isinstance(error, json.JSONDecodeError):  # it names the place in all calls, not in this one
-                error = json.JSONDecodeError(error.msg, body[place:], error.pos - place)
             calls.append(_failed(f"the call is not JSON: {error}"))
             break
         calls.append(_make_call(value))

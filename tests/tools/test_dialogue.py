@@ -5,13 +5,15 @@ import re
 import sys
 import threading
 import time
+from contextlib import ExitStack, closing
 
 import pytest
 from careless import draw, unchanged
-from talks import Talks, call, ids_of
+from talks import Talks, answers_in, call, ids_of
 
 from grpo.config.trainer import TrainerConfig
 from grpo.config.user_code import module_name
+from grpo.data.records import Outcome
 from grpo.data.responder import close_all
 from grpo.tools.dialogue import PRINTS_TOGETHER, start_turns
 
@@ -77,15 +79,22 @@ async def wait(seconds: float) -> str:
 
 
 @pytest.fixture(scope="module")
-def talks(tmp_path_factory):
-    talks = Talks(tmp_path_factory.mktemp("tools"), CODE, tools=["add", "odd", "wait"])
-    yield talks
-    talks.turns.close()
+def shared(tmp_path_factory):
+    with closing(Talks(tmp_path_factory.mktemp("tools"), CODE, tools=["add", "odd", "wait"])) as talks:
+        yield talks
 
 
-def answers_in(text: str) -> list[str]:
-    """Return what stands in an answer's blocks, as the Qwen-like template writes them."""
-    return [block.partition("\n</tool_response>")[0] for block in text.split("<tool_response>\n")[1:]]
+@pytest.fixture
+def talks(shared):
+    yield shared
+    shared.close_talks()
+
+
+@pytest.fixture
+def open_talks(tmp_path):
+    """`open_talks(code, settings...)`: talks that are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda code=CODE, **settings: stack.enter_context(closing(Talks(tmp_path, code, **settings)))
 
 
 def test_a_call_is_answered_and_a_turn_without_one_ends_the_completion(talks):
@@ -123,7 +132,6 @@ def test_the_calls_of_a_turn_are_answered_in_their_order(talks):
     assert [m["name"] for m in talk.dialogue.outcome.messages if m["role"] == "tool"] == [
         *("add", "wait", "unknown", "add", "nothing")
     ]
-    talk.dialogue.close()
 
 
 @pytest.mark.parametrize(
@@ -143,20 +151,10 @@ def test_whatever_a_tool_does_is_an_answer(talks, kind, answer):
     assert answers_in(talk.say(call("add", a=1, b=2))) == ["3"]
     assert talk.say("done") is None
     assert talk.dialogue.outcome.tool_failures == isinstance(answer, dict)
-    talk.dialogue.close()
 
 
-def test_arguments_that_do_not_fit_are_told(talks):
-    talk = talks.begin()
-    (told,) = answers_in(talk.say(call("add", a="7", b=1)))
-    assert "argument a of add is '7'" in json.loads(told)["error"]
-    (told,) = answers_in(talk.say(call("wait", seconds=-1.0)))
-    assert json.loads(told) == {"error": "no such time"}
-    talk.dialogue.close()
-
-
-def test_a_long_answer_is_cut_and_says_so(tmp_path):
-    talks = Talks(tmp_path, CODE, tools=["odd"], max_tool_response_length=50)
+def test_a_long_answer_is_cut_and_says_so(open_talks):
+    talks = open_talks(tools=["odd"], max_tool_response_length=50)
     talk = talks.begin()
     began = time.monotonic()
     (told,) = answers_in(talk.say(call("odd", kind="long")))
@@ -164,16 +162,6 @@ def test_a_long_answer_is_cut_and_says_so(tmp_path):
     assert time.monotonic() - began < 5
     (told,) = answers_in(talk.say(call("odd", kind="y" * 200)))
     assert told == "null"
-    talk.dialogue.close()
-    talks.turns.close()
-
-
-def test_a_tool_that_is_called_a_thousand_times_answers_a_thousand_times(talks):
-    talk = talks.begin(length=10**7)
-    assert answers_in(talk.say("\n".join(call("add", a=n, b=1) for n in range(1000)))) == [*map(str, range(1, 1001))]
-    talk.say("done")
-    assert talk.dialogue.outcome.tool_calls == 1000
-    talk.dialogue.close()
 
 
 def test_sync_calls_of_all_completions_run_in_one_thread_one_at_a_time(talks):
@@ -183,8 +171,6 @@ def test_sync_calls_of_all_completions_run_in_one_thread_one_at_a_time(talks):
     assert all("2\n</tool_response>" in talks.tokenizer.decode(future.result(60)) for future in futures)
     module = sys.modules[module_name(talks.file)]
     assert len(module.THREADS) == 1 and threading.get_ident() not in module.THREADS
-    for talk in running:
-        talk.dialogue.close()
 
 
 def test_async_calls_of_completions_wait_together(talks):
@@ -194,8 +180,6 @@ def test_async_calls_of_completions_wait_together(talks):
     futures = [talk.dialogue.answer([*ids, talks.tokenizer.eos_token_id], 1000) for talk in running]
     assert all(future.result(60) for future in futures)
     assert time.monotonic() - began < 20 * 0.3 / 2
-    for talk in running:
-        talk.dialogue.close()
 
 
 CHANGING = '''
@@ -234,8 +218,8 @@ class Bag:
 '''
 
 
-def test_what_a_tool_changes_in_its_arguments_is_not_what_the_policy_wrote(tmp_path):
-    talks = Talks(tmp_path, CHANGING, tools=["sort", "tag"], environment="Bag")
+def test_what_a_tool_changes_in_its_arguments_is_not_what_the_policy_wrote(open_talks):
+    talks = open_talks(CHANGING, tools=["sort", "tag"], environment="Bag")
     talk = talks.begin()
     wrote = {"sort": {"numbers": [3, 1]}, "tag": {"row": {"cells": [{}]}}, "keep": {"things": ["a"]}}
     answers = answers_in(talk.say("".join(call(name, **arguments) for name, arguments in wrote.items())))
@@ -243,8 +227,6 @@ def test_what_a_tool_changes_in_its_arguments_is_not_what_the_policy_wrote(tmp_p
     talk.say("done")
     called = [each["function"] for each in talk.dialogue.outcome.messages[0]["tool_calls"]]
     assert {function["name"]: function["arguments"] for function in called} == wrote
-    talk.dialogue.close()
-    talks.turns.close()
 
 
 DRAWING = '''
@@ -279,15 +261,13 @@ class Casino:
 
 
 @pytest.mark.parametrize("timeout", [None, pytest.param(20.0, marks=pytest.mark.slow)])
-def test_what_user_code_draws_follows_from_the_completions_name_and_it_leaves_no_mode(tmp_path, timeout):
-    talks = Talks(tmp_path, DRAWING, tools=["chance", "later"], environment="Casino", tool_timeout=timeout)
+def test_what_user_code_draws_follows_from_the_completions_name_and_it_leaves_no_mode(open_talks, timeout):
+    talks = open_talks(DRAWING, tools=["chance", "later"], environment="Casino", tool_timeout=timeout)
 
     def draws(*name: int) -> list[str]:
         talk = talks.begin(name=name or None)
         tools = [call(tool) for tool in ("chance", "chance", "later", "play", "play", "wait")]
-        answers = [answer for text in tools for answer in answers_in(talk.say(text))]
-        talk.dialogue.close()
-        return answers
+        return [answer for text in tools for answer in answers_in(talk.say(text))]
 
     with unchanged():
         first = draws(7, 3, 1)
@@ -295,11 +275,10 @@ def test_what_user_code_draws_follows_from_the_completions_name_and_it_leaves_no
     assert draws(7, 3, 1) == first
     others = draws(7, 3, 2), draws(7, 4, 1), draws(8, 3, 1), draws()
     assert len({*first, *(number for numbers in others for number in numbers)}) == 5 * len(first)
-    talks.turns.close()
 
 
-def test_a_tool_that_always_raises_is_shown_once_and_then_counted(tmp_path, caplog):
-    talks = Talks(tmp_path, CODE, tools=["odd", "wait"])
+def test_a_tool_that_always_raises_is_shown_once_and_then_counted(open_talks, caplog):
+    talks = open_talks(tools=["odd", "wait"])
     talk = talks.begin(length=10**6)
     calls = [call("odd", kind=kind) for kind in [*["raise"] * 105, "none", "empty"]]
     talk.say("\n".join([*calls, call("odd"), call("nothing"), call("wait", seconds=-1.0)]))
@@ -312,20 +291,9 @@ def test_a_tool_that_always_raises_is_shown_once_and_then_counted(tmp_path, capl
         "tool 'odd' raised ValueError: the run continues, and counts more of these",
         "tool 'wait' raised ValueError: the run continues, and counts more of these",
     ]
-    talk.dialogue.close()
-    talks.turns.close()
 
 
 # --- limits
-
-
-def test_a_cut_turn_ends_the_completion_and_calls_nothing(talks):
-    talk = talks.begin()
-    assert talk.say(call("add", a=1, b=1), ends=False) is None
-    outcome = talk.dialogue.outcome
-    assert (outcome.finished, outcome.tool_calls) == (False, 0)
-    assert outcome.messages == [{"role": "assistant", "content": call("add", a=1, b=1)}]
-    talk.dialogue.close()
 
 
 @pytest.mark.parametrize("less", [1, 0])
@@ -333,15 +301,13 @@ def test_an_answer_must_leave_room_for_a_token(talks, less):
     asked = call("add", a=1, b=1)
     free = talks.begin()
     free.say(asked)
-    size = 10_000 - free._room
+    size = 10_000 - free.room
     talk = talks.begin(length=size + 1 - less)
     answered = talk.say(asked)
     assert (answered is None) == (less == 1)
     if less:
         outcome = talk.dialogue.outcome
         assert (outcome.finished, outcome.tool_calls, len(outcome.messages)) == (False, 1, 1)
-    free.dialogue.close()
-    talk.dialogue.close()
 
 
 @pytest.mark.parametrize(
@@ -353,30 +319,26 @@ def test_an_answer_must_leave_room_for_a_token(talks, less):
         ({"max_turns": 5, "max_tool_calling_iterations": 1}, 2),
     ],
 )
-def test_calls_are_answered_as_often_as_the_settings_allow(tmp_path, limits, turns):
-    talks = Talks(tmp_path, CODE, tools=["add"], **limits)
+def test_calls_are_answered_as_often_as_the_settings_allow(open_talks, limits, turns):
+    talks = open_talks(tools=["add"], **limits)
     talk = talks.begin()
     while talk.say(call("add", a=1, b=1)) is not None:
         pass
     assert (len(talk.answers), talk.dialogue.outcome.finished) == (turns, False)
     assert talk.dialogue.outcome.tool_calls == turns - 1
-    talk.dialogue.close()
     talk = talks.begin()
     while len(talk.answers) < turns - 1:
         talk.say(call("add", a=1, b=1))
     assert talk.say("the last turn, without a call") is None
     assert talk.dialogue.outcome.finished
-    talk.dialogue.close()
-    talks.turns.close()
 
 
 def test_a_turn_that_calls_nothing_is_over_before_any_code_runs(talks):
-    """So that its row in the sampler waits for nothing."""
+    """So that its row in the sampler waits for nothing. A turn that was cut calls nothing."""
     for text, ends in (("no call", True), (call("add", a=1, b=1), False)):
         talk = talks.begin()
         assert talk.dialogue.answer(ids_of(talks.tokenizer, text, ends), 1000) is None
-        assert talk.dialogue.outcome.finished is ends
-        talk.dialogue.close()
+        assert talk.dialogue.outcome == Outcome(ends, [{"role": "assistant", "content": text}])
 
 
 def test_ids_that_another_tokenisation_would_merge_stay_apart(talks):
@@ -390,7 +352,6 @@ def test_ids_that_another_tokenisation_would_merge_stay_apart(talks):
     for drawn in (pieces, whole):
         talk = talks.begin()
         answers.append(talk.dialogue.answer([*drawn, end], 1000).result(60))
-        talk.dialogue.close()
     assert answers[0] == answers[1] and answers[0] is not None
 
 
@@ -444,8 +405,8 @@ def test_what_tools_print_is_limited_for_all_completions_together(talks, capfd, 
     assert len(capfd.readouterr().out) == 140_001
 
 
-def test_prints_are_shown_again_where_completions_overlap_without_a_pause(tmp_path, capfd, caplog):
-    talks = Talks(tmp_path, CODE, tools=["odd"])
+def test_prints_are_shown_again_where_completions_overlap_without_a_pause(open_talks, capfd, caplog):
+    talks = open_talks(tools=["odd"])
     last, shown = talks.begin(), []
     for n in range(2 * PRINTS_TOGETHER):
         following = talks.begin()
@@ -458,8 +419,6 @@ def test_prints_are_shown_again_where_completions_overlap_without_a_pause(tmp_pa
     # Each print ends with a line end.
     counts = [record.getMessage().partition(" more")[0].rpartition(" ")[2] for record in caplog.records]
     assert counts == [str(3 * 1_000_001 - 65536)] * 2
-    last.dialogue.close()
-    talks.turns.close()
 
 
 @pytest.mark.parametrize(
@@ -470,18 +429,16 @@ def test_prints_are_shown_again_where_completions_overlap_without_a_pause(tmp_pa
         ("block", {"tool_timeout": 0.1}, "tool_timeout=0.1 ends no async tool that blocks the event"),
     ],
 )
-def test_a_call_that_does_not_end_is_named(tmp_path, caplog, monkeypatch, tool, settings, said):
+def test_a_call_that_does_not_end_is_named(open_talks, caplog, monkeypatch, tool, settings, said):
     monkeypatch.setattr("grpo.tools.runner.PATIENCE", 0.2)
     codes = {"sleep": ("", "time.sleep"), "pause": ("async ", "await asyncio.sleep"), "block": ("async ", "time.sleep")}
     kind, wait = codes[tool]
     code = f'import asyncio, time\n{kind}def {tool}():\n    """Wait."""\n    {wait}(0.7)\n'
-    talks = Talks(tmp_path, code, tools=[tool], **settings)
+    talks = open_talks(code, tools=[tool], **settings)
     talk = talks.begin()
     talk.say(call(tool))
     lines = [record.getMessage() for record in caplog.records]
     assert 1 <= len(lines) < 20 and re.search(rf"{tool} \(for \d s\); {said}", lines[0])
-    talk.dialogue.close()
-    talks.turns.close()
 
 
 def test_nothing_answers_where_nothing_is_set():

@@ -1,13 +1,12 @@
 """What is read of a turn: in every format, well formed or not, and whether the arguments fit."""
 
 import json
-import time
 
 import pytest
 from talks import TEMPLATES, Talks, call, ids_of, talker
 
 from grpo.config.errors import ConfigError
-from grpo.tools.parse import Call, TurnReader, _read_llama3
+from grpo.tools.parse import Call, TurnReader
 from grpo.tools.schema import load_tools
 
 SCHEMA = {
@@ -104,19 +103,10 @@ def test_a_malformed_call_is_a_call_with_an_error(template, text, error):
     assert [error in c.error for c in turn.calls] == [True]
     assert "tool_calls" not in turn.to_message()
     assert turn.content == text
-
-
-def test_a_long_turn_with_many_calls_is_read_in_one_pass():
-    begun = time.process_time()
-    _, calls = _read_llama3(LLAMA_JSON * 4000 + '{"name": "' + "x" * 10**7, False)
-    assert calls[:-1] == [ADD] * 4000 and "line 1 column 10 (" in calls[-1].error
-    assert time.process_time() - begun < 1
-
-
-def test_a_good_call_beside_a_malformed_one_is_read():
-    turn = read(f"<tool_call>{{</tool_call><tool_call>{ADD_JSON}</tool_call>")
-    assert [bool(c.error) for c in turn.calls] == [True, False] and turn.calls[1] == ADD
-    assert turn.content == "<tool_call>{</tool_call>"
+    if template == "qwen2" and text.endswith("</tool_call>"):
+        beside = read(text + call("add", **ADD.arguments))
+        assert [bool(c.error) for c in beside.calls] == [True, False] and beside.calls[1] == ADD
+        assert beside.content == text
 
 
 THOUGHT_OF = f"or <tool_call>{ADD_JSON}</tool_call>?"
@@ -329,29 +319,18 @@ def test_arguments_fit_or_the_model_is_told_why_not(tools, name, arguments, misf
     assert (told == "") == (misfit == "") and misfit in told
 
 
-@pytest.mark.parametrize("name", ["unhinted", "undocumented", "half"])
-def test_a_function_that_a_model_cannot_be_told_of_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match=rf"tools='.*:{name}': .* {name} does .*: give each argument a type hint"):
-        Talks(tmp_path, CODE, tools=[name])
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        *[(name, f"{name} does .*: give each argument a type hint") for name in ("unhinted", "undocumented", "half")],
         *[("many", r"many cannot take as \*numbers: int"), ("named", r"named cannot take as \*\*numbers: int")],
         *[("placed", "placed cannot take as a: int"), ("Kind", "it is no function: name a function")],
         ("doer", "it is no function: name a function"),
     ],
 )
-def test_what_no_call_can_reach_is_refused(tmp_path, name, reason):
+def test_what_no_call_can_reach_or_no_model_be_told_is_refused(tmp_path, name, reason):
     with pytest.raises(ConfigError, match=rf"tools='.*:{name}': .*{reason}"):
         Talks(tmp_path, CODE, tools=[name])
-
-
-@pytest.mark.parametrize("parser", ["auto", "hermes"])
-def test_tools_without_a_chat_template_are_refused(tmp_path, parser):
-    with pytest.raises(ConfigError, match="it has no chat template for tools"):
-        Talks(tmp_path, CODE, None, tools=["now"], tool_call_parser=parser)
 
 
 def test_two_tools_of_a_name_are_refused(tmp_path):
@@ -360,12 +339,3 @@ def test_two_tools_of_a_name_are_refused(tmp_path):
     code = CODE + 'class E:\n    def reset(self): pass\n    def now(self):\n        """Tell."""\n'
     with pytest.raises(ConfigError, match=r"environment='.*:E': a tool is named 'now' too"):
         Talks(tmp_path, code, tools=["now"], environment="E")
-
-
-def test_a_function_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"tools='.*:subtract': .* has no such function"):
-        Talks(tmp_path, CODE, tools=["subtract"])
-
-
-def test_the_helper_writes_calls_as_the_template_does():
-    assert read(call("add", a=1, note="x")).calls == [ADD]

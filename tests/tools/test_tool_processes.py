@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, closing
 
 import psutil
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
 from processes import is_alive, wait_until_dead
-from talks import Talks, call
+from talks import Talks, answers_in, call
 
 from grpo.config.errors import RewardError
 from grpo.usercode.prints import SHOWN_CHARACTERS
@@ -115,19 +116,12 @@ class Methods:
 @pytest.fixture
 def talks(tmp_path):
     """`talks(settings...)`: the code above with a deadline of 20 seconds, or another."""
-    started = []
+    with ExitStack() as stack:
 
-    def make(tool_timeout: float = 20.0, **settings) -> Talks:
-        started.append(Talks(tmp_path, CODE, tool_timeout=tool_timeout, **settings))
-        return started[-1]
+        def make(tool_timeout: float = 20.0, **settings) -> Talks:
+            return stack.enter_context(closing(Talks(tmp_path, CODE, tool_timeout=tool_timeout, **settings)))
 
-    yield make
-    for talks in started:
-        talks.turns.close()
-
-
-def answers_in(text: str) -> list[str]:
-    return [block.partition("\n</tool_response>")[0] for block in text.split("<tool_response>\n")[1:]]
+        yield make
 
 
 def workers_below() -> list[psutil.Process]:
@@ -162,8 +156,6 @@ def test_a_bad_tool_costs_its_answer_and_no_other(talks, what, error):
     assert "fine by" in bad.tokenizer.decode(pending.result(60))
     assert talk.say("done") is None
     assert (talk.dialogue.outcome.tool_calls, talk.dialogue.outcome.tool_failures) == (4, 1)
-    talk.dialogue.close()
-    other.dialogue.close()
 
 
 def test_what_comes_back_is_cut_where_it_is_made(talks, capfd, caplog):
@@ -188,7 +180,6 @@ def test_async_tools_have_the_deadline_in_this_process(talks):
     answers = answers_in(talk.say(call("wait", seconds=0.0) + call("wait", seconds=60.0) + call("wait", seconds=0.0)))
     assert answers[0] == answers[2] == str(os.getpid())
     assert json.loads(answers[1]) == {"error": "wait gave no answer within 1 s"}
-    talk.dialogue.close()
 
 
 def test_what_tools_started_ends_with_their_processes(talks, tmp_path):
@@ -231,7 +222,6 @@ def test_methods_of_an_environment_run_in_its_process(talks):
     assert increased == "5" and shown.startswith("5 in ") and done.startswith("x by ")
     assert len({shown.split()[-1], done.split()[-1], str(os.getpid())}) == 3
     assert talk.say("done") is None and talk.dialogue.outcome.rewards == {"Methods": 5.0}
-    talk.dialogue.close()
 
 
 @pytest.mark.parametrize(
@@ -310,7 +300,6 @@ def test_a_method_that_hangs_ends_the_completion(talks):
     assert (outcome.finished, outcome.rewards, outcome.tool_calls, outcome.tool_failures) == (
         *(False, {"Methods": 0.0}, 2, 1),
     )
-    talk.dialogue.close()
 
 
 def test_a_close_that_hangs_is_said(talks, caplog):
@@ -318,7 +307,6 @@ def test_a_close_that_hangs_is_said(talks, caplog):
     assert talk.say("done") is None and talk.dialogue.outcome.rewards == {"Game": 5.0}
     (record,) = caplog.records
     assert "close gave no answer within 1 s" in record.getMessage()
-    talk.dialogue.close()
 
 
 def test_what_fails_in_a_process_ends_the_run_as_in_the_trainer(talks):
@@ -342,8 +330,6 @@ def test_a_file_that_only_a_process_cannot_load_ends_the_run(tmp_path, which):
     talk = picky.begin()
     with pytest.raises(RewardError, match="a worker process could not load .*AssertionError.*not here"):
         talk.say(call("tell"))
-    talk.dialogue.close()
-    picky.turns.close()
 
 
 def test_an_answer_that_is_given_up_does_not_reach_the_next_completion(talks):
@@ -355,7 +341,6 @@ def test_an_answer_that_is_given_up_does_not_reach_the_next_completion(talks):
     talk.dialogue.close()
     other = games.begin()
     assert other.say("go") and other.say("done") is None
-    other.dialogue.close()
 
 
 PARENT = """
