@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import compress, count
+from itertools import compress
 
 import numpy as np
 import torch
@@ -139,96 +139,99 @@ class LocalSampler(Sampler):
 
     def stream(self, example: Example, temperature: float, seed: int, on_token: Callable[[list[int]], bool]) -> Rollout:
         order = Order([example], 1, temperature or 1.0, [(seed, 0, 0)] if temperature else None)
-        return self._draw_at_once(order, lambda drawn: on_token(drawn[0].tolist()))[0][0]
+        return self._draw_by_generate(order, None, lambda drawn: on_token(drawn[0].tolist()))[0][0]
 
     def update_weights(self, version: int) -> None:
         """Note the version. The model is the very one that the updates change."""
         self._policy_version = version
 
     def _draw(self, order: Order) -> list[list[Rollout]]:
-        groups: list[list[Rollout]] = []
-        at_once = max(1, self._rows // order.copies)
-        draw = self._draw_at_once if self._turns is None else self._draw_segments
-        for start in range(0, len(order.examples), at_once):
-            groups += draw(order.part(start, start + at_once))
-        return groups
+        return self._draw_by_generate(order, self._turns)
 
-    def _draw_at_once(self, order: Order, on_tokens: OnTokens | None = None) -> list[list[Rollout]]:
-        """Draw all completions in one call, one segment each."""
-        copies, groups = order.copies, Groups(order)
-        contexts = [(example.prompt_ids, []) for example in order.examples for _ in range(copies)]
-        draws = self._draws(order, order.names and [uniforms(*name, self._max_new_tokens) for name in order.names])
-        eos = torch.tensor(self.eos_token_ids, device=self._model.device)
-
-        def finish_groups(ended: Iterable[bool], drawn: Tensor) -> None:
-            """Make the rollouts of the examples that have ended, unless they are made, and hand them over."""
-            if not (new := [index for index in compress(count(), ended) if None in groups.all[index]]):
-                return
-            ids, logprobs = drawn.tolist(), draws.logprobs().tolist()
-            for row in (index * copies + copy for index in new for copy in range(copies)):
-                groups.add(row, self._rollout(*self._to_first_end(ids[row], logprobs[row])))
-            groups.hand_over()
-
-        def look(drawn: Tensor) -> bool:
-            """Find the groups whose rows have all ended. The host waits for the device, which idles meanwhile."""
-            if drawn.shape[1] % LOOK_EVERY == 0:
-                finish_groups(torch.isin(drawn, eos).any(dim=1).view(-1, copies).all(dim=1).tolist(), drawn)
-            return False
-
-        on_tokens = look if order.on_groups is not None else on_tokens
-        drawn = self._generate(contexts, draws, self._max_new_tokens, on_tokens)
-        finish_groups([True] * len(order.examples), drawn)
-        return groups.all
-
-    def _draw_segments(self, order: Order) -> list[list[Rollout]]:
+    def _draw_by_generate(
+        self, order: Order, turns: Responder | None, on_tokens: OnTokens | None = None
+    ) -> list[list[Rollout]]:
         """Draw a segment of each completion in a call, and feed its answer in the next one.
 
         A call may leave a segment without an end: the next one draws the rest.
         """
-        groups, completions = Groups(order), []
-        try:
-            for number in range(len(order.examples) * order.copies):
-                example, name = order.examples[number // order.copies], order.name(number)
-                numbers = None if name is None else uniforms(*name, self._max_new_tokens)
-                completions.append(_Completion(number, example.prompt_ids, numbers, self._turns.begin(example, name)))
-            left = [*completions]
-            while left:
-                self._draw_on(left, order)
-                ended = [each for each in left if each.ids[-1] in self.eos_token_ids or self._room(each) == 0]
-                futures = [each.dialogue.answer(each.ids[each.begun :], self._room(each)) for each in ended]
-                for completion, future in zip(ended, futures, strict=True):
-                    if future is not None and (answer := future.result()) is not None:
-                        completion.add(answer, [math.nan] * len(answer), drawn=False)
-                        completion.begun = len(completion.ids)
-                        continue
-                    outcome = completion.dialogue.outcome
-                    rollout = self._rollout(completion.ids, completion.logprobs, completion.drawn, outcome)
-                    groups.add(completion.number, rollout)
-                    completion.dialogue.close()
-                    left.remove(completion)
-                groups.hand_over()
-        finally:
-            close_all(completion.dialogue for completion in completions)
+        groups, total = Groups(order), len(order.examples) * order.copies
+        at_once = max(1, self._rows // order.copies) * order.copies
+        for start in range(0, total, at_once):
+            left: list[_Completion] = []
+            dialogues: list[Dialogue] = []
+            try:
+                for number in range(start, min(start + at_once, total)):
+                    example, name, dialogue = order.examples[number // order.copies], order.name(number), None
+                    if turns is not None:
+                        dialogues.append(dialogue := turns.begin(example, name))
+                    numbers = None if name is None else uniforms(*name, self._max_new_tokens)
+                    left.append(_Completion(number, example.prompt_ids, numbers, dialogue))
+                while left:
+                    self._draw_on(left, order, groups, on_tokens)
+                    if turns is not None:
+                        self._take_answers_in(left, groups)
+                    left = [completion for completion in left if not completion.is_over]
+                    groups.hand_over()
+            finally:
+                close_all(dialogues)
         return groups.all
 
-    def _draw_on(self, completions: list[_Completion], order: Order) -> None:
+    def _draw_on(
+        self, completions: list[_Completion], order: Order, groups: Groups, on_tokens: OnTokens | None
+    ) -> None:
         """Draw more of each segment, as far as the fullest completion has room: the call draws as many for every row,
         and some models cannot compute more than a sequence's largest length."""
-        tokens = min(self._room(completion) for completion in completions)
+        tokens = min(map(self._room, completions))
+        numbers, device = None, self._model.device
+        if order.names is not None:
+            numbers = np.stack([each.numbers[len(each.ids) :][:tokens] for each in completions])
+            numbers = torch.from_numpy(numbers).to(device)
+        draws, eos = Draws(order.temperature, numbers), torch.tensor(self.eos_token_ids, device=device)
+        is_last = completions[0].dialogue is None
+
+        def take(rows: Sequence[int], drawn: Tensor) -> None:
+            """Add to these completions what was drawn, up to the first eos."""
+            ids, logprobs = drawn.tolist(), draws.logprobs().tolist()
+            for row in rows:
+                end = next((place for place, token in enumerate(ids[row], 1) if token in self.eos_token_ids), None)
+                completions[row].add(ids[row][:end], logprobs[row][:end], drawn=True)
+                if is_last:
+                    self._end(completions[row], groups)
+
+        def look(drawn: Tensor) -> bool:
+            """Hand over the groups whose rows have all ended. The host waits for the device, which idles meanwhile."""
+            if drawn.shape[1] % LOOK_EVERY == 0:
+                ended = torch.isin(drawn, eos).any(dim=1).view(-1, order.copies).all(dim=1).tolist()
+                if rows := [row for row in _left(completions) if ended[row // order.copies]]:
+                    take(rows, drawn)
+                    groups.hand_over()
+            return False
+
         contexts = [(completion.prompt, completion.ids) for completion in completions]
-        draws = self._draws(
-            order, order.names and [each.numbers[len(each.ids) : len(each.ids) + tokens] for each in completions]
-        )
-        drawn = self._generate(contexts, draws, tokens).tolist()
-        for completion, *pair in zip(completions, drawn, draws.logprobs().tolist(), strict=True):
-            completion.add(*self._to_first_end(*pair), drawn=True)
+        drawn = self._generate(contexts, draws, tokens, look if is_last and order.on_groups else on_tokens)
+        take(_left(completions), drawn)
+
+    def _take_answers_in(self, completions: list[_Completion], groups: Groups) -> None:
+        """Wait for the answers to the segments that have ended."""
+        ended = [each for each in completions if each.ids[-1] in self.eos_token_ids or self._room(each) == 0]
+        futures = [each.dialogue.answer(each.ids[each.begun :], self._room(each)) for each in ended]
+        for completion, future in zip(ended, futures, strict=True):
+            if future is not None and (answer := future.result()) is not None:
+                completion.add(answer, [math.nan] * len(answer), drawn=False)
+                completion.begun = len(completion.ids)
+            else:
+                self._end(completion, groups)
+                completion.dialogue.close()
+
+    def _end(self, completion: _Completion, groups: Groups) -> None:
+        completion.is_over, drawn, outcome = True, None, None
+        if completion.dialogue is not None:
+            drawn, outcome = completion.drawn, completion.dialogue.outcome
+        groups.add(completion.number, self._rollout(completion.ids, completion.logprobs, drawn, outcome))
 
     def _room(self, completion: _Completion) -> int:
         return self._max_new_tokens - len(completion.ids)
-
-    def _draws(self, order: Order, numbers: list[np.ndarray] | None) -> Draws:
-        device = self._model.device
-        return Draws(order.temperature, numbers and torch.from_numpy(np.stack(numbers)).to(device))
 
     def _generate(
         self,
@@ -278,11 +281,6 @@ class LocalSampler(Sampler):
         finally:
             model.generation_config = models_config
 
-    def _to_first_end(self, ids: list[int], logprobs: list[float]) -> tuple[list[int], list[float]]:
-        """Cut drawn ids, and their log-probs, after the first eos."""
-        end = next((place for place, token in enumerate(ids, start=1) if token in self.eos_token_ids), len(ids))
-        return ids[:end], logprobs[:end]
-
     def _rollout(
         self, ids: list[int], logprobs: list[float], drawn: list[bool] | None = None, outcome: Outcome | None = None
     ) -> Rollout:
@@ -294,21 +292,28 @@ class LocalSampler(Sampler):
 
 @dataclass(eq=False)
 class _Completion:
-    """A completion of several segments, as far as it is drawn."""
+    """A completion, as far as it is drawn."""
 
     number: int
     prompt: list[int] | PicturedPrompt
     numbers: np.ndarray | None
     """random numbers, float64 [longest]; None draws greedily"""
-    dialogue: Dialogue
+    dialogue: Dialogue | None
+    """answers its segments; None: it has one"""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     begun: int = 0
     """the place in `ids` at which the segment begins that is being drawn"""
+    is_over: bool = False
 
     def add(self, ids: list[int], logprobs: list[float], drawn: bool) -> None:
         """Append a segment, or an answer."""
         self.ids += ids
         self.logprobs += logprobs
         self.drawn += [drawn] * len(ids)
+
+
+def _left(completions: Sequence[_Completion]) -> list[int]:
+    """Return the places of those that are not over."""
+    return [place for place, completion in enumerate(completions) if not completion.is_over]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from grpo.data.records import Example, Rollout
@@ -28,15 +28,6 @@ class Order:
 
     def name(self, number: int) -> Name | None:
         return None if self.names is None else self.names[number]
-
-    def part(self, start: int, end: int) -> Order:
-        """Return the order of the examples from `start` up to `end`, which calls `on_groups` with their index here."""
-
-        def on_groups(groups: dict[int, list[Rollout]]) -> None:
-            self.on_groups({start + index: rollouts for index, rollouts in groups.items()})
-
-        names = self.names and self.names[start * self.copies : end * self.copies]
-        return replace(self, examples=self.examples[start:end], names=names, on_groups=self.on_groups and on_groups)
 
 
 class Groups:

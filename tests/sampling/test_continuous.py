@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cards import Cards, OnCard
-from models import CONFIGS, ENDS, EXAMPLES, SMALL, build, example, packed, scored
+from models import CONFIGS, ENDS, EXAMPLES, SMALL, build, packed, scored
 from rounding import FEW_BITS, assert_rounded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -11,7 +11,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from grpo.model.load import checkpoint_activations
 from grpo.model.logprobs import token_logprobs
-from grpo.model.packing import Batcher
 from grpo.model.shared_cache import SharedCache
 from grpo.model.tree_attention import switch_on
 from grpo.model.trial import make_batcher
@@ -199,30 +198,6 @@ def test_completions_are_cut_at_their_length_and_at_their_first_end(tokenizer, l
         assert finished == as_expected
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_samples_have_the_frequencies_that_the_logprobs_say(tokenizer, temperature):
-    """The second token of 12,000 samples against softmax(logits / temperature), by a chi-square."""
-    model, count = packed(build(CONFIGS["qwen2"])), 12_000
-    sampler = ContinuousSampler(model, tokenizer, NEVER, 2, 512, longest_packed=2**31)
-    (rollouts,) = sampler.sample([example([5, 6, 7])], count, temperature, seed=0)
-    firsts = [rollout.completion_ids[0] for rollout in rollouts]
-    first = max(set(firsts), key=firsts.count)
-    seconds = torch.tensor([rollout.completion_ids[1] for rollout in rollouts if rollout.completion_ids[0] == first])
-    with torch.no_grad():
-        batch = Batcher(0, 0).make([([5, 6, 7, first], [token]) for token in range(64)], "cpu")
-        expected = token_logprobs(model, batch, temperature)[0].exp().double() * len(seconds)
-    likely = expected > 5
-    observed = torch.bincount(seconds, minlength=64).double()
-    observed, expected = (
-        torch.cat([values[likely], values[~likely].sum(0, keepdim=True)]) for values in (observed, expected)
-    )
-    degrees = len(expected) - 1
-    assert len(seconds) > 500 and degrees >= 5
-    assert ((observed - expected) ** 2 / expected).sum() < degrees + 4 * (
-        2 * degrees
-    ) ** 0.5 + 8  # p below 0.001 beyond
-
-
 @pytest.mark.parametrize("name", ["qwen2", "cohere, scaled", "granite, divided", "phi, bias"])
 def test_in_16_bits_logprobs_are_as_near_to_the_exact_ones_as_those_of_generate(name, tokenizer):
     """One more rounding to 16 bits in each layer would double the error."""
@@ -260,16 +235,6 @@ def test_a_model_that_draws_something_else_falls_back_and_says_so(tokenizer, cap
     assert type(sampler) is LocalSampler
     (line,) = [record.getMessage() for record in caplog.records if record.name == "grpo.sampling.self_check"]
     assert line.startswith("sampling goes a slower way, by transformers' generate: DiffLlamaForCausalLM draws tokens")
-
-
-def test_what_is_longer_than_a_window_is_left_to_generate(tokenizer):
-    model = build(CONFIGS["mistral, sliding window"])
-    longest_packed = make_batcher(model, 0).longest_packed
-    assert longest_packed == 8
-    full = ContinuousSampler(model, tokenizer, ENDS, LENGTH, 6, longest_packed=longest_packed)
-    assert full.sample(EXAMPLES, 3, 1.0, 1) == LocalSampler(model, tokenizer, ENDS, LENGTH, 6).sample(
-        EXAMPLES, 3, 1.0, 1
-    )
 
 
 def test_logits_that_are_not_numbers_end_the_call(tokenizer):

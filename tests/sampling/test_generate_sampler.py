@@ -28,37 +28,12 @@ def sampler(model, tokenizer, eos=None, length=12) -> LocalSampler:
     return LocalSampler(model, tokenizer, [tokenizer.eos_token_id] if eos is None else eos, length)
 
 
-def test_the_same_seed_draws_the_same_and_another_seed_does_not(model, tokenizer, examples):
-    draw = sampler(model, tokenizer).sample
-    first, again, different = (draw(examples, 4, 1.0, seed) for seed in (1, 1, 2))
-    assert first == again != different
-    assert [len(group) for group in first] == [4, 4, 4]
-
-
 def test_greedy_is_the_most_likely_token_each_time(model, tokenizer, examples):
     for prompt, rollout in zip(examples, sampler(model, tokenizer).greedy(examples), strict=True):
         ids = list(prompt.prompt_ids)
         for token in rollout.completion_ids:
             assert token == model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item()
             ids.append(token)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_samples_have_the_frequencies_that_the_logprobs_say(model, tokenizer, temperature):
-    """The first token of 4,000 samples against softmax(logits / temperature), by a chi-square over the likeliest."""
-    prompt, count = example(tokenizer("Tom has 3")["input_ids"]), 4000
-    groups = sampler(model, tokenizer, length=1).sample([prompt], count, temperature, seed=0)
-    drawn = torch.tensor([rollout.completion_ids[0] for rollout in groups[0]])
-    vocabulary = model.config.vocab_size
-    with torch.no_grad():
-        batch = Batcher(0, 0).make([(prompt.prompt_ids, [token]) for token in range(vocabulary)], "cpu")
-        probabilities = token_logprobs(model, batch, temperature)[0].exp().double()
-    assert_rounded(probabilities.sum().item(), 1.0)
-    top = probabilities.topk(30).indices
-    expected = torch.cat([probabilities[top], 1 - probabilities[top].sum(0, keepdim=True)]) * count
-    observed = torch.bincount(drawn, minlength=vocabulary)[top].double()
-    observed = torch.cat([observed, count - observed.sum(0, keepdim=True)])
-    assert ((observed - expected) ** 2 / expected).sum() < 60  # 30 degrees of freedom: p below 0.001 beyond 59.7
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -166,16 +141,6 @@ def test_the_models_own_generation_config_changes_nothing(model, tokenizer, exam
     monkeypatch.setattr(model, "generation_config", settings)
     assert sampler(model, tokenizer).sample(examples, 4, 1.0, seed=5) == plain
     assert model.generation_config is settings  # and it is there again, to be saved with the model
-
-
-def first_tokens(model, tokenizer, examples) -> list[int]:
-    return [rollout.completion_ids[0] for rollout in sampler(model, tokenizer).greedy(examples)]
-
-
-def test_an_eos_that_comes_first_is_the_whole_completion(model, tokenizer, examples):
-    eos = first_tokens(model, tokenizer, examples)
-    for rollout, token in zip(sampler(model, tokenizer, eos).greedy(examples), eos, strict=True):
-        assert rollout.completion_ids == [token] and rollout.finished
 
 
 def drawn(model, tokenizer, examples) -> list[list[int]]:

@@ -275,27 +275,6 @@ def test_rows_draw_on_while_another_waits_for_its_answer(qwen, tokenizer):
     assert False in groups[0][0].drawn
 
 
-def test_answers_are_fed_together(qwen, tokenizer, monkeypatch):
-    """While rows draw, half of ANSWER_STEPS lies between two passes over answers."""
-    monkeypatch.setattr(continuous_module, "ANSWER_STEPS", 8)
-    steps, fed, feed, step = 0, [], Rows.feed, SharedCache.step
-
-    def count(*arguments):
-        nonlocal steps
-        steps += 1
-        step(*arguments)
-
-    def note(rows, numbers, answers):
-        fed.append((steps, rows.drawing, len(numbers)))
-        feed(rows, numbers, answers)
-
-    monkeypatch.setattr(SharedCache, "step", count)
-    monkeypatch.setattr(Rows, "feed", note)
-    continuous(qwen, tokenizer, Scripted(ENDS)).sample(EXAMPLES, 8, 1.0, 3, ids=PLACES)
-    gaps = [later - earlier for (earlier, _, _), (later, drawing, _) in pairwise(fed) if drawing]
-    assert len(gaps) > 2 and min(gaps) > 4 and max(rows for _, _, rows in fed) > 2
-
-
 def test_no_more_is_computed_than_rows_that_draw_and_each_answer_once(qwen, tokenizer):
     tokens, turns = 0, Scripted(ENDS)
 
