@@ -326,10 +326,9 @@ def test_a_file_that_only_a_process_cannot_load_ends_the_run(tmp_path, which):
     code = "import sys\nassert 'pytest' in sys.modules, 'not here'\n"
     code += 'def tell():\n    """Tell."""\n'
     code += 'class Told:\n    def reset(self): pass\n    def tell(self):\n        """Tell."""\n'
-    picky = Talks(tmp_path, code, tool_timeout=5.0, **which)
-    talk = picky.begin()
-    with pytest.raises(RewardError, match="a worker process could not load .*AssertionError.*not here"):
-        talk.say(call("tell"))
+    refused = pytest.raises(RewardError, match="a worker process could not load .*AssertionError.*not here")
+    with closing(Talks(tmp_path, code, tool_timeout=5.0, **which)) as picky, refused:
+        picky.begin().say(call("tell"))
 
 
 def test_an_answer_that_is_given_up_does_not_reach_the_next_completion(talks):
