@@ -25,22 +25,15 @@ _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 def find_column(config: DataSection, names: list[str]) -> str | None:
     """Return the column that has the pictures; None if the dataset has no such column. Raises ConfigError if the
     configuration names none of the columns, or two would do."""
-    name = config.dataset_image_column
-    others = config.dataset_prompt_column, config.dataset_answer_column
-    if name is None:
-        found = [column for column in DEFAULT_COLUMNS if column in names and column not in others]
-        if len(found) < 2:
-            return found[0] if found else None
-        reason = "there are both image and images"
-    elif name == "":
-        return None
-    elif name in others:
-        reason = "prompts or answers are in it"
-    elif name in names:
-        return name
-    else:
-        reason = f"{config.dataset_name} has the columns {', '.join(names)}"
-    raise ConfigError(f"dataset_image_column={name!r}: {reason}: name the one that has pictures, or '' for none")
+    name, others = config.dataset_image_column, {config.dataset_prompt_column, config.dataset_answer_column}
+    usable = [column for column in names if column not in others]
+    found = [column for column in usable if column == name or (name is None and column in DEFAULT_COLUMNS)]
+    if len(found) > 1 or (name and not found):
+        raise ConfigError(
+            f"dataset_image_column={name!r}: beside prompts and answers {config.dataset_name} has the columns "
+            f"{', '.join(usable) or 'none'}: name the one that has pictures, or '' for none"
+        )
+    return found[0] if found else None
 
 
 def decoded_columns(rows) -> list[str]:

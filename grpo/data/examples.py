@@ -54,7 +54,17 @@ def make_example(
     """
     answer, prompt = row.get(config.dataset_answer_column), row[config.dataset_prompt_column]
     place = f"row {index} (from 0)"
-    _check_types(config, place, prompt, answer)
+    if isinstance(answer, bytes):
+        raise ConfigError(
+            f"dataset_answer_column={config.dataset_answer_column!r}: {place} has {str(answer)[:80]}: a gold answer is "
+            "text, a number, a list or a dict: name a column of such"
+        )
+    if not _is_prompt(prompt):
+        raise ConfigError(
+            f"dataset_prompt_column={config.dataset_prompt_column!r}: {place} has {str(prompt)[:80]}: a "
+            "prompt is text, or a list of messages whose role is text, and whose content is text or a list of parts, "
+            '{"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column'
+        )
     # Reward functions are given the prompt under its column's name too, unless they are given another thing by it.
     given = {config.dataset_prompt_column} & GIVEN_TO_REWARDS
     columns, gold = {name: value for name, value in row.items() if name not in given}, gold_answer(answer)
@@ -87,20 +97,6 @@ def make_example(
     return Example(index, rendered, prompt_ids, columns, messages, gold, conversation)
 
 
-def _check_types(config: AnsweringConfig, place: str, prompt: Any, answer: Any) -> None:
-    if isinstance(answer, bytes):
-        raise ConfigError(
-            f"dataset_answer_column={config.dataset_answer_column!r}: {place} has {str(answer)[:80]}: a "
-            "gold answer is text, a number, a list or a dict: name a column of such"
-        )
-    if not _is_prompt(prompt):
-        raise ConfigError(
-            f"dataset_prompt_column={config.dataset_prompt_column!r}: {place} has {str(prompt)[:80]}: a "
-            "prompt is text, or a list of messages whose role is text, and whose content is text or a list of parts, "
-            '{"type": "text", "text": ...} or {"type": "image"}: mend it, or name another column'
-        )
-
-
 def gold_answer(answer: Any) -> str:
     """Return the part of GSM8K's "solution #### answer" after the last "####"; elsewhere the whole column.
 
@@ -125,14 +121,27 @@ def _fill(messages: list[PartMessage], pictures: Sequence[EncodedPicture]) -> li
 
 
 def _is_prompt(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (
-        isinstance(prompt, list)
-        and len(prompt) > 0
-        and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) and _is_content(message.get("content"))
-            for message in prompt
-        )
-    )
+    return isinstance(prompt, str) or (isinstance(prompt, list) and len(prompt) > 0 and all(map(_is_message, prompt)))
+
+
+def _is_message(message: Any) -> bool:
+    match message:
+        case {"role": str(), "content": str()}:
+            return True
+        case {"role": str(), "content": [*parts]}:
+            return all(map(_is_part, parts))
+    return False
+
+
+def _is_part(part: Any) -> bool:
+    """Tell whether it is a text, or the place of a picture of the dataset's column."""
+    # Rows have null for absent fields.
+    match {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part:
+        case {"type": "text", "text": str()}:
+            return True
+        case {"type": "image", **others}:
+            return not others
+    return False
 
 
 def _is_blank(prompt: str | list[PartMessage]) -> bool:
@@ -140,15 +149,3 @@ def _is_blank(prompt: str | list[PartMessage]) -> bool:
     messages = text_of_messages(chat_messages(prompt, ""))
     spoken = [message for message in messages if message["role"] != "system"] or messages
     return not any(message["content"].strip() for message in spoken)
-
-
-def _is_content(content: Any) -> bool:
-    """Tell whether content is a text, or a list of parts: texts, and places for pictures of the dataset's column."""
-    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
-
-
-def _is_part(part: Any) -> bool:
-    if not isinstance(part, dict):
-        return False
-    fields = {name: value for name, value in part.items() if value is not None}  # rows have null for absent fields
-    return fields == {"type": "image"} or (fields.get("type") == "text" and isinstance(fields.get("text"), str))

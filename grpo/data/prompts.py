@@ -20,7 +20,7 @@ from grpo.config.sampling_settings import AnsweringConfig, DataSection
 from grpo.data.chat_template import PictureCountError
 from grpo.data.dataset import decoded, load_rows
 from grpo.data.dataset_pictures import PictureColumn, decoded_columns, find_column
-from grpo.data.examples import GIVEN_TO_REWARDS, gold_answer, make_example
+from grpo.data.examples import GIVEN_TO_REWARDS, make_example
 from grpo.data.records import Example
 from grpo.data.responder import Responder
 from grpo.wire.picture_files import PictureError, pictures_of
@@ -128,7 +128,7 @@ def check_reward_columns(
     config: AnsweringConfig, examples: Sequence[Example], rewards: Mapping[str, Callable | str]
 ) -> None:
     """Refuse a dataset whose columns a reward function cannot be given, or without gold answers if one of `rewards`
-    (load_reward_funcs) asks for them; warn if `answer` is not the gold answer.
+    (load_reward_funcs) asks for them.
 
     Raises ConfigError.
     """
@@ -147,15 +147,6 @@ def check_reward_columns(
                 f"dataset_name={config.dataset_name!r}: its column {name!r} has a name under which reward functions "
                 "are given something else: rename the column"
             )
-    is_other = config.dataset_answer_column not in ("", "answer")
-    answers = ((example.columns["answer"], example.gold) for example in examples) if is_other else ()
-    if any((gold_answer(answer) if isinstance(answer, list | dict) else answer) != gold for answer, gold in answers):
-        log.warning(
-            "%s: its column 'answer' goes to reward functions as `answer`, and evaluation compares with %r: "
-            "set dataset_answer_column to answer, or rename the column, unless that is meant",
-            config.dataset_name,
-            config.dataset_answer_column,
-        )
 
 
 class PromptStream:
@@ -232,14 +223,10 @@ def _asks_for_gold(reward: Callable | str) -> bool:
 def _check_columns(config: AnsweringConfig, names: list[str]) -> bool:
     """Tell whether there are gold answers. Raises ConfigError if a named column is missing."""
     prompt, answer = config.dataset_prompt_column, config.dataset_answer_column
-    named = {"dataset_prompt_column": prompt, "dataset_answer_column": answer}
-    if answer in ("", DataSection.dataset_answer_column):
-        del named["dataset_answer_column"]
-    for field, name in named.items():
-        if name not in names:
-            raise ConfigError(
-                f"{field}={name!r}: {config.dataset_name} has the columns {', '.join(names)}: name one of them"
-            )
+    for field in ("dataset_prompt_column", "dataset_answer_column"):
+        is_needed = field == "dataset_prompt_column" or answer not in ("", DataSection.dataset_answer_column)
+        reason = f"{config.dataset_name} has the columns {', '.join(names)}: name one of them"
+        require(not is_needed or getattr(config, field) in names, field, getattr(config, field), reason)
     require(
         answer != prompt,
         "dataset_answer_column",

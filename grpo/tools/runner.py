@@ -19,9 +19,8 @@ from typing import Any
 from grpo.config.errors import RewardError
 from grpo.config.user_code import Key, async_user_code, user_code
 from grpo.data.records import Example
-from grpo.tools.environment import EnvironmentClass
 from grpo.tools.schema import Tool
-from grpo.tools.session import Reply, Session
+from grpo.tools.session import EnvironmentClass, Reply, Session
 from grpo.usercode.process import CallLost, ProcessPool, UserProcess
 
 log = logging.getLogger(__name__)

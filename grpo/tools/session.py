@@ -1,6 +1,6 @@
-"""Calls the user's code, and returns plain data. A session has one caller at a time.
+"""Loads the user's environment class, calls the user's code, and returns plain data.
 
-Tasks and their arguments are
+Processes for the user's code import only this. A session has one caller at a time. Tasks and their arguments are
 
     tool          name, arguments    a function of `tools`
     method        name, arguments    a method of the environment that is a tool
@@ -20,14 +20,55 @@ import asyncio
 import copy
 import inspect
 import json
+import types
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from grpo.config.errors import ConfigError
 from grpo.config.user_code import Key, load_function, user_code
-from grpo.rewards.functions import Misuse, format_user_stack, repr_of
-from grpo.tools.environment import EnvironmentClass, read_observation, read_reward, read_step
+from grpo.rewards.functions import Misuse, format_user_stack, is_reward, repr_of
 
 Reply = dict[str, Any]
+_OURS = {"reset", "get_reward", "close"}
+
+
+class EnvironmentClass:
+    """The class that `environment` names.
+
+    Its form is TRL's, with methods that the policy calls as tools, or a game's: beside `reset`, `get_reward` and
+    `close` it has only `step`, which takes the policy's text.
+    """
+
+    def __init__(self, name: str):
+        """Load it. Raises ConfigError if there is no such class, or it has neither form's methods."""
+        loaded = load_function("environment", name, "class")
+        methods = dict(inspect.getmembers(loaded, _is_method)) if inspect.isclass(loaded) else {}
+        if "reset" not in methods:
+            raise ConfigError(f"environment={name!r}: it is no class with a method reset: write one")
+        public = {method for method in methods if not method.startswith("_")} - _OURS
+        if not public:
+            raise ConfigError(
+                f"environment={name!r}: it has no method that answers: add methods to call as tools, or "
+                "step(text) -> (observation, reward, done)"
+            )
+        self.name, self.type = name, loaded
+        self.label: str = loaded.__name__
+        self.is_game = public == {"step"}
+        self.methods = {} if self.is_game else {method: _bind(loaded, method) for method in sorted(public)}
+        """the tools, without an instance: for their signatures"""
+        self.has_get_reward = "get_reward" in methods
+        self.gives_reward = self.is_game or self.has_get_reward
+
+
+def _is_method(member: Any) -> bool:
+    return inspect.isfunction(member) or inspect.ismethod(member)  # of a class, a class method is one already
+
+
+def _bind(of: type, method: str) -> Callable:
+    """Return a class's method without the argument `self`, for its signature."""
+    if isinstance(inspect.getattr_static(of, method), staticmethod | classmethod):
+        return getattr(of, method)
+    return types.MethodType(getattr(of, method), object())
 
 
 class Session:
@@ -84,12 +125,12 @@ class Session:
             case "tool" | "method":
                 return {"text": self._cut(_to_text(returned)), "failed": False}
             case "reset":
-                return {"text": clean(read_observation(returned))}
+                return {"text": clean(_read_observation(returned))}
             case "step":
-                text, reward, done = read_step(returned)
+                text, reward, done = _read_step(returned)
                 return {"text": self._cut(text), "reward": reward, "done": done}
             case "get_reward":
-                return {"reward": read_reward(returned)}
+                return {"reward": _read_reward(returned)}
         return {}
 
     def _explain(self, task: str, error: BaseException) -> Reply:
@@ -104,6 +145,37 @@ class Session:
         if (missing := len(text) - self._longest) > 0:
             text = f"{text[: self._longest]}... ({missing} more characters)"
         return clean(text)
+
+
+def _read_observation(returned: Any) -> str:
+    """Return the result of `reset` as text. Raises Misuse unless it is text or None."""
+    if returned is not None and not isinstance(returned, str):
+        raise Misuse(f"returned {returned!r:.200}: reset must return a text, or None")
+    return returned or ""
+
+
+def _read_step(returned: Any) -> tuple[str, float, bool]:
+    """Check the result of `step`. Raises Misuse unless it is (observation, reward, done)."""
+    if (
+        isinstance(returned, tuple | list)
+        and len(returned) == 3
+        and (returned[0] is None or isinstance(returned[0], str))
+        and returned[1] is not None
+        and is_reward(returned[1])
+        and returned[2] in (True, False)
+    ):
+        return returned[0] or "", float(returned[1]), bool(returned[2])
+    raise Misuse(
+        f"returned {returned!r:.200}: step must return (observation, reward, done): a text or None, a finite number, "
+        "and True where the completion is over"
+    )
+
+
+def _read_reward(returned: Any) -> float | None:
+    """Check the result of `get_reward`. Raises Misuse if it is no reward."""
+    if not is_reward(returned):
+        raise Misuse(f"returned {returned!r:.200}: get_reward must return a finite number, or None")
+    return None if returned is None else float(returned)
 
 
 def _to_text(returned: Any) -> str:

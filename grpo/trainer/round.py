@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from grpo.algorithm.advantages import advantages, groups_with_signal, total_rewards
-from grpo.algorithm.kl import kl_divergence
+from grpo.algorithm.loss import kl_divergence
 from grpo.client.reference import ReferenceClient
 from grpo.client.server_errors import ServerError, ServersLost
 from grpo.config.trainer import TrainerConfig

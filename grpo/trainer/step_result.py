@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.algorithm.kl import adapt_beta, adapt_entropy_coef, applied_entropy_coef
+from grpo.algorithm.loss import adapt_beta, adapt_entropy_coef, applied_entropy_coef
 from grpo.config.errors import RewardError
 from grpo.data.records import Rollout, StepBatch
 from grpo.run.collective import gather

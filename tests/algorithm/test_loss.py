@@ -24,8 +24,7 @@ from ragged import (
 )
 
 from grpo.algorithm.advantages import advantages
-from grpo.algorithm.kl import adapt_beta, kl_divergence
-from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.loss import adapt_beta, grpo_loss, kl_divergence
 from grpo.algorithm.loss_types import StepSize, Tokens
 from grpo.config.command_line import parse_arguments
 from grpo.config.loss_settings import LossSection

@@ -19,8 +19,7 @@ import torch
 from ragged import BOUNDS, EVERYTHING, LOSS_TYPES, cases, completions, gradients, level_of, named, step_of, tokens_of
 
 from grpo.algorithm.advantages import soft_overlong_punishment
-from grpo.algorithm.kl import adapt_entropy_coef, applied_entropy_coef
-from grpo.algorithm.loss import grpo_loss
+from grpo.algorithm.loss import adapt_entropy_coef, applied_entropy_coef, grpo_loss
 from grpo.config.loss_settings import LossSection
 from grpo.run.metrics import Stats, add_stats
 

@@ -312,19 +312,19 @@ def test_the_tokens_of_pictures_count_as_the_prompts(tmp_path, qwen):
         (
             [row([PNG])],
             ["--dataset_image_column", "photo"],
-            "dataset_image_column='photo': .* has the columns question",
+            "dataset_image_column='photo': .* the columns images: name",
         ),
         (
             [row([PNG])],
             ["--dataset_image_column", "answer"],
-            "dataset_image_column='answer': prompts or answers are in",
+            "dataset_image_column='answer': beside prompts and answers",
         ),
-        ([row(PNG, image=PNG)], [], "dataset_image_column=None: there are both image and images: name"),
+        ([row(PNG, image=PNG)], [], "dataset_image_column=None: .* has the columns images, image: name"),
         ([row([7])], [], r"dataset_image_column='images': row 0 \(from 0\) has 7: a picture is a file's bytes"),
         (
             [row("https://x.org/a.png")],
             [],
-            r"dataset_image_column='images': row 0 \(from 0\) has https.*: nothing is fetched from the network:",
+            "dataset_image_column='images': row 0 .* nothing is fetched from the network:",
         ),
         ([row("no.png")], [], "1 of 1 rows dropped, .* cannot be read .no.png: No such file.*dataset_image_column"),
         ([row([PNG], "<image><image>")], [], "1 of 1 rows dropped, .*places for pictures: 2, pictures: 1"),

@@ -103,17 +103,13 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, caplog):
 SOLUTION = ["--dataset_prompt_column", "problem", "--dataset_answer_column", "solution"]
 
 
-def test_a_column_called_answer_that_is_not_the_gold_answer_stays_what_it_is(tmp_path, tokenizer, caplog):
+def test_a_column_called_answer_that_is_not_the_gold_answer_stays_what_it_is(tmp_path, tokenizer):
     rows = [{"problem": "x?", "solution": "5+2=7\n#### 7", "answer": f"{word} seven"} for word in ("It is", "Just")]
     settings = config(write(tmp_path / "rows.jsonl", rows), *SOLUTION)
     examples = load_examples(settings, "train", tokenizer, progress=False)
     assert [example.columns for example in examples] == rows
     assert [example.gold for example in examples] == ["7", "7"]
     check_reward_columns(settings, examples, {})
-    assert (
-        "its column 'answer' goes to reward functions as `answer`, and evaluation compares with 'solution'"
-        in caplog.text
-    )
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
@@ -122,12 +118,10 @@ def test_a_list_or_dict_arrives_as_the_dataset_has_it(tmp_path, tokenizer, name,
     rows = [{"problem": "Add.", "solution": tests, "limits": {"seconds": 1.5}, "tags": ["a", "b"]}]
     rows.append(rows[0] | {"solution": []})
     settings = config(write(tmp_path / name, rows), *SOLUTION)
-    (only,) = examples = load_examples(settings, "train", tokenizer, progress=False)
+    (only,) = load_examples(settings, "train", tokenizer, progress=False)
     assert only.columns == rows[0] | {"answer": tests}
     assert json.loads(only.gold) == tests and "é" in only.gold
     assert "1 of 2 rows dropped, without a gold answer in 'solution'" in caplog.text
-    check_reward_columns(settings, examples, {})
-    assert "its column 'answer'" not in caplog.text, "it has none"
 
 
 def test_a_prompt_column_under_a_name_of_the_arguments_is_given_as_that_argument(tmp_path, tokenizer):

@@ -11,7 +11,7 @@ from examples.guess_the_number.environment import GuessTheNumber
 from examples.guess_the_number.prepare import LARGEST, LUCKY, MAX_TURNS, Game, build_tokenizer, play, write_dataset
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
-from grpo.tools.environment import EnvironmentClass
+from grpo.tools.session import EnvironmentClass
 
 FOLDER = REPOSITORY / "examples/guess_the_number"
 ROW = {"question": "I think of a number.", "secret": 9, "largest": 15}

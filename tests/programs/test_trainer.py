@@ -19,7 +19,7 @@ from trainer_runs import lines, one_line, options, plain_python, run_ranks, star
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
-from grpo.algorithm.kl import kl_divergence
+from grpo.algorithm.loss import kl_divergence
 from grpo.client.reference import ReferenceClient
 from grpo.config.command_line import parse_arguments
 from grpo.config.trainer import TrainerConfig
