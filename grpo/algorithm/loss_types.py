@@ -115,7 +115,6 @@ class LossInputs:
     lengths: torch.Tensor
     """int64 [S] tokens of each sequence, may be 0"""
     step: StepSize
-    """sequences and tokens of the whole optimizer step, over all micro-batches and ranks"""
     max_completion_length: int
 
     def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
@@ -265,25 +264,25 @@ def find_loss(loss_type: str) -> LossFunction:
     def checked(inputs: LossInputs, settings: LossSection) -> LossTerms:
         with modes_kept():
             terms = function(inputs, settings)
-        if not _are_terms(terms, len(inputs.logprobs)):
+        if not _are_terms(terms, inputs.logprobs):
             raise ConfigError(
                 f"loss_type={loss_type!r}: for {len(inputs.logprobs)} tokens it returned "
                 f"{' '.join(repr(terms).split()):.300}: return (policy, weights, metrics), two tensors with a value "
-                "for each token and a dict of one-dimensional tensors by name"
-            )
-        if inputs.logprobs.requires_grad and not terms[0].requires_grad:
-            raise ConfigError(
-                f"loss_type={loss_type!r}: its policy term has no gradient: use inputs.logprobs or inputs.ratio"
+                "for each token, policy with the gradient of inputs.logprobs or inputs.ratio, and a dict of "
+                "one-dimensional tensors by name"
             )
         return terms
 
     return checked
 
 
-def _are_terms(terms: Any, count: int) -> bool:
+def _are_terms(terms: Any, logprobs: torch.Tensor) -> bool:
     match terms:
         case policy, weights, {**metrics}:
             tensors = [policy, weights, *metrics.values()]
-            are_flat = all(isinstance(tensor, torch.Tensor) and tensor.dim() == 1 for tensor in tensors)
-            return are_flat and len(policy) == len(weights) == count
+            return (
+                all(isinstance(tensor, torch.Tensor) and tensor.dim() == 1 for tensor in tensors)
+                and len(policy) == len(weights) == len(logprobs)
+                and policy.requires_grad >= logprobs.requires_grad
+            )
     return False

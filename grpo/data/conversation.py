@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,8 @@ class Conversation:
 
 def _row_of(line: str) -> tuple[str, dict[str, Any]]:
     """Return the question of a line, and the columns of its row if the line is a JSON object."""
-    try:
-        columns = json.loads(line)
-    except ValueError:
-        return line, {}
-    if not isinstance(columns, dict):
-        return line, {}
-    question = columns.get("question", columns.get("prompt", ""))
-    return question if isinstance(question, str) else "", columns
+    with contextlib.suppress(ValueError):
+        if isinstance(columns := json.loads(line), dict):
+            question = columns.get("question", columns.get("prompt"))
+            return question if isinstance(question, str) else "", columns
+    return line, {}

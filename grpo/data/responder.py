@@ -25,11 +25,10 @@ class Dialogue(Protocol):
     """None until the completion is over"""
 
     def answer(self, drawn: list[int], room: int) -> Future[list[int] | None] | None:
-        """Answer the segment `drawn`, after which the completion may have `room` more tokens.
+        """Answer the segment `drawn`, which ends with an eos or was cut, and may be followed by `room` more tokens.
 
-        The segment ends with an eos, or was cut at the sampler's largest length: then there is no answer. The future
-        has the ids of the answer, fewer than `room`, or None if the completion is over, and `outcome` with it. It
-        raises RewardError if an environment of the user's fails.
+        The future has the ids of the answer, fewer than `room`, or None if the completion is over, and `outcome` with
+        it. It raises RewardError if an environment of the user's fails.
 
         Returns None if the segment alone says that the completion is over, such as one that calls no tool: a sampler
         then need not wait. It must not depend on how fast anything is.

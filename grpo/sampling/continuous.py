@@ -48,12 +48,10 @@ class ContinuousSampler(LocalSampler):
         longest = max(len(example.prompt_ids) for example in order.examples) + self._max_new_tokens
         if longest > self._longest_packed:
             return super()._draw(order)
-        groups = Groups(order)
         with policy_that_draws(self._model):
             graphs = self._graphs(self._model.device) if self._graphs else None
             rows = Rows(self._model, order, self._rows, self._max_new_tokens, self.eos_token_ids, graphs, self._vision)
-            _Loop(rows, order, self._max_new_tokens, self._turns, groups, self._rollout).run(self._look_every)
-        return groups.all
+            return _Loop(rows, order, self._max_new_tokens, self._turns, self._rollout).run(self._look_every)
 
 
 class _Loop:
@@ -65,11 +63,10 @@ class _Loop:
         order: Order,
         longest: int,
         turns: Responder | None,
-        groups: Groups,
         make_rollout: Callable[..., Rollout],
     ):
         self._rows, self._order, self._longest, self._turns = rows, order, longest, turns
-        self._groups, self._make_rollout = groups, make_rollout
+        self._groups, self._make_rollout = Groups(order), make_rollout
         self._prompts = [example.prompt_ids for example in order.examples]
         self._left = deque(range(len(self._prompts) * order.copies))
         """the completions that have not begun"""
@@ -80,8 +77,8 @@ class _Loop:
         self._free_slots = [*range(rows.slots)]
         self._steps = 0
 
-    def run(self, look_every: int) -> None:
-        """Draw all. Add each completion to the groups within `look_every` tokens of its end."""
+    def run(self, look_every: int) -> list[list[Rollout]]:
+        """Draw all. Hand over each group within `look_every` tokens of its end."""
         try:
             self._refill()
             while self._rows.drawing or self._waiting:
@@ -97,6 +94,7 @@ class _Loop:
                     self._refill()
         finally:
             close_all(completion.dialogue for completion in self._in_rows if completion and completion.dialogue)
+        return self._groups.all
 
     def _end_segments(self, rows: list[int]) -> None:
         """Let the completions in these rows leave, or wait for an answer."""

@@ -59,10 +59,8 @@ class Sampler(Protocol):
     text, and the log-prob that each id had when it was drawn (NaN if the sampler does not know it). With a
     Responder (grpo/data/responder.py) the ids of its answer follow an eos in the completion.
 
-    `Rounds` (grpo/trainer/round.py) calls `update_weights` and `sample` in every round. The trainer calls
-    `update_weights` before each evaluation too, and `evaluate` then calls `greedy` and `sample`.
-    `python -m grpo.chat` calls `stream`. Each rank has a sampler and calls it with its own share of examples: all ranks
-    together in a round, even with no example, and each alone elsewhere.
+    Each rank has a sampler and calls it with its own share of examples: all ranks together in a round, even with no
+    example, and each alone elsewhere.
     """
 
     def sample(

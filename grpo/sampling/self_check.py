@@ -38,9 +38,8 @@ DRAWN_FROM_OTHER_KEYS = {
 def check_sampling(
     model: PreTrainedModel, sampler: LocalSampler, pad_token_id: int, vision: Vision | None = None
 ) -> None:
-    """Draw two completions of a prompt beside a longer prompt, so that generate pads it on the left.
-
-    With `vision` both have pictures.
+    """Draw two completions of a prompt beside a longer prompt, so that generate pads it on the left; with `vision` both
+    have pictures.
 
     Logs a small difference between their log-probs and the loss's. Raises ConfigError for a large one, or if the model
     cannot draw them.
@@ -104,10 +103,8 @@ def make_sampler(
     arguments = model, tokenizer, eos_token_ids(model, tokenizer), max_completion_length, rows, vision, turns
     if longest_packed == 0:
         return LocalSampler(*arguments)
-    ways = [(None, "by transformers' generate")]
-    if model.device.type == "cuda":
-        ways.insert(0, (StepGraphs, "without CUDA graphs"))
-    for graphs, instead in ways:
+    ways = [(StepGraphs, "without CUDA graphs")] if model.device.type == "cuda" else []
+    for graphs, instead in [*ways, (None, "by transformers' generate")]:
         # Three rows for four completions: one waits, and the last row moves. Of the three steps with three rows, and of
         # those with one, the second records a graph and the third replays it.
         tried = dict(longest_packed=longest_packed, graphs=graphs and partial(graphs, refuse_waits=True))

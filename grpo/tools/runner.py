@@ -204,13 +204,11 @@ class Instance:
         self._calls += 1
         try:
             reply = await self._place.perform((*self._key, self._calls), task, *arguments)
-        except CallLost as lost:
+        except (CallLost, RewardError) as error:  # RewardError: no process starts
             self.is_lost = True
-            # An error: ranks other than the first show no warnings.
-            log.error("%s%s %s: the completion ends with the reward %g", self._prefix, task, lost, _FALLBACK)
-            raise
-        except RewardError:  # no process starts
-            self.is_lost = True
+            if isinstance(error, CallLost):
+                # An error: ranks other than the first show no warnings.
+                log.error("%s%s %s: the completion ends with the reward %g", self._prefix, task, error, _FALLBACK)
             raise
         if "raised" in reply:
             raise RewardError(f"{self._prefix}{reply['raised']}", reply["traceback"])

@@ -125,7 +125,7 @@ REFUSED = [
     ),
     (
         "def loss(inputs, settings): return inputs.logprobs.detach(), inputs.entropy, {}",
-        "has no gradient: use inputs.logprobs",
+        "policy with the gradient of inputs.logprobs",
     ),
 ]
 
