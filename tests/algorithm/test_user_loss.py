@@ -106,10 +106,7 @@ def test_its_metrics_are_recorded_under_their_names(tmp_path):
 
 # What a file has, and how it is refused.
 REFUSED = [
-    ("def other(inputs, settings): ...", "has no such function: define it there"),
     ("loss = 1", "has no such function: define it there"),
-    ("def loss(inputs", r"cannot be imported \(SyntaxError"),
-    ("import no_such_library", r"cannot be imported \(ModuleNotFoundError"),
     ("def loss(inputs): ...", r"failed on three small sequences \(TypeError"),
     ("def loss(inputs, settings): return inputs.logprops", r"failed on three small sequences \(AttributeError"),
     (
@@ -137,9 +134,6 @@ def test_what_cannot_be_used_is_refused_before_the_run(tmp_path):
         settings = LossSection(loss_type=f"{file}:loss")
         with pytest.raises(ConfigError, match=f"^loss_type='{file}:loss': .*{reason}"):
             try_loss(settings)
-    for path in (tmp_path / "nowhere.py", tmp_path):
-        with pytest.raises(ConfigError, match=f"^loss_type='{path}:loss': {path} is not a Python file"):
-            try_loss(LossSection(loss_type=f"{path}:loss"))
 
 
 def test_a_value_that_is_not_finite_is_no_mistake(tmp_path):
