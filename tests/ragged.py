@@ -47,6 +47,31 @@ EVERYTHING = {
     "importance_sampling_mode": "token_mask",
 }
 """settings that act on a loss, as many as go together"""
+# Of each: what is set beside loss_type, level and estimator; beta; and what the sequences are like.
+MODES = {
+    "as drawn": ({}, 0.0, {"off_policy": False}),
+    "off-policy": ({"epsilon_high": 0.28}, 0.0, {}),
+    "far off": ({}, 0.3, {"far": True}),
+    "delta": ({"delta": 1.3}, 0.0, {}),
+    "KL": ({}, 0.3, {}),
+    "KL as drawn": ({}, 0.3, {"off_policy": False}),
+    "KL, bias corrected": ({"use_bias_correction_kl": True}, 0.3, {}),
+    "entropy bonus": ({"entropy_coef": 0.02}, 0.0, {}),
+    "top entropies": ({"top_entropy_quantile": 0.3}, 0.3, {}),
+    "top entropies, bonus": ({"top_entropy_quantile": 0.3, "entropy_coef": 0.02}, 0.0, {}),
+    "off-policy mask": ({"off_policy_mask_threshold": 0.05}, 0.3, {}),
+    "off-policy mask, sampler": ({"off_policy_mask_threshold": 0.05}, 0.3, {"sampled": True}),
+    **{
+        mode: ({"importance_sampling_mode": mode, **BOUNDS}, 0.3, {"sampled": True})
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
+    "as drawn, corrected": (
+        {"importance_sampling_mode": "token_truncate", **BOUNDS, "off_policy_mask_threshold": 0.05},
+        0.3,
+        {"sampled": True, "off_policy": False},
+    ),
+    "everything": (EVERYTHING, 0.3, {"sampled": True}),
+}
 FAR = 25.0  # in log: beyond where ratios are clamped
 
 

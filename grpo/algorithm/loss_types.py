@@ -80,12 +80,6 @@ def sequence_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(len(lengths)).index_add(0, owner, values)
 
 
-def first_tokens(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Take the value at each sequence's first token, NaN without one: [T] -> float32 [S]."""
-    padded = nn.functional.pad(values.float(), (0, 1), value=torch.nan)
-    return padded[lengths.cumsum(0) - lengths].masked_fill(lengths == 0, torch.nan)
-
-
 # The papers' constants, by the sign of the advantage; TRL's defaults too.
 SAPO_TEMPERATURE_POS, SAPO_TEMPERATURE_NEG = 1.0, 1.05  # the gate closes faster for negative advantages
 VESPO_K_POS, VESPO_LAMBDA_POS = 2.0, 3.0  # the ratio's power, and the rate at which a ratio above 1 loses weight
@@ -230,8 +224,12 @@ def clipped_term(inputs: LossInputs, settings: LossSection) -> tuple[torch.Tenso
 
 
 def one_per_ratio(values: torch.Tensor, inputs: LossInputs, settings: LossSection) -> torch.Tensor:
-    """Keep one value for each probability ratio: all of [T], or [S] if ratios are of sequences."""
-    return first_tokens(values, inputs.lengths) if settings.importance_sampling_level == "sequence" else values
+    """Keep one value for each probability ratio: all of [T], or [S] of the first tokens if ratios are of sequences, NaN
+    without one."""
+    if settings.importance_sampling_level == "token":
+        return values
+    padded = nn.functional.pad(values.float(), (0, 1), value=torch.nan)
+    return padded[inputs.lengths.cumsum(0) - inputs.lengths].masked_fill(inputs.lengths == 0, torch.nan)
 
 
 def mean_of_sequence_means(inputs: LossInputs) -> torch.Tensor:

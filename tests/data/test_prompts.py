@@ -355,17 +355,6 @@ def test_a_prompt_has_the_tools_and_what_the_environment_says_of_its_row(tokeniz
     assert example.conversation[-1]["content"] == "How much? You have 2 coins."
 
 
-PARTS = (
-    "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}assistant:"
-)
-
-
-def test_a_template_that_takes_content_in_parts_alone_is_given_parts(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", PARTS)
-    assert render_prompt(tokenizer, "Two and two?", "Be brief.") == "system:Be brief.user:Two and two?assistant:"
-
-
 # Each would take gigabytes.
 DOUBLED = (
     "n.x ~ n.x",

@@ -69,26 +69,6 @@ def test_a_seed_draws_what_its_random_numbers_say(model, tokenizer, examples, te
     assert len({len(rollout.completion_ids) for group in groups for rollout in group}) > 2
 
 
-def test_what_is_drawn_at_a_time_changes_nothing(model, tokenizer, examples):
-    whole = sampler(model, tokenizer, list(range(20)), length=20).sample(examples, 3, 1.0, seed=6, ids=[5, 6, 7])
-    for rows in (1, 3, 6):
-        few = LocalSampler(model, tokenizer, list(range(20)), 20, rows)
-        handed = {}
-        again = few.sample(examples, 3, 1.0, seed=6, on_groups=handed.update, ids=[5, 6, 7])
-        assert handed == dict(enumerate(again))
-        assert_alike(again, whole)
-    ((last, *_), *_) = sampler(model, tokenizer, list(range(20)), length=20).sample(examples[2:], 1, 1.0, 6, ids=[7])
-    assert last.completion_ids == whole[2][0].completion_ids
-
-
-def assert_alike(groups, others) -> None:
-    """The same tokens; log-probs but for the rounding of products of another shape."""
-    for rollouts, expected in zip(groups, others, strict=True):
-        assert [rollout.completion_ids for rollout in rollouts] == [rollout.completion_ids for rollout in expected]
-        for rollout, other in zip(rollouts, expected, strict=True):
-            assert_rounded(rollout.sampling_logprobs, other.sampling_logprobs)
-
-
 HEADS = ["qwen2", "gemma2, softcapped", "cohere, scaled", "granite, divided", "phi, bias", "with LoRA"]
 
 

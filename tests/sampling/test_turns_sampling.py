@@ -389,7 +389,7 @@ class Broken(Exception):
 
 
 @pytest.mark.parametrize("make", [continuous, plain])
-@pytest.mark.parametrize("where", ["answer", "future", "begin", "close"])
+@pytest.mark.parametrize("where", ["answer", "future", "begin", "close", "on_groups"])
 def test_whatever_fails_every_dialogue_is_closed(qwen, tokenizer, make, where, monkeypatch):
     turns = Scripted(ENDS)
     begin, count = turns.begin, 0
@@ -421,21 +421,14 @@ def test_whatever_fails_every_dialogue_is_closed(qwen, tokenizer, make, where, m
                 dialogue.close = failing_close
         return dialogue
 
+    def on_groups(groups):
+        if where == "on_groups":
+            raise Broken
+
     turns.begin = failing_begin
     with pytest.raises(Broken):
-        make(qwen, tokenizer, turns, rows=6).sample(EXAMPLES, 3, 1.0, 3)
+        make(qwen, tokenizer, turns, rows=6).sample(EXAMPLES, 3, 1.0, 3, on_groups)
     assert len(turns.dialogues) > 2 and turns.alive() == 0
-
-
-def test_a_failure_of_whom_groups_are_handed_to_closes_dialogues_too(qwen, tokenizer):
-    def on_groups(groups):
-        raise Broken
-
-    for make in (continuous, plain):
-        turns = Scripted(ENDS)
-        with pytest.raises(Broken):
-            make(qwen, tokenizer, turns, rows=4).sample(EXAMPLES, 3, 1.0, 3, on_groups)
-        assert turns.alive() == 0
 
 
 def test_a_stream_is_one_segment(qwen, tokenizer):
