@@ -211,60 +211,55 @@ def test_a_limit_takes_the_first(tmp_path, tokenizer):
         load_examples(config(path, "--dataset_config", "main"), "train", tokenizer)
 
 
+GOOD = json.dumps(ROWS[0]) + "\n"
+DEEP = "[" * 2000 + "]" * 2000
+
+
 @pytest.mark.parametrize(
-    "name, reason",
+    "name, content, reason",
     [
-        ("nobody/nothing", "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
-        ("rows.tsv", "needs files of one type, .json, .jsonl, .parquet, .csv, .*; found rows.tsv"),
-        ("header.csv", r"cannot be loaded \(header.csv: there is no row in it\)"),
-        ("empty.csv", r"cannot be loaded \(empty.csv: No columns to parse from file\)"),
-        ("uneven.csv", r"cannot be loaded \(uneven.csv: .* line 3, saw 3\)"),
-        ("nothing.jsonl", "dataset_name='nothing.jsonl': there is no such file or folder"),
-        ("./nothing", "dataset_name='./nothing': there is no such file or folder: correct the path"),
-        ("empty-folder/rows.jsonl", "there is no such file or folder"),
-        ("nobody/made/this", "there is no such file or folder"),
-        ("empty.jsonl", r"split 'train' cannot be loaded \(empty.jsonl: there is no row in it\): correct the file"),
-        ("blank.jsonl", r"cannot be loaded \(blank.jsonl: there is no row in it\)"),
-        ("empty.json", r"cannot be loaded \(empty.json: there is no row in it\)"),
-        ("empty.parquet", r"cannot be loaded \(empty.parquet: there is no row in it\)"),
-        ("broken.jsonl", r"cannot be loaded \(broken.jsonl, line 3: Expecting value\): correct the file"),
-        ("broken.json", r"cannot be loaded \(broken.json, line 2: Expecting value"),
-        ("lines.json", r"cannot be loaded \(lines.json, line 2: Expecting value"),
-        ("half.jsonl", r"cannot be loaded \(half.jsonl, line 2: .* surrogates not allowed"),
-        ("latin.jsonl", r"cannot be loaded \(latin.jsonl, line 1: .* can't decode byte"),
-        ("lists.jsonl", r"cannot be loaded \(lists.jsonl, line 2: Extra data"),
-        ("deep.jsonl", "cannot be loaded"),
-        ("empty-folder", "split 'train' needs files .* found none: rename or convert them, or set dataset_train_split"),
-        ("mixed-folder", "found mixed-folder/train-0.jsonl, mixed-folder/train-1.parquet: rename or convert"),
+        ("nobody/nothing", None, "dataset_name='nobody/nothing': split 'train' cannot be loaded"),
+        ("./nothing", None, "dataset_name='./nothing': there is no such file or folder: correct the path"),
+        ("rows.tsv", "question\tanswer\n", "one type, .json, .jsonl, .parquet, .csv, .*; found rows.tsv"),
+        ("header.csv", "question,answer\n", r"\(header.csv: there is no row in it\)"),
+        ("empty.csv", "", r"\(empty.csv: No columns to parse from file\)"),
+        ("uneven.csv", "question,answer\nx,1\nx,y,1\n", r"\(uneven.csv: .* line 3, saw 3\)"),
+        ("empty.jsonl", "", r"'train' cannot be loaded \(empty.jsonl: there is no row in it\): correct the file"),
+        ("blank.jsonl", "\n\n", r"\(blank.jsonl: there is no row in it\)"),
+        ("empty.json", "[]", r"\(empty.json: there is no row in it\)"),
+        ("broken.jsonl", GOOD + '\n{"question": \n' + GOOD, r"\(broken.jsonl, line 3: Expecting value"),
+        ("broken.json", '[{"question": "a",\n "answer": }]', r"\(broken.json, line 2: Expecting value"),
+        ("lines.json", GOOD + '{"question": \n', r"\(lines.json, line 2: Expecting value"),
+        ("half.jsonl", GOOD + '{"question": "\\ud800"}\n', r"\(half.jsonl, line 2: .* surrogates not allowed"),
+        ("latin.jsonl", b'{"question": "\xe4"}\n', r"\(latin.jsonl, line 1: .* can't decode byte"),
+        ("lists.jsonl", "[1, 2]\n[3]\n", r"\(lists.jsonl, line 2: Extra data"),
+        ("deep.jsonl", f'{{"question": {DEEP}}}\n', "cannot be loaded"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, reason):
+def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, tokenizer, caplog, name, content, reason):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.tsv").write_text("question\tanswer\n")
-    (tmp_path / "header.csv").write_text("question,answer\n")
-    (tmp_path / "empty.csv").write_text("")
-    (tmp_path / "uneven.csv").write_text("question,answer\nx,1\nx,y,1\n")
-    good = json.dumps(ROWS[0]) + "\n"
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "blank.jsonl").write_text("\n\n")
-    (tmp_path / "empty.json").write_text("[]")
-    empty = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
-    pyarrow.parquet.write_table(empty.empty_table(), tmp_path / "empty.parquet")
-    (tmp_path / "broken.jsonl").write_text(good + "\n" + '{"question": \n' + good)
-    (tmp_path / "broken.json").write_text('[{"question": "a",\n "answer": }]')
-    (tmp_path / "lines.json").write_text(good + '{"question": \n')
-    (tmp_path / "half.jsonl").write_text(good + '{"question": "\\ud800", "answer": "1"}\n')
-    (tmp_path / "latin.jsonl").write_bytes('{"question": "ä", "answer": "1"}\n'.encode("latin-1"))
-    (tmp_path / "lists.jsonl").write_text("[1, 2]\n[3]\n")
-    (tmp_path / "deep.jsonl").write_text('{"question": ' + "[" * 2000 + "]" * 2000 + "}\n")
-    (tmp_path / "empty-folder").mkdir()
-    (tmp_path / "mixed-folder").mkdir()
-    write(tmp_path / "mixed-folder" / "train-0.jsonl")
-    write(tmp_path / "mixed-folder" / "train-1.parquet")
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=reason):
         load_examples(config(name), "train", tokenizer, progress=False)
     assert "Failed to" not in caplog.text, "that one sentence says it"
+
+
+def test_a_folder_or_a_table_without_rows_is_refused(tmp_path, tokenizer):
+    empty = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
+    pyarrow.parquet.write_table(empty.empty_table(), tmp_path / "empty.parquet")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "mixed").mkdir()
+    write(tmp_path / "mixed/train-0.jsonl")
+    write(tmp_path / "mixed/train-1.parquet")
+    for name, reason in {
+        "empty.parquet": r"cannot be loaded \(empty.parquet: there is no row in it\)",
+        "nothing": "split 'train' needs files .* found none: rename or convert them, or set dataset_train_split",
+        "mixed": "found mixed/train-0.jsonl, mixed/train-1.parquet: rename or convert",
+    }.items():
+        with pytest.raises(ConfigError, match=reason):
+            load_examples(config(tmp_path / name), "train", tokenizer, progress=False)
 
 
 def test_a_folder_has_splits_each_in_one_or_several_files(tmp_path, tokenizer):
